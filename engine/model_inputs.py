@@ -1,0 +1,53 @@
+"""What one forward reads: tokens, where they stand, and where their rows' KV lives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchgen.engine.batched import Batched, row, token
+
+
+@dataclass(frozen=True)
+class ModelInputs(Batched):
+    """The tokens of B rows, one row after another, T in all.
+
+    Attributes:
+        input_ids: [T] int64.
+        positions: [T] int64, absolute position of each token in its row.
+        query_lens: [B] int64, tokens of each row in this forward.
+        context_lens: [B] int64, tokens of each row in the KV cache after this forward.
+        block_tables: [B, N] int64, the row's KV blocks in order; unused entries are block 0, the
+            scratch block that no row owns.
+    """
+
+    input_ids: Tensor = token()
+    positions: Tensor = token()
+    query_lens: Tensor = row()
+    context_lens: Tensor = row()
+    block_tables: Tensor = row()
+
+    def pad_tokens(self, multiple: int) -> ModelInputs:
+        """With one more row of dummy tokens if T is not a multiple; they write the scratch block.
+
+        Its tokens stand at position 0 of an empty context: they read nothing of any row.
+        """
+        missing = -len(self.input_ids) % multiple
+        if not missing:
+            return self
+        zeros = torch.zeros(missing, dtype=torch.int64, device=self.input_ids.device)
+        one = zeros[:1]
+        padding = ModelInputs(zeros, zeros, one + missing, one + 1, one.unsqueeze(1))
+        return ModelInputs.concat([self, padding])
+
+    def slots(self, block_size: int) -> Tensor:
+        """[T] int64, index of each token's place in the KV cache: block · block_size + offset."""
+        rows = torch.repeat_interleave(
+            torch.arange(self.num_rows, device=self.positions.device),
+            self.query_lens,
+            output_size=len(self.positions),
+        )
+        blocks = self.block_tables[rows, self.positions // block_size]
+        return blocks * block_size + self.positions % block_size
