@@ -1,0 +1,265 @@
+"""The job's configuration: one frozen dataclass per Hydra group, checked when it is built.
+
+The fields are the keys that users write; `conf/**.yaml` says what each one means and its unit.
+Types are checked where a DictConfig becomes these classes (load.py), ranges here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from batchgen.engine.sampling_params import LogprobsMode
+
+TooLong = Literal["error", "truncate_left"]
+OUTPUT_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids")
+# What prompts.py itself gives to apply_chat_template.
+RESERVED_TEMPLATE_KWARGS = {
+    "conversation",
+    "messages",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+    "padding",
+    "truncation",
+    "max_length",
+    "tokenizer_kwargs",
+}
+
+
+class ConfigError(ValueError):
+    """A user's mistake, found before any row is run.
+
+    The message is one line that names the key, says what is wrong with it and what to do.
+    """
+
+
+def _check(ok: bool, key: str, allowed: str, value: object) -> None:
+    if not ok:
+        raise ConfigError(f"{key} must be {allowed}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelGroup:
+    """Which weights run. `engine.model_config.ModelConfig` is what is read from them."""
+
+    path: str
+    name: str | None = None
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "gguf", "dummy"] = "auto"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _check(bool(self.path), "model.path", "a folder, a .gguf file or a hub name", self.path)
+        if self.trust_remote_code:
+            raise ConfigError(
+                "model.trust_remote_code must be false: batchgen never runs code that comes with "
+                "a model; models it knows need none"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetConfig:
+    """Where the rows come from and which of them, and of their columns, are used.
+
+    `demo` are the rows that come with batchgen; only they have no path.
+    """
+
+    kind: Literal["demo", "files", "hub"]
+    path: str | None = None
+    name: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    streaming: bool = False
+    limit: int | None = None
+    id_column: str | None = None
+    columns: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind == "demo":
+            _check(self.path is None, "dataset.path", "null for the demo rows", self.path)
+        else:
+            _check(bool(self.path), "dataset.path", "a file, folder, glob or hub name", self.path)
+        _check(self.split != "", "dataset.split", "null or the name of a split", self.split)
+        _check(
+            self.limit is None or self.limit >= 1,
+            "dataset.limit",
+            "null (all rows) or at least 1",
+            self.limit,
+        )
+        if self.columns is not None and len(set(self.columns)) != len(self.columns):
+            raise ConfigError(f"dataset.columns names a column twice: {list(self.columns)}")
+        if self.kind != "hub":
+            for key, value in (("name", self.name), ("revision", self.revision)):
+                if value is not None:
+                    raise ConfigError(
+                        f"dataset.{key} is for hub datasets only, got {value!r}: drop it, or use "
+                        "dataset=hub"
+                    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPromptConfig:
+    """A conversation, rendered with the tokenizer's chat template."""
+
+    kind: Literal["chat"] = "chat"
+    user: str | None = None
+    system: str | None = None
+    messages_column: str | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+    too_long: TooLong = "error"
+
+    def __post_init__(self) -> None:
+        if self.user is None and self.messages_column is None:
+            raise ConfigError(
+                "prompt.user is null: set it to a template such as '{{ question }}', or set "
+                "prompt.messages_column"
+            )
+        if self.user is not None and self.messages_column is not None:
+            raise ConfigError(
+                "prompt.user and prompt.messages_column are both set: choose one "
+                "(prompt=messages sets prompt.user to null)"
+            )
+        reserved = sorted(RESERVED_TEMPLATE_KWARGS & set(self.template_kwargs or {}))
+        if reserved:
+            raise ConfigError(
+                f"prompt.template_kwargs must not set {', '.join(reserved)}: batchgen sets it; "
+                "give only the template's own options, such as enable_thinking"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPromptConfig:
+    """Plain text, for base models or templates of one's own."""
+
+    kind: Literal["text"] = "text"
+    text: str
+    add_special_tokens: bool = True
+    too_long: TooLong = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensPromptConfig:
+    """Token ids that the data set already has."""
+
+    kind: Literal["tokens"] = "tokens"
+    token_ids_column: str
+    too_long: TooLong = "error"
+
+
+PromptConfig = ChatPromptConfig | TextPromptConfig | TokensPromptConfig
+PROMPT_KINDS = {"chat": ChatPromptConfig, "text": TextPromptConfig, "tokens": TokensPromptConfig}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    """How tokens are chosen, the same for every row; ranges are those of `SamplingParams`.
+
+    `seed` is the job's: each (row, sample) draws with a seed derived from it.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self.n >= 1, "sampling.n", "at least 1", self.n)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyConfig:
+    """Hydra's `_target_` (the Strategy class, by its import path) and its keyword arguments."""
+
+    target: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parts = self.target.split(".")
+        _check(
+            len(parts) > 1 and all(part.isidentifier() for part in parts),
+            "strategy._target_",
+            "the import path of a class",
+            self.target,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineGroup:
+    """How the work is laid out on the device; only `max_model_len` can change the output."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    max_num_seqs: int = 256
+    max_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gib: float | None = None
+    block_size: int = 16
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        length, gib, share = self.max_model_len, self.kv_cache_gib, self.gpu_memory_utilization
+        _check(self.max_num_seqs >= 1, "engine.max_num_seqs", "at least 1", self.max_num_seqs)
+        _check(
+            self.max_batched_tokens >= self.max_num_seqs,
+            "engine.max_batched_tokens",
+            f"at least engine.max_num_seqs ({self.max_num_seqs}), so that every row can advance",
+            self.max_batched_tokens,
+        )
+        _check(length is None or length >= 2, "engine.max_model_len", "null or >= 2", length)
+        _check(0 < share <= 1, "engine.gpu_memory_utilization", "above 0 and at most 1", share)
+        _check(gib is None or 0 < gib < 2**20, "engine.kv_cache_gib", "null or above 0", gib)
+        _check(1 <= self.block_size <= 1024, "engine.block_size", "1 to 1024", self.block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputConfig:
+    """What is written and where."""
+
+    dir: str
+    columns: tuple[str, ...] = ()
+    top_logprobs: int = 5
+    logprobs_mode: LogprobsMode = "raw"
+    rows_per_shard: int = 1000
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        _check(bool(self.dir), "output.dir", "a folder", self.dir)
+        unknown = [name for name in self.columns if name not in OUTPUT_COLUMNS]
+        if unknown:
+            raise ConfigError(
+                f"output.columns has no column {unknown[0]!r}: choose among "
+                f"{', '.join(OUTPUT_COLUMNS)}"
+            )
+        if len(set(self.columns)) != len(self.columns):
+            raise ConfigError(f"output.columns names a column twice: {list(self.columns)}")
+        _check(1 <= self.top_logprobs <= 100, "output.top_logprobs", "1 to 100", self.top_logprobs)
+        _check(self.rows_per_shard >= 1, "output.rows_per_shard", "at least 1", self.rows_per_shard)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """Everything that a job needs to know."""
+
+    model: ModelGroup
+    dataset: DatasetConfig
+    prompt: PromptConfig
+    sampling: SamplingConfig
+    strategy: StrategyConfig
+    engine: EngineGroup
+    output: OutputConfig

@@ -1,0 +1,1 @@
+"""Hydra reads the yaml files of this package (`pkg://batchgen.conf`)."""
