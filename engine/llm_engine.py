@@ -1,0 +1,298 @@
+"""The engine: requests in, finished requests out, a step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from batchgen.engine.block_manager import BlockManager
+from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.memory import choose_num_blocks
+from batchgen.engine.model_inputs import ModelInputs
+from batchgen.engine.model_runner import ModelRunner
+from batchgen.engine.models.registry import CausalLM
+from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput, StepOutput
+from batchgen.engine.sampler import SamplingInputs, requested_columns
+from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.scheduler import DecodeBatch, PrefillBatch, Scheduler
+from batchgen.engine.sequence import Sequence
+from batchgen.engine.stopping import IncrementalDecoder, StopRule, decode
+from batchgen.engine.strategy import Strategy
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine started.
+
+    Attributes:
+        prefill_tokens: that went through the model in prefills, recomputed ones included.
+        cached_tokens: prompt tokens that did not, because the prefix cache had them.
+        generated_tokens: of finished and running requests.
+        decode_rows: rows summed over decode steps; divided by steps, the mean batch.
+    """
+
+    prefill_steps: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    decode_steps: int = 0
+    decode_rows: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    peak_kv_usage: float = 0.0
+
+
+class LLMEngine:
+    """Continuous batching of requests over one model.
+
+    A request's tokens depend on the model, its prompt, its `SamplingParams` (the seed among them)
+    and nothing else: not on what runs beside it, nor on any value of `config`, up to the floating
+    point of the device (on CPU in float32, exactly).
+
+    Args:
+        model: on its device.
+        tokenizer: makes texts of the output; None leaves them empty and refuses stop strings.
+        eos_token_ids: end a row unless it ignores EOS.
+        strategy: the decoding paradigm.
+        config: batch and memory sizes.
+
+    Raises:
+        ValueError: the model does not allow `max_model_len`, or the KV cache does not fit.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: PreTrainedTokenizerBase | None,
+        eos_token_ids: tuple[int, ...],
+        strategy: Strategy,
+        config: EngineConfig,
+    ) -> None:
+        longest = model.config.max_position_embeddings
+        if config.max_model_len is not None and config.max_model_len > longest:
+            raise ValueError(
+                f"max_model_len is {config.max_model_len}, but the model has positions for "
+                f"{longest} tokens: lower max_model_len"
+            )
+        self.max_model_len = config.max_model_len or longest
+        self.vocab_size = model.config.vocab_size
+        self.tokenizer = tokenizer
+        self.strategy = strategy
+        self.stats = EngineStats()
+        self._eos_token_ids = eos_token_ids
+        num_blocks = choose_num_blocks(model, config, self.max_model_len)
+        self._block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
+        self._runner = ModelRunner(model, num_blocks, config.block_size)
+        self.scheduler = Scheduler(
+            self._block_manager, config.max_num_seqs, config.max_batched_tokens, strategy.num_slots
+        )
+        self._live: dict[str, Sequence] = {}
+
+    def output_columns(self, params: SamplingParams) -> tuple[OutputColumn, ...]:
+        """The columns that a request with these parameters returns."""
+        return requested_columns(params)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises ValueError if no request could be served with these parameters."""
+        self.strategy.check(params)
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and the model has none: remove stop")
+        if params.top_logprobs > self.vocab_size:
+            raise ValueError(
+                f"top_logprobs is {params.top_logprobs}, but the vocabulary has {self.vocab_size}"
+            )
+        unknown = [i for i in params.stop_token_ids if i >= self.vocab_size]
+        if unknown:
+            raise ValueError(
+                f"stop_token_ids {unknown} are not in the vocabulary of {self.vocab_size} ids"
+            )
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams
+    ) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never be served; its `type` says why.
+            ValueError: the parameters cannot be honoured, or the id is in use.
+        """
+        if request_id in self._live:
+            raise ValueError(f"request {request_id!r} is already running: ids must be unique")
+        self.check(params)
+        prompt = list(prompt_token_ids)
+        self._check_prompt(prompt, params)
+        seq = Sequence(
+            request_id, prompt, params, self._stop_rule(prompt, params), self.output_columns(params)
+        )
+        self._live[request_id] = seq
+        self.scheduler.add(seq)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request; False if there is none of that id."""
+        return self._live.pop(request_id, None) is not None and self.scheduler.abort(request_id)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._live)
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        """Run one prefill or decode batch; returns the requests that it finished."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        step = self._prefill(batch) if isinstance(batch, PrefillBatch) else self._decode(batch)
+        finished = self.scheduler.update(batch, step.to_host())
+        self._count(batch)
+        for seq in finished:
+            del self._live[seq.request_id]
+        return [self._output(seq) for seq in finished]
+
+    def _prefill(self, batch: PrefillBatch) -> StepOutput:
+        device = self._runner.device
+        inputs = _prefill_inputs(batch, device)
+        completing = torch.tensor(batch.completing, dtype=torch.int64)
+        last_tokens = torch.tensor(batch.lengths).cumsum(0)[completing] - 1
+        output = self._runner.forward(inputs, last_tokens.to(device))
+        if not batch.completing:
+            none = torch.zeros((0, 1), dtype=torch.int64)
+            return StepOutput(none[:, 0], none)
+        sampling = self._sampling_inputs([batch.seqs[i] for i in batch.completing])
+        step = self.strategy.decide(output, sampling)
+        self.strategy.step_inputs.merge_prefill(
+            inputs.block_tables[completing.to(device)],
+            [inputs.context_lens[i] for i in batch.completing],
+            sampling,
+            step,
+        )
+        return step
+
+    def _decode(self, batch: DecodeBatch) -> StepOutput:
+        state = self.strategy.step_inputs
+        state.reindex(batch)
+        step = self.strategy.decide(self._runner.forward(state.model_inputs), state.sampling)
+        state.step_decode(step)
+        return step
+
+    def _sampling_inputs(self, seqs: list[Sequence]) -> SamplingInputs:
+        return SamplingInputs.build(
+            params=[seq.params for seq in seqs],
+            prompt_lens=[seq.num_prompt_tokens for seq in seqs],
+            token_ids=[seq.token_ids for seq in seqs],
+            stop_ids=[tuple(seq.stop.stop_ids) for seq in seqs],
+            capacities=[seq.max_tokens for seq in seqs],
+            device=self._runner.device,
+        )
+
+    def _check_prompt(self, prompt: list[int], params: SamplingParams) -> None:
+        if not prompt:
+            raise RequestError("empty_prompt", "the prompt has no tokens")
+        bad = [i for i in prompt if not 0 <= i < self.vocab_size]
+        if bad:
+            raise RequestError(
+                "bad_token_ids",
+                f"prompt token ids {bad[:5]} are not in the vocabulary of {self.vocab_size} ids",
+            )
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                "prompt_too_long",
+                f"the prompt has {len(prompt)} tokens, and max_model_len is {self.max_model_len}: "
+                "shorten it, or raise max_model_len if the model allows it",
+            )
+        needed = min(len(prompt) + params.max_new_tokens, self.max_model_len)
+        if needed > self._block_manager.capacity:
+            raise RequestError(
+                "kv_cache_too_small",
+                f"the row may need {needed} tokens of KV cache, and the whole cache has "
+                f"{self._block_manager.capacity}: raise kv_cache_gib or lower max_new_tokens",
+            )
+
+    def _stop_rule(self, prompt: list[int], params: SamplingParams) -> StopRule:
+        stop_ids = {} if params.ignore_eos else dict.fromkeys(self._eos_token_ids)
+        stop_ids |= dict.fromkeys(params.stop_token_ids)
+        strings = []
+        for string in params.stop:
+            # Text never shows special tokens, so a stop string that is one is found by its id.
+            special = self._special_token_id(string)
+            if special is None:
+                strings.append(string)
+            else:
+                stop_ids[special] = None
+        decoder = None
+        if strings:
+            assert self.tokenizer is not None
+            decoder = IncrementalDecoder(self.tokenizer)
+        return StopRule(
+            {token_id: self._token_text(token_id) for token_id in stop_ids},
+            tuple(strings),
+            params.min_new_tokens,
+            min(params.max_new_tokens, self.max_model_len - len(prompt)),
+            decoder,
+        )
+
+    def _special_token_id(self, text: str) -> int | None:
+        assert self.tokenizer is not None
+        token_id = self.tokenizer.added_tokens_encoder.get(text)
+        if token_id is None or not self.tokenizer.added_tokens_decoder[token_id].special:
+            return None
+        return int(token_id)
+
+    def _token_text(self, token_id: int) -> str:
+        if self.tokenizer is None:
+            return str(token_id)
+        return str(self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+
+    def _output(self, seq: Sequence) -> RequestOutput:
+        assert seq.finish_reason is not None
+        token_ids = seq.token_ids[seq.num_prompt_tokens :]
+        if seq.stop.text_before_stop is not None:
+            text = seq.stop.text_before_stop
+        elif self.tokenizer is None:
+            text = ""
+        else:
+            # A stop id is the end of the row, not part of its text.
+            shown = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
+            text = decode(self.tokenizer, shown)
+        return RequestOutput(
+            request_id=seq.request_id,
+            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            token_ids=token_ids,
+            text=text,
+            finish_reason=seq.finish_reason,
+            stop=seq.stop_text,
+            columns={name: buffer.array() for name, buffer in seq.columns.items()},
+            num_cached_tokens=seq.num_cached_tokens,
+            num_preemptions=seq.num_preemptions,
+        )
+
+    def _count(self, batch: PrefillBatch | DecodeBatch) -> None:
+        stats = self.stats
+        stats.preemptions = self.scheduler.num_preemptions
+        stats.peak_kv_usage = max(stats.peak_kv_usage, self._block_manager.usage)
+        if isinstance(batch, PrefillBatch):
+            stats.prefill_steps += 1
+            stats.prefill_tokens += sum(batch.lengths)
+            stats.generated_tokens += len(batch.completing)
+        else:
+            stats.decode_steps += 1
+            stats.decode_rows += len(batch.seqs)
+            stats.generated_tokens += len(batch.seqs)
+
+
+def _prefill_inputs(batch: PrefillBatch, device: torch.device) -> ModelInputs:
+    input_ids: list[int] = []
+    positions: list[int] = []
+    ends = [start + n for start, n in zip(batch.starts, batch.lengths, strict=True)]
+    for seq, start, end in zip(batch.seqs, batch.starts, ends, strict=True):
+        input_ids += seq.token_ids[start:end]
+        positions += range(start, end)
+    width = max(len(seq.block_table) for seq in batch.seqs)
+    tables = [seq.block_table + [0] * (width - len(seq.block_table)) for seq in batch.seqs]
+    return ModelInputs(
+        torch.tensor(input_ids, device=device),
+        torch.tensor(positions, device=device),
+        torch.tensor(tables, device=device),
+        tuple(batch.lengths),
+        tuple(ends),
+    )

@@ -1,0 +1,121 @@
+"""One row being generated, as the host knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.engine.outputs import FinishReason, OutputColumn
+from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.stopping import StopRule
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class ColumnBuffer:
+    """A growing array [n, *tail] with room to spare, so that appending a token is O(1)."""
+
+    def __init__(self, column: OutputColumn) -> None:
+        self._column = column
+        self._tail = tuple(slice(size) for size in column.tail_shape)
+        self._data = np.empty((16, *column.tail_shape), column.dtype)
+        self._length = 0
+
+    def extend(self, rows: npt.NDArray[Any]) -> None:
+        """Append rows [n, *wider tail]: a batch's tensors are as wide as its widest row asks."""
+        end = self._length + len(rows)
+        if end > len(self._data):
+            grown = np.empty(
+                (max(end, 2 * len(self._data)), *self._data.shape[1:]), self._data.dtype
+            )
+            grown[: self._length] = self._data[: self._length]
+            self._data = grown
+        self._data[self._length : end] = rows[(slice(None), *self._tail)]
+        self._length = end
+
+    def __len__(self) -> int:
+        return self._length
+
+    def array(self) -> npt.NDArray[Any]:
+        return self._data[: self._length].copy()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Token history, columns and KV ownership of one request.
+
+    `token_ids` holds committed tokens only, prompt first; no placeholder ever enters it. The KV of
+    its first `num_computed_tokens` tokens is in the blocks of `block_table`, which may reach
+    further: those slots are reserved.
+
+    Attributes:
+        columns: requested output columns, one buffer each, a row per generated token.
+        stop: when the row ends.
+        block_hashes: prefix-cache digests of its first full blocks.
+        num_published_blocks: of its blocks, how many others may share.
+        num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    stop: StopRule
+    requested_columns: tuple[OutputColumn, ...]
+    status: SequenceStatus = SequenceStatus.WAITING
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_published_blocks: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_text: str | None = None
+    columns: dict[str, ColumnBuffer] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+        self.columns = {column.name: ColumnBuffer(column) for column in self.requested_columns}
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and output tokens at most; the row's KV never needs more."""
+        return self.num_prompt_tokens + self.stop.max_new_tokens
+
+    def append(self, token_ids: list[int], columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Commit new tokens with their columns [n, *tail], all cut at the first stop among them.
+
+        The KV of everything before the last token is computed once the forward that produced it
+        is done, so that is what `num_computed_tokens` becomes.
+        """
+        stop = self.stop.first(token_ids, self.num_generated)
+        if stop is not None:
+            token_ids = token_ids[: stop.num_tokens]
+            self.finish(stop.reason, stop.text)
+        self.token_ids.extend(token_ids)
+        self.num_computed_tokens = self.num_tokens - 1
+        for name, buffer in self.columns.items():
+            buffer.extend(columns[name][: len(token_ids)])
+            assert len(buffer) == self.num_generated, f"column {name} lost step with the tokens"
+
+    def finish(self, reason: FinishReason, stop_text: str | None) -> None:
+        self.status = SequenceStatus.FINISHED
+        self.finish_reason = reason
+        self.stop_text = stop_text

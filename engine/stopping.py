@@ -1,0 +1,114 @@
+"""When a row ends: stop ids, stop strings across token boundaries, length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from batchgen.engine.outputs import FinishReason
+
+_REPLACEMENT = "\ufffd"
+
+
+class Stop(NamedTuple):
+    """The first stop among new tokens: how many of them are kept, the last one included."""
+
+    num_tokens: int
+    reason: FinishReason
+    text: str | None
+
+
+class IncrementalDecoder:
+    """Text of a growing token list. Holds a token back until its bytes are whole characters.
+
+    A token is decoded together with the tokens since the last emitted text, because what a token
+    adds can depend on the one before it (leading spaces, bytes of one character).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context = 0
+        self._read = 0
+        self.text = ""
+
+    def push(self, token_id: int) -> None:
+        self._ids.append(token_id)
+        known = self._decode(self._ids[self._context : self._read])
+        longer = self._decode(self._ids[self._context :])
+        if len(longer) > len(known) and not longer.endswith(_REPLACEMENT):
+            self.text += longer[len(known) :]
+            self._context, self._read = self._read, len(self._ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        return decode(self._tokenizer, ids)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """The text of generated ids, without special tokens, exactly as the ids spell it."""
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+@dataclass
+class StopRule:
+    """The stops of one row, and the text seen so far if it has stop strings.
+
+    Attributes:
+        stop_ids: ids that end the row → what `RequestOutput.stop` then says.
+        strings: stop strings; they need a decoder.
+        min_new_tokens: no stop before this many generated tokens.
+        max_new_tokens: generated tokens at most, the model's length already considered.
+        decoder: follows the text; None if there are no stop strings.
+        text_before_stop: set when a stop string ended the row.
+    """
+
+    stop_ids: Mapping[int, str]
+    strings: tuple[str, ...]
+    min_new_tokens: int
+    max_new_tokens: int
+    decoder: IncrementalDecoder | None = None
+    text_before_stop: str | None = None
+
+    def first(self, token_ids: list[int], num_generated: int) -> Stop | None:
+        """The first stop if these tokens follow `num_generated` committed ones."""
+        for count, token_id in enumerate(token_ids, start=1):
+            new_text_start = self._follow(token_id)
+            total = num_generated + count
+            if total >= self.min_new_tokens:
+                if token_id in self.stop_ids:
+                    return Stop(count, "stop", self.stop_ids[token_id])
+                string = self._find_string(new_text_start)
+                if string is not None:
+                    return Stop(count, "stop", string)
+            if total >= self.max_new_tokens:
+                return Stop(count, "length", None)
+        return None
+
+    def _follow(self, token_id: int) -> int:
+        """Decode the token; returns where its text starts."""
+        if self.decoder is None:
+            return 0
+        start = len(self.decoder.text)
+        self.decoder.push(token_id)
+        return start
+
+    def _find_string(self, new_text_start: int) -> str | None:
+        """The stop string that starts first among those that end in the new text."""
+        if self.decoder is None:
+            return None
+        text = self.decoder.text
+        matches = []
+        for string in self.strings:
+            at = text.find(string, max(0, new_text_start - len(string) + 1))
+            if at >= 0:
+                matches.append((at, string))
+        if not matches:
+            return None
+        at, string = min(matches)
+        self.text_before_stop = text[:at]
+        return string

@@ -1,0 +1,81 @@
+"""The state of the decoding rows between steps, and what every paradigm does alike with it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchgen.engine.model_inputs import ModelInputs
+from batchgen.engine.outputs import StepOutput
+from batchgen.engine.sampler import SamplingInputs
+from batchgen.engine.scheduler import DecodeBatch
+
+
+class StepInputs(ABC):
+    """All state of a paradigm that lives between steps, on the device.
+
+    Prefill: forward → `merge_prefill`. Decode: `reindex` → forward → `step_decode`. Its rows are
+    those of the last decode batch, then those prefilled since, in order.
+    """
+
+    def __init__(self) -> None:
+        self._model_inputs: ModelInputs | None = None
+        self._sampling: SamplingInputs | None = None
+
+    @property
+    def model_inputs(self) -> ModelInputs:
+        """What the next decode forward reads."""
+        assert self._model_inputs is not None, "no row was prefilled yet"
+        return self._model_inputs
+
+    @property
+    def sampling(self) -> SamplingInputs:
+        assert self._sampling is not None, "no row was prefilled yet"
+        return self._sampling
+
+    @abstractmethod
+    def merge_prefill(
+        self,
+        block_tables: Tensor,
+        context_lens: list[int],
+        sampling: SamplingInputs,
+        step: StepOutput,
+    ) -> None:
+        """Add rows whose prefill is complete.
+
+        Args:
+            block_tables: [B, N] int64, of the rows.
+            context_lens: tokens of each row whose KV is computed.
+            sampling: their sampling rows, before `step`.
+            step: what they produced.
+        """
+
+    @abstractmethod
+    def step_decode(self, step: StepOutput) -> None:
+        """Advance all rows by the tokens that they produced."""
+
+    def reindex(self, batch: DecodeBatch) -> None:
+        """Drop the rows that left and extend the block tables of those that stay."""
+        if batch.keep is not None:
+            self._model_inputs = self.model_inputs.index_select(batch.keep)
+            self._sampling = self.sampling.index_select(batch.keep)
+        if batch.new_blocks:
+            tables = self.model_inputs.block_tables
+            rows, columns, blocks = torch.tensor(batch.new_blocks, device=tables.device).T
+            width = 1 + max(column for _, column, _ in batch.new_blocks)
+            # Doubled, so that the copy is rare; entries not in use name the scratch block.
+            grow = 2 * width - tables.shape[1] if width > tables.shape[1] else 0
+            tables = F.pad(tables, (0, grow))
+            tables[rows, columns] = blocks
+            self._model_inputs = replace(self.model_inputs, block_tables=tables)
+
+    def _add_rows(self, inputs: ModelInputs, sampling: SamplingInputs) -> None:
+        if self._model_inputs is None or self._sampling is None:
+            self._model_inputs, self._sampling = inputs, sampling
+        else:
+            self._model_inputs = ModelInputs.concat([self._model_inputs, inputs])
+            self._sampling = SamplingInputs.concat([self._sampling, sampling])
