@@ -1,0 +1,137 @@
+"""Reading GGUF files: metadata and tensors, memory-mapped.
+
+The `gguf` package dequantizes; its own reader makes several NumPy arrays per vocabulary entry,
+which costs seconds per file, so the header is parsed here.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_CHUNK_ELEMENTS = 2**22
+"""Dequantized at a time: bounds the float32 temporaries and keeps them in the CPU's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """shape is in row-major order, as in PyTorch; offset is from the start of the file."""
+
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+
+
+class GGUFFile:
+    """Attributes:
+    metadata: key → int, float, bool, str or a list of them.
+    tensors: name → where and what it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError, naming the file, if it is not a complete GGUF of version 2 or 3."""
+        self.path = path
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ValueError(f"{path} is not a GGUF file")
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            self._read_header()
+        except (struct.error, UnicodeDecodeError, KeyError, IndexError) as error:
+            raise ValueError(f"{path}: the GGUF header is damaged or cut off") from error
+        if self.metadata.get("split.count", 1) > 1:
+            raise ValueError(f"{path} is one part of a split GGUF; merge the parts first")
+        for name, tensor in self.tensors.items():
+            if tensor.offset + self._num_bytes(tensor) > len(self._data):
+                raise ValueError(f"{path} is cut off: it ends before the data of {name}")
+
+    def _read_header(self) -> None:
+        self._at = 4
+        version = self._scalar("I")
+        if version not in (2, 3):
+            raise ValueError(f"{self.path}: GGUF version {version} is not supported, only 2 and 3")
+        num_tensors, num_values = self._scalar("Q"), self._scalar("Q")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(num_values):
+            key = self._string()
+            self.metadata[key] = self._value(self._scalar("I"))
+        infos = []
+        for _ in range(num_tensors):
+            name = self._string()
+            dims = [self._scalar("Q") for _ in range(self._scalar("I"))]
+            infos.append((name, tuple(reversed(dims)), self._scalar("I"), self._scalar("Q")))
+        alignment = self.metadata.get("general.alignment", 32)
+        start = -(-self._at // alignment) * alignment
+        self.tensors = {
+            name: GGUFTensor(shape, kind, start + offset) for name, shape, kind, offset in infos
+        }
+
+    def _scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from(f"<{code}", self._data, self._at)
+        self._at += struct.calcsize(f"<{code}")
+        return value
+
+    def _string(self) -> str:
+        length = self._scalar("Q")
+        text = self._data[self._at : self._at + length].decode()
+        self._at += length
+        return text
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._scalar(_SCALARS[kind])
+        item, length = self._scalar("I"), self._scalar("Q")
+        if item not in _SCALARS:
+            return [self._value(item) for _ in range(length)]
+        values = struct.unpack_from(f"<{length}{_SCALARS[item]}", self._data, self._at)
+        self._at += struct.calcsize(f"<{length}{_SCALARS[item]}")
+        return list(values)
+
+    def _num_bytes(self, tensor: GGUFTensor) -> int:
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
+        return int(np.prod(tensor.shape)) // block * size
+
+    def load(self, name: str) -> Tensor:
+        """The tensor of this name, dequantized: float32 on the CPU, in row-major shape.
+
+        Raises:
+            ValueError: its quantization is one that the `gguf` package cannot undo.
+        """
+        tensor = self.tensors[name]
+        kind = GGMLQuantizationType(tensor.type)
+        raw = np.frombuffer(self._data, np.uint8, self._num_bytes(tensor), tensor.offset)
+        num_rows = int(np.prod(tensor.shape[:-1]))
+        rows = raw.reshape(num_rows, -1)
+        out = np.empty((num_rows, tensor.shape[-1]), np.float32)
+        step = max(1, _CHUNK_ELEMENTS // tensor.shape[-1])
+        try:
+            for start in range(0, num_rows, step):
+                part = rows[start : start + step]
+                out[start : start + step] = _dequantize(part, kind)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"{self.path}: {name} has quantization {kind.name}, which cannot be read"
+            ) from error
+        return torch.from_numpy(out).view(tensor.shape)
+
+
+def _dequantize(rows: np.ndarray[Any, np.dtype[np.uint8]], kind: GGMLQuantizationType) -> Any:
+    if kind == GGMLQuantizationType.F16:  # the package wants float types already viewed as such
+        return rows.view(np.float16)
+    if kind == GGMLQuantizationType.F32:
+        return rows.view(np.float32)
+    return dequantize(rows, kind)

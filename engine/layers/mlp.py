@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from batchgen.engine.layers.linear import Linear, MergedLinear
+from batchgen.engine.model_config import ModelConfig
+from batchgen.kernels.activation import silu_and_mul
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        parts = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = MergedLinear(hidden, parts, bias=bias, device=device, dtype=dtype)
+        self.down_proj = Linear(inner, hidden, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return out

@@ -1,0 +1,143 @@
+"""Rotary angles: the scaling variants, and the table of cosines and sines that the layers read.
+
+Each variant gives what transformers' function of the same name gives, in the same float32 steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultRope:
+    """Angle i of position p is p · theta^(-2i/D) (Su et al. 2021)."""
+
+    theta: float
+
+    def inv_freq(self, head_dim: int) -> Tensor:
+        """[D/2] float32 on CPU: the angle per position of each rotated pair."""
+        exponents = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
+        return 1.0 / self.theta**exponents
+
+    @property
+    def attention_scaling(self) -> float:
+        """Factor of every cosine and sine."""
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRope(DefaultRope):
+    """Positions divided by factor (Chen et al. 2023, position interpolation)."""
+
+    factor: float
+
+    def inv_freq(self, head_dim: int) -> Tensor:
+        return DefaultRope.inv_freq(self, head_dim) / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class FrequencyFactorsRope(DefaultRope):
+    """Angle i divided by factors[i]: how GGUF files store a llama3 scaling."""
+
+    factors: tuple[float, ...]
+
+    def inv_freq(self, head_dim: int) -> Tensor:
+        return DefaultRope.inv_freq(self, head_dim) / torch.tensor(self.factors, device="cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Rope(DefaultRope):
+    """Long wavelengths divided by factor, short ones kept, a smooth ramp between (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def inv_freq(self, head_dim: int) -> Tensor:
+        inv_freq = DefaultRope.inv_freq(self, head_dim)
+        wavelength = 2 * math.pi / inv_freq
+        rotations = self.original_max_position_embeddings / wavelength
+        smooth = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        ramp = (1 - smooth) * inv_freq / self.factor + smooth * inv_freq
+        longest = self.original_max_position_embeddings / self.low_freq_factor
+        shortest = self.original_max_position_embeddings / self.high_freq_factor
+        scaled = torch.where(wavelength > longest, inv_freq / self.factor, ramp)
+        return torch.where(wavelength < shortest, inv_freq, scaled)
+
+
+@dataclass(frozen=True, slots=True)
+class YarnRope(DefaultRope):
+    """NTK by parts: pairs that turn often keep their angle, others are interpolated
+    (Peng et al. 2023). `attention_factor` None means the paper's value, from mscale if given.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def inv_freq(self, head_dim: int) -> Tensor:
+        exponents = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
+        powers = self.theta**exponents
+        low, high = self._ramp_range(head_dim)
+        ramp = (torch.arange(head_dim // 2, device="cpu").float() - low) / (high - low)
+        keep = 1 - ramp.clamp(0, 1)
+        return 1.0 / (self.factor * powers) * (1 - keep) + 1.0 / powers * keep
+
+    def _ramp_range(self, head_dim: int) -> tuple[float, float]:
+        """The pair that makes beta_fast turns in the original context, and that of beta_slow."""
+
+        def pair(turns: float) -> float:
+            positions = self.original_max_position_embeddings
+            return head_dim * math.log(positions / (turns * 2 * math.pi)) / (
+                2 * math.log(self.theta)
+            )
+
+        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        return low, high if high != low else high + 0.001
+
+    @property
+    def attention_scaling(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
+
+    def _mscale(self, weight: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+
+
+class RotaryTable:
+    """cos and sin of every position below `num_positions`: [P, head_dim] float32, cosines first.
+
+    One table serves all layers. It is computed on the CPU, so every device reads the same bits.
+    """
+
+    def __init__(
+        self, rope: DefaultRope, head_dim: int, num_positions: int, device: torch.device
+    ) -> None:
+        angles = torch.outer(
+            torch.arange(num_positions, device="cpu").float(), rope.inv_freq(head_dim)
+        )
+        table = torch.empty(num_positions, head_dim, device="cpu")
+        cos, sin = table.chunk(2, dim=-1)
+        torch.cos(angles, out=cos).mul_(rope.attention_scaling)
+        torch.sin(angles, out=sin).mul_(rope.attention_scaling)
+        self._table = table.to(device)
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """[T] int64 → [T, head_dim]."""
+        return self._table[positions]

@@ -1,0 +1,151 @@
+"""From a checkpoint to a model: every parameter is filled exactly once, or the load fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig
+
+from batchgen.engine.gguf_file import GGUFFile
+from batchgen.engine.gguf_model import gguf_config, gguf_weights
+from batchgen.engine.model_config import ModelConfig
+from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.registry import model_class
+
+LoadFormat = Literal["auto", "dummy"]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def load_config(path: Path) -> ModelConfig:
+    """The configuration of a GGUF file or of a folder with a config.json.
+
+    Raises:
+        ValueError: there is none, or the model needs something the engine does not have; the
+            message names the path and the reason.
+    """
+    if path.suffix == ".gguf":
+        return gguf_config(GGUFFile(path))
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} is not a model: neither a .gguf file nor a folder with config.json")
+    hf = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    if not hf.architectures:
+        raise ValueError(f"{path}/config.json names no architecture (key 'architectures')")
+    model = model_class(hf.architectures[0], path)
+    try:
+        return model.config_from_hf(hf)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def load_model(
+    path: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    load_format: LoadFormat = "auto",
+) -> DenseForCausalLM:
+    """Build the model of `path` and fill its weights.
+
+    Args:
+        path: a folder with config.json and safetensors, or a .gguf file. With load_format `dummy`
+            its configuration is enough.
+        device: the parameters are created on it; tensors are copied there one at a time.
+        dtype: of parameters and activations; None is the checkpoint's.
+        load_format: `dummy` fills small random weights, the same on every run.
+
+    Raises:
+        ValueError: unsupported model, or a missing, unexpected or mis-shaped tensor.
+    """
+    config = load_config(path)
+    kind = model_class(config.architecture, path)
+    model = kind(config, device=device, dtype=dtype or config.dtype)
+    if load_format == "dummy":
+        _fill_dummy(model)
+    elif path.suffix == ".gguf":
+        _fill(model, gguf_weights(GGUFFile(path), model), path)
+    else:
+        _fill(model, _safetensors(path), path)
+    return model
+
+
+def _fill(model: DenseForCausalLM, weights: Iterable[tuple[str, Tensor]], path: Path) -> None:
+    slots = model.checkpoint_slots()
+    filled: set[str] = set()
+    unexpected: list[str] = []
+    for name, tensor in weights:
+        if name in slots and name not in filled:
+            if tensor.shape != slots[name].shape:
+                raise ValueError(
+                    f"{path}: tensor {name} has shape {list(tensor.shape)}, "
+                    f"the configuration says {list(slots[name].shape)}"
+                )
+            slots[name].copy_(tensor)
+            filled.add(name)
+        elif not _is_derived(name, model.config):
+            unexpected.append(name)
+    missing = slots.keys() - filled
+    for problem, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
+            raise ValueError(f"{path}: {problem} tensors: {_abbreviate(sorted(names))}")
+
+
+def _is_derived(name: str, config: ModelConfig) -> bool:
+    """Tensors that some checkpoints hold although they follow from others."""
+    tied_head = name == "lm_head.weight" and config.tie_word_embeddings
+    return tied_head or name.endswith(".rotary_emb.inv_freq")
+
+
+def _abbreviate(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+def _safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in safetensors_files(folder):
+        # Memory-mapped: a tensor is read when it is copied to its slot.
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                yield name, tensors.get_tensor(name)
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The weight files of a folder, sharded or not.
+
+    Raises:
+        ValueError: there are none, or a shard that the index names is missing.
+    """
+    index = folder / _INDEX
+    if index.is_file():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        for file in files:
+            if not file.is_file():
+                raise ValueError(f"{folder}: {file.name}, named by {_INDEX}, is missing")
+        return files
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    other = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+    hint = (
+        f"; {_abbreviate(other)} are pickles, which are not read: convert them to safetensors"
+        if other
+        else "; load_format=dummy needs none"
+    )
+    raise ValueError(f"{folder} has no {_SINGLE} or {_INDEX}{hint}")
+
+
+def _fill_dummy(model: DenseForCausalLM) -> None:
+    """Norms are one, all else is normal with deviation 0.02, a stream of its own per tensor."""
+    for index, (name, slot) in enumerate(sorted(model.checkpoint_slots().items())):
+        if name.endswith("norm.weight"):
+            slot.fill_(1.0)
+        else:
+            generator = torch.Generator(device=slot.device).manual_seed(index)
+            slot.normal_(0.0, 0.02, generator=generator)

@@ -1,0 +1,138 @@
+"""The decoder that dense models share: pre-norm blocks of attention and gated MLP."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from batchgen.engine.forward_context import ForwardContext
+from batchgen.engine.layers.attention import Attention
+from batchgen.engine.layers.linear import MergedLinear, empty_parameter
+from batchgen.engine.layers.mlp import GatedMLP
+from batchgen.engine.layers.norm import RMSNorm
+from batchgen.engine.layers.rotary import RotaryTable
+from batchgen.engine.model_config import ModelConfig
+
+
+class Embedding(nn.Module):
+    """[vocab_size, hidden_size] rows: looked up by id, or the output head's weight."""
+
+    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        shape = (config.vocab_size, config.hidden_size)
+        self.weight = empty_parameter(*shape, device=device, dtype=dtype)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return F.embedding(input_ids, self.weight)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(
+        self, config: ModelConfig, index: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Attention(config, index, device=device, dtype=dtype)
+        self.mlp = GatedMLP(config, device=device, dtype=dtype)
+        self.input_layernorm = RMSNorm(size, eps, device=device, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(size, eps, device=device, dtype=dtype)
+
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, cos_sin: Tensor, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """The block's output and the residual it is still to be added to, [T, hidden_size] each."""
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden
+        else:
+            hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn(hidden, cos_sin, ctx)
+        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config, device=device, dtype=dtype)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, device=device, dtype=dtype) for i in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
+        self.rotary = RotaryTable(
+            config.rope, config.head_dim, config.max_position_embeddings, device
+        )
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        hidden: Tensor = self.embed_tokens(input_ids)
+        cos_sin = self.rotary(positions)
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, cos_sin, ctx)
+        assert residual is not None
+        return self.norm.add(hidden, residual)[0]
+
+
+class DenseForCausalLM(nn.Module):
+    """A decoder and its head. Submodules carry the names of transformers' checkpoints.
+
+    Every operation treats each token alone (attention reads the cache through `ctx`), so a token's
+    result does not depend on its batch mates.
+    """
+
+    qk_norm: ClassVar[bool]
+    """Queries and keys are normalised per head."""
+    gguf_architecture: ClassVar[str]
+    """Value of `general.architecture` in GGUF files of this model."""
+    gguf_permutes_qk: ClassVar[bool]
+    """GGUF files of this model store the rows of q and k in the order of interleaved rotary."""
+
+    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, device=device, dtype=dtype)
+        self.lm_head = (
+            self.model.embed_tokens
+            if config.tie_word_embeddings
+            else Embedding(config, device=device, dtype=dtype)
+        )
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        """Raises ValueError naming what the engine does not support."""
+        raise NotImplementedError
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            input_ids: [T] int64.
+            positions: [T] int64, each below config.max_position_embeddings.
+            ctx: the T tokens' KV slots and attention metadata.
+
+        Returns:
+            [T, hidden_size], in the model's dtype.
+        """
+        hidden: Tensor = self.model(input_ids, positions, ctx)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden_size] → [R, vocab_size], in the model's dtype."""
+        return F.linear(hidden, self.lm_head.weight)
+
+    def checkpoint_slots(self) -> dict[str, Tensor]:
+        """Name of every tensor of a checkpoint → the (slice of a) parameter that it fills."""
+        slots: dict[str, Tensor] = {}
+        for path, module in self.named_modules():
+            if isinstance(module, MergedLinear):
+                parent = path.rpartition(".")[0]
+                slots.update((f"{parent}.{name}", slot) for name, slot in module.checkpoint_slots())
+            else:
+                slots.update(
+                    (f"{path}.{name}", parameter)
+                    for name, parameter in module.named_parameters(recurse=False)
+                )
+        return slots

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from batchgen.engine.model_config import ModelConfig, config_from_hf
+from batchgen.engine.models.dense import DenseForCausalLM
+
+
+class LlamaForCausalLM(DenseForCausalLM):
+    qk_norm = False
+    gguf_architecture = "llama"
+    gguf_permutes_qk = True
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        return config_from_hf(
+            hf, attention_bias=hf.attention_bias, mlp_bias=hf.mlp_bias, qk_norm=cls.qk_norm
+        )

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from batchgen.engine.model_config import ModelConfig, config_from_hf
+from batchgen.engine.models.dense import DenseForCausalLM
+
+
+class Qwen3ForCausalLM(DenseForCausalLM):
+    qk_norm = True
+    gguf_architecture = "qwen3"
+    gguf_permutes_qk = False
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        if hf.use_sliding_window:
+            raise ValueError("sliding-window attention (use_sliding_window) is not supported")
+        return config_from_hf(hf, attention_bias=hf.attention_bias, mlp_bias=False, qk_norm=cls.qk_norm)

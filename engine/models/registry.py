@@ -1,0 +1,36 @@
+"""The models of the engine, by the class name that their checkpoints' configurations give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.llama import LlamaForCausalLM
+from batchgen.engine.models.qwen3 import Qwen3ForCausalLM
+
+MODELS: Mapping[str, type[DenseForCausalLM]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+}
+
+
+def model_class(architecture: str, source: Path) -> type[DenseForCausalLM]:
+    """Raises ValueError, naming the source and what is supported, for any other architecture."""
+    if architecture not in MODELS:
+        raise ValueError(
+            f"{source}: architecture {architecture!r} is not supported; "
+            f"supported: {', '.join(MODELS)}"
+        )
+    return MODELS[architecture]
+
+
+def gguf_model_class(architecture: str, source: Path) -> type[DenseForCausalLM]:
+    """As `model_class`, for the `general.architecture` of a GGUF file."""
+    by_gguf = {model.gguf_architecture: model for model in MODELS.values()}
+    if architecture not in by_gguf:
+        raise ValueError(
+            f"{source}: GGUF architecture {architecture!r} is not supported; "
+            f"supported: {', '.join(by_gguf)}"
+        )
+    return by_gguf[architecture]

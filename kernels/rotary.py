@@ -1,0 +1,27 @@
+"""Rotary position embedding (RoFormer, Su et al. 2021), the layout that rotates halves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def apply_rotary(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate each pair (x[i], x[i + D/2]) of every head by its token's angle i.
+
+    Args:
+        q: [T, num_heads, D].
+        k: [T, num_kv_heads, D].
+        cos_sin: [T, D] float32, the D/2 cosines and then the D/2 sines of each token.
+
+    Returns:
+        q and k rotated, same shapes and dtypes; the maths is float32.
+    """
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
