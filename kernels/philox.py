@@ -1,0 +1,96 @@
+"""Counter-based random numbers: no generator, no state, the same words on every device.
+
+A number is a pure function of what it is for, so it does not depend on batch mates, on the order of
+work or on how often a job was restarted.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_LOW32 = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+class Stream(IntEnum):
+    """Which use the random numbers of a position serve; streams are independent."""
+
+    SAMPLE = 0
+
+
+def philox(seeds: Tensor, positions: Tensor, draw: int, stream: int, num_columns: int) -> Tensor:
+    """Random 32-bit words, a pure function of (seed; position, draw, stream, column).
+
+    Philox4x32-10 (Salmon et al. 2011), equal to Triton's `tl.philox(seed, c0, c1, c2, c3)` with
+    c0 = column // 4, c1 = position, c2 = draw, c3 = stream; the column is output number column % 4.
+
+    Args:
+        seeds: [R] int64, the key: its low 32 bits, then its high 32 bits.
+        positions: [R] int64 in [0, 2³²).
+
+    Returns:
+        [R, num_columns] int64 in [0, 2³²).
+    """
+    counters = torch.arange(-(-num_columns // 4), device=seeds.device).unsqueeze(0)
+    words = _philox_words(seeds, positions, draw, stream, counters)
+    return torch.stack(words, dim=-1).flatten(1)[:, :num_columns]
+
+
+def philox_at(seeds: Tensor, positions: Tensor, draw: int, stream: int, columns: Tensor) -> Tensor:
+    """`philox` at the given columns only: columns [R, S] int64 → [R, S] int64."""
+    words = _philox_words(seeds, positions, draw, stream, columns >> 2)
+    return torch.stack(words, dim=-1).gather(-1, (columns & 3).unsqueeze(-1)).squeeze(-1)
+
+
+def _philox_words(
+    seeds: Tensor, positions: Tensor, draw: int, stream: int, c0: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four outputs, each [R, C], for counters c0 [R or 1, C].
+
+    The product of two 32-bit words wraps in int64 to the right 64 bits; its low word is masked only
+    after it has been XORed into the high word of the next round. Counters that are the same for a
+    whole row (or column) stay one wide until they meet the others in the second round.
+    """
+    k0 = (seeds & _LOW32).unsqueeze(1)
+    k1 = (seeds >> 32 & _LOW32).unsqueeze(1)
+    c1 = positions.unsqueeze(1)
+    c2 = torch.full_like(c1, draw)
+    c3 = torch.full_like(c1, stream)
+    shape = (len(seeds), c0.shape[1])
+    spare: list[Tensor] = []
+    for number in range(_ROUNDS):
+        p0 = torch.mul(c0, _MULTIPLIERS[0], out=spare.pop() if spare else None)
+        p1 = torch.mul(c2, _MULTIPLIERS[1], out=spare.pop() if spare else None)
+        r0 = (k0 + number * _KEY_STEPS[0]) & _LOW32
+        r1 = (k1 + number * _KEY_STEPS[1]) & _LOW32
+        if number < 2:
+            c0 = ((p1 >> 32) ^ c1 ^ r0) & _LOW32
+            c2 = ((p0 >> 32) ^ c3 ^ r1) & _LOW32
+        else:
+            torch.bitwise_right_shift(p1, 32, out=c0)
+            c0.bitwise_xor_(c1).bitwise_xor_(r0).bitwise_and_(_LOW32)
+            torch.bitwise_right_shift(p0, 32, out=c2)
+            c2.bitwise_xor_(c3).bitwise_xor_(r1).bitwise_and_(_LOW32)
+            spare = [buffer for buffer in (c1, c3) if buffer.shape == shape]
+        c1, c3 = p1, p0
+    return c0, c1 & _LOW32, c2, c3 & _LOW32
+
+
+def gumbel_noise(words: Tensor) -> Tensor:
+    """Standard Gumbel noise of random words in [0, 2³²), any shape, as float32.
+
+    -log(E) with E = -log(1 - u) and u = (word + ½)·2⁻³². Large noise, which decides the draw, comes
+    from small u, where float32 is dense: noise reaches 33·log 2 ≈ 22.9 in steps far below float32's
+    near 1. (With E = -log(u) it would come from u near 1: no noise above 16.6, in coarse steps.)
+    The series replaces log1p, which Triton lacks; it is exact to float32 below 2⁻¹⁰.
+    """
+    u = words.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    small = u < 2.0**-10
+    series = u.mul(1 / 3).add_(0.5).mul_(u).add_(1).mul_(u)
+    exponential = torch.where(small, series, u.neg_().add_(1).log_().neg_())
+    return exponential.log_().neg_()
