@@ -13,7 +13,7 @@ from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.memory import choose_num_blocks
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelRunner
-from batchgen.engine.models.registry import CausalLM
+from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput, StepOutput
 from batchgen.engine.sampler import SamplingInputs, requested_columns
 from batchgen.engine.sampling_params import SamplingParams
@@ -29,7 +29,7 @@ class EngineStats:
 
     Attributes:
         prefill_tokens: that went through the model in prefills, recomputed ones included.
-        cached_tokens: prompt tokens that did not, because the prefix cache had them.
+        cached_tokens: that did not, because the prefix cache had them.
         generated_tokens: of finished and running requests.
         decode_rows: rows summed over decode steps; divided by steps, the mean batch.
     """
@@ -64,7 +64,7 @@ class LLMEngine:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: DenseForCausalLM,
         tokenizer: PreTrainedTokenizerBase | None,
         eos_token_ids: tuple[int, ...],
         strategy: Strategy,
@@ -179,7 +179,7 @@ class LLMEngine:
         return SamplingInputs.build(
             params=[seq.params for seq in seqs],
             prompt_lens=[seq.num_prompt_tokens for seq in seqs],
-            token_ids=[seq.token_ids for seq in seqs],
+            histories=[seq.token_ids for seq in seqs],
             stop_ids=[tuple(seq.stop.stop_ids) for seq in seqs],
             capacities=[seq.max_tokens for seq in seqs],
             device=self._runner.device,
@@ -269,6 +269,7 @@ class LLMEngine:
     def _count(self, batch: PrefillBatch | DecodeBatch) -> None:
         stats = self.stats
         stats.preemptions = self.scheduler.num_preemptions
+        stats.cached_tokens = self.scheduler.num_cached_tokens
         stats.peak_kv_usage = max(stats.peak_kv_usage, self._block_manager.usage)
         if isinstance(batch, PrefillBatch):
             stats.prefill_steps += 1

@@ -10,7 +10,7 @@ from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.model_config import ModelConfig
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelRunner
-from batchgen.engine.models.registry import CausalLM
+from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.sampler import SamplingInputs, sample
 from batchgen.engine.sampling_params import SamplingParams
 
@@ -23,7 +23,7 @@ def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype)
     return per_token * block_size * dtype.itemsize
 
 
-def choose_num_blocks(model: CausalLM, config: EngineConfig, max_model_len: int) -> int:
+def choose_num_blocks(model: DenseForCausalLM, config: EngineConfig, max_model_len: int) -> int:
     """Blocks of the KV cache, the scratch block included: as given, else what free memory allows,
     and no more than all rows in flight at full length can fill.
 
@@ -64,7 +64,7 @@ def _available_cpu_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _free_cuda_bytes(model: CausalLM, config: EngineConfig, max_model_len: int) -> int:
+def _free_cuda_bytes(model: DenseForCausalLM, config: EngineConfig, max_model_len: int) -> int:
     """What is left of the allowed share after weights and the largest prefill and sampling step."""
     device = model.device
     torch.cuda.empty_cache()
@@ -78,7 +78,7 @@ def _free_cuda_bytes(model: CausalLM, config: EngineConfig, max_model_len: int) 
     return int(total * config.gpu_memory_utilization) - used_by_others - peak
 
 
-def _largest_step(model: CausalLM, config: EngineConfig, max_model_len: int) -> None:
+def _largest_step(model: DenseForCausalLM, config: EngineConfig, max_model_len: int) -> None:
     """Run the costliest step on the scratch block alone."""
     runner = ModelRunner(model, num_blocks=2, block_size=config.block_size)
     lens = [max_model_len] * (config.max_batched_tokens // max_model_len)
@@ -96,7 +96,7 @@ def _largest_step(model: CausalLM, config: EngineConfig, max_model_len: int) -> 
     sampling = SamplingInputs.build(
         params=[params] * rows,
         prompt_lens=[1] * rows,
-        token_ids=[[0]] * rows,
+        histories=[[0]] * rows,
         stop_ids=[()] * rows,
         capacities=[2] * rows,
         device=model.device,

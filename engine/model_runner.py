@@ -9,7 +9,7 @@ from torch import Tensor
 
 from batchgen.engine.forward_context import ForwardContext
 from batchgen.engine.model_inputs import ModelInputs
-from batchgen.engine.models.registry import CausalLM
+from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.kernels.attention import AttentionMetadata
 from batchgen.kernels.kv_cache import allocate_kv
 
@@ -34,7 +34,7 @@ class ModelRunner:
         block_size: tokens per block.
     """
 
-    def __init__(self, model: CausalLM, num_blocks: int, block_size: int) -> None:
+    def __init__(self, model: DenseForCausalLM, num_blocks: int, block_size: int) -> None:
         self.model = model
         self.block_size = block_size
         self.device = model.device

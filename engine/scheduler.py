@@ -75,6 +75,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
         self.num_preemptions = 0
+        self.num_cached_tokens = 0
         self._num_slots = num_slots
         self._waiting: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []
@@ -122,6 +123,7 @@ class Scheduler:
                 break
             self._waiting.popleft()
             seq.status = SequenceStatus.RUNNING
+            self.num_cached_tokens += seq.num_computed_tokens
             if not seq.num_preemptions:
                 seq.num_cached_tokens = seq.num_computed_tokens
             self._prefilling.append(seq)

@@ -105,6 +105,15 @@ class DenseForCausalLM(nn.Module):
         """Raises ValueError naming what the engine does not support."""
         raise NotImplementedError
 
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters, activations and logits."""
+        return self.lm_head.weight.dtype
+
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Hidden states after the final norm.
 

@@ -1,0 +1,77 @@
+"""batchgen → strategies → engine → kernels: nothing imports leftwards, nor what its layer may not."""
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ("kernels", "engine", "strategies", "batchgen")
+JOB_ONLY = {"datasets", "pyarrow", "hydra", "omegaconf", "tqdm", "jinja2"}
+KERNELS_MAY = {"torch", "triton", "batchgen"}
+
+
+def sources(layer: str) -> list[Path]:
+    folder = ROOT / layer
+    links = {folder / name for name in (*LAYERS, "conf")}
+    return [p for p in folder.rglob("*.py") if not any(link in p.parents for link in links)]
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def layer_of(module: str) -> str:
+    parts = module.split(".")
+    if parts[0] != "batchgen":
+        return ""
+    return parts[1] if len(parts) > 1 and parts[1] in LAYERS else "batchgen"
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_layer_imports_leftwards(layer: str) -> None:
+    files = sources(layer)
+    assert files
+    for path in files:
+        for module in imports(path):
+            target = layer_of(module)
+            if target:
+                assert LAYERS.index(target) <= LAYERS.index(layer), f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("layer", LAYERS[:-1])
+def test_lower_layers_do_without_the_libraries_of_the_job(layer: str) -> None:
+    for path in sources(layer):
+        for module in imports(path):
+            assert module.split(".")[0] not in JOB_ONLY, f"{path} imports {module}"
+
+
+def test_kernels_need_torch_and_triton_only() -> None:
+    stdlib = __import__("sys").stdlib_module_names
+    for path in sources("kernels"):
+        for module in imports(path):
+            top = module.split(".")[0]
+            assert top in KERNELS_MAY or top in stdlib, f"{path} imports {module}"
+
+
+def test_linked_folders_are_not_packages_of_their_own() -> None:
+    """A top-level package `kernels` would shadow HuggingFace's, which transformers imports."""
+    for layer in LAYERS[:-1]:
+        assert not list((ROOT / layer).rglob("__init__.py"))
+        assert (ROOT / "batchgen" / layer).is_symlink()
+    assert (ROOT / "conf" / "__init__.py").is_file()
+
+
+def test_ruff_bans_the_bare_names() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lint = config["tool"]["ruff"]["lint"]
+    assert "TID251" in lint["select"]
+    assert set(lint["flake8-tidy-imports"]["banned-api"]) == {*LAYERS[:-1], "conf"}
