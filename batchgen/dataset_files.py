@@ -1,0 +1,320 @@
+"""From `dataset.path` to a HuggingFace dataset: local files and folders, and the hub."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import os
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import CRITICAL
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from datasets import Dataset, DatasetBuilder, DatasetDict, IterableDataset
+from datasets.exceptions import DatasetsError
+from datasets.utils import logging as datasets_logging
+from huggingface_hub import DatasetCard
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import logging as hub_logging
+
+from batchgen.config import ConfigError, DatasetConfig
+from batchgen.fingerprint import fingerprint_files, fingerprint_text
+
+DEMO = Path(__file__).parent / "data" / "demo.jsonl"
+FORMATS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+SUPPORTED = ", ".join(FORMATS)
+# What datasets and the readers below it (pyarrow, pandas, fsspec) raise for data they cannot read.
+# StopIteration: a file without any row.
+READ_ERRORS = (
+    DatasetsError,
+    HfHubHTTPError,
+    pa.ArrowException,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    OSError,
+    EOFError,
+    RuntimeError,
+    StopIteration,
+)
+
+
+@dataclass(frozen=True)
+class LoadedDataset:
+    """One split, whole.
+
+    Attributes:
+        fingerprint: stands for the content of all its rows.
+        files: the local files that it is read from; none for the hub.
+    """
+
+    data: Dataset | IterableDataset
+    fingerprint: str
+    files: tuple[Path, ...] = ()
+
+
+def load_split(config: DatasetConfig) -> LoadedDataset:
+    """The split that the configuration names.
+
+    Local map-style data is converted once into Arrow files in datasets' cache, in a folder named
+    by the content: a source file that changed is never taken from an old cache.
+
+    Raises:
+        ConfigError: the path, the split or the data cannot be used.
+    """
+    with quiet():
+        if config.kind == "hub":
+            return _load_hub(config)
+        path = DEMO if config.kind == "demo" else Path(os.path.expanduser(str(config.path)))
+        if path.is_dir():
+            if config.name is None and (path / "dataset_dict.json").is_file():
+                splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+                return _load_saved(path / _pick_split(splits, config), config)
+            if config.name is None and (path / "state.json").is_file():
+                return _load_saved(path, config)
+            return _load_folder(path, config)
+        if config.name is not None:
+            raise ConfigError(f"dataset.name is for hub data sets and folders, {path} is neither")
+        return _load_files(_find_files(path), config)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without datasets' progress bars and log lines, whose content our errors carry."""
+    levels = [(log, log.get_verbosity()) for log in (datasets_logging, hub_logging)]
+    bars = datasets.are_progress_bars_disabled()
+    for log, _ in levels:
+        log.set_verbosity(CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        for log, level in levels:
+            log.set_verbosity(level)
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+def reason(error: BaseException) -> str:
+    """One line: what the innermost error says."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
+
+
+def _find_files(path: Path) -> list[Path]:
+    if path.is_file():
+        files = [path]
+    elif glob.has_magic(str(path)):
+        files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        files = [file for file in files if file.is_file()]
+        if not files:
+            raise ConfigError(f"dataset.path: no file matches {path} (from {Path.cwd()})")
+    else:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        hub = "; for a data set of the hub use dataset=hub" if _like_hub_name(str(path)) else ""
+        raise ConfigError(f"dataset.path: {path} does not exist{where}{hub}")
+    _check_formats(files)
+    return files
+
+
+def _like_hub_name(path: str) -> bool:
+    return path.count("/") <= 1 and not path.startswith((".", "/")) and _format(Path(path)) is None
+
+
+def _format(file: Path) -> str | None:
+    name = file.name.removesuffix(".gz")
+    kind = FORMATS.get(Path(name).suffix)
+    return None if name != file.name and kind not in ("json", "csv") else kind
+
+
+def _check_formats(files: Sequence[Path]) -> str:
+    """The one format of all files, or ConfigError."""
+    by_format: dict[str | None, Path] = {}
+    for file in files:
+        by_format.setdefault(_format(file), file)
+    if None in by_format:
+        raise ConfigError(
+            f"dataset.path: {by_format[None]} is of no known format: use {SUPPORTED} "
+            "(.jsonl, .json and .csv also with .gz)"
+        )
+    if len(by_format) > 1:
+        examples = ", ".join(f"{kind} ({file.name})" for kind, file in by_format.items())
+        raise ConfigError(
+            f"dataset.path: files of several formats, {examples}: choose one with a glob such as "
+            f"'{files[0].parent}/*{files[0].suffix}'"
+        )
+    (kind,) = by_format
+    assert kind is not None
+    return kind
+
+
+def _load_files(files: Sequence[Path], config: DatasetConfig) -> LoadedDataset:
+    split = _pick_split(["train"], config)
+    fingerprint = _content(split, files)
+    try:
+        builder = datasets.load_dataset_builder(
+            _check_formats(files),
+            data_files={split: [glob.escape(str(file.absolute())) for file in files]},
+            cache_dir=_cache_dir(fingerprint),
+        )
+        return LoadedDataset(_read(builder, config)[split], fingerprint, tuple(files))
+    except ConfigError:
+        raise
+    except READ_ERRORS as error:
+        raise unreadable(error, files) from None
+
+
+def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
+    """A folder as datasets reads it: splits by file names, or as its README.md declares."""
+    files = sorted(f for f in folder.rglob("*") if f.is_file() and _format(f) is not None)
+    files = [f for f in files if not any(p.startswith(".") for p in f.relative_to(folder).parts)]
+    if not files:
+        raise ConfigError(f"dataset.path: folder {folder} has no files of {SUPPORTED}")
+    declared = _declares_files(folder)
+    if not declared:
+        _check_formats(files)
+    try:
+        path = str(folder.absolute())
+        used = datasets.load_dataset_builder(path, config.name).config.data_files
+        split = _pick_split(list(map(str, used)), config)
+        chosen = [Path(name) for name in used[split]]
+        fingerprint = _content(split, chosen)
+        if not declared:
+            _check_all_used(files, [Path(name) for names in used.values() for name in names])
+        cache = _cache_dir(fingerprint)
+        builder = datasets.load_dataset_builder(path, config.name, cache_dir=cache)
+        return LoadedDataset(_read(builder, config)[split], fingerprint, tuple(chosen))
+    except ConfigError:
+        raise
+    except READ_ERRORS as error:
+        raise unreadable(error, files) from None
+
+
+def _declares_files(folder: Path) -> bool:
+    readme = folder / "README.md"
+    try:
+        return readme.is_file() and bool(DatasetCard.load(readme).data.to_dict().get("configs"))
+    except ValueError as error:
+        raise ConfigError(f"dataset.path: the YAML of {readme} is wrong: {reason(error)}") from None
+
+
+def _check_all_used(files: Sequence[Path], used: Sequence[Path]) -> None:
+    """datasets leaves out files whose name names no split where others' names do."""
+    known = {file.resolve() for file in used}
+    left_out = [file for file in files if file.resolve() not in known]
+    if left_out:
+        raise ConfigError(
+            f"dataset.path: {left_out[0]} belongs to no split, though other files are named like "
+            "splits (train, test, …): name the files you mean with a glob"
+        )
+
+
+def _load_saved(folder: Path, config: DatasetConfig) -> LoadedDataset:
+    """A split written by datasets' save_to_disk: memory-mapped as it is."""
+    try:
+        data = datasets.load_from_disk(str(folder))
+        assert not isinstance(data, DatasetDict)
+        names = [entry["filename"] for entry in data.cache_files]
+        fingerprint = _content(folder.name, [Path(name) for name in names])
+    except READ_ERRORS as error:
+        raise unreadable(error, [folder]) from None
+    return LoadedDataset(data.to_iterable_dataset() if config.streaming else data, fingerprint)
+
+
+def _load_hub(config: DatasetConfig) -> LoadedDataset:
+    try:
+        builder = datasets.load_dataset_builder(config.path, config.name, revision=config.revision)
+        if builder.info.splits:
+            _pick_split(list(builder.info.splits), config)  # before anything is downloaded
+        splits = _read(builder, config)
+        split = _pick_split(list(map(str, splits)), config)
+    except ConfigError:
+        raise
+    except READ_ERRORS as error:
+        raise ConfigError(f"dataset.path: cannot load {config.path}: {reason(error)}") from None
+    # builder.hash is the commit of the data set's repository, in the cache too.
+    parts = ("hub", str(config.path), builder.config.name, split, str(builder.hash))
+    return LoadedDataset(splits[split], fingerprint_text(*parts))
+
+
+def _read(builder: DatasetBuilder, config: DatasetConfig) -> dict[str, Any]:
+    """All splits of the builder, by name."""
+    if config.streaming:
+        return dict(builder.as_streaming_dataset())
+    builder.download_and_prepare()
+    if builder.info.splits and not sum(info.num_examples for info in builder.info.splits.values()):
+        raise ConfigError(f"dataset.path: {config.path} has no rows")
+    return dict(builder.as_dataset())
+
+
+def _pick_split(splits: Sequence[str], config: DatasetConfig) -> str:
+    names = ", ".join(map(str, splits))
+    if config.split is None:
+        if len(splits) == 1:
+            return splits[0]
+        raise ConfigError(f"dataset.split: {config.path} has several splits, choose among {names}")
+    if config.split not in splits:
+        raise ConfigError(f"dataset.split: {config.path} has no {config.split!r}, only {names}")
+    return config.split
+
+
+def _content(split: str, files: Sequence[Path]) -> str:
+    """The order of the files is the order of the rows, so it counts."""
+    try:
+        return fingerprint_text(split, *(fingerprint_files([file]) for file in files))
+    except OSError as error:
+        raise ConfigError(f"dataset.path: cannot read {error.filename}: {error.strerror}") from None
+
+
+def _cache_dir(fingerprint: str) -> str:
+    return str(Path(datasets.config.HF_DATASETS_CACHE) / "batchgen" / fingerprint)
+
+
+def unreadable(error: BaseException, files: Sequence[Path]) -> ConfigError:
+    """The error of datasets in words that name the file and, for JSON lines, the line."""
+    for file in files:
+        if _format(file) == "json" and (where := _first_bad_line(file)):
+            return ConfigError(f"dataset.path: {where}")
+        if file.is_file() and file.stat().st_size == 0:
+            return ConfigError(f"dataset.path: {file} is empty")
+    named = str(files[0]) if len(files) == 1 else f"{len(files)} files, {files[0]} …"
+    hint = ": give every row the same keys and types" if _format(files[0]) == "json" else ""
+    return ConfigError(f"dataset.path: datasets cannot read {named}: {reason(error)}{hint}")
+
+
+def _first_bad_line(file: Path) -> str | None:
+    """Where a file of one JSON object per line is not one; None if all lines are."""
+    opener = gzip.open if file.suffix == ".gz" else open
+    number = 0
+    try:
+        with opener(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                text = (
+                    line.removeprefix(BOM_UTF8).decode().strip() if number == 1 else line.decode()
+                )
+                if number == 1 and (text.startswith("[") or text == "{"):
+                    return None  # one value over many lines, not a row per line
+                if text.strip() and not isinstance(json.loads(text), dict):
+                    return f"{file}, line {number}: a row must be a JSON object {{…}}"
+    except UnicodeDecodeError as error:
+        return f"{file}, line {number}: not UTF-8: {error.reason} at byte {error.start}"
+    except json.JSONDecodeError as error:
+        return f"{file}, line {number}: not JSON: {error.msg} at column {error.colno}"
+    except (OSError, EOFError) as error:
+        return f"{file}: {reason(error)}"
+    return f"{file} is empty" if number == 0 else None

@@ -1,0 +1,82 @@
+"""Ids of rows: no two rows of a job may share one, as they would draw the same random numbers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+
+from batchgen.config import ConfigError
+
+MAX_NAMED = 3
+
+
+class IdSet:
+    """A set of ids as 64-bit hashes, 12 to 24 bytes an id (a Python set of them takes over 80).
+
+    Two different ids share a hash with probability n²/2⁶⁵ among n; callers look at the rows
+    themselves before they call it a duplicate.
+    """
+
+    def __init__(self) -> None:
+        self._slots = array("Q", bytes(8 * 1024))  # open addressing; 0 is an empty slot
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, row_id: str) -> bool:
+        """Whether the id was new."""
+        if 3 * self._size >= 2 * len(self._slots):
+            old = self._slots
+            self._slots = array("Q", bytes(16 * len(old)))
+            for value in filter(None, old):
+                self._slots[self._find(value)] = value
+        digest = blake2b(row_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        value = int.from_bytes(digest, "little") or 1
+        slot = self._find(value)
+        if self._slots[slot]:
+            return False
+        self._slots[slot] = value
+        self._size += 1
+        return True
+
+    def _find(self, value: int) -> int:
+        slots, mask = self._slots, len(self._slots) - 1
+        slot = value & mask
+        while slots[slot] not in (0, value):
+            slot = (slot + 1) & mask
+        return slot
+
+
+def check_unique(ids: Callable[[], Iterable[str]], column: str) -> None:
+    """Raise ConfigError, naming some of the duplicates and their rows, unless all ids differ.
+
+    `ids` gives the ids of all rows in order; it is called once more if some may be equal.
+    """
+    seen = IdSet()
+    suspects = {row_id for row_id in ids() if not seen.add(row_id)}
+    if not suspects:
+        return
+    rows: dict[str, list[int]] = {row_id: [] for row_id in suspects}
+    for index, row_id in enumerate(ids()):
+        if row_id in rows:
+            rows[row_id].append(index)
+    repeated = {row_id: found for row_id, found in rows.items() if len(found) > 1}
+    if repeated:
+        raise duplicate_error(column, repeated)
+
+
+def duplicate_error(column: str, repeated: dict[str, list[int]]) -> ConfigError:
+    """`repeated`: id → the rows that have it, in order."""
+    first = sorted(repeated.items(), key=lambda item: item[1])[:MAX_NAMED]
+    named = "; ".join(
+        f"{row_id!r} in rows {', '.join(map(str, found[:MAX_NAMED]))}"
+        + (f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else "")
+        for row_id, found in first
+    )
+    more = f"; and {len(repeated) - len(first)} more ids" if len(repeated) > len(first) else ""
+    return ConfigError(
+        f"dataset.id_column: ids in {column!r} must be unique, but {named}{more} (rows count from "
+        "0): choose another column, or null to number the rows"
+    )
