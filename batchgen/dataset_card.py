@@ -1,0 +1,91 @@
+"""README.md of an output folder: a dataset card that the Hub and `load_dataset` understand."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.metrics import Totals
+
+_HEADER = """\
+---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*.parquet
+tags:
+- batchgen
+- synthetic
+---
+"""
+
+
+def dataset_card(
+    config: Mapping[str, Mapping[str, Any]],
+    fingerprints: Mapping[str, str],
+    schema: pa.Schema,
+    totals: Totals,
+) -> str:
+    """The card of a complete job.
+
+    Args:
+        config: the resolved configuration, by group.
+        fingerprints: of the dataset and the model.
+    """
+    model, dataset, sampling = config["model"], config["dataset"], config["sampling"]
+    name = model.get("name") or model["path"]
+    source = dataset.get("path") or "the demo rows of batchgen"
+    set_sampling = [
+        f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in sampling.items()
+    ]
+    columns = [
+        f"| `{field.name}` | `{field.type}` | {_meta(field, 'shape')} | {_meta(field, 'meaning')} |"
+        for field in schema
+    ]
+    counts = [
+        f"{totals.rows:,} rows: "
+        + (", ".join(f"{n:,} {reason}" for reason, n in totals.finish_reasons.items()) or "none")
+        + ".",
+        f"{totals.prompt_tokens:,} prompt tokens, {totals.generated_tokens:,} generated tokens.",
+    ]
+    if totals.errors:
+        kinds = ", ".join(f"{n:,} {kind}" for kind, n in totals.errors.items())
+        counts.append(f"{totals.error_rows:,} rows have an `error` and no text: {kinds}.")
+    return "\n".join(
+        [
+            _HEADER,
+            f"# Answers of {name} to {source}",
+            "",
+            "Written by batchgen: one row per input row and sample, in the order of the input.",
+            "",
+            *(f"- {line}" for line in counts),
+            f"- Model: `{model['path']}`"
+            + (f", revision `{model['revision']}`" if model.get("revision") else ""),
+            f"- Dataset: `{source}`"
+            + (f", split `{dataset['split']}`" if dataset.get("split") else ""),
+            f"- Sampling: {', '.join(f'`{text}`' for text in set_sampling)}",
+            *(f"- Fingerprint of {what}: `{digest}`" for what, digest in fingerprints.items()),
+            "",
+            "## Columns",
+            "",
+            "| column | type | shape | meaning |",
+            "|---|---|---|---|",
+            *columns,
+            "",
+            "## How to reproduce",
+            "",
+            "`config.yaml` holds every key of the job, `manifest.json` the fingerprints of its "
+            "model and dataset and the package versions. With both in place:",
+            "",
+            "```",
+            "batchgen --config-dir . --config-name config output.dir=again",
+            "```",
+            "",
+        ]
+    )
+
+
+def _meta(field: pa.Field, key: str) -> str:
+    return (field.metadata or {}).get(key.encode(), b"").decode()

@@ -1,0 +1,160 @@
+"""The journal: finished rows of shards that are not complete yet, safe from a kill at any moment.
+
+One file per shard and attempt (run of the command): `part-00003.0001.journal`. It is a row of
+frames, each `uint32 length, uint32 crc32, payload` (little endian); the first payload is an Arrow
+IPC schema message, every other one an Arrow IPC record batch. A batch is appended with one
+unbuffered write, so what was appended survives `kill -9`. The files are fsynced every
+`SYNC_SECONDS`: a power loss costs at most the rows finished since then. A torn or damaged tail
+fails its length or checksum and is cut when the file is read; a later attempt never appends to it
+but starts its own file.
+"""
+
+import os
+import re
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from batchgen.errors import JobError
+
+SYNC_SECONDS = 10.0
+_FRAME = struct.Struct("<II")
+_NAME = re.compile(r"part-(\d{5,})\.(\d{4,})\.journal")
+
+
+class Journal:
+    """The journal files of a job's folder, all with one schema."""
+
+    def __init__(self, folder: Path, schema: pa.Schema) -> None:
+        """Start a new attempt; `folder` exists."""
+        self._folder = folder
+        self._schema = schema
+        self._files: dict[int, list[Path]] = {}
+        attempts = [0]
+        for path in sorted(folder.iterdir()):
+            if match := _NAME.fullmatch(path.name):
+                self._files.setdefault(int(match[1]), []).append(path)
+                attempts.append(int(match[2]))
+        self._attempt = max(attempts) + 1
+        self._unsynced: set[Path] = set()
+        self._last_sync = time.monotonic()
+
+    def shards(self) -> set[int]:
+        """Shards that have journal files."""
+        return set(self._files)
+
+    def append(self, shard: int, batch: pa.RecordBatch) -> None:
+        """Append finished rows of one shard.
+
+        Raises:
+            JobError: the file cannot be written. The rows before it are safe.
+        """
+        path = self._folder / f"part-{shard:05d}.{self._attempt:04d}.journal"
+        files = self._files.setdefault(shard, [])
+        data = _frame(batch.serialize())
+        if path not in files:
+            files.append(path)
+            data = _frame(self._schema.serialize()) + data
+        # Opened anew every time: a job with small shards has more of them open than a process may
+        # have file descriptors.
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                _write_all(fd, data)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise JobError(f"cannot write {path}: {error.strerror or error}") from error
+        self._unsynced.add(path)
+
+    def read(self, shard: int) -> list[pa.RecordBatch]:
+        """Every whole batch of the shard, memory-mapped: reading a shard does not copy it."""
+        return [
+            batch for path in self._files.get(shard, ()) for batch in read_file(path, self._schema)
+        ]
+
+    def sync(self, force: bool = False) -> None:
+        """Make what was appended safe from a power loss, if `SYNC_SECONDS` have passed."""
+        now = time.monotonic()
+        if not force and now - self._last_sync < SYNC_SECONDS:
+            return
+        for path in self._unsynced:
+            fsync_path(path)
+        if self._unsynced:
+            fsync_path(self._folder)
+        self._unsynced.clear()
+        self._last_sync = now
+
+    def release(self, shard: int) -> list[Path]:
+        """Forget a complete shard, and return its files, for `delete` once it is published."""
+        files = self._files.pop(shard, [])
+        self._unsynced.difference_update(files)
+        return files
+
+
+def read_file(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """The whole batches of one journal file, up to the first torn or damaged frame.
+
+    Raises:
+        JobError: the file was written with another schema.
+    """
+    if path.stat().st_size == 0:  # cannot be mapped
+        return
+    with pa.memory_map(str(path)) as mapped:
+        frames = _frames(mapped.read_buffer())
+    head = next(frames, None)
+    if head is None:
+        return
+    written = pa.ipc.read_schema(head)
+    if not written.equals(schema):
+        raise JobError(
+            f"{path} has other columns than this job writes, so it comes from another version of "
+            "batchgen: finish the job with that version, or use another output.dir"
+        )
+    for payload in frames:
+        yield pa.ipc.read_record_batch(payload, schema)
+
+
+def _frames(data: pa.Buffer) -> Iterator[pa.Buffer]:
+    offset = 0
+    while offset + _FRAME.size <= data.size:
+        length, checksum = _FRAME.unpack(data.slice(offset, _FRAME.size))
+        offset += _FRAME.size
+        # A length of 0 is what a file system may leave after a power loss: zeros.
+        if length == 0 or offset + length > data.size:
+            return
+        payload = data.slice(offset, length)
+        if zlib.crc32(payload) != checksum:
+            return
+        yield payload
+        offset += length
+
+
+def _frame(payload: pa.Buffer) -> bytes:
+    return _FRAME.pack(payload.size, zlib.crc32(payload)) + payload.to_pybytes()
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def fsync_path(path: Path) -> None:
+    """fsync a file or a folder by its path.
+
+    Raises:
+        JobError: the system reports that what was written did not reach the disk.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise JobError(f"cannot write {path} to the disk: {error.strerror or error}") from error

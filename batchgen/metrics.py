@@ -1,0 +1,141 @@
+"""metrics.json: what a job did, over all its attempts."""
+
+import json
+import resource
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchgen.manifest import write_atomic
+
+SAVE_SECONDS = 30.0
+Status = Literal["running", "complete", "stopped", "failed", "killed"]
+
+
+@dataclass
+class Attempt:
+    """One run of the command.
+
+    Attributes:
+        status: `killed` is what a later attempt makes of a `running` one.
+        rows_resumed: output rows that were there at its start.
+        rows: output rows that it computed, error rows included.
+        wall_s: from the start of the attempt, with loading; generate_s: with the engine running.
+        engine: the engine's own counts at the end.
+    """
+
+    rows_resumed: int
+    status: Status = "running"
+    started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    host: str = field(default_factory=socket.gethostname)
+    rows: int = 0
+    error_rows: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    wall_s: float = 0.0
+    generate_s: float = 0.0
+    peak_rss_mib: float = 0.0
+    engine: Mapping[str, float | int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over the shards of a complete job; the only source is the shards themselves."""
+
+    rows: int
+    error_rows: int
+    finish_reasons: Mapping[str, int]
+    errors: Mapping[str, int]
+    prompt_tokens: int
+    generated_tokens: int
+
+    @classmethod
+    def read(cls, shards: list[Path]) -> "Totals":
+        """Count the rows of all shards; only the small columns are read."""
+        reasons: dict[str, int] = {}
+        errors: dict[str, int] = {}
+        rows = prompt = generated = 0
+        for path in shards:
+            table = pq.read_table(
+                path,
+                columns=["finish_reason", "error", "num_prompt_tokens", "num_generated_tokens"],
+                partitioning=None,
+            )
+            rows += table.num_rows
+            prompt += pc.sum(table["num_prompt_tokens"]).as_py() or 0
+            generated += pc.sum(table["num_generated_tokens"]).as_py() or 0
+            _count(reasons, table["finish_reason"])
+            _count(errors, pc.struct_field(table["error"], "type").drop_null())
+        return cls(rows, sum(errors.values()), reasons, errors, prompt, generated)
+
+
+class Metrics:
+    """The file metrics.json; written now and then, so that a killed attempt is in it too.
+
+    Attributes:
+        totals: of a complete job, for `save`.
+        was_complete: an earlier attempt completed the job.
+    """
+
+    def __init__(self, path: Path, rows_resumed: int) -> None:
+        self._path = path
+        self._started = time.monotonic()
+        self._saved = 0.0
+        self.attempt = Attempt(rows_resumed)
+        self.totals: Totals | None = None
+        self._earlier: list[dict[str, Any]] = []
+        self.was_complete = False
+        if path.exists():
+            earlier = json.loads(path.read_text())
+            self._earlier = earlier["attempts"]
+            self.was_complete = earlier["status"] == "complete"
+        for earlier in self._earlier:
+            if earlier["status"] == "running":
+                earlier["status"] = "killed"
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens of this attempt per second of generation."""
+        return self.attempt.generated_tokens / max(self.attempt.generate_s, 1e-9)
+
+    def due(self) -> bool:
+        """Whether it is time to save what a killed attempt shall leave behind."""
+        return time.monotonic() - self._saved >= SAVE_SECONDS
+
+    def save(self, status: Status) -> None:
+        """Write the file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._saved = now = time.monotonic()
+        self.attempt.status = status
+        self.attempt.wall_s = round(now - self._started, 3)
+        self.attempt.peak_rss_mib = peak_rss_mib()
+        attempts = [*self._earlier, asdict(self.attempt)]
+        summary: dict[str, Any] = {"status": status}
+        if self.totals is not None:
+            summary |= asdict(self.totals)
+        for key in ("wall_s", "generate_s"):
+            summary[key] = round(sum(attempt[key] for attempt in attempts), 3)
+        tokens = sum(attempt["generated_tokens"] for attempt in attempts)
+        summary["tokens_per_s"] = round(tokens / max(summary["generate_s"], 1e-3), 1)
+        summary["attempts"] = attempts
+        write_atomic(self._path, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+
+
+def peak_rss_mib() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
+
+
+def _count(counts: dict[str, int], values: Any) -> None:
+    for item in pc.value_counts(values).to_pylist():
+        counts[item["values"]] = counts.get(item["values"], 0) + item["counts"]

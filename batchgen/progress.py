@@ -1,0 +1,101 @@
+"""What a person sees of a job: a bar while it runs, a table when it ends."""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Self, TextIO
+
+from tqdm import tqdm
+
+from batchgen.metrics import Metrics, Totals
+
+LINE_SECONDS = 30.0
+
+
+class Progress:
+    """A tqdm bar over output rows; a line now and then if the stream is not a terminal."""
+
+    def __init__(self, total: int | None, resumed: int, stream: TextIO | None = None) -> None:
+        """
+        Args:
+            total: output rows of the whole job, None if unknown.
+            resumed: output rows that are there already.
+        """
+        self._stream = stream if stream is not None else sys.stderr
+        is_terminal = self._stream.isatty()
+        self._interval = 0.5 if is_terminal else LINE_SECONDS
+        self._shown = time.monotonic()
+        self._is_terminal = is_terminal
+        self._bar = tqdm(
+            total=total,
+            initial=resumed,
+            unit="row",
+            file=self._stream,
+            disable=not is_terminal,
+            dynamic_ncols=True,
+            mininterval=0.5,
+        )
+        self._rows = resumed
+        self._resumed = resumed
+        self._total = total
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def add(self, rows: int) -> None:
+        self._rows += rows
+        self._bar.update(rows)
+
+    def due(self) -> bool:
+        """Whether it is time to show the figures that `show` takes, which cost something."""
+        return time.monotonic() - self._shown >= self._interval
+
+    def show(self, metrics: Metrics, running: float) -> None:
+        """Show tokens/s and how many sequences are running."""
+        self._shown = now = time.monotonic()
+        if self._is_terminal:
+            self._bar.set_postfix_str(f"{metrics.tokens_per_s:,.0f} tok/s, {running:.0f} running")
+            return
+        done = f"{self._rows:,}" + (f"/{self._total:,}" if self._total is not None else "")
+        rate = (self._rows - self._resumed) / max(now - self._started, 1e-9)
+        left = ""
+        if self._total is not None and rate > 0:
+            left = f", about {_duration((self._total - self._rows) / rate)} left"
+        line = f"{done} rows, {metrics.tokens_per_s:,.0f} tok/s, {running:.0f} running{left}"
+        print(line, file=self._stream, flush=True)
+
+
+def summary(totals: Totals, folder: str, metrics: Metrics | None = None) -> str:
+    """The table at the end of a job; with `metrics` if it was this attempt that completed it."""
+    lines = [
+        ("rows", f"{totals.rows:,}"),
+        ("finish reasons", _counts(totals.finish_reasons)),
+        ("errors", _counts(totals.errors)),
+        ("prompt tokens", f"{totals.prompt_tokens:,}"),
+        ("generated tokens", f"{totals.generated_tokens:,}"),
+    ]
+    if metrics is not None:
+        attempt = metrics.attempt
+        if attempt.rows_resumed:
+            lines[0] = ("rows", f"{totals.rows:,} ({attempt.rows_resumed:,} from before)")
+        seconds = f"{_duration(attempt.wall_s)} ({_duration(attempt.generate_s)} generating)"
+        lines += [("time", seconds), ("speed", f"{metrics.tokens_per_s:,.1f} tokens/s")]
+    lines.append(("output", folder))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items())) or "none"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(seconds, 60)
+    if not minutes:
+        return f"{rest:.1f} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:.0f}:{minutes:02.0f}:{rest:02.0f}"

@@ -1,0 +1,214 @@
+"""A job without a model: a deterministic engine, prompt and source, for tests of the job layer.
+
+Run as a program (`python fake_job.py '{"out": "/tmp/x", "rows": 100}'`) it takes the fields of
+`FakeJob` and exits as the command line does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from batchgen.config import (
+    ChatPromptConfig,
+    DatasetConfig,
+    EngineGroup,
+    JobConfig,
+    ModelGroup,
+    OutputConfig,
+    SamplingConfig,
+    StrategyConfig,
+)
+from batchgen.dataset import Row
+from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput
+from batchgen.engine.sampling_params import SamplingParams
+from batchgen.job import JobParts, JobResult, run_job
+
+LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
+TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (2, 3))
+BAD_PROMPT, BAD_REQUEST = 13, 17  # rows whose index is a multiple of one of these fail
+
+
+@dataclass(frozen=True)
+class FakeJob:
+    """What to run and how it goes wrong.
+
+    Attributes:
+        out: the output folder.
+        log: a file that gets a line for every request that the engine computes.
+        step_s: seconds that a step of the engine takes.
+        bad: whether rows BAD_PROMPT*k (no prompt) and BAD_REQUEST*k (refused) fail.
+        straggler: index of a row that never finishes before all others have, -1 for none.
+        fail_at_step: the engine raises in this step, -1 for never.
+    """
+
+    out: str
+    rows: int = 100
+    samples: int = 2
+    rows_per_shard: int = 16
+    max_num_seqs: int = 8
+    log: str = ""
+    step_s: float = 0.0
+    bad: bool = True
+    straggler: int = -1
+    fail_at_step: int = -1
+    prompt_token_ids: bool = True
+    overwrite: bool = False
+    temperature: float = 1.0
+
+    def config(self) -> JobConfig:
+        columns = ("logprobs", "prompt_token_ids") if self.prompt_token_ids else ("logprobs",)
+        return JobConfig(
+            model=ModelGroup(path="fake"),
+            dataset=DatasetConfig(kind="demo"),
+            prompt=ChatPromptConfig(user="{{ question }}"),
+            sampling=SamplingConfig(
+                n=self.samples, temperature=self.temperature, max_new_tokens=16
+            ),
+            strategy=StrategyConfig(target="fake.Strategy"),
+            engine=EngineGroup(max_num_seqs=self.max_num_seqs),
+            output=OutputConfig(
+                dir=self.out,
+                columns=columns,
+                rows_per_shard=self.rows_per_shard,
+                overwrite=self.overwrite,
+            ),
+        )
+
+    def parts(self) -> JobParts:
+        return JobParts(
+            source=FakeSource(self.rows),  # type: ignore[arg-type]
+            prompt=FakePrompt(self.bad),
+            columns=(LOGPROBS, TOP_LOGPROBS),
+            fingerprints={"model": "fake"},
+            build_engine=lambda: FakeEngine(self),
+        )
+
+    def run(self) -> JobResult:
+        return run_job(self.config(), self.parts())
+
+
+class FakeSource:
+    """Rows `{"question": "q7", "number": 7, "tags": ["a"] * (7 % 3)}`."""
+
+    schema = pa.schema(
+        [("question", pa.string()), ("number", pa.int64()), ("tags", pa.list_(pa.string()))]
+    )
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.fingerprint = f"fake-{num_rows}"
+
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        for i in range(start, self.num_rows):
+            yield Row(i, f"id{i}", {"question": f"q{i}", "number": i, "tags": ["a"] * (i % 3)})
+
+    def passthrough(self, row: Row) -> dict[str, Any]:
+        return row.fields
+
+
+@dataclass(frozen=True)
+class FakePrompt:
+    bad: bool
+
+    def token_ids(self, row: Row) -> list[int]:
+        if self.bad and row.index % BAD_PROMPT == 0:
+            raise RequestError("template_error", f"row {row.index} has no prompt")
+        return [row.index, row.index + 1, 2]
+
+
+@dataclass
+class FakeStats:
+    steps: int = 0
+
+
+@dataclass
+class _Running:
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    steps_left: int
+
+
+@dataclass
+class FakeEngine:
+    """Computes `outcome` of every request, over as many steps as its seed says."""
+
+    job: FakeJob
+    max_model_len: int = 1024
+    stats: FakeStats = field(default_factory=FakeStats)
+    _running: dict[str, _Running] = field(default_factory=dict)
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+    ) -> None:
+        assert request_id not in self._running
+        if self.job.bad and prompt_token_ids[0] % BAD_REQUEST == 0:
+            raise RequestError("kv_cache_too_small", f"request {request_id} can never run")
+        self._running[request_id] = _Running(
+            request_id, prompt_token_ids, params, 1 + params.seed % 5
+        )
+
+    def step(self) -> list[RequestOutput]:
+        self.stats.steps += 1
+        if self.stats.steps == self.job.fail_at_step:
+            raise RuntimeError("the device fell off the bus")
+        time.sleep(self.job.step_s)
+        finished = []
+        for running in list(self._running.values())[: self.job.max_num_seqs]:
+            running.steps_left -= 1
+            waits = running.prompt[0] == self.job.straggler and len(self._running) > 1
+            if running.steps_left <= 0 and not waits:
+                finished.append(self._finish(running))
+        return finished
+
+    def _finish(self, running: _Running) -> RequestOutput:
+        del self._running[running.request_id]
+        if self.job.log:
+            fd = os.open(self.job.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            os.write(fd, f"{running.request_id}\n".encode())
+            os.close(fd)
+        return outcome(running.request_id, running.prompt, running.params)
+
+
+def outcome(request_id: str, prompt: list[int], params: SamplingParams) -> RequestOutput:
+    """A function of prompt and seed alone."""
+    digest = blake2b(repr((prompt, params.seed)).encode(), digest_size=16).digest()
+    tokens = list(digest[: 1 + digest[0] % 16])
+    values = np.array(tokens, np.float32)
+    return RequestOutput(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        token_ids=tokens,
+        text=" ".join(map(str, tokens)),
+        finish_reason="length" if len(tokens) == 16 else "stop",
+        stop=None if len(tokens) == 16 else "</s>",
+        columns={
+            "logprobs": -values,
+            "top_logprobs": np.repeat(values, 6).reshape(-1, 2, 3),
+        },
+    )
+
+
+def main(fields: str) -> int:
+    from batchgen.__main__ import report
+
+    return report(lambda: FakeJob(**json.loads(fields)).run())
+
+
+def command(job: FakeJob) -> list[str]:
+    """The command line that runs the job in another process."""
+    return [sys.executable, __file__, json.dumps(asdict(job))]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
