@@ -7,6 +7,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -19,9 +20,21 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
-_CHUNK_ELEMENTS = 2**22
+_CHUNK_ELEMENTS = 2**20
 """Dequantized at a time: bounds the float32 temporaries and keeps them in the CPU's cache."""
 
 
@@ -103,7 +116,7 @@ class GGUFFile:
 
     def _num_bytes(self, tensor: GGUFTensor) -> int:
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
-        return int(np.prod(tensor.shape)) // block * size
+        return math.prod(tensor.shape) // block * size
 
     def load(self, name: str) -> Tensor:
         """The tensor of this name, dequantized: float32 on the CPU, in row-major shape.
@@ -113,15 +126,15 @@ class GGUFFile:
         """
         tensor = self.tensors[name]
         kind = GGMLQuantizationType(tensor.type)
+        block, size = GGML_QUANT_SIZES[kind]
         raw = np.frombuffer(self._data, np.uint8, self._num_bytes(tensor), tensor.offset)
-        num_rows = int(np.prod(tensor.shape[:-1]))
-        rows = raw.reshape(num_rows, -1)
-        out = np.empty((num_rows, tensor.shape[-1]), np.float32)
-        step = max(1, _CHUNK_ELEMENTS // tensor.shape[-1])
+        out = np.empty(math.prod(tensor.shape), np.float32)
+        step = max(1, _CHUNK_ELEMENTS // block)
         try:
-            for start in range(0, num_rows, step):
-                part = rows[start : start + step]
-                out[start : start + step] = _dequantize(part, kind)
+            for start in range(0, len(out) // block, step):
+                # As one long row: the package is slow on many short ones.
+                part = raw[start * size : (start + step) * size].reshape(1, -1)
+                out[start * block : (start + step) * block] = _dequantize(part, kind)[0]
         except NotImplementedError as error:
             raise ValueError(
                 f"{self.path}: {name} has quantization {kind.name}, which cannot be read"
@@ -129,9 +142,10 @@ class GGUFFile:
         return torch.from_numpy(out).view(tensor.shape)
 
 
-def _dequantize(rows: np.ndarray[Any, np.dtype[np.uint8]], kind: GGMLQuantizationType) -> Any:
-    if kind == GGMLQuantizationType.F16:  # the package wants float types already viewed as such
-        return rows.view(np.float16)
+def _dequantize(row: np.ndarray[Any, np.dtype[np.uint8]], kind: GGMLQuantizationType) -> Any:
+    # The package wants these two already viewed as what they are.
+    if kind == GGMLQuantizationType.F16:
+        return row.view(np.float16)
     if kind == GGMLQuantizationType.F32:
-        return rows.view(np.float32)
-    return dequantize(rows, kind)
+        return row.view(np.float32)
+    return dequantize(row, kind)

@@ -1,4 +1,4 @@
-"""From the names and conventions of llama.cpp's GGUF files to those of transformers' checkpoints."""
+"""From the names and conventions of GGUF files to those of transformers' checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchgen.engine.layers.rotary import (
 )
 from batchgen.engine.model_config import ModelConfig, extended_positions
 from batchgen.engine.models.dense import DenseForCausalLM
-from batchgen.engine.models.registry import MODELS, gguf_model_class
+from batchgen.engine.models.registry import gguf_model_class
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -64,7 +64,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     rope = _rope(file, prefix)
     context_length = _get(file, f"{prefix}.context_length", int)
     return ModelConfig(
-        architecture=next(name for name, kind in MODELS.items() if kind is model),
+        architecture=model.__name__,
         hidden_size=hidden_size,
         num_layers=_get(file, f"{prefix}.block_count", int),
         num_heads=num_heads,
@@ -94,8 +94,8 @@ def gguf_weights(file: GGUFFile, model: DenseForCausalLM) -> Iterator[tuple[str,
         projection = hf_name.split(".")[-2]
         if model.gguf_permutes_qk and projection in heads:
             # Rows of a head stand as pairs (i, i + D/2) side by side; put the halves apart again.
-            pairs = tensor.unflatten(0, (heads[projection], -1, 2))
-            tensor = pairs.transpose(1, 2).flatten(0, 2)
+            pairs = tensor.view(heads[projection], -1, 2, *tensor.shape[1:])
+            tensor = pairs.transpose(1, 2).reshape(tensor.shape)
         yield hf_name, tensor
 
 

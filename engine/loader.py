@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -18,7 +19,7 @@ from batchgen.engine.model_config import ModelConfig
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.models.registry import model_class
 
-LoadFormat = Literal["auto", "dummy"]
+LoadFormat = Literal["auto", "gguf", "dummy"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -34,14 +35,15 @@ def load_config(path: Path) -> ModelConfig:
     if path.suffix == ".gguf":
         return gguf_config(GGUFFile(path))
     if not (path / "config.json").is_file():
-        raise ValueError(f"{path} is not a model: neither a .gguf file nor a folder with config.json")
-    hf = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    if not hf.architectures:
+        raise ValueError(f"{path} is neither a .gguf file nor a folder with a config.json")
+    architectures = _read_json(path / "config.json").get("architectures")
+    if not architectures:
         raise ValueError(f"{path}/config.json names no architecture (key 'architectures')")
-    model = model_class(hf.architectures[0], path)
+    model = model_class(architectures[0], path)
     try:
+        hf = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         return model.config_from_hf(hf)
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -58,12 +60,15 @@ def load_model(
         path: a folder with config.json and safetensors, or a .gguf file. With load_format `dummy`
             its configuration is enough.
         device: the parameters are created on it; tensors are copied there one at a time.
-        dtype: of parameters and activations; None is the checkpoint's.
-        load_format: `dummy` fills small random weights, the same on every run.
+        dtype: of parameters and activations; None is the checkpoint's (of a GGUF, float32).
+        load_format: `auto` goes by what lies at path; `gguf` insists on a GGUF file; `dummy` fills
+            small random weights, the same on every run.
 
     Raises:
         ValueError: unsupported model, or a missing, unexpected or mis-shaped tensor.
     """
+    if load_format == "gguf" and path.suffix != ".gguf":
+        raise ValueError(f"{path} is not a .gguf file, which load_format=gguf asks for")
     config = load_config(path)
     kind = model_class(config.architecture, path)
     model = kind(config, device=device, dtype=dtype or config.dtype)
@@ -110,10 +115,13 @@ def _abbreviate(names: list[str]) -> str:
 
 def _safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     for file in safetensors_files(folder):
-        # Memory-mapped: a tensor is read when it is copied to its slot.
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                yield name, tensors.get_tensor(name)
+        try:
+            # Memory-mapped: a tensor is read when it is copied to its slot.
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                for name in tensors.keys():
+                    yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged or cut off: {error}") from error
 
 
 def safetensors_files(folder: Path) -> list[Path]:
@@ -124,7 +132,7 @@ def safetensors_files(folder: Path) -> list[Path]:
     """
     index = folder / _INDEX
     if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = _read_json(index)["weight_map"]
         files = [folder / name for name in sorted(set(weight_map.values()))]
         for file in files:
             if not file.is_file():
@@ -132,13 +140,25 @@ def safetensors_files(folder: Path) -> list[Path]:
         return files
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
-    other = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
-    hint = (
-        f"; {_abbreviate(other)} are pickles, which are not read: convert them to safetensors"
-        if other
-        else "; load_format=dummy needs none"
+    pickles = [file.name for ending in ("bin", "pt", "pth") for file in folder.glob(f"*.{ending}")]
+    if pickles:
+        raise ValueError(
+            f"{folder} has no {_SINGLE}; pickled weights ({_abbreviate(sorted(pickles))}) are not "
+            "read because they can run code: convert them to safetensors"
+        )
+    raise ValueError(
+        f"{folder} has no weights ({_SINGLE} or {_INDEX}); load_format=dummy needs none"
     )
-    raise ValueError(f"{folder} has no {_SINGLE} or {_INDEX}{hint}")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON or of UTF-8
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} does not hold a JSON object")
+    return content
 
 
 def _fill_dummy(model: DenseForCausalLM) -> None:

@@ -30,7 +30,7 @@ class ModelConfig:
     architecture: class name in the checkpoint's configuration; the key of the model registry.
     max_position_embeddings: positions that the model was made for, with its rope scaling.
     qk_norm: an RMSNorm over head_dim on queries and keys.
-    dtype: of the checkpoint's weights.
+    dtype: of the checkpoint's weights; float32 where it does not say.
     """
 
     architecture: str
@@ -54,7 +54,11 @@ class ModelConfig:
         sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         for name in (*sizes, "intermediate_size", "vocab_size", "max_position_embeddings"):
             if getattr(self, name) < 1:
-                raise ValueError(f"the model's {name} is {getattr(self, name)}; it must be positive")
+                raise ValueError(
+                    f"the model's {name} is {getattr(self, name)}; it must be positive"
+                )
+        if not self.rms_norm_eps > 0:
+            raise ValueError(f"the model's rms_norm_eps is {self.rms_norm_eps}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
@@ -64,21 +68,27 @@ class ModelConfig:
 
 
 def config_from_hf(
-    hf: PretrainedConfig, *, attention_bias: bool, mlp_bias: bool, qk_norm: bool
+    hf: PretrainedConfig,
+    *,
+    architecture: str,
+    attention_bias: bool,
+    mlp_bias: bool,
+    qk_norm: bool,
 ) -> ModelConfig:
-    """The parts that dense decoders share; each model file adds its own.
+    """What the configurations of dense decoders share; each model file adds its own.
 
     Raises:
         ValueError: the checkpoint needs something that the engine does not have; it is named.
     """
-    architecture = hf.architectures[0]
     if hf.hidden_act != "silu":
         raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
-    if "quantization_config" in hf.to_dict():
+    if hf.to_dict().get("quantization_config") is not None:
         raise ValueError(
             "the checkpoint is quantized (quantization_config), which is not supported; use the "
             "original weights or a GGUF file"
         )
+    if not isinstance(hf.dtype, torch.dtype | None):
+        raise ValueError(f"dtype {hf.dtype!r} is not one that torch has")
     rope = rope_from_parameters(hf.rope_parameters)
     return ModelConfig(
         architecture=architecture,
@@ -96,7 +106,7 @@ def config_from_hf(
         attention_bias=attention_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
-        dtype=hf.dtype if hf.dtype is not None else torch.float32,
+        dtype=hf.dtype or torch.float32,
     )
 
 

@@ -98,8 +98,8 @@ class YarnRope(DefaultRope):
 
         def pair(turns: float) -> float:
             positions = self.original_max_position_embeddings
-            return head_dim * math.log(positions / (turns * 2 * math.pi)) / (
-                2 * math.log(self.theta)
+            return (
+                head_dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
             )
 
         low, high = pair(self.beta_fast), pair(self.beta_slow)

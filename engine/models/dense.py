@@ -77,7 +77,9 @@ class Decoder(nn.Module):
 
 
 class DenseForCausalLM(nn.Module):
-    """A decoder and its head. Submodules carry the names of transformers' checkpoints.
+    """A decoder and its head; a model is a subclass and a line in the registry.
+
+    Classes and submodules carry the names that transformers' checkpoints use.
 
     Every operation treats each token alone (attention reads the cache through `ctx`), so a token's
     result does not depend on its batch mates.

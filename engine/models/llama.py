@@ -14,5 +14,9 @@ class LlamaForCausalLM(DenseForCausalLM):
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         return config_from_hf(
-            hf, attention_bias=hf.attention_bias, mlp_bias=hf.mlp_bias, qk_norm=cls.qk_norm
+            hf,
+            architecture=cls.__name__,
+            attention_bias=hf.attention_bias,
+            mlp_bias=hf.mlp_bias,
+            qk_norm=cls.qk_norm,
         )

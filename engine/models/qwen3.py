@@ -15,4 +15,10 @@ class Qwen3ForCausalLM(DenseForCausalLM):
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         if hf.use_sliding_window:
             raise ValueError("sliding-window attention (use_sliding_window) is not supported")
-        return config_from_hf(hf, attention_bias=hf.attention_bias, mlp_bias=False, qk_norm=cls.qk_norm)
+        return config_from_hf(
+            hf,
+            architecture=cls.__name__,
+            attention_bias=hf.attention_bias,
+            mlp_bias=False,
+            qk_norm=cls.qk_norm,
+        )

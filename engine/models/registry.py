@@ -1,4 +1,4 @@
-"""The models of the engine, by the class name that their checkpoints' configurations give."""
+"""The models of the engine. Their classes are named as in the configurations of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from batchgen.engine.models.llama import LlamaForCausalLM
 from batchgen.engine.models.qwen3 import Qwen3ForCausalLM
 
 MODELS: Mapping[str, type[DenseForCausalLM]] = {
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    model.__name__: model for model in (LlamaForCausalLM, Qwen3ForCausalLM)
 }
 
 

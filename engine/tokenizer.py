@@ -1,0 +1,69 @@
+"""The tokenizer that belongs to a model, and the ids that end its answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from batchgen.engine.gguf_file import GGUFFile
+from batchgen.engine.gguf_tokenizer import gguf_tokenizer
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+# End of a sequence, of a turn and of a message: generation stops at each of them.
+_GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
+    """The fast tokenizer of a model folder or GGUF file, with its chat template.
+
+    Returns:
+        None if the model comes without one: then prompts must be token ids, and answers have no
+        text.
+
+    Raises:
+        ValueError: it needs code of its own, has no fast form, or its GGUF kind is not supported.
+    """
+    if path.suffix == ".gguf":
+        return gguf_tokenizer(GGUFFile(path))
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"{path}: its tokenizer cannot be loaded: {error}") from error
+    if not tokenizer.is_fast:
+        raise ValueError(f"{path}: only tokenizers with a fast form (tokenizer.json) are supported")
+    return tokenizer
+
+
+def eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Every id that ends an answer of this model, in ascending order.
+
+    The union of what generation_config.json, config.json and the tokenizer name; of a GGUF file,
+    its ids for the end of a sequence, turn and message. Empty if nothing names one.
+    """
+    ids: set[int] = set()
+    if path.suffix == ".gguf":
+        metadata = GGUFFile(path).metadata
+        keys = (f"tokenizer.ggml.{key}" for key in _GGUF_EOS_KEYS)
+        ids.update(metadata[key] for key in keys if key in metadata)
+    else:
+        for name in ("generation_config.json", "config.json"):
+            if (path / name).is_file():
+                ids.update(_eos_of(json.loads((path / name).read_text(encoding="utf-8"))))
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(ids))
+
+
+def _eos_of(config: dict[str, Any]) -> list[int]:
+    # The file itself: the classes of transformers fill in an id where the file has none.
+    eos = config.get("eos_token_id")
+    if eos is None:
+        return []
+    return eos if isinstance(eos, list) else [eos]
