@@ -16,6 +16,7 @@ from torch import Tensor
 from batchgen.kernels.philox import Stream, gumbel_noise, philox, philox_at
 
 _INF = float("inf")
+_LARGEST = torch.finfo(torch.float32).max
 _WORDS_IN_CACHE = 2**18
 """Random words made at once on the CPU: the state of Philox then stays in two cores' L2 caches."""
 
@@ -109,8 +110,8 @@ def apply_penalties(
     after = torch.where(before > 0, before / factor, before * factor)
     after -= _of(frequency, rows) * counts
     after -= _of(presence, rows) * (counts > 0)
-    after.clamp_(max=torch.finfo(torch.float32).max)
-    flat[place] = torch.where(known[:, :1], after, before)
+    after.clamp_(-_LARGEST, _LARGEST)  # no penalty excludes a token
+    flat[place] = torch.where(known[:, :1] & (before > -_INF), after, before)
     return logits
 
 
