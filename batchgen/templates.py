@@ -1,0 +1,118 @@
+"""Users' Jinja templates over the columns of a row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, UndefinedError, meta, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from batchgen.config import ConfigError
+from batchgen.engine.outputs import RequestError
+
+# What the expressions of a template can raise, besides Jinja's own errors.
+RENDER_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class _NullOutput(Exception):
+    """A `{{ }}` is null."""
+
+
+class RowTemplate:
+    """A template that sees the columns of a row as variables, and all of them as `row`.
+
+    It runs in Jinja's sandbox: no attributes of Python's internals, no changes to the row, ranges
+    of at most 100,000. Nothing is escaped, `tojson` writes plain JSON and newlines are kept.
+    Null columns can be tested (`{% if note %}`, `{{ note or '' }}`), but printing one is an error,
+    so that no prompt ever says "None": files leave a missing column null.
+
+    Raises:
+        ConfigError: `source`, the value of `key`, is not a template or needs columns that the data
+            set has not.
+    """
+
+    def __init__(self, key: str, source: str, columns: Collection[str]) -> None:
+        env = ImmutableSandboxedEnvironment(
+            undefined=StrictUndefined, keep_trailing_newline=True, finalize=_not_null
+        )
+        env.filters["tojson"] = _to_json
+        self._key = key
+        try:
+            tree = env.parse(source)
+            self._template = env.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"{key}, line {error.lineno}: {error.message}") from None
+        except TemplateError as error:  # an unknown filter or test
+            raise ConfigError(f"{key}: {error.message}") from None
+        self._names = sorted(meta.find_undeclared_variables(tree) - set(env.globals))
+        optional = _optional(tree) | {"row"}
+        for name in self._names:
+            if name not in columns and name not in optional:
+                raise ConfigError(
+                    f"{key}: the data set has no column {name!r}: choose among {', '.join(columns)}"
+                )
+
+    def render(self, fields: Mapping[str, Any]) -> str:
+        """The text for one row.
+
+        Raises:
+            RequestError: `missing_field` or `template_error`.
+        """
+        try:
+            with template_errors(self._key):
+                return self._template.render({"row": fields, **fields})
+        except UndefinedError as error:
+            has = ", ".join(fields)
+            raise RequestError(
+                "missing_field", f"{self._key}: {error.message}; the row has {has}"
+            ) from None
+        except _NullOutput:
+            null = [name for name in self._names if name != "row" and fields.get(name) is None]
+            raise RequestError(
+                "missing_field",
+                f"{self._key} prints a value that is null ({', '.join(null) or 'see the row'}): "
+                "write {{ name or '' }} where that is meant",
+            ) from None
+
+
+@contextmanager
+def template_errors(key: str) -> Iterator[None]:
+    """Errors of a template become `template_error`, apart from undefined variables."""
+    try:
+        yield
+    except UndefinedError:
+        raise
+    except RENDER_ERRORS as error:
+        text = " ".join(str(error).split())
+        raise RequestError("template_error", f"{key}: {type(error).__name__}: {text}") from None
+
+
+def _not_null(value: Any) -> Any:
+    if value is None:
+        raise _NullOutput
+    return value
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, default=str)
+
+
+def _optional(tree: nodes.Template) -> set[str]:
+    """Names that the template asks `is defined` about or gives a default."""
+    guarded = [t.node for t in tree.find_all(nodes.Test) if t.name in ("defined", "undefined")]
+    guarded += [
+        f.node for f in tree.find_all(nodes.Filter) if f.name in ("default", "d") and f.node
+    ]
+    return {node.name for node in guarded if isinstance(node, nodes.Name)}
