@@ -1,4 +1,4 @@
-"""One generic `index_select` and `concat` for every dataclass that describes the rows of a batch."""
+"""One generic `index_select` and `concat` for every dataclass that describes a batch's rows."""
 
 from __future__ import annotations
 

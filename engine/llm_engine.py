@@ -14,7 +14,7 @@ from batchgen.engine.memory import choose_num_blocks
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
-from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput, StepOutput
+from batchgen.engine.outputs import RequestError, RequestOutput, StepOutput
 from batchgen.engine.sampler import SamplingInputs, requested_columns
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.scheduler import DecodeBatch, PrefillBatch, Scheduler
@@ -42,6 +42,25 @@ class EngineStats:
     generated_tokens: int = 0
     preemptions: int = 0
     peak_kv_usage: float = 0.0
+
+
+def check_params(
+    params: SamplingParams,
+    strategy: Strategy,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """Raises ValueError if no request could be served with these parameters; needs no weights."""
+    strategy.check(params)
+    if params.stop and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer, and the model has none: remove stop")
+    if params.top_logprobs > vocab_size:
+        raise ValueError(
+            f"top_logprobs is {params.top_logprobs}, but the vocabulary has {vocab_size}"
+        )
+    unknown = [i for i in params.stop_token_ids if i >= vocab_size]
+    if unknown:
+        raise ValueError(f"stop_token_ids {unknown} are not in the vocabulary of {vocab_size} ids")
 
 
 class LLMEngine:
@@ -90,25 +109,6 @@ class LLMEngine:
         )
         self._live: dict[str, Sequence] = {}
 
-    def output_columns(self, params: SamplingParams) -> tuple[OutputColumn, ...]:
-        """The columns that a request with these parameters returns."""
-        return requested_columns(params)
-
-    def check(self, params: SamplingParams) -> None:
-        """Raises ValueError if no request could be served with these parameters."""
-        self.strategy.check(params)
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and the model has none: remove stop")
-        if params.top_logprobs > self.vocab_size:
-            raise ValueError(
-                f"top_logprobs is {params.top_logprobs}, but the vocabulary has {self.vocab_size}"
-            )
-        unknown = [i for i in params.stop_token_ids if i >= self.vocab_size]
-        if unknown:
-            raise ValueError(
-                f"stop_token_ids {unknown} are not in the vocabulary of {self.vocab_size} ids"
-            )
-
     def add_request(
         self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams
     ) -> None:
@@ -120,11 +120,11 @@ class LLMEngine:
         """
         if request_id in self._live:
             raise ValueError(f"request {request_id!r} is already running: ids must be unique")
-        self.check(params)
+        check_params(params, self.strategy, self.vocab_size, self.tokenizer)
         prompt = list(prompt_token_ids)
         self._check_prompt(prompt, params)
         seq = Sequence(
-            request_id, prompt, params, self._stop_rule(prompt, params), self.output_columns(params)
+            request_id, prompt, params, self._stop_rule(prompt, params), requested_columns(params)
         )
         self._live[request_id] = seq
         self.scheduler.add(seq)

@@ -100,32 +100,27 @@ def _attend(
     limits = positions.repeat_interleave(group, dim=1)
     limits = torch.nn.functional.pad(limits, (0, padded - queries))
 
-    out = total = top = None
+    # One pass with online softmax (Milakov & Gimelshein 2018). Every query sees position 0, in the
+    # first chunk, so `top` is finite from there; a chunk that a query does not see multiplies its
+    # sums by 1 and adds 0: they keep their bits.
+    top = qs.new_full((*qs.shape[:2], 1), float("-inf"))
+    total = torch.zeros_like(top)
+    out = torch.zeros_like(qs)
     for start in range(0, block_tables.shape[1], CHUNK // block_size):
         key, value = _gather(cache, block_tables[:, start : start + CHUNK // block_size])
         score = torch.bmm(qs, key.transpose(1, 2))
         context = torch.arange(CHUNK, device=q.device) + start * block_size
         hidden = context > limits.unsqueeze(-1)
         score.unflatten(0, (kv_heads, num_rows)).masked_fill_(hidden, float("-inf"))
-        # Online softmax (Milakov & Gimelshein 2018). Every query sees position 0, in the first
-        # chunk, so `top` is finite; a chunk that a query does not see leaves it as it was, exactly.
-        peak = score.amax(-1, keepdim=True)
-        if out is None:
-            top = peak
-            weights = score.sub_(top).exp_()
-            total = weights.sum(-1, keepdim=True)
-            out = torch.bmm(weights, value)
-        else:
-            peak = torch.maximum(top, peak)
-            rescale = (top - peak).exp_()
-            top = peak
-            weights = score.sub_(top).exp_()
-            total = total * rescale + weights.sum(-1, keepdim=True)
-            out = out * rescale + torch.bmm(weights, value)
-    assert out is not None, "a row without context"
+        peak = torch.maximum(top, score.amax(-1, keepdim=True))
+        rescale = (top - peak).exp_()
+        weights = score.sub_(peak).exp_()
+        total = total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
+        out = out.mul_(rescale).add_(torch.bmm(weights, value))
+        top = peak
     out = (out / total)[:, :queries].to(q.dtype)
-    out = out.unflatten(0, (kv_heads, num_rows)).unflatten(2, (width, group))
-    return out.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    heads = out.unflatten(0, (kv_heads, num_rows)).unflatten(2, (width, group))
+    return heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def _gather(cache: KVCache, blocks: Tensor) -> tuple[Tensor, Tensor]:

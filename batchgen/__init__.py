@@ -1,0 +1,28 @@
+"""Offline batch inference over datasets; see the README.
+
+from batchgen import LLM, SamplingParams
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchgen.engine.outputs import RequestOutput
+    from batchgen.engine.sampling_params import SamplingParams
+    from batchgen.llm import LLM
+
+__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+
+_HOME = {
+    "LLM": "batchgen.llm",
+    "RequestOutput": "batchgen.engine.outputs",
+    "SamplingParams": "batchgen.engine.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `import batchgen.kernels…` must not load transformers."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'batchgen' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)
