@@ -1,0 +1,131 @@
+"""Tiny random models, as folders that transformers saved, and a plain way to run one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from batchgen.engine.forward_context import ForwardContext
+from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.kernels.attention import AttentionMetadata
+from batchgen.kernels.kv_cache import allocate_kv
+
+TinyModel = Callable[..., Path]
+RunPaged = Callable[..., Tensor]
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """`tiny_model(kind, **config)` → folder of a random float32 model, saved by transformers.
+
+    kind is `llama` or `qwen3`; config overrides sizes. `max_shard_size` saves it in shards. The
+    same arguments give the same folder, which tests must not change.
+    """
+    made: dict[str, Path] = {}
+
+    def make(kind: str, *, max_shard_size: str = "1GB", **config: Any) -> Path:
+        key = repr((kind, max_shard_size, sorted(config.items())))
+        if key not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            _random_model(kind, config).save_pretrained(folder, max_shard_size=max_shard_size)
+            made[key] = folder
+        return made[key]
+
+    return make
+
+
+def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    values = _SIZES | config
+    model: PreTrainedModel
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**values))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**values))
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):  # ones and zeros would hide a weight that is not loaded
+            parameter.data.uniform_(0.5, 1.5)
+        elif name.endswith("bias"):
+            parameter.data.normal_(0, 0.3)
+    return model
+
+
+@pytest.fixture(scope="session")
+def reference_logits() -> Callable[[Path, Sequence[int]], Tensor]:
+    """`reference_logits(folder, ids)` → transformers' logits [len(ids), vocab], float32."""
+
+    def run(folder: Path, ids: Sequence[int]) -> Tensor:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+        with torch.inference_mode():
+            logits: Tensor = model(torch.tensor([list(ids)])).logits[0]
+        return logits
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_paged() -> RunPaged:
+    """`run_paged(model, ids, chunks)` → logits [len(ids), vocab], by one forward per chunk length.
+
+    The KV goes to a paged cache whose blocks are out of order.
+    """
+
+    def run(model: DenseForCausalLM, ids: Sequence[int], chunks: Sequence[int]) -> Tensor:
+        assert sum(chunks) == len(ids)
+        config, device, block_size = model.config, model.device, 16
+        num_blocks = -(-len(ids) // block_size)
+        table = torch.arange(num_blocks, 0, -1, device=device)
+        kv = allocate_kv(
+            config.num_layers, config.num_kv_heads, num_blocks + 1, block_size, config.head_dim,
+            model.dtype, device,
+        )  # fmt: skip
+        logits, start = [], 0
+        for size in chunks:
+            positions = torch.arange(start, start + size, device=device)
+            slots = table[positions // block_size] * block_size + positions % block_size
+            attention = AttentionMetadata(positions, [size], [start + size], table.unsqueeze(0))
+            context = ForwardContext(kv, slots, attention)
+            tokens = torch.tensor(ids[start : start + size], device=device)
+            with torch.inference_mode():
+                logits.append(model.compute_logits(model(tokens, positions, context)))
+            start += size
+        return torch.cat(logits)
+
+    return run
