@@ -88,4 +88,5 @@ def dataset_card(
 
 
 def _meta(field: pa.Field, key: str) -> str:
-    return (field.metadata or {}).get(key.encode(), b"").decode()
+    value: bytes = (field.metadata or {}).get(key.encode(), b"")
+    return value.decode()

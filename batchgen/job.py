@@ -1,60 +1,28 @@
-"""The job: rows from the source, through the engine, to the writer; each exactly once."""
+"""The job: from a checked configuration to a complete output folder, each row exactly once."""
 
 import contextlib
-import dataclasses
-import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
 
 import yaml
 
-from batchgen.config import JobConfig, identity, resolved, sampling_params
+from batchgen.config import ConfigError, JobConfig, identity, resolved
 from batchgen.dataset import Row, RowSource
 from batchgen.dataset_card import dataset_card
-from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput
-from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.outputs import OutputColumn
 from batchgen.errors import JobError
-from batchgen.fingerprint import derive_seed
+from batchgen.generation import Engine, Generation, Todo
 from batchgen.job_folder import JobFolder
 from batchgen.manifest import Manifest, write_atomic
 from batchgen.metrics import Metrics, Totals
-from batchgen.output_schema import PROMPT_TOKEN_IDS, FinishedRow, OutputSchema
+from batchgen.output_schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.progress import Progress, summary
 from batchgen.prompts import Prompt, fit_prompt
 from batchgen.shards import shard_files
 from batchgen.signals import JobStopped, StopSignals
 from batchgen.writer import OutputWriter
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-
-class Engine(Protocol):
-    """What a job needs of the engine."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of prompt and answer together."""
-        ...
-
-    def add_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
-    ) -> None:
-        """Queue a request; RequestError if it can never be served."""
-        ...
-
-    def step(self) -> list[RequestOutput]:
-        """One step of the engine; returns the requests that it finished."""
-        ...
-
-    @property
-    def stats(self) -> "DataclassInstance":
-        """Counts since the engine started, for metrics.json."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -63,6 +31,8 @@ class JobParts:
 
     Attributes:
         prompt: rows to token ids.
+        bos_id: of the tokenizer, which a prompt that is cut keeps.
+        max_model_len: most tokens of prompt and answer together.
         columns: the per-token columns that the engine will give for this job's parameters.
         fingerprints: of the model's files and the tokenizer, by name.
         build_engine: loads the weights; called last, and only if there are rows to compute.
@@ -70,6 +40,8 @@ class JobParts:
 
     source: RowSource
     prompt: Prompt
+    bos_id: int | None
+    max_model_len: int
     columns: Sequence[OutputColumn]
     fingerprints: Mapping[str, str]
     build_engine: Callable[[], Engine]
@@ -120,6 +92,7 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
 
 def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
     output, source = config.output, parts.source
+    prompt = _fitted_prompt(config, parts)
     schema = OutputSchema.build(
         source.schema, parts.columns, prompt_token_ids=PROMPT_TOKEN_IDS in output.columns
     )
@@ -132,15 +105,16 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
     ):
         write_atomic(folder.path / "config.yaml", yaml.safe_dump(resolved(config), sort_keys=False))
         metrics = Metrics(folder.path / "metrics.json", writer.resumed)
-        todo = _Todo(source, writer)
+        todo = Todo(source, writer)
         is_done = todo.is_empty()
         if is_done and metrics.was_complete:
             return _already_complete(folder)
         with _recorded(metrics, folder.path):
             if not is_done:
                 total = None if source.num_rows is None else source.num_rows * samples
-                generation = _Generation(config, parts, writer, metrics)
+                engine = parts.build_engine()
                 signals.deferred = True
+                generation = Generation(config, source, prompt, engine, writer, metrics)
                 with Progress(total, writer.resumed) as progress:
                     if not generation.run(todo, signals, progress):
                         return _stopped(writer, metrics, signals, folder.path)
@@ -149,154 +123,21 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
             return _complete(config, folder, schema, manifest, metrics)
 
 
-class _Todo:
-    """The (row, samples) that are not done, in order.
-
-    Attributes:
-        num_rows: rows of the source so far; all of them once the iterator is at its end.
-    """
-
-    def __init__(self, source: RowSource, writer: OutputWriter) -> None:
-        self._writer = writer
-        self.num_rows = writer.num_leading_rows
-        self._rows = source.rows(self.num_rows)
-        self._next = self._missing()
-
-    def is_empty(self) -> bool:
-        """Whether nothing is left to compute; reads up to the first row that is not done."""
-        first = next(self._next, None)
-        if first is not None:
-            self._next = itertools.chain([first], self._next)
-        return first is None
-
-    def __iter__(self) -> Iterator[tuple[Row, list[int]]]:
-        return self._next
-
-    def _missing(self) -> Iterator[tuple[Row, list[int]]]:
-        for row in self._rows:
-            self.num_rows = row.index + 1
-            if samples := self._writer.missing(row.index):
-                yield row, samples
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """One (row, sample) on its way; with `error` instead of `prompt` if it has no prompt."""
-
-    row_id: str
-    row_index: int
-    sample_index: int
-    fields: Mapping[str, Any]
-    prompt: list[int]
-    error: RequestError | None
-
-    def finished(
-        self, output: RequestOutput | None = None, error: RequestError | None = None
-    ) -> FinishedRow:
-        return FinishedRow(
-            self.row_id, self.row_index, self.sample_index, self.fields, output, error
+def _fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[int]]:
+    """Prompts that leave room for the whole answer, so that no answer ends early unseen."""
+    room = parts.max_model_len - config.sampling.max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"sampling.max_new_tokens={config.sampling.max_new_tokens} leaves no room for a prompt: "
+            f"prompt and answer together have at most {parts.max_model_len} tokens; lower it, or "
+            "raise engine.max_model_len if the model allows it"
         )
 
+    def token_ids(row: Row) -> list[int]:
+        ids = parts.prompt.token_ids(row)
+        return fit_prompt(ids, room, config.prompt.too_long, parts.bos_id)
 
-class _Generation:
-    """Keeps the engine busy with a bounded window of requests until the rows run out."""
-
-    def __init__(
-        self, config: JobConfig, parts: JobParts, writer: OutputWriter, metrics: Metrics
-    ) -> None:
-        """Load the engine."""
-        self._source = parts.source
-        self._prompt = parts.prompt
-        self._too_long = config.prompt.too_long
-        self._params = sampling_params(config)
-        self._writer = writer
-        self._metrics = metrics
-        self._engine = parts.build_engine()
-        # Twice what can run, so that a step which finishes every running row finds as many waiting.
-        self._window = 2 * config.engine.max_num_seqs
-        self._in_flight: dict[str, _Request] = {}
-
-    def run(self, todo: _Todo, signals: StopSignals, progress: Progress) -> bool:
-        """Generate until all rows are written; False if a signal came first."""
-        requests = self._requests(todo)
-        started = time.monotonic()
-        while True:
-            finished = self._refill(requests)
-            if self._in_flight:
-                for output in self._engine.step():
-                    request = self._in_flight.pop(output.request_id)
-                    finished.append(request.finished(output=output))
-            elif not finished:
-                self._save_metrics()
-                return True
-            if finished:
-                self._writer.write(finished)
-                self._count(finished)
-                progress.add(len(finished))
-            self._metrics.attempt.generate_s = round(time.monotonic() - started, 3)
-            if self._metrics.due():
-                self._save_metrics()
-            if progress.due():
-                progress.show(self._metrics, len(self._in_flight))
-            if signals.received is not None:
-                self._save_metrics()
-                return False
-
-    def _save_metrics(self) -> None:
-        self._metrics.attempt.engine = dataclasses.asdict(self._engine.stats)
-        self._metrics.save("running")
-
-    def _refill(self, requests: Iterator[_Request]) -> list[FinishedRow]:
-        """Fill the window; returns the rows that failed before they reached the engine."""
-        failed: list[FinishedRow] = []
-        while len(self._in_flight) + len(failed) < self._window:
-            request = next(requests, None)
-            if request is None:
-                break
-            error = request.error or self._submit(request)
-            if error is not None:
-                failed.append(request.finished(error=error))
-        return failed
-
-    def _submit(self, request: _Request) -> RequestError | None:
-        request_id = f"{request.row_index}.{request.sample_index}"
-        seed = derive_seed(self._params.seed, request.row_id, request.sample_index)
-        params = dataclasses.replace(self._params, seed=seed)
-        try:
-            self._engine.add_request(request_id, request.prompt, params)
-        except RequestError as error:
-            return error
-        self._in_flight[request_id] = request
-        return None
-
-    def _requests(self, todo: _Todo) -> Iterator[_Request]:
-        """A request per missing sample; a row's prompt is made once for all of them."""
-        for row, samples in todo:
-            prompt: list[int] = []
-            fields: Mapping[str, Any] = dict.fromkeys(self._source.schema.names)
-            failure: RequestError | None = None
-            try:
-                fields = self._source.passthrough(row)
-                prompt = self._fit(self._prompt.token_ids(row))
-            except RequestError as error:
-                failure = error
-            for sample in samples:
-                yield _Request(row.id, row.index, sample, fields, prompt, failure)
-
-    def _fit(self, prompt: list[int]) -> list[int]:
-        """The prompt, cut if that was asked for, so that the whole answer has room."""
-        room = self._engine.max_model_len - self._params.max_new_tokens
-        return fit_prompt(prompt, max(1, room), self._too_long)
-
-    def _count(self, finished: Sequence[FinishedRow]) -> None:
-        attempt = self._metrics.attempt
-        attempt.rows += len(finished)
-        for row in finished:
-            if row.output is None:
-                attempt.error_rows += 1
-            else:
-                attempt.prompt_tokens += len(row.output.prompt_token_ids)
-                attempt.generated_tokens += len(row.output.token_ids)
+    return token_ids
 
 
 @contextmanager
@@ -311,7 +152,7 @@ def _recorded(metrics: Metrics, folder: Path) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"Finished rows are safe. {_resume(folder)}")
         # On a full disk this fails too, and must not hide why.
-        with contextlib.suppress(OSError, JobError):
+        with contextlib.suppress(JobError):
             metrics.save("failed")
         raise
 

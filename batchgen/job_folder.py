@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Self
 
 from batchgen.config import ConfigError
+from batchgen.errors import JobError
 from batchgen.lock import FolderLock
 from batchgen.manifest import Manifest
 
@@ -46,7 +47,7 @@ class JobFolder:
             raise _unusable(path, error) from None
         try:
             self.is_new = self._claim(manifest, overwrite)
-        except OSError as error:
+        except (OSError, JobError) as error:
             self.close()
             raise _unusable(path, error) from None
         except ConfigError:
@@ -126,8 +127,9 @@ class JobFolder:
                 path.unlink(missing_ok=True)
 
 
-def _unusable(path: Path, error: OSError) -> ConfigError:
+def _unusable(path: Path, error: OSError | JobError) -> ConfigError:
+    why = error.strerror if isinstance(error, OSError) else error
     return ConfigError(
-        f"output.dir={path} cannot be written ({error.strerror or error}): choose a folder that "
+        f"output.dir={path} cannot be written ({why}): choose a folder that "
         "you may write to, on a disk with free space"
     )

@@ -33,13 +33,10 @@ class Journal:
         """Start a new attempt; `folder` exists."""
         self._folder = folder
         self._schema = schema
-        self._files: dict[int, list[Path]] = {}
-        attempts = [0]
-        for path in sorted(folder.iterdir()):
-            if match := _NAME.fullmatch(path.name):
-                self._files.setdefault(int(match[1]), []).append(path)
-                attempts.append(int(match[2]))
-        self._attempt = max(attempts) + 1
+        self._files = journal_files(folder)
+        names = (path.name for files in self._files.values() for path in files)
+        earlier = [int(match[2]) for match in map(_NAME.fullmatch, names) if match]
+        self._attempt = 1 + max(earlier, default=0)
         self._unsynced: set[Path] = set()
         self._last_sync = time.monotonic()
 
@@ -96,8 +93,20 @@ class Journal:
         return files
 
 
-def read_file(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+def journal_files(folder: Path) -> dict[int, list[Path]]:
+    """Shard → its journal files, those of earlier attempts first."""
+    files: dict[int, list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if match := _NAME.fullmatch(path.name):
+            files.setdefault(int(match[1]), []).append(path)
+    return files
+
+
+def read_file(path: Path, schema: pa.Schema | None = None) -> Iterator[pa.RecordBatch]:
     """The whole batches of one journal file, up to the first torn or damaged frame.
+
+    Args:
+        schema: that the file must have; None takes any.
 
     Raises:
         JobError: the file was written with another schema.
@@ -110,13 +119,13 @@ def read_file(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     if head is None:
         return
     written = pa.ipc.read_schema(head)
-    if not written.equals(schema):
+    if schema is not None and not written.equals(schema):
         raise JobError(
             f"{path} has other columns than this job writes, so it comes from another version of "
             "batchgen: finish the job with that version, or use another output.dir"
         )
     for payload in frames:
-        yield pa.ipc.read_record_batch(payload, schema)
+        yield pa.ipc.read_record_batch(payload, written)
 
 
 def _frames(data: pa.Buffer) -> Iterator[pa.Buffer]:
@@ -135,7 +144,8 @@ def _frames(data: pa.Buffer) -> Iterator[pa.Buffer]:
 
 
 def _frame(payload: pa.Buffer) -> bytes:
-    return _FRAME.pack(payload.size, zlib.crc32(payload)) + payload.to_pybytes()
+    data: bytes = payload.to_pybytes()
+    return _FRAME.pack(len(data), zlib.crc32(data)) + data
 
 
 def _write_all(fd: int, data: bytes) -> None:

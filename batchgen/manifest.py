@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from batchgen.config import ConfigError
+from batchgen.errors import JobError
 from batchgen.journal import fsync_path
 
 FORMAT_VERSION = 1
@@ -77,14 +78,17 @@ def write_atomic(path: Path, text: str) -> None:
     """Write a file that is whole whenever it is there.
 
     Raises:
-        OSError: the file cannot be written.
+        JobError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        raise JobError(f"cannot write {path}: {error.strerror or error}") from error
     fsync_path(path.parent)
 
 

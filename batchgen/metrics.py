@@ -113,7 +113,7 @@ class Metrics:
         """Write the file.
 
         Raises:
-            OSError: it cannot be written.
+            JobError: it cannot be written.
         """
         self._saved = now = time.monotonic()
         self.attempt.status = status

@@ -48,11 +48,10 @@ def publish_shard(
         ) as writer:
             for group in _row_groups(batches, schema):
                 writer.write_table(group, row_group_size=group.num_rows)
+        fsync_path(temporary)
+        temporary.rename(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise JobError(f"cannot write {path}: {error.strerror or error}") from error
-    fsync_path(temporary)
-    temporary.rename(path)
     fsync_path(path.parent)
 
 

@@ -88,6 +88,8 @@ class FakeJob:
         return JobParts(
             source=FakeSource(self.rows),  # type: ignore[arg-type]
             prompt=FakePrompt(self.bad),
+            bos_id=None,
+            max_model_len=1024,
             columns=(LOGPROBS, TOP_LOGPROBS),
             fingerprints={"model": "fake"},
             build_engine=lambda: FakeEngine(self),
@@ -144,7 +146,6 @@ class FakeEngine:
     """Computes `outcome` of every request, over as many steps as its seed says."""
 
     job: FakeJob
-    max_model_len: int = 1024
     stats: FakeStats = field(default_factory=FakeStats)
     _running: dict[str, _Running] = field(default_factory=dict)
 

@@ -1,0 +1,194 @@
+"""Keeps the engine busy: rows to requests, and finished requests to the writer."""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from batchgen.config import JobConfig, sampling_params
+from batchgen.dataset import Row, RowSource
+from batchgen.engine.outputs import RequestError, RequestOutput
+from batchgen.engine.sampling_params import SamplingParams
+from batchgen.fingerprint import derive_seed
+from batchgen.metrics import Metrics
+from batchgen.output_schema import FinishedRow
+from batchgen.progress import Progress
+from batchgen.signals import StopSignals
+from batchgen.writer import OutputWriter
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+class Engine(Protocol):
+    """What a job needs of the engine."""
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+    ) -> None:
+        """Queue a request; RequestError if it can never be served."""
+        ...
+
+    def step(self) -> list[RequestOutput]:
+        """One step of the engine; returns the requests that it finished."""
+        ...
+
+    @property
+    def stats(self) -> "DataclassInstance":
+        """Counts since the engine started, for metrics.json."""
+        ...
+
+
+class Todo:
+    """The (row, samples) that are not done, in order.
+
+    Attributes:
+        num_rows: rows of the source so far; all of them once the iterator is at its end.
+    """
+
+    def __init__(self, source: RowSource, writer: OutputWriter) -> None:
+        self._writer = writer
+        self.num_rows = writer.num_leading_rows
+        self._rows = source.rows(self.num_rows)
+        self._next = self._missing()
+
+    def is_empty(self) -> bool:
+        """Whether nothing is left to compute; reads up to the first row that is not done."""
+        first = next(self._next, None)
+        if first is not None:
+            self._next = itertools.chain([first], self._next)
+        return first is None
+
+    def __iter__(self) -> Iterator[tuple[Row, list[int]]]:
+        return self._next
+
+    def _missing(self) -> Iterator[tuple[Row, list[int]]]:
+        for row in self._rows:
+            self.num_rows = row.index + 1
+            if samples := self._writer.missing(row.index):
+                yield row, samples
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """One (row, sample) on its way; with `error` instead of `prompt` if it has no prompt."""
+
+    row_id: str
+    row_index: int
+    sample_index: int
+    fields: Mapping[str, Any]
+    prompt: list[int]
+    error: RequestError | None
+
+    def finished(
+        self, output: RequestOutput | None = None, error: RequestError | None = None
+    ) -> FinishedRow:
+        return FinishedRow(
+            self.row_id, self.row_index, self.sample_index, self.fields, output, error
+        )
+
+
+class Generation:
+    """Keeps the engine busy with a bounded window of requests until the rows run out."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        source: RowSource,
+        prompt: Callable[[Row], list[int]],
+        engine: Engine,
+        writer: OutputWriter,
+        metrics: Metrics,
+    ) -> None:
+        """
+        Args:
+            prompt: the token ids of a row, cut so that the answer has room; RequestError if none.
+        """
+        self._source = source
+        self._prompt = prompt
+        self._params = sampling_params(config)
+        self._writer = writer
+        self._metrics = metrics
+        self._engine = engine
+        # Twice what can run, so that a step which finishes every running row finds as many waiting.
+        self._window = 2 * config.engine.max_num_seqs
+        self._in_flight: dict[str, _Request] = {}
+
+    def run(self, todo: Todo, signals: StopSignals, progress: Progress) -> bool:
+        """Generate until all rows are written; False if a signal came first."""
+        requests = self._requests(todo)
+        started = time.monotonic()
+        while True:
+            finished = self._refill(requests)
+            if self._in_flight:
+                for output in self._engine.step():
+                    request = self._in_flight.pop(output.request_id)
+                    finished.append(request.finished(output=output))
+            elif not finished:
+                self._save_metrics()
+                return True
+            if finished:
+                self._writer.write(finished)
+                self._count(finished)
+                progress.add(len(finished))
+            self._metrics.attempt.generate_s = round(time.monotonic() - started, 3)
+            if self._metrics.due():
+                self._save_metrics()
+            if progress.due():
+                progress.show(self._metrics, len(self._in_flight))
+            if signals.received is not None:
+                self._save_metrics()
+                return False
+
+    def _save_metrics(self) -> None:
+        self._metrics.attempt.engine = dataclasses.asdict(self._engine.stats)
+        self._metrics.save("running")
+
+    def _refill(self, requests: Iterator[_Request]) -> list[FinishedRow]:
+        """Fill the window; returns the rows that failed before they reached the engine."""
+        failed: list[FinishedRow] = []
+        while len(self._in_flight) + len(failed) < self._window:
+            request = next(requests, None)
+            if request is None:
+                break
+            error = request.error or self._submit(request)
+            if error is not None:
+                failed.append(request.finished(error=error))
+        return failed
+
+    def _submit(self, request: _Request) -> RequestError | None:
+        request_id = f"{request.row_index}.{request.sample_index}"
+        seed = derive_seed(self._params.seed, request.row_id, request.sample_index)
+        params = dataclasses.replace(self._params, seed=seed)
+        try:
+            self._engine.add_request(request_id, request.prompt, params)
+        except RequestError as error:
+            return error
+        self._in_flight[request_id] = request
+        return None
+
+    def _requests(self, todo: Todo) -> Iterator[_Request]:
+        """A request per missing sample; a row's prompt is made once for all of them."""
+        for row, samples in todo:
+            prompt: list[int] = []
+            fields: Mapping[str, Any] = dict.fromkeys(self._source.schema.names)
+            failure: RequestError | None = None
+            try:
+                fields = self._source.passthrough(row)
+                prompt = self._prompt(row)
+            except RequestError as error:
+                failure = error
+            for sample in samples:
+                yield _Request(row.id, row.index, sample, fields, prompt, failure)
+
+    def _count(self, finished: Sequence[FinishedRow]) -> None:
+        attempt = self._metrics.attempt
+        attempt.rows += len(finished)
+        for row in finished:
+            if row.output is None:
+                attempt.error_rows += 1
+            else:
+                attempt.prompt_tokens += len(row.output.prompt_token_ids)
+                attempt.generated_tokens += len(row.output.token_ids)
