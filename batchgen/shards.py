@@ -57,7 +57,6 @@ def publish_shard(
 
 def _row_groups(batches: Sequence[pa.RecordBatch], schema: OutputSchema) -> Iterator[pa.Table]:
     if not batches:
-        yield schema.arrow.empty_table()
         return
     lengths = np.array([batch.num_rows for batch in batches])
     starts = np.cumsum(lengths) - lengths
