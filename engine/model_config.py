@@ -133,7 +133,6 @@ def rope_from_parameters(parameters: Mapping[str, Any]) -> DefaultRope:
     if values.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial rotary embedding (partial_rotary_factor) is not supported")
     kind = ROPE_TYPES[rope_type]
-    values["theta"] = values.pop("rope_theta")
     known = {f.name for f in fields(kind)}
     required = {f.name for f in fields(kind) if f.default is MISSING}
     # Some checkpoints that keep the default rope carry the keys of a scaling they do not use.

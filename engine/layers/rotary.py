@@ -14,14 +14,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class DefaultRope:
-    """Angle i of position p is p · theta^(-2i/D) (Su et al. 2021)."""
+    """Angle i of position p is p · rope_theta^(-2i/D) (Su et al. 2021)."""
 
-    theta: float
+    rope_theta: float
 
     def inv_freq(self, head_dim: int) -> Tensor:
         """[D/2] float32 on CPU: the angle per position of each rotated pair."""
         exponents = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
-        return 1.0 / self.theta**exponents
+        return 1.0 / self.rope_theta**exponents
 
     @property
     def attention_scaling(self) -> float:
@@ -87,7 +87,7 @@ class YarnRope(DefaultRope):
 
     def inv_freq(self, head_dim: int) -> Tensor:
         exponents = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
-        powers = self.theta**exponents
+        powers = self.rope_theta**exponents
         low, high = self._ramp_range(head_dim)
         ramp = (torch.arange(head_dim // 2, device="cpu").float() - low) / (high - low)
         keep = 1 - ramp.clamp(0, 1)
@@ -99,7 +99,7 @@ class YarnRope(DefaultRope):
         def pair(turns: float) -> float:
             positions = self.original_max_position_embeddings
             return (
-                head_dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+                head_dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(self.rope_theta))
             )
 
         low, high = pair(self.beta_fast), pair(self.beta_slow)

@@ -80,12 +80,9 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(
     assert our_error <= 1.1 * (logits.float() - exact).square().mean()
 
 
-def _row_in_batch(model: DenseForCausalLM, ids: list[int], place: int, num_rows: int) -> Tensor:
-    """Logits of a row of 16 tokens at a place among other rows, seeded by place."""
-    width, config = len(ids), model.config
-    generator = torch.Generator().manual_seed(100 * num_rows + place)
-    tokens = torch.randint(config.vocab_size, (num_rows, width), generator=generator)
-    tokens[place] = torch.tensor(ids)
+def _forward_rows(model: DenseForCausalLM, tokens: Tensor) -> Tensor:
+    """Logits of rows of at most 16 tokens [N, W] in one forward: [N, W, vocab]."""
+    (num_rows, width), config = tokens.shape, model.config
     positions = torch.arange(width).repeat(num_rows)
     tables = torch.arange(1, num_rows + 1).unsqueeze(1)
     kv = allocate_kv(
@@ -96,9 +93,10 @@ def _row_in_batch(model: DenseForCausalLM, ids: list[int], place: int, num_rows:
     attention = AttentionMetadata(positions, [width] * num_rows, [width] * num_rows, tables)
     with torch.inference_mode():
         hidden = model(tokens.flatten(), positions, ForwardContext(kv, slots, attention))
-        return model.compute_logits(hidden).view(num_rows, width, -1)[place]
+        return model.compute_logits(hidden).unflatten(0, (num_rows, width))
 
 
+# 5 threads share the elements unevenly, so that their shares end inside rows.
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize(
     ("kind", "hidden", "inner", "heads", "kv_heads"),
@@ -116,11 +114,13 @@ def test_a_token_has_the_same_bits_in_any_batch(
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 1}
     counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 64}
     model = load_model(tiny_model(kind, vocab_size=1000, **sizes, **counts), device=CPU)
+    tokens = torch.randint(1000, (8, 16), generator=torch.Generator().manual_seed(0))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        alone = _row_in_batch(model, IDS[:16], place=0, num_rows=1)
-        for num_rows, place in ((2, 1), (3, 0), (8, 5)):
-            assert torch.equal(alone, _row_in_batch(model, IDS[:16], place, num_rows))
+        together = _forward_rows(model, tokens)
+        for size in (1, 2):
+            parts = [_forward_rows(model, part) for part in tokens.split(size)]
+            assert torch.equal(together, torch.cat(parts))
     finally:
         torch.set_num_threads(before)
