@@ -1,0 +1,310 @@
+"""The engine's promise: a row's tokens depend on the row alone, and equal transformers'."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loader import load_model
+from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.outputs import RequestError, RequestOutput
+from batchgen.engine.sampling_params import SamplingParams
+from batchgen.strategies.ar.strategy import ARStrategy
+
+EOS = 7
+VOCAB = 128
+ROOMY = EngineConfig(max_num_seqs=64, max_batched_tokens=512, kv_cache_gib=0.01)
+Request = tuple[list[int], SamplingParams]
+
+
+def load(folder: Path) -> DenseForCausalLM:
+    return load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Callable[..., Path]) -> DenseForCausalLM:
+    return load(tiny_model("llama"))
+
+
+def make_engine(model: DenseForCausalLM, config: EngineConfig = ROOMY) -> LLMEngine:
+    return LLMEngine(model, None, (EOS,), ARStrategy(), config)
+
+
+def small_cache(model: DenseForCausalLM, tokens: int, **changes: Any) -> EngineConfig:
+    """A configuration whose cache holds so many tokens: rows fight for it."""
+    config = model.config
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    gib = (tokens + 4) * per_token / 2**30
+    base = EngineConfig(max_num_seqs=64, max_batched_tokens=24, block_size=4, kv_cache_gib=gib)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def run(engine: LLMEngine, requests: Sequence[Request]) -> list[RequestOutput]:
+    for i, (prompt, params) in enumerate(requests):
+        engine.add_request(str(i), prompt, params)
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            assert output.request_id not in outputs
+            outputs[output.request_id] = output
+        running = [*engine.scheduler._prefilling, *engine.scheduler._decoding]
+        engine.scheduler.block_manager.check_integrity(running)
+    assert engine.scheduler.block_manager.usage == 0
+    return [outputs[str(i)] for i in range(len(requests))]
+
+
+def assert_same(one: RequestOutput, other: RequestOutput) -> None:
+    """Equal in every bit."""
+    assert one.token_ids == other.token_ids
+    assert (one.finish_reason, one.stop) == (other.finish_reason, other.stop)
+    assert one.columns.keys() == other.columns.keys()
+    for name in one.columns:
+        np.testing.assert_array_equal(one.columns[name], other.columns[name], err_msg=name)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "logprobs": True, "top_logprobs": 3},
+    {"temperature": 0, "repetition_penalty": 1.4, "presence_penalty": 0.5},
+    {"temperature": 0.7, "top_k": 5, "seed": 1},
+    {"temperature": 1.3, "top_p": 0.8, "seed": 2, "logprobs": True, "logprobs_mode": "processed"},
+    {"min_p": 0.1, "seed": 3, "top_logprobs": 7},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 4, "frequency_penalty": 0.7},
+    {"min_new_tokens": 12, "seed": 5, "stop_token_ids": tuple(range(0, VOCAB, 3))},
+    {"ignore_eos": True, "seed": 2**64 - 1, "repetition_penalty": 0.8},
+    {"seed": 6, "logprobs": True, "stop_token_ids": (1, 2, 3)},
+]
+
+
+def mixed_requests(count: int, seed: int = 0) -> list[Request]:
+    """Rows with every option, some with a common prefix, of many lengths."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(8, VOCAB) for _ in range(13)]
+    requests = []
+    for i, options in zip(range(count), itertools.cycle(OPTIONS)):
+        own = [rng.randrange(8, VOCAB) for _ in range(rng.randint(1, 40))]
+        prompt = shared + own if i % 3 == 0 else own
+        new_tokens = max(rng.randint(1, 30), int(str(options.get("min_new_tokens", 0))))
+        requests.append((prompt, SamplingParams(max_new_tokens=new_tokens, **options)))  # type: ignore[arg-type]
+    return requests
+
+
+def test_every_option_mixed_in_one_batch_equals_each_alone(tiny: DenseForCausalLM) -> None:
+    requests = mixed_requests(20)
+    together = run(make_engine(tiny), requests)
+    for request, output in zip(requests, together, strict=True):
+        assert_same(run(make_engine(tiny), [request])[0], output)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"prefix_caching": False},
+        {"max_num_seqs": 3},
+        {"max_batched_tokens": 7, "block_size": 2},
+        {"block_size": 16, "max_batched_tokens": 100},
+    ],
+    ids=str,
+)
+def test_chunking_preemption_and_caching_change_nothing(
+    tiny: DenseForCausalLM, changes: dict[str, Any]
+) -> None:
+    requests = mixed_requests(24)
+    expected = run(make_engine(tiny), requests)
+    engine = make_engine(tiny, small_cache(tiny, 120, **changes))
+    for one, other in zip(run(engine, requests), expected, strict=True):
+        assert_same(one, other)
+    if "max_num_seqs" not in changes:
+        assert engine.stats.preemptions > 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_schedule_gives_the_same_rows(tiny: DenseForCausalLM, data: st.DataObject) -> None:
+    requests = mixed_requests(8, seed=data.draw(st.integers(0, 3), label="rows"))
+    order = data.draw(st.permutations(range(8)), label="order")
+    config = small_cache(
+        tiny,
+        data.draw(st.integers(84, 200), label="cache"),
+        max_num_seqs=data.draw(st.integers(1, 9), label="max_num_seqs"),
+        max_batched_tokens=data.draw(st.integers(1, 80), label="max_batched_tokens"),
+        block_size=data.draw(st.sampled_from([1, 2, 4, 8]), label="block_size"),
+        prefix_caching=data.draw(st.booleans(), label="prefix_caching"),
+    )
+    outputs = run(make_engine(tiny, config), [requests[i] for i in order])
+    for i, output in zip(order, outputs, strict=True):
+        assert_same(run(make_engine(tiny), [requests[i]])[0], output)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+        ("llama", {"num_key_value_heads": 4, "attention_bias": True, "rope_parameters": LINEAR}),
+        ("qwen3", {"num_key_value_heads": 1, "rope_parameters": YARN}),
+        ("qwen3", {"tie_word_embeddings": True, "rope_parameters": LINEAR}),
+        ("qwen3", {"rope_parameters": LLAMA3}),
+    ],
+    ids=str,
+)
+def test_greedy_equals_transformers_under_chunking_and_preemption(
+    tiny_model: Callable[..., Path], kind: str, config: dict[str, Any]
+) -> None:
+    folder = tiny_model(kind, **config)
+    model = load(folder)
+    params = SamplingParams(temperature=0, max_new_tokens=20, logprobs=True, ignore_eos=True)
+    greedy = [(prompt, params) for prompt, _ in mixed_requests(12)]
+    engine = make_engine(model, small_cache(model, 110))
+    outputs = run(engine, [*greedy, *mixed_requests(12)])
+    assert engine.stats.preemptions > 0 and engine.stats.cached_tokens > 0
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for (prompt, _), output in zip(greedy, outputs, strict=False):
+        ids = torch.tensor([prompt + output.token_ids])
+        with torch.inference_mode():
+            logprobs = oracle(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert logprobs.argmax(-1).tolist() == output.token_ids
+        chosen = logprobs.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        np.testing.assert_allclose(output.columns["logprobs"], chosen.numpy(), atol=1e-4)
+
+
+def test_samples_of_one_prompt_compute_it_once(tiny: DenseForCausalLM) -> None:
+    prompt = list(range(10, 75))
+    params = [SamplingParams(seed=i, max_new_tokens=4, ignore_eos=True) for i in range(6)]
+    engine = make_engine(tiny)
+    outputs = run(engine, [(prompt, p) for p in params])
+    assert engine.stats.prefill_tokens == 65 + 5 * 1  # 64 tokens are four whole blocks
+    assert len({tuple(output.token_ids) for output in outputs}) == 6
+    for p, output in zip(params, outputs, strict=True):
+        assert_same(run(make_engine(tiny), [(prompt, p)])[0], output)
+
+
+def test_stops(tiny: DenseForCausalLM) -> None:
+    greedy = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+    prompt = [20, 30, 40]
+    free = run(make_engine(tiny), [(prompt, greedy)])[0]
+    assert free.finish_reason == "length" and len(free.token_ids) == 12
+    target = free.token_ids[5]
+    first = free.token_ids.index(target)
+    requests = [
+        (prompt, replace(greedy, stop_token_ids=(target,))),
+        (prompt, replace(greedy, max_new_tokens=first + 1, stop_token_ids=(target,))),
+        (prompt, replace(greedy, max_new_tokens=1)),
+    ]
+    stopped, at_limit, one = run(make_engine(tiny), requests)
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert (stopped.finish_reason, stopped.stop) == ("stop", str(target))
+    assert at_limit.finish_reason == "stop"
+    assert one.token_ids == free.token_ids[:1] and one.finish_reason == "length"
+
+
+def test_min_new_tokens_forbids_every_stop_until_then(tiny: DenseForCausalLM) -> None:
+    stops = tuple(range(0, VOCAB, 2))
+    requests = [
+        ([9, 10, 11], SamplingParams(seed=i, stop_token_ids=stops, min_new_tokens=9))
+        for i in range(8)
+    ]
+    for output in run(make_engine(tiny), requests):
+        assert len(output.token_ids) >= 9
+        assert all(t % 2 and t != EOS for t in output.token_ids[:8])
+        assert output.token_ids[-1] in {*stops, EOS}
+
+
+def test_max_model_len_ends_a_row(tiny: DenseForCausalLM) -> None:
+    config = replace(ROOMY, max_model_len=10)
+    params = SamplingParams(temperature=0, max_new_tokens=50, ignore_eos=True)
+    (output,) = run(make_engine(tiny, config), [([20, 30, 40, 50], params)])
+    assert len(output.token_ids) == 6 and output.finish_reason == "length"
+    free = run(make_engine(tiny), [([20, 30, 40, 50], params)])[0]
+    assert output.token_ids == free.token_ids[:6]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [
+        ([], "empty_prompt"),
+        ([1, VOCAB], "bad_token_ids"),
+        ([-1], "bad_token_ids"),
+        ([1] * 100, "prompt_too_long"),
+        ([1] * 60, "kv_cache_too_small"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_at_once(
+    tiny: DenseForCausalLM, prompt: list[int], kind: str
+) -> None:
+    engine = make_engine(tiny, replace(small_cache(tiny, 64), max_model_len=None))
+    engine.max_model_len = 100
+    with pytest.raises(RequestError) as error:
+        engine.add_request("0", prompt, SamplingParams(max_new_tokens=30))
+    assert error.value.type == kind
+    assert not engine.has_unfinished()
+
+
+def test_a_row_as_large_as_the_cache_runs(tiny: DenseForCausalLM) -> None:
+    engine = make_engine(tiny, small_cache(tiny, 64))
+    params = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+    outputs = run(engine, [([i] * 40, params) for i in range(9, 13)])
+    assert [len(output.token_ids) for output in outputs] == [24] * 4
+
+
+def test_abort_forgets_a_row_wherever_it_is(tiny: DenseForCausalLM) -> None:
+    engine = make_engine(tiny, replace(ROOMY, max_num_seqs=2))
+    params = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
+    prompts = [[20 + i, 30, 40] for i in range(4)]
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    engine.step()
+    engine.step()
+    assert engine.abort("0") and engine.abort("3") and not engine.abort("3")
+    outputs = {}
+    while engine.has_unfinished():
+        outputs.update({o.request_id: o for o in engine.step()})
+    assert sorted(outputs) == ["1", "2"]
+    for name, output in outputs.items():
+        assert_same(output, run(make_engine(tiny), [(prompts[int(name)], params)])[0])
+    assert engine.scheduler.block_manager.usage == 0
+
+
+def test_duplicate_ids_are_refused(tiny: DenseForCausalLM) -> None:
+    engine = make_engine(tiny)
+    engine.add_request("0", [9], SamplingParams())
+    with pytest.raises(ValueError, match="already running"):
+        engine.add_request("0", [9], SamplingParams())
+
+
+def test_impossible_engine_settings(tiny: DenseForCausalLM) -> None:
+    with pytest.raises(ValueError, match="the model has positions for"):
+        make_engine(tiny, replace(ROOMY, max_model_len=10**6))
+    with pytest.raises(ValueError, match="kv_cache_gib"):
+        make_engine(tiny, replace(ROOMY, kv_cache_gib=1e-6))
