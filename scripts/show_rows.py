@@ -1,0 +1,26 @@
+"""Print some rows of a finished job: what was asked, what came out.
+
+usage: python scripts/show_rows.py FOLDER [--rows N]
+"""
+
+import argparse
+from pathlib import Path
+
+import pyarrow.dataset as ds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print some rows of a finished job.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rows", type=int, default=4)
+    arguments = parser.parse_args()
+    data = ds.dataset(arguments.folder / "data", format="parquet")
+    for row in data.head(arguments.rows).to_pylist():
+        answer = row["text"] if row["error"] is None else f"ERROR {row['error']}"
+        asked = row.get("question", f"row {row['row_id']}")
+        print(f"\n  {asked}\n  → {answer.strip()}  [{row['finish_reason']}]")
+    print(f"\n{data.count_rows()} rows in {arguments.folder / 'data'}")
+
+
+if __name__ == "__main__":
+    main()
