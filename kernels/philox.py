@@ -54,7 +54,8 @@ def _philox_words(
 
     The product of two 32-bit words wraps in int64 to the right 64 bits; its low word is masked only
     after it has been XORed into the high word of the next round. Counters that are the same for a
-    whole row (or column) stay one wide until they meet the others in the second round.
+    whole row (or column) stay one wide until they meet the others in the second round; from then
+    on the products are written into buffers of the round before.
     """
     k0 = (seeds & _LOW32).unsqueeze(1)
     k1 = (seeds >> 32 & _LOW32).unsqueeze(1)

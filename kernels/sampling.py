@@ -52,9 +52,9 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> 
     rows = (~greedy & sparse).nonzero().squeeze(1)
     if len(rows):
         few = logits[rows]
-        columns, present = _columns_of(few > -_INF)
+        columns, _ = _columns_of(few > -_INF)  # filling is column 0: excluded, or there anyway
         words = philox_at(seeds[rows], positions[rows], 0, Stream.SAMPLE, columns)
-        scores = gumbel_noise(words).add_(few.gather(1, columns)).masked_fill_(~present, -_INF)
+        scores = gumbel_noise(words).add_(few.gather(1, columns))
         out[rows] = columns.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
     return out
 
@@ -190,8 +190,8 @@ def _top_p_threshold(logits: Tensor, top_p: Tensor) -> Tensor:
         mass = probs[rows].gather(1, columns).cumsum(-1, dtype=torch.float64)
         short = mass < top_p[rows].unsqueeze(1)
         last = short.sum(-1, keepdim=True).clamp(max=width - 1)
-        # Off rows reach no mass of 1: the rounded sum may.
         reached = values.gather(1, last).squeeze(1)
+        # The rounded sum can reach 1 before the last token: rows that are off are left by value.
         out[rows] = torch.where(top_p[rows] < 1, reached, -_INF)
         if width == vocab:
             break

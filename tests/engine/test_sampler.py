@@ -300,7 +300,7 @@ def test_parity_with_transformers(
     ids = torch.tensor([PROMPT + OUTPUT] * count)
     expected = logits.clone()
     for processor in processors:
-        expected = processor(ids, expected)  # type: ignore[arg-type]
+        expected = processor(ids, expected)
     out = process(logits, build([params] * count), torch.full((count,), POSITION))
     assert torch.equal(out == -INF, expected == -INF)
     torch.testing.assert_close(out.softmax(-1), expected.softmax(-1), rtol=1e-4, atol=1e-8)
