@@ -12,7 +12,8 @@ from datasets import ClassLabel, Dataset, Features, Value
 from datasets.features import Json, LargeList, List, Translation, TranslationVariableLanguages
 
 from batchgen.config import ConfigError, DatasetConfig
-from batchgen.dataset_files import READ_ERRORS, LoadedDataset, load_split, quiet, reason, unreadable
+from batchgen.dataset_files import READ_ERRORS, LoadedDataset, load_split, quiet, unreadable
+from batchgen.dataset_formats import reason
 from batchgen.engine.outputs import RequestError
 from batchgen.errors import JobError
 from batchgen.row_ids import IdSet, check_unique, duplicate_error
@@ -57,7 +58,8 @@ class RowSource:
         columns: names of all columns that `Row.fields` has.
         schema: Arrow schema of the columns copied to the output, from the data set's features. A
             stream without features gets those of its first 1000 rows; a later row that does not
-            fit them becomes an error row (`bad_row`). Mixed JSON values are JSON text.
+            fit them becomes an error row (`bad_row`). JSON values of several types in one column
+            are JSON text (of whose numbers datasets keeps ten decimals).
         num_rows: None for a stream.
         fingerprint: the same for the same rows on every machine; hub data by its commit.
     """
@@ -102,7 +104,7 @@ class RowSource:
         seen = IdSet() if self.num_rows is None and column is not None else None
         first = 0 if self.num_rows is None else start
         for index, fields in enumerate(self._fields(first), first):
-            row_id = str(index) if column is None else self._id(index, fields[column])
+            row_id = str(index) if column is None else self._id(index, fields.get(column))
             if seen is not None and not seen.add(row_id):
                 self._check_earlier(index, row_id)
             if index >= start:
@@ -129,24 +131,25 @@ class RowSource:
         return values
 
     def _fields(self, start: int) -> Iterator[dict[str, Any]]:
-        if isinstance(self._data, Dataset):
-            assert self.num_rows is not None
-            data = self._data.select(range(min(start, self.num_rows), self.num_rows))
-        else:
-            data = self._data
-        batches = iter(data.with_format("arrow").iter(batch_size=BATCH))
-        index = start
-        while self._config.limit is None or index < self._config.limit:
+        batches, index, limit = self._batches(start), start, self._config.limit
+        while limit is None or index < limit:
             with self._reading(f"row {index} or the rows after it"):
                 batch = next(batches, None)
-                rows = [] if batch is None else batch.to_pylist()
             if batch is None:
                 return
-            for fields in rows[: (self._config.limit or index + BATCH) - index]:
+            for fields in batch if limit is None else batch[: limit - index]:
                 if self._json:
                     fields |= self._json.decode_example({n: fields[n] for n in self._json})
                 yield fields
-                index += 1
+            index += len(batch)
+
+    def _batches(self, start: int) -> Iterator[list[dict[str, Any]]]:
+        data = self._data
+        if self._cast:  # rows of different types: they fit into no Arrow batch
+            return ([row] for row in data)
+        if isinstance(data, Dataset):
+            data = data.select(range(min(start, len(data)), len(data)))
+        return (batch.to_pylist() for batch in data.with_format("arrow").iter(batch_size=BATCH))
 
     def _ids(self) -> Iterator[str]:
         column, index = self._config.id_column, 0
@@ -170,7 +173,7 @@ class RowSource:
         column = self._config.id_column
         assert column is not None
         for earlier, fields in zip(range(index), self._fields(0), strict=False):
-            if self._id(earlier, fields[column]) == row_id:
+            if self._id(earlier, fields.get(column)) == row_id:
                 raise duplicate_error(column, {row_id: [earlier, index]})
 
     def _check_columns(self, features: Features, odd: list[str]) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import glob
-import gzip
 import json
 import os
-from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,17 +22,16 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import logging as hub_logging
 
 from batchgen.config import ConfigError, DatasetConfig
+from batchgen.dataset_formats import (
+    SUPPORTED,
+    first_bad_line,
+    format_of,
+    json_list_as_lines,
+    reason,
+)
 from batchgen.fingerprint import fingerprint_files, fingerprint_text
 
 DEMO = Path(__file__).parent / "data" / "demo.jsonl"
-FORMATS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
-SUPPORTED = ", ".join(FORMATS)
 # What datasets and the readers below it (pyarrow, pandas, fsspec) raise for data they cannot read.
 # StopIteration: a file without any row.
 READ_ERRORS = (
@@ -88,7 +85,7 @@ def load_split(config: DatasetConfig) -> LoadedDataset:
             return _load_folder(path, config)
         if config.name is not None:
             raise ConfigError(f"dataset.name is for hub data sets and folders, {path} is neither")
-        return _load_files(_find_files(path), config)
+        return _load_files(_find_files(path), config, _pick_split(["train"], config))
 
 
 @contextmanager
@@ -108,14 +105,6 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def reason(error: BaseException) -> str:
-    """One line: what the innermost error says."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
-
-
 def _find_files(path: Path) -> list[Path]:
     if path.is_file():
         files = [path]
@@ -133,20 +122,16 @@ def _find_files(path: Path) -> list[Path]:
 
 
 def _like_hub_name(path: str) -> bool:
-    return path.count("/") <= 1 and not path.startswith((".", "/")) and _format(Path(path)) is None
-
-
-def _format(file: Path) -> str | None:
-    name = file.name.removesuffix(".gz")
-    kind = FORMATS.get(Path(name).suffix)
-    return None if name != file.name and kind not in ("json", "csv") else kind
+    return (
+        path.count("/") <= 1 and not path.startswith((".", "/")) and format_of(Path(path)) is None
+    )
 
 
 def _check_formats(files: Sequence[Path]) -> str:
     """The one format of all files, or ConfigError."""
     by_format: dict[str | None, Path] = {}
     for file in files:
-        by_format.setdefault(_format(file), file)
+        by_format.setdefault(format_of(file), file)
     if None in by_format:
         raise ConfigError(
             f"dataset.path: {by_format[None]} is of no known format: use {SUPPORTED} "
@@ -163,14 +148,18 @@ def _check_formats(files: Sequence[Path]) -> str:
     return kind
 
 
-def _load_files(files: Sequence[Path], config: DatasetConfig) -> LoadedDataset:
-    split = _pick_split(["train"], config)
-    fingerprint = _content(split, files)
+def _load_files(files: Sequence[Path], config: DatasetConfig, split: str) -> LoadedDataset:
+    kind, fingerprint = _check_formats(files), _content(split, files)
+    cache = _cache_dir(fingerprint)
     try:
+        if kind == "json":
+            parts = [json_list_as_lines(file, cache, i) or file for i, file in enumerate(files)]
+        else:
+            parts = list(files)
         builder = datasets.load_dataset_builder(
-            _check_formats(files),
-            data_files={split: [glob.escape(str(file.absolute())) for file in files]},
-            cache_dir=_cache_dir(fingerprint),
+            kind,
+            data_files={split: [glob.escape(str(part.absolute())) for part in parts]},
+            cache_dir=str(cache),
         )
         return LoadedDataset(_read(builder, config)[split], fingerprint, tuple(files))
     except ConfigError:
@@ -181,7 +170,7 @@ def _load_files(files: Sequence[Path], config: DatasetConfig) -> LoadedDataset:
 
 def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
     """A folder as datasets reads it: splits by file names, or as its README.md declares."""
-    files = sorted(f for f in folder.rglob("*") if f.is_file() and _format(f) is not None)
+    files = sorted(f for f in folder.rglob("*") if f.is_file() and format_of(f) is not None)
     files = [f for f in files if not any(p.startswith(".") for p in f.relative_to(folder).parts)]
     if not files:
         raise ConfigError(f"dataset.path: folder {folder} has no files of {SUPPORTED}")
@@ -193,10 +182,11 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
         used = datasets.load_dataset_builder(path, config.name).config.data_files
         split = _pick_split(list(map(str, used)), config)
         chosen = [Path(name) for name in used[split]]
-        fingerprint = _content(split, chosen)
         if not declared:
             _check_all_used(files, [Path(name) for names in used.values() for name in names])
-        cache = _cache_dir(fingerprint)
+            return _load_files(chosen, config, split)
+        fingerprint = _content(split, chosen)
+        cache = str(_cache_dir(fingerprint))
         builder = datasets.load_dataset_builder(path, config.name, cache_dir=cache)
         return LoadedDataset(_read(builder, config)[split], fingerprint, tuple(chosen))
     except ConfigError:
@@ -281,40 +271,17 @@ def _content(split: str, files: Sequence[Path]) -> str:
         raise ConfigError(f"dataset.path: cannot read {error.filename}: {error.strerror}") from None
 
 
-def _cache_dir(fingerprint: str) -> str:
-    return str(Path(datasets.config.HF_DATASETS_CACHE) / "batchgen" / fingerprint)
+def _cache_dir(fingerprint: str) -> Path:
+    return Path(datasets.config.HF_DATASETS_CACHE) / "batchgen" / fingerprint
 
 
 def unreadable(error: BaseException, files: Sequence[Path]) -> ConfigError:
     """The error of datasets in words that name the file and, for JSON lines, the line."""
     for file in files:
-        if _format(file) == "json" and (where := _first_bad_line(file)):
+        if format_of(file) == "json" and (where := first_bad_line(file)):
             return ConfigError(f"dataset.path: {where}")
         if file.is_file() and file.stat().st_size == 0:
             return ConfigError(f"dataset.path: {file} is empty")
     named = str(files[0]) if len(files) == 1 else f"{len(files)} files, {files[0]} …"
-    hint = ": give every row the same keys and types" if _format(files[0]) == "json" else ""
+    hint = ": give every row the same keys and types" if format_of(files[0]) == "json" else ""
     return ConfigError(f"dataset.path: datasets cannot read {named}: {reason(error)}{hint}")
-
-
-def _first_bad_line(file: Path) -> str | None:
-    """Where a file of one JSON object per line is not one; None if all lines are."""
-    opener = gzip.open if file.suffix == ".gz" else open
-    number = 0
-    try:
-        with opener(file, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                text = (
-                    line.removeprefix(BOM_UTF8).decode().strip() if number == 1 else line.decode()
-                )
-                if number == 1 and (text.startswith("[") or text == "{"):
-                    return None  # one value over many lines, not a row per line
-                if text.strip() and not isinstance(json.loads(text), dict):
-                    return f"{file}, line {number}: a row must be a JSON object {{…}}"
-    except UnicodeDecodeError as error:
-        return f"{file}, line {number}: not UTF-8: {error.reason} at byte {error.start}"
-    except json.JSONDecodeError as error:
-        return f"{file}, line {number}: not JSON: {error.msg} at column {error.colno}"
-    except (OSError, EOFError) as error:
-        return f"{file}: {reason(error)}"
-    return f"{file} is empty" if number == 0 else None

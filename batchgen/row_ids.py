@@ -25,6 +25,10 @@ class IdSet:
     def __len__(self) -> int:
         return self._size
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self._slots) * self._slots.itemsize
+
     def add(self, row_id: str) -> bool:
         """Whether the id was new."""
         if 3 * self._size >= 2 * len(self._slots):

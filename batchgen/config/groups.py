@@ -95,13 +95,15 @@ class DatasetConfig:
         )
         if self.columns is not None and len(set(self.columns)) != len(self.columns):
             raise ConfigError(f"dataset.columns names a column twice: {list(self.columns)}")
-        if self.kind != "hub":
-            for key, value in (("name", self.name), ("revision", self.revision)):
-                if value is not None:
-                    raise ConfigError(
-                        f"dataset.{key} is for hub datasets only, got {value!r}: drop it, or use "
-                        "dataset=hub"
-                    )
+        for key, value, kinds in (
+            ("name", self.name, ("hub", "files")),
+            ("revision", self.revision, ("hub",)),
+        ):
+            if value is not None and self.kind not in kinds:
+                raise ConfigError(
+                    f"dataset.{key} must be null for {self.kind}, got {value!r}: drop it, or use "
+                    "dataset=hub"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

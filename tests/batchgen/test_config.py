@@ -137,7 +137,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
     (
         "revision of files",
         ["dataset=files", "dataset.path=x", "dataset.revision=main"],
-        "dataset.revision is for hub datasets only, got 'main': drop it, or use dataset=hub",
+        "dataset.revision must be null for files, got 'main': drop it, or use dataset=hub",
     ),
     (
         "columns twice",

@@ -1,0 +1,90 @@
+"""The formats of local files, and what is wrong with one that cannot be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from codecs import BOM_UTF8
+from gzip import GzipFile
+from io import BufferedReader
+from pathlib import Path
+
+from batchgen.config import ConfigError
+
+FORMATS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+SUPPORTED = ", ".join(FORMATS)
+
+
+def format_of(file: Path) -> str | None:
+    """The reader for a file by its name; None if there is none."""
+    name = file.name.removesuffix(".gz")
+    kind = FORMATS.get(Path(name).suffix)
+    return None if name != file.name and kind not in ("json", "csv") else kind
+
+
+def reason(error: BaseException) -> str:
+    """One line: what the innermost error says."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
+
+
+def json_list_as_lines(file: Path, folder: Path, number: int) -> Path | None:
+    """A file that is one JSON list, rewritten in `folder` with a row per line; None for others.
+
+    datasets reads such a list as a whole, too, but keeps only ten decimals of its numbers.
+    """
+    with _open(file) as data:
+        if not data.read(1024).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+            return None
+        data.seek(0)
+        try:
+            rows = json.loads(data.read().decode("utf-8-sig"))
+        except ValueError as error:
+            raise ConfigError(f"dataset.path: {file} is not a JSON list: {error}") from None
+    if not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"dataset.path: {file}: all rows must be JSON objects {{…}}")
+    if not rows:
+        raise ConfigError(f"dataset.path: {file} is empty")
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = folder / f"list-{number:05}.jsonl"
+    if not lines.exists():
+        part = lines.with_suffix(f".{os.getpid()}")
+        with part.open("w", encoding="utf-8") as out:
+            out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        part.replace(lines)
+    return lines
+
+
+def _open(file: Path) -> GzipFile | BufferedReader:
+    return gzip.open(file) if file.suffix == ".gz" else file.open("rb")
+
+
+def first_bad_line(file: Path) -> str | None:
+    """Where a file of one JSON object per line is not one; None if all lines are."""
+    number = 0
+    try:
+        with _open(file) as lines:
+            for number, line in enumerate(lines, 1):
+                text = (
+                    line.removeprefix(BOM_UTF8).decode().strip() if number == 1 else line.decode()
+                )
+                if number == 1 and (text.startswith("[") or text == "{"):
+                    return None  # one value over many lines, not a row per line
+                if text.strip() and not isinstance(json.loads(text), dict):
+                    return f"{file}, line {number}: a row must be a JSON object {{…}}"
+    except UnicodeDecodeError as error:
+        return f"{file}, line {number}: not UTF-8: {error.reason} at byte {error.start}"
+    except json.JSONDecodeError as error:
+        return f"{file}, line {number}: not JSON: {error.msg} at column {error.colno}"
+    except (OSError, EOFError) as error:
+        return f"{file}: {reason(error)}"
+    return f"{file} is empty" if number == 0 else None
