@@ -11,7 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from batchgen.engine.gguf_file import GGUFFile
 from batchgen.engine.gguf_tokenizer import gguf_tokenizer
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_SETTINGS = "tokenizer_config.json"
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # End of a sequence, of a turn and of a message: generation stops at each of them.
 _GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -28,13 +29,16 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
     """
     if path.suffix == ".gguf":
         return gguf_tokenizer(GGUFFile(path))
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        return None
+    if not any((path / name).is_file() for name in _VOCABULARIES):
+        if not (path / _SETTINGS).is_file():
+            return None
+        # transformers would make a tokenizer with an empty vocabulary.
+        raise ValueError(f"{path} has {_SETTINGS} but none of {', '.join(_VOCABULARIES)}")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise ValueError(f"{path}: its tokenizer cannot be loaded: {error}") from error
     if not tokenizer.is_fast:
         raise ValueError(f"{path}: only tokenizers with a fast form (tokenizer.json) are supported")

@@ -61,7 +61,9 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     for key, value in (metadata or {}).items():
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+        add: dict[type, Callable[..., None]] = {
+            str: writer.add_string, float: writer.add_float32, int: writer.add_uint32
+        }  # fmt: skip
         add[type(value)](f"{config.model_type}.{key}", value)
     tied = config.tie_word_embeddings
     for name, tensor in model.state_dict().items():
@@ -180,7 +182,7 @@ def test_rope_scalings_are_read(
     factors = [1.0] * 4 + [8.0] * 4
     assert rope(rope_factors=factors) == FrequencyFactorsRope(10000.0, tuple(factors))
     for metadata in (yarn, linear | {"rope.scaling.attn_factor": 2.0}, {"rope.scaling.type": "x"}):
-        with pytest.raises(ValueError, match="supported: linear .* and yarn"):
+        with pytest.raises(ValueError, match=r"supported: linear .* and yarn"):
             rope(metadata=metadata)
 
 
@@ -237,7 +239,12 @@ def test_other_files_are_refused(tiny_model: Callable[..., Path], tmp_path: Path
 def test_metadata_equals_that_of_the_package_reader(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    values = {"i": [-1, 2], "f": [0.5, -2.0], "s": ["a", "é", ""], "b": [True, False]}
+    values: dict[str, list[Any]] = {
+        "i": [-1, 2],
+        "f": [0.5, -2.0],
+        "s": ["a", "é", ""],
+        "b": [True, False],
+    }
     for key, value in values.items():
         writer.add_array(key, value)
     writer.add_uint8("u8", 200)
@@ -264,9 +271,7 @@ def smollm2() -> Path:
     return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def test_smollm2_logits_equal_transformers(
-    smollm2: Path, run_paged: Callable[..., Tensor]
-) -> None:
+def test_smollm2_logits_equal_transformers(smollm2: Path, run_paged: Callable[..., Tensor]) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(
         smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
     )

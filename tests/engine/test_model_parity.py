@@ -90,10 +90,10 @@ def _forward_rows(model: DenseForCausalLM, tokens: Tensor) -> Tensor:
         torch.float32, CPU,
     )  # fmt: skip
     slots = (tables * 16 + torch.arange(width)).flatten()
-    attention = AttentionMetadata(positions, [width] * num_rows, [width] * num_rows, tables)
+    attention = AttentionMetadata(positions, (width,) * num_rows, (width,) * num_rows, tables)
     with torch.inference_mode():
         hidden = model(tokens.flatten(), positions, ForwardContext(kv, slots, attention))
-        return model.compute_logits(hidden).unflatten(0, (num_rows, width))
+        return model.compute_logits(hidden).view(num_rows, width, -1)
 
 
 # 5 threads share the elements unevenly, so that their shares end inside rows.

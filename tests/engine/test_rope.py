@@ -46,7 +46,7 @@ def test_frequencies_and_scaling_equal_transformers(
         inv_freq, scaling = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     else:
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
-    rope = rope_from_parameters(config.rope_parameters)
+    rope = rope_from_parameters(parameters)
     torch.testing.assert_close(rope.inv_freq(head_dim), inv_freq, rtol=1e-6, atol=0)
     assert rope.attention_scaling == pytest.approx(scaling, rel=1e-12)
 
@@ -58,7 +58,7 @@ def test_table_equals_transformers_cos_and_sin(parameters: dict[str, Any]) -> No
     )
     positions = torch.tensor([0, 1, 5, 4097, 70000, 131071])
     cos, sin = LlamaRotaryEmbedding(config)(torch.empty(0), positions.unsqueeze(0))
-    rope = rope_from_parameters(config.rope_parameters)
+    rope = rope_from_parameters(parameters)
     table = RotaryTable(rope, 64, 131072, torch.device("cpu"))(positions)
     # At large angles one rounding of the angle shows in the result.
     torch.testing.assert_close(table[:, :32], cos[0, :, :32], rtol=0, atol=1e-5)
