@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
@@ -150,7 +151,7 @@ class ChatPrompt:
             )
         source = "".join(template.values()) if isinstance(template, Mapping) else str(template)
         for name in self._kwargs:
-            if name != "chat_template" and name not in source:
+            if name != "chat_template" and not re.search(rf"\b{re.escape(name)}\b", source):
                 raise ConfigError(
                     f"prompt.template_kwargs.{name}: the model's chat template knows no such option"
                 )
