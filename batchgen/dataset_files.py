@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -28,6 +29,7 @@ from batchgen.dataset_formats import (
     format_of,
     json_list_as_lines,
     reason,
+    root_cause,
 )
 from batchgen.fingerprint import fingerprint_files, fingerprint_text
 
@@ -277,6 +279,14 @@ def _cache_dir(fingerprint: str) -> Path:
 
 def unreadable(error: BaseException, files: Sequence[Path]) -> ConfigError:
     """The error of datasets in words that name the file and, for JSON lines, the line."""
+    cause, cache = root_cause(error), str(datasets.config.HF_DATASETS_CACHE)
+    if isinstance(cause, OSError) and (
+        cause.errno in (errno.ENOSPC, errno.EDQUOT) or str(cause.filename).startswith(cache)
+    ):
+        return ConfigError(
+            f"dataset.path: datasets cannot write its cache {cache}: {cause.strerror}: set "
+            "HF_DATASETS_CACHE to another folder, or use dataset.streaming=true"
+        )
     for file in files:
         if format_of(file) == "json" and (where := first_bad_line(file)):
             return ConfigError(f"dataset.path: {where}")

@@ -29,10 +29,15 @@ def format_of(file: Path) -> str | None:
     return None if name != file.name and kind not in ("json", "csv") else kind
 
 
-def reason(error: BaseException) -> str:
-    """One line: what the innermost error says."""
+def root_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
+    return error
+
+
+def reason(error: BaseException) -> str:
+    """One line: what the innermost error says."""
+    error = root_cause(error)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
 

@@ -478,6 +478,17 @@ def test_unreadable_file() -> None:
         source("link.jsonl")
 
 
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = jsonl("a.jsonl", [{"a": 1}])
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/dev/null/cache")
+    with pytest.raises(ConfigError) as raised:
+        source(path)
+    assert str(raised.value) == (
+        "dataset.path: datasets cannot write its cache /dev/null/cache: Not a directory: set "
+        "HF_DATASETS_CACHE to another folder, or use dataset.streaming=true"
+    )
+
+
 def test_many_duplicates_are_named_in_short() -> None:
     ids = [str(i % 5) for i in range(50)]
     with pytest.raises(ConfigError) as raised:
