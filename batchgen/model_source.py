@@ -61,7 +61,7 @@ def resolve_model(path: str, revision: str | None = None, *, weights: bool = Tru
         )
     if local.is_file() and local.suffix != ".gguf":
         raise ConfigError(f"model {path} is a file but not a .gguf file; give the model's folder")
-    return local.resolve()
+    return local.absolute()  # not resolved: the hub cache links to names without a suffix
 
 
 def model_files(path: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from batchgen.engine.gguf_file import GGUFFile
 
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
 def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
@@ -78,20 +78,16 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast | None:
         )
     try:
         tokenizer = _BUILDERS[kind](metadata)
+        _add_tokens(tokenizer, metadata)
+        _add_sequence_ends(tokenizer, metadata)
+    except KeyError as error:
+        raise ValueError(
+            f"{file.path}: metadata tokenizer.ggml.{error.args[0]} is missing"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{file.path}: {error}") from error
-    tokens, types = metadata["tokens"], metadata["token_type"]
-    for token_type, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        tokenizer.add_tokens(
-            [
-                AddedToken(token, special=special, normalized=False)
-                for token, its_type in zip(tokens, types, strict=True)
-                if its_type == token_type
-            ]
-        )
-    _add_sequence_ends(tokenizer, metadata)
     named = {
-        f"{name}_token": tokens[metadata[f"{key}_token_id"]]
+        f"{name}_token": metadata["tokens"][metadata[f"{key}_token_id"]]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if f"{key}_token_id" in metadata
     }
@@ -119,7 +115,45 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-_BUILDERS = {"gpt2": _byte_level_bpe}
+def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
+    """SentencePiece joins the pair whose token has the best score: the same as ranked merges."""
+    tokens, scores, types = metadata["tokens"], metadata["scores"], metadata["token_type"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    ranked = [
+        (-score, vocab[token[:cut]], vocab[token[cut:]])
+        for token, score, its_type in zip(tokens, scores, types, strict=True)
+        if its_type == _NORMAL
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    merges = [(tokens[left], tokens[right]) for _, left, right in sorted(ranked)]
+    unknown = tokens[metadata["unknown_token_id"]]
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    prefix = metadata.get("add_space_prefix", True)
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
+    return tokenizer
+
+
+_BUILDERS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
+
+
+def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
+    """Let the tokens that are matched whole in a text be found before anything else."""
+    for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        tokenizer.add_tokens(
+            [
+                AddedToken(token, special=special, normalized=False)
+                for token, its_type in zip(metadata["tokens"], metadata["token_type"], strict=True)
+                if its_type == wanted
+            ]
+        )
 
 
 def _add_sequence_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:

@@ -99,7 +99,9 @@ class YarnRope(DefaultRope):
         def pair(turns: float) -> float:
             positions = self.original_max_position_embeddings
             return (
-                head_dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(self.rope_theta))
+                head_dim
+                * math.log(positions / (turns * 2 * math.pi))
+                / (2 * math.log(self.rope_theta))
             )
 
         low, high = pair(self.beta_fast), pair(self.beta_slow)

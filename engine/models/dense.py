@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
@@ -76,7 +77,7 @@ class Decoder(nn.Module):
         return self.norm.add(hidden, residual)[0]
 
 
-class DenseForCausalLM(nn.Module):
+class DenseForCausalLM(nn.Module, ABC):
     """A decoder and its head; a model is a subclass and a line in the registry.
 
     Classes and submodules carry the names that transformers' checkpoints use.
@@ -103,9 +104,9 @@ class DenseForCausalLM(nn.Module):
         )
 
     @classmethod
+    @abstractmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         """Raises ValueError naming what the engine does not support."""
-        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:

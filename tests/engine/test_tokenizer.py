@@ -114,6 +114,37 @@ def test_plain_text_gets_the_ends_that_the_file_asks_for(
     assert tokenizer("hell").input_ids == ends[0] + inner + ends[1]
 
 
+def test_sentencepiece_joins_the_best_score_first(path: Path) -> None:
+    pieces = {"▁": -9.0, "a": -9.0, "b": -9.0, "▁a": -3.0, "ab": -2.0, "▁ab": -4.0, "aa": -5.0}
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    types = [2, CONTROL, CONTROL, *[6] * 256, *[NORMAL] * len(pieces)]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + list(pieces.values()))
+    writer.add_token_types(types)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_tensor("t", np.zeros(1, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tokenizer = load_tokenizer(path)
+    assert tokenizer is not None
+    ids = tokenizer("aab é").input_ids
+    # "ab" is joined first, then "▁a"; é is not in the vocabulary and becomes its two bytes.
+    assert tokenizer.convert_ids_to_tokens(ids) == [
+        "<s>", "▁a", "ab", "▁", "<0xC3>", "<0xA9>",
+    ]  # fmt: skip
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "aab é"
+    assert tokenizer.convert_ids_to_tokens(tokenizer("ab").input_ids) == ["<s>", "▁ab"]
+    path.write_bytes(path.read_bytes().replace(b"ggml.scores", b"ggml.xcores"))
+    with pytest.raises(ValueError, match=r"metadata tokenizer\.ggml\.scores is missing"):
+        load_tokenizer(path)
+
+
 def test_other_kinds_are_refused(path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre 'x' is not supported; .*smollm"):
         load_tokenizer(write_gguf(path, "x"))
