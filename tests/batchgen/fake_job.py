@@ -167,10 +167,13 @@ class FakeEngine:
         finished = []
         for running in list(self._running.values())[: self.job.max_num_seqs]:
             running.steps_left -= 1
-            waits = running.prompt[0] == self.job.straggler and len(self._running) > 1
+            waits = running.prompt[0] == self.job.straggler and self._others_run()
             if running.steps_left <= 0 and not waits:
                 finished.append(self._finish(running))
         return finished
+
+    def _others_run(self) -> bool:
+        return any(running.prompt[0] != self.job.straggler for running in self._running.values())
 
     def _finish(self, running: _Running) -> RequestOutput:
         del self._running[running.request_id]
