@@ -1,0 +1,138 @@
+"""The command line: exit codes, messages without tracebacks, signals, sweeps."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from check_kill_resume import attempts, compare_outputs, finished_rows
+from fake_job import FakeJob, command
+
+ROOT = Path(__file__).parents[2]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def _fake(job: FakeJob) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        command(job),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(),
+    )
+
+
+def _batchgen(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "batchgen", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=_environment(),
+        timeout=300,
+    )
+
+
+def _wait_for_rows(out: Path, rows: int) -> None:
+    deadline = time.monotonic() + 60
+    while finished_rows(out) < rows and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_cleanly(tmp_path: Path, number: int, code: int) -> None:
+    job = FakeJob(str(tmp_path / "out"), rows=60, step_s=0.05, log=str(tmp_path / "log"))
+    process = _fake(job)
+    _wait_for_rows(tmp_path / "out", 20)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    done = finished_rows(tmp_path / "out")
+    assert f"Stopped with {done} rows done." in errors
+    assert f"in {tmp_path / 'out'}; run the same command to go on" in errors
+    assert "Traceback" not in errors
+    assert attempts(tmp_path / "out")[0]["status"] == "stopped"
+    assert FakeJob(str(tmp_path / "out"), rows=60, log=job.log).run().exit_code == 3
+    computed = (tmp_path / "log").read_text().split()
+    assert len(computed) == len(set(computed))
+    FakeJob(str(tmp_path / "whole"), rows=60).run()
+    compare_outputs(tmp_path / "whole", tmp_path / "out")
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    # A step that takes so long that the first signal cannot be heeded meanwhile.
+    process = _fake(FakeJob(str(tmp_path / "out"), step_s=60))
+    deadline = time.monotonic() + 60
+    while not attempts(tmp_path / "out") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=5)
+    assert process.returncode == 143 and "stopped at once" in errors
+
+
+def test_failures_of_a_job(tmp_path: Path) -> None:
+    failed = _fake(FakeJob(str(tmp_path / "a"), fail_at_step=9))
+    _, errors = failed.communicate(timeout=60)
+    assert failed.returncode == 1
+    assert "RuntimeError: the device fell off the bus" in errors
+    assert "run the same command to go on" in errors
+    FakeJob(str(tmp_path / "a")).run()
+    shard = tmp_path / "a/data/part-00001.parquet"
+    shard.write_bytes(b"PAR1")
+    damaged = _fake(FakeJob(str(tmp_path / "a")))
+    _, errors = damaged.communicate(timeout=60)
+    assert damaged.returncode == 1
+    assert errors.startswith(f"batchgen: the published shard {shard} is damaged")
+    assert "Traceback" not in errors
+
+
+def test_what_a_user_sees_without_a_terminal(tmp_path: Path) -> None:
+    process = _fake(FakeJob(str(tmp_path / "out"), bad=False, rows=3))
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and errors == ""
+    assert re.search(r"^rows +6$", output, re.MULTILINE)
+    assert re.search(rf"^output +{re.escape(str(tmp_path))}/out$", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["sampling.temperatur=1"], "temperatur"),
+        (["nonsense"], "nonsense"),
+        (["dataset=none_such"], "none_such"),
+        (["sampling.temperature=-1"], "batchgen: sampling.temperature must be"),
+        (["dataset=files", "dataset.path=missing.jsonl"], "batchgen: dataset.path"),
+    ],
+)
+def test_mistakes_exit_with_2_and_no_traceback(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    found = _batchgen(tmp_path, *arguments)
+    assert message in found.stderr and "Traceback" not in found.stderr
+    assert found.returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_and_config_run_nothing(tmp_path: Path) -> None:
+    for argument in ("--help", "--cfg=job"):
+        found = _batchgen(tmp_path, argument)
+        assert found.returncode == 0 and "sampling" in found.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_runs_all_jobs_and_hides_no_failure(tmp_path: Path) -> None:
+    found = _batchgen(tmp_path, "--multirun", "sampling.temperature=-1,-2")
+    assert found.stderr.count("batchgen: sampling.temperature must be") == 2
+    assert "Traceback" not in found.stderr
+    assert found.returncode == 2

@@ -1,0 +1,70 @@
+"""`kill -9` at random moments: nothing lost, nothing twice, nothing computed again.
+
+scripts/check_kill_resume.py does the same to any command, such as a job with a real model.
+"""
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from check_kill_resume import attempts, compare_outputs, finished_rows
+from fake_job import FakeJob
+
+KILLS = 25
+
+
+def _run(job: FakeJob) -> None:
+    os._exit(job.run().exit_code)
+
+
+@pytest.mark.parametrize(("rows_per_shard", "seed"), [(16, 0), (3, 1), (1000, 2)])
+def test_killed_again_and_again(
+    tmp_path: Path, rows_per_shard: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(seed)
+    whole = FakeJob(str(tmp_path / "whole"), rows=240, rows_per_shard=rows_per_shard)
+    assert whole.run().exit_code == 3
+    out, log = tmp_path / "killed", tmp_path / "log"
+    job = replace(whole, out=str(out), log=str(log), step_s=0.01)
+    # A server that has imported everything forks the attempts: a start takes no time.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fake_job"])
+    kills, safe = 0, [0]
+    while True:
+        process = context.Process(target=_run, args=(job,))
+        process.start()
+        if kills < KILLS:
+            _wait_for_attempt(out, len(safe))
+            time.sleep(rng.uniform(0, 0.12))
+            process.kill()
+        process.join(60)
+        # Every attempt starts with all that was there when the one before it was killed.
+        resumed = [attempt["rows_resumed"] for attempt in attempts(out)]
+        assert resumed == safe
+        if process.exitcode != -signal.SIGKILL:
+            break
+        kills += 1
+        safe.append(finished_rows(out))
+    assert process.exitcode == 3 and kills == KILLS
+    assert compare_outputs(tmp_path / "whole", out) == 480
+    for path in (tmp_path / "whole/data").iterdir():
+        assert path.read_bytes() == (out / "data" / path.name).read_bytes()
+    computed = log.read_text().split()
+    expected = 480 - 2 * sum(i % 13 == 0 or i % 17 == 0 for i in range(240))
+    assert len(set(computed)) == expected
+    # Between the end of a request and its way into the journal lies less than a step.
+    assert len(computed) - expected <= kills * job.max_num_seqs
+    assert safe == sorted(safe) and len(set(safe)) > 5
+
+
+def _wait_for_attempt(out: Path, number: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(attempts(out)) < number and time.monotonic() < deadline:
+        time.sleep(0.002)
