@@ -15,8 +15,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from batchgen.config import ConfigError, load_config
-from batchgen.errors import JobError
+from batchgen.config import load_config
+from batchgen.errors import ConfigError, JobError
 from batchgen.job import JobResult, run_job
 
 

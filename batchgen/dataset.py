@@ -11,11 +11,11 @@ import pyarrow as pa
 from datasets import ClassLabel, Dataset, Features, Value
 from datasets.features import Json, LargeList, List, Translation, TranslationVariableLanguages
 
-from batchgen.config import ConfigError, DatasetConfig
+from batchgen.config import DatasetConfig
 from batchgen.dataset_files import READ_ERRORS, LoadedDataset, load_split, quiet, unreadable
 from batchgen.dataset_formats import reason
 from batchgen.engine.outputs import RequestError
-from batchgen.errors import JobError
+from batchgen.errors import ConfigError, JobError
 from batchgen.row_ids import IdSet, check_unique, duplicate_error
 
 BATCH = 256  # rows read at a time

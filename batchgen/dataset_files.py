@@ -22,7 +22,7 @@ from huggingface_hub import DatasetCard
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import logging as hub_logging
 
-from batchgen.config import ConfigError, DatasetConfig
+from batchgen.config import DatasetConfig
 from batchgen.dataset_formats import (
     SUPPORTED,
     first_bad_line,
@@ -31,6 +31,7 @@ from batchgen.dataset_formats import (
     reason,
     root_cause,
 )
+from batchgen.errors import ConfigError
 from batchgen.fingerprint import fingerprint_files, fingerprint_text
 
 DEMO = Path(__file__).parent / "data" / "demo.jsonl"

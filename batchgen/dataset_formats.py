@@ -10,7 +10,7 @@ from gzip import GzipFile
 from io import BufferedReader
 from pathlib import Path
 
-from batchgen.config import ConfigError
+from batchgen.errors import ConfigError
 
 FORMATS = {
     ".jsonl": "json",

@@ -1,4 +1,11 @@
-"""What stops a job that was set up rightly."""
+"""What a job tells its user instead of a traceback."""
+
+
+class ConfigError(ValueError):
+    """A user's mistake, found before any row is run.
+
+    The message is one line that names the key, says what is wrong with it and what to do.
+    """
 
 
 class JobError(Exception):

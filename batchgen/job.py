@@ -8,11 +8,11 @@ from pathlib import Path
 
 import yaml
 
-from batchgen.config import ConfigError, JobConfig, identity, resolved
+from batchgen.config import JobConfig, identity, resolved
 from batchgen.dataset import Row, RowSource
 from batchgen.dataset_card import dataset_card
 from batchgen.engine.outputs import OutputColumn
-from batchgen.errors import JobError
+from batchgen.errors import ConfigError, JobError
 from batchgen.generation import Engine, Generation, Todo
 from batchgen.job_folder import JobFolder
 from batchgen.manifest import Manifest, write_atomic
@@ -128,8 +128,8 @@ def _fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[i
     room = parts.max_model_len - config.sampling.max_new_tokens
     if room < 1:
         raise ConfigError(
-            f"sampling.max_new_tokens={config.sampling.max_new_tokens} leaves no room for a prompt: "
-            f"prompt and answer together have at most {parts.max_model_len} tokens; lower it, or "
+            f"sampling.max_new_tokens={config.sampling.max_new_tokens} leaves no room for a "
+            f"prompt: both together have at most {parts.max_model_len} tokens; lower it, or "
             "raise engine.max_model_len if the model allows it"
         )
 

@@ -4,8 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Self
 
-from batchgen.config import ConfigError
-from batchgen.errors import JobError
+from batchgen.errors import ConfigError, JobError
 from batchgen.lock import FolderLock
 from batchgen.manifest import Manifest
 

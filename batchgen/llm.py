@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -126,8 +127,7 @@ class LLM:
             add_generation_prompt=True,
             return_dict=False,
         )
-        assert isinstance(ids, list)
-        return ids
+        return cast("list[int]", ids)
 
 
 def _indices(output: RequestOutput) -> tuple[int, int]:

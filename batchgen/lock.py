@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from batchgen.config import ConfigError
+from batchgen.errors import ConfigError
 
 
 class FolderLock:

@@ -9,8 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-from batchgen.config import ConfigError
-from batchgen.errors import JobError
+from batchgen.errors import ConfigError, JobError
 from batchgen.journal import fsync_path
 
 FORMAT_VERSION = 1

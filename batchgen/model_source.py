@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from batchgen.config import ConfigError
+from batchgen.errors import ConfigError
 
 PACKAGE_SCHEME = "package://"
 _WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchgen.config import ConfigError
 from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput
+from batchgen.errors import ConfigError
 
 SCHEMA_VERSION = "1"
 

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from batchgen.config import (
     ChatPromptConfig,
-    ConfigError,
     PromptConfig,
     TextPromptConfig,
     TokensPromptConfig,
@@ -19,6 +18,7 @@ from batchgen.config import (
 from batchgen.config.groups import TooLong
 from batchgen.dataset import Row
 from batchgen.engine.outputs import RequestError
+from batchgen.errors import ConfigError
 from batchgen.templates import RENDER_ERRORS, RowTemplate, template_errors
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, UndefinedError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from batchgen.config import ConfigError
 from batchgen.engine.outputs import RequestError
+from batchgen.errors import ConfigError
 
 # What the expressions of a template can raise, besides Jinja's own errors.
 RENDER_ERRORS = (

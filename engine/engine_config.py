@@ -22,7 +22,7 @@ class EngineConfig:
     """
 
     max_num_seqs: int = 256
-    max_batched_tokens: int = 4096
+    max_batched_tokens: int = 2048
     max_model_len: int | None = None
     block_size: int = 16
     prefix_caching: bool = True
@@ -49,3 +49,16 @@ class EngineConfig:
         for name, ok, allowed in checks:
             if not ok:
                 raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+
+    def model_len(self, longest: int) -> int:
+        """Prompt and output tokens of a row at most, for a model made for `longest` tokens.
+
+        Raises:
+            ValueError: more than that is asked for.
+        """
+        if self.max_model_len is not None and self.max_model_len > longest:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len}, but the model has positions for "
+                f"{longest} tokens: lower max_model_len"
+            )
+        return self.max_model_len or longest

@@ -89,13 +89,7 @@ class LLMEngine:
         strategy: Strategy,
         config: EngineConfig,
     ) -> None:
-        longest = model.config.max_position_embeddings
-        if config.max_model_len is not None and config.max_model_len > longest:
-            raise ValueError(
-                f"max_model_len is {config.max_model_len}, but the model has positions for "
-                f"{longest} tokens: lower max_model_len"
-            )
-        self.max_model_len = config.max_model_len or longest
+        self.max_model_len = config.model_len(model.config.max_position_embeddings)
         self.vocab_size = model.config.vocab_size
         self.tokenizer = tokenizer
         self.strategy = strategy

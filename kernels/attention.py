@@ -67,9 +67,7 @@ def paged_attention(q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: f
     return out
 
 
-def _uniform_groups(
-    query_lens: tuple[int, ...], most_rows: int
-) -> list[tuple[slice, slice, int]]:
+def _uniform_groups(query_lens: tuple[int, ...], most_rows: int) -> list[tuple[slice, slice, int]]:
     """Runs of rows with the same number of queries, as (rows, tokens, queries per row)."""
     groups: list[tuple[slice, slice, int]] = []
     row = token = 0
@@ -120,7 +118,8 @@ def _attend(
         top = peak
     out = (out / total)[:, :queries].to(q.dtype)
     heads = out.unflatten(0, (kv_heads, num_rows)).unflatten(2, (width, group))
-    return heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    result: Tensor = heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return result
 
 
 def _gather(cache: KVCache, blocks: Tensor) -> tuple[Tensor, Tensor]:

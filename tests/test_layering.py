@@ -1,4 +1,4 @@
-"""batchgen → strategies → engine → kernels: nothing imports leftwards, nor what its layer may not."""
+"""batchgen → strategies → engine → kernels: no import goes left, or beyond what a layer may."""
 
 import ast
 import tomllib

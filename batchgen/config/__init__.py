@@ -2,7 +2,6 @@
 
 from batchgen.config.groups import (
     ChatPromptConfig,
-    ConfigError,
     DatasetConfig,
     EngineGroup,
     JobConfig,
@@ -18,7 +17,6 @@ from batchgen.config.load import identity, load_config, resolved, sampling_param
 
 __all__ = [
     "ChatPromptConfig",
-    "ConfigError",
     "DatasetConfig",
     "EngineGroup",
     "JobConfig",

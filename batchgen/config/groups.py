@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.sampling_params import LogprobsMode
+from batchgen.errors import ConfigError
 
 TooLong = Literal["error", "truncate_left"]
 OUTPUT_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids")
@@ -29,13 +31,6 @@ RESERVED_TEMPLATE_KWARGS = {
     "max_length",
     "tokenizer_kwargs",
 }
-
-
-class ConfigError(ValueError):
-    """A user's mistake, found before any row is run.
-
-    The message is one line that names the key, says what is wrong with it and what to do.
-    """
 
 
 def _check(ok: bool, key: str, allowed: str, value: object) -> None:
@@ -202,32 +197,17 @@ class StrategyConfig:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineGroup:
+@dataclass(frozen=True, kw_only=True)
+class EngineGroup(EngineConfig):
     """How the work is laid out on the device; only `max_model_len` can change the output."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    max_num_seqs: int = 256
-    max_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    gpu_memory_utilization: float = 0.9
-    kv_cache_gib: float | None = None
-    block_size: int = 16
-    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        length, gib, share = self.max_model_len, self.kv_cache_gib, self.gpu_memory_utilization
-        _check(self.max_num_seqs >= 1, "engine.max_num_seqs", "at least 1", self.max_num_seqs)
-        _check(
-            self.max_batched_tokens >= self.max_num_seqs,
-            "engine.max_batched_tokens",
-            f"at least engine.max_num_seqs ({self.max_num_seqs}), so that every row can advance",
-            self.max_batched_tokens,
-        )
-        _check(length is None or length >= 2, "engine.max_model_len", "null or >= 2", length)
-        _check(0 < share <= 1, "engine.gpu_memory_utilization", "above 0 and at most 1", share)
-        _check(gib is None or 0 < gib < 2**20, "engine.kv_cache_gib", "null or above 0", gib)
-        _check(1 <= self.block_size <= 1024, "engine.block_size", "1 to 1024", self.block_size)
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise ConfigError(f"engine.{error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.config.groups import (
     PROMPT_KINDS,
-    ConfigError,
     DatasetConfig,
     EngineGroup,
     JobConfig,
@@ -25,6 +24,7 @@ from batchgen.config.groups import (
     StrategyConfig,
 )
 from batchgen.engine.sampling_params import SamplingParams
+from batchgen.errors import ConfigError
 
 T = TypeVar("T")
 MISSING = "???"

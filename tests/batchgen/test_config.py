@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 
 import batchgen.conf
 from batchgen.config import (
-    ConfigError,
     EngineGroup,
     JobConfig,
     OutputConfig,
@@ -23,6 +22,7 @@ from batchgen.config import (
     resolved,
     sampling_params,
 )
+from batchgen.errors import ConfigError
 
 CONF = Path(batchgen.conf.__file__).parent
 
@@ -79,8 +79,8 @@ ERRORS: list[tuple[str, list[str], str]] = [
     (
         "unknown key",
         ["+engine.max_num_seq=3"],
-        "engine.max_num_seq is not a key: choose among device, max_num_seqs, max_batched_tokens, "
-        "max_model_len, gpu_memory_utilization, kv_cache_gib, block_size, prefix_caching",
+        "engine.max_num_seq is not a key: choose among max_num_seqs, max_batched_tokens, "
+        "max_model_len, block_size, prefix_caching, kv_cache_gib, gpu_memory_utilization, device",
     ),
     (
         "unknown group",
@@ -186,10 +186,9 @@ ERRORS: list[tuple[str, list[str], str]] = [
     ("top", ["output.top_logprobs=0"], "output.top_logprobs must be 1 to 100, got 0"),
     ("shard", ["output.rows_per_shard=0"], "output.rows_per_shard must be at least 1, got 0"),
     (
-        "few tokens",
-        ["engine.max_batched_tokens=8"],
-        "engine.max_batched_tokens must be at least engine.max_num_seqs (256), so that every row "
-        "can advance, got 8",
+        "no tokens",
+        ["engine.max_batched_tokens=0"],
+        "engine.max_batched_tokens must be at least 1, got 0",
     ),
     (
         "memory",

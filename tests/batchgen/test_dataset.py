@@ -21,11 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchgen import row_ids
-from batchgen.config import ConfigError, DatasetConfig
+from batchgen.config import DatasetConfig
 from batchgen.dataset import Row, RowSource, open_dataset
 from batchgen.dataset_files import LoadedDataset
 from batchgen.engine.outputs import RequestError
-from batchgen.errors import JobError
+from batchgen.errors import ConfigError, JobError
 from batchgen.row_ids import IdSet, check_unique
 
 BOTH = pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])

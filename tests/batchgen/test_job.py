@@ -17,10 +17,9 @@ import yaml
 from check_kill_resume import compare_outputs
 from fake_job import BAD_PROMPT, BAD_REQUEST, FakeEngine, FakeJob, FakeSource, outcome
 
-from batchgen.config import ConfigError
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling_params import SamplingParams
-from batchgen.errors import JobError
+from batchgen.errors import ConfigError, JobError
 from batchgen.fingerprint import derive_seed
 from batchgen.job import JobParts, JobResult, run_job
 from batchgen.journal import Journal

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import batchgen.job_folder
-from batchgen.config import ConfigError
+from batchgen.errors import ConfigError
 from batchgen.job_folder import JobFolder
 from batchgen.manifest import Manifest
 

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import errors
 
 from batchgen import model_source
-from batchgen.config import ConfigError
+from batchgen.errors import ConfigError
 from batchgen.model_source import model_files, resolve_model
 
 

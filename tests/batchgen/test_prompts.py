@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from batchgen.config import ChatPromptConfig, ConfigError, TextPromptConfig, TokensPromptConfig
+from batchgen.config import ChatPromptConfig, TextPromptConfig, TokensPromptConfig
 from batchgen.config.groups import PromptConfig
 from batchgen.dataset import Row
 from batchgen.engine.outputs import RequestError
+from batchgen.errors import ConfigError
 from batchgen.prompts import Prompt, build_prompt, fit_prompt
 
 BOS = 256

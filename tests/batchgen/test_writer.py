@@ -11,10 +11,9 @@ import pytest
 from fake_job import LOGPROBS, TOP_LOGPROBS, FakeSource, outcome
 
 import batchgen.shards
-from batchgen.config import ConfigError
 from batchgen.engine.outputs import RequestError
 from batchgen.engine.sampling_params import SamplingParams
-from batchgen.errors import JobError
+from batchgen.errors import ConfigError, JobError
 from batchgen.output_schema import FinishedRow, OutputSchema
 from batchgen.writer import OutputWriter
 

@@ -30,8 +30,11 @@ ROOMY = EngineConfig(max_num_seqs=64, max_batched_tokens=512, kv_cache_gib=0.01)
 Request = tuple[list[int], SamplingParams]
 
 
-def load(folder: Path) -> DenseForCausalLM:
-    return load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def load(folder: Path, device: str = "cpu") -> DenseForCausalLM:
+    return load_model(folder, device=torch.device(device), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +52,7 @@ def small_cache(model: DenseForCausalLM, tokens: int, **changes: Any) -> EngineC
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
     gib = (tokens + 4) * per_token / 2**30
     base = EngineConfig(max_num_seqs=64, max_batched_tokens=24, block_size=4, kv_cache_gib=gib)
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)
 
 
 def run(engine: LLMEngine, requests: Sequence[Request]) -> list[RequestOutput]:
@@ -66,13 +69,15 @@ def run(engine: LLMEngine, requests: Sequence[Request]) -> list[RequestOutput]:
     return [outputs[str(i)] for i in range(len(requests))]
 
 
-def assert_same(one: RequestOutput, other: RequestOutput) -> None:
-    """Equal in every bit."""
+def assert_same(one: RequestOutput, other: RequestOutput, atol: float = 0.0) -> None:
+    """Equal in every bit, or the floats within `atol`."""
     assert one.token_ids == other.token_ids
     assert (one.finish_reason, one.stop) == (other.finish_reason, other.stop)
     assert one.columns.keys() == other.columns.keys()
     for name in one.columns:
-        np.testing.assert_array_equal(one.columns[name], other.columns[name], err_msg=name)
+        np.testing.assert_allclose(
+            one.columns[name], other.columns[name], rtol=0, atol=atol, err_msg=name
+        )
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -98,7 +103,7 @@ def mixed_requests(count: int, seed: int = 0) -> list[Request]:
         own = [rng.randrange(8, VOCAB) for _ in range(rng.randint(1, 40))]
         prompt = shared + own if i % 3 == 0 else own
         new_tokens = max(rng.randint(1, 30), int(str(options.get("min_new_tokens", 0))))
-        requests.append((prompt, SamplingParams(max_new_tokens=new_tokens, **options)))  # type: ignore[arg-type]
+        requests.append((prompt, SamplingParams(max_new_tokens=new_tokens, **options)))
     return requests
 
 
@@ -109,6 +114,7 @@ def test_every_option_mixed_in_one_batch_equals_each_alone(tiny: DenseForCausalL
         assert_same(run(make_engine(tiny), [request])[0], output)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -121,13 +127,16 @@ def test_every_option_mixed_in_one_batch_equals_each_alone(tiny: DenseForCausalL
     ids=str,
 )
 def test_chunking_preemption_and_caching_change_nothing(
-    tiny: DenseForCausalLM, changes: dict[str, Any]
+    tiny_model: Callable[..., Path], changes: dict[str, Any], device: str
 ) -> None:
+    model = load(tiny_model("llama"), device)
     requests = mixed_requests(24)
-    expected = run(make_engine(tiny), requests)
-    engine = make_engine(tiny, small_cache(tiny, 120, **changes))
+    expected = run(make_engine(model), requests)
+    engine = make_engine(model, small_cache(model, 120, **changes))
+    # A GPU's matrix products round differently at different sizes.
+    atol = 0.0 if device == "cpu" else 1e-4
     for one, other in zip(run(engine, requests), expected, strict=True):
-        assert_same(one, other)
+        assert_same(one, other, atol)
     if "max_num_seqs" not in changes:
         assert engine.stats.preemptions > 0
 
@@ -167,6 +176,7 @@ YARN = {
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
@@ -180,10 +190,10 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
     ids=str,
 )
 def test_greedy_equals_transformers_under_chunking_and_preemption(
-    tiny_model: Callable[..., Path], kind: str, config: dict[str, Any]
+    tiny_model: Callable[..., Path], kind: str, config: dict[str, Any], device: str
 ) -> None:
     folder = tiny_model(kind, **config)
-    model = load(folder)
+    model = load(folder, device)
     params = SamplingParams(temperature=0, max_new_tokens=20, logprobs=True, ignore_eos=True)
     greedy = [(prompt, params) for prompt, _ in mixed_requests(12)]
     engine = make_engine(model, small_cache(model, 110))

@@ -1,0 +1,82 @@
+"""From a configuration to the parts that run it: the only place where they are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+
+from batchgen.config import JobConfig, StrategyConfig, sampling_params
+from batchgen.dataset import open_dataset
+from batchgen.engine.llm_engine import LLMEngine, check_params
+from batchgen.engine.sampler import requested_columns
+from batchgen.engine.strategy import Strategy
+from batchgen.errors import ConfigError
+from batchgen.fingerprint import fingerprint_files
+from batchgen.job import JobParts
+from batchgen.model_source import model_files
+from batchgen.open_model import open_model
+from batchgen.prompts import build_prompt
+
+
+def job_parts(config: JobConfig) -> JobParts:
+    """Open and check all that a job runs on, except the weights: those load when rows need them.
+
+    Raises:
+        ConfigError: a user's mistake in any of them.
+    """
+    with _named("model"):
+        model = open_model(config.model.path, config.model.revision, config.model.load_format)
+    with _named("strategy"):
+        strategy = build_strategy(config.strategy)
+    params = sampling_params(config)
+    with _named("sampling"):
+        check_params(params, strategy, model.config.vocab_size, model.tokenizer)
+    source = open_dataset(config.dataset)
+    prompt = build_prompt(
+        config.prompt,
+        model.tokenizer,
+        vocab_size=model.config.vocab_size,
+        columns=source.columns,
+    )
+
+    def build_engine() -> LLMEngine:
+        with _named("engine"):
+            return model.build_engine(
+                strategy, config.engine, config.model.dtype, config.engine.device
+            )
+
+    with _named("engine"):
+        max_model_len = config.engine.model_len(model.config.max_position_embeddings)
+    return JobParts(
+        source=source,
+        prompt=prompt,
+        bos_id=None if model.tokenizer is None else model.tokenizer.bos_token_id,
+        max_model_len=max_model_len,
+        columns=requested_columns(params),
+        fingerprints={"model": fingerprint_files(model_files(model.path))},
+        build_engine=build_engine,
+    )
+
+
+def build_strategy(config: StrategyConfig) -> Strategy:
+    """Raises ConfigError if the class cannot be imported or does not take the options."""
+    try:
+        strategy: Strategy = instantiate({"_target_": config.target, **config.options})
+    except InstantiationException as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise ConfigError(f"strategy {config.target} cannot be built: {reason}") from error
+    return strategy
+
+
+@contextmanager
+def _named(group: str) -> Iterator[None]:
+    """What the lower layers refuse is a mistake in this group of the configuration."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{group}: {error}") from error
