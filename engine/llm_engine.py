@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.memory import choose_num_blocks
+from batchgen.engine.memory import allocate_kv, choose_num_blocks
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
@@ -97,7 +97,10 @@ class LLMEngine:
         self._eos_token_ids = eos_token_ids
         num_blocks = choose_num_blocks(model, config, self.max_model_len)
         self._block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
-        self._runner = ModelRunner(model, num_blocks, config.block_size)
+        kv_caches = allocate_kv(
+            model.config, num_blocks, config.block_size, dtype=model.dtype, device=model.device
+        )
+        self._runner = ModelRunner(model, kv_caches)
         self.scheduler = Scheduler(
             self._block_manager, config.max_num_seqs, config.max_batched_tokens, strategy.num_slots
         )

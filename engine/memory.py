@@ -1,9 +1,10 @@
-"""How many KV blocks fit."""
+"""How many KV blocks fit, and their allocation."""
 
 from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
 
 from batchgen.engine.engine_config import EngineConfig
@@ -13,6 +14,7 @@ from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.sampler import SamplingInputs, sample
 from batchgen.engine.sampling_params import SamplingParams
+from batchgen.kernels.kv_cache import KVCache
 
 _CPU_SHARE = 0.3
 """Of the available memory: a CPU shares its memory with everything else."""
@@ -21,6 +23,26 @@ _CPU_SHARE = 0.3
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     return per_token * block_size * dtype.itemsize
+
+
+def allocate_kv(
+    config: ModelConfig,
+    num_blocks: int,
+    block_size: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[KVCache]:
+    """One zeroed cache per layer."""
+    heads = (config.num_kv_heads, num_blocks, block_size, config.head_dim)
+    shape = (config.num_layers, 2, *heads)
+    if device.type == "cpu":
+        # calloc: memory is taken page by page as blocks are used, not all at the start.
+        data = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+        planes = torch.from_numpy(data).view(dtype).view(shape)
+    else:
+        planes = torch.zeros(shape, dtype=dtype, device=device)
+    return [KVCache(key, value) for key, value in planes]
 
 
 def choose_num_blocks(model: DenseForCausalLM, config: EngineConfig, max_model_len: int) -> int:
@@ -80,7 +102,10 @@ def _free_cuda_bytes(model: DenseForCausalLM, config: EngineConfig, max_model_le
 
 def _largest_step(model: DenseForCausalLM, config: EngineConfig, max_model_len: int) -> None:
     """Run the costliest step on the scratch block alone."""
-    runner = ModelRunner(model, num_blocks=2, block_size=config.block_size)
+    kv_caches = allocate_kv(
+        model.config, 2, config.block_size, dtype=model.dtype, device=model.device
+    )
+    runner = ModelRunner(model, kv_caches)
     lens = [max_model_len] * (config.max_batched_tokens // max_model_len)
     if rest := config.max_batched_tokens - sum(lens):
         lens.append(rest)

@@ -11,7 +11,7 @@ from batchgen.engine.forward_context import ForwardContext
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.kernels.attention import AttentionMetadata
-from batchgen.kernels.kv_cache import allocate_kv
+from batchgen.kernels.kv_cache import KVCache
 
 _CPU_TOKEN_MULTIPLE = 16
 """CPU matrix products give a row the same bits at every such number of rows, so a token's result
@@ -30,25 +30,15 @@ class ModelRunner:
 
     Args:
         model: on its device, in its dtype.
-        num_blocks: KV blocks, the scratch block included.
-        block_size: tokens per block.
+        kv_caches: one per layer.
     """
 
-    def __init__(self, model: DenseForCausalLM, num_blocks: int, block_size: int) -> None:
+    def __init__(self, model: DenseForCausalLM, kv_caches: list[KVCache]) -> None:
         self.model = model
-        self.block_size = block_size
+        self.kv_caches = kv_caches
+        self.block_size = kv_caches[0].block_size
         self.device = model.device
         self._token_multiple = _CPU_TOKEN_MULTIPLE if self.device.type == "cpu" else 1
-        config = model.config
-        self.kv_caches = allocate_kv(
-            config.num_layers,
-            config.num_kv_heads,
-            num_blocks,
-            block_size,
-            config.head_dim,
-            model.dtype,
-            self.device,
-        )
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs, logits_of: Tensor | None = None) -> ModelOutput:

@@ -38,7 +38,11 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:
+        known = (OSError, ValueError, KeyError, TypeError, ImportError)
+        # The tokenizers library raises a bare Exception for a file that it cannot read.
+        if not isinstance(error, known) and type(error) is not Exception:
+            raise
         raise ValueError(f"{path}: its tokenizer cannot be loaded: {error}") from error
     if not tokenizer.is_fast:
         raise ValueError(f"{path}: only tokenizers with a fast form (tokenizer.json) are supported")

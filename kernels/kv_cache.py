@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -13,7 +12,8 @@ class KVCache(NamedTuple):
 
     Heads come first so that (head, block) is one contiguous tile of a flat [H·N, block_size·D]
     table: gathering a row's context is one indexed copy of long runs. Block 0 is scratch: padding
-    tokens write it and nothing reads it.
+    tokens write it and nothing reads it. Blocks never written hold finite values: a score that is
+    masked still meets them, as 0 · value.
     """
 
     key: Tensor
@@ -30,18 +30,3 @@ def write_kv(key: Tensor, value: Tensor, cache: KVCache, slots: Tensor) -> None:
     for new, table in ((key, cache.key), (value, cache.value)):
         flat = table.view(num_heads, -1, head_dim)
         flat[:, slots] = new.transpose(0, 1).to(flat.dtype)
-
-
-def allocate_kv(
-    num_layers: int,
-    num_kv_heads: int,
-    num_blocks: int,
-    block_size: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[KVCache]:
-    """One zeroed cache per layer: a masked score is never multiplied with garbage NaN."""
-    shape = (num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim)
-    planes = torch.zeros(shape, dtype=dtype, device=device)
-    return [KVCache(key, value) for key, value in planes]

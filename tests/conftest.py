@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from batchgen.engine.forward_context import ForwardContext
+from batchgen.engine.memory import allocate_kv
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.kernels.attention import AttentionMetadata
-from batchgen.kernels.kv_cache import allocate_kv
 
 TinyModel = Callable[..., Path]
 RunPaged = Callable[..., Tensor]
@@ -39,6 +39,10 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+# Tests run beside each other: threads that wait for a busy core cost more than they bring.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -112,10 +116,7 @@ def run_paged() -> RunPaged:
         config, device, block_size = model.config, model.device, 16
         num_blocks = -(-len(ids) // block_size)
         table = torch.arange(num_blocks, 0, -1, device=device)
-        kv = allocate_kv(
-            config.num_layers, config.num_kv_heads, num_blocks + 1, block_size, config.head_dim,
-            model.dtype, device,
-        )  # fmt: skip
+        kv = allocate_kv(config, num_blocks + 1, block_size, dtype=model.dtype, device=device)
         logits, start = [], 0
         for size in chunks:
             positions = torch.arange(start, start + size, device=device)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from batchgen.engine.forward_context import ForwardContext
 from batchgen.engine.loader import load_model
+from batchgen.engine.memory import allocate_kv
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.kernels.attention import AttentionMetadata
-from batchgen.kernels.kv_cache import allocate_kv
 
 CPU = torch.device("cpu")
 IDS = [(7 * i * i + 3 * i) % 128 for i in range(200)]
@@ -85,10 +85,7 @@ def _forward_rows(model: DenseForCausalLM, tokens: Tensor) -> Tensor:
     (num_rows, width), config = tokens.shape, model.config
     positions = torch.arange(width).repeat(num_rows)
     tables = torch.arange(1, num_rows + 1).unsqueeze(1)
-    kv = allocate_kv(
-        config.num_layers, config.num_kv_heads, num_rows + 1, 16, config.head_dim,
-        torch.float32, CPU,
-    )  # fmt: skip
+    kv = allocate_kv(config, num_rows + 1, 16, dtype=torch.float32, device=CPU)
     slots = (tables * 16 + torch.arange(width)).flatten()
     attention = AttentionMetadata(positions, (width,) * num_rows, (width,) * num_rows, tables)
     with torch.inference_mode():
