@@ -77,10 +77,10 @@ def dataset_card(
             "## How to reproduce",
             "",
             "`config.yaml` holds every key of the job, `manifest.json` the fingerprints of its "
-            "model and dataset and the package versions. With both in place:",
+            "model and dataset and the package versions. In this folder:",
             "",
             "```",
-            "batchgen --config-dir . --config-name config output.dir=again",
+            'batchgen --config-path "$PWD" output.dir=again',
             "```",
             "",
         ]

@@ -103,7 +103,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
         JobFolder(Path(output.dir), manifest, overwrite=output.overwrite) as folder,
         OutputWriter(folder.data, folder.journal, schema, output.rows_per_shard, samples) as writer,
     ):
-        write_atomic(folder.path / "config.yaml", yaml.safe_dump(resolved(config), sort_keys=False))
+        write_atomic(folder.path / "config.yaml", _config_file(config))
         metrics = Metrics(folder.path / "metrics.json", writer.resumed)
         todo = Todo(source, writer)
         is_done = todo.is_empty()
@@ -138,6 +138,19 @@ def _fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[i
         return fit_prompt(ids, room, config.prompt.too_long, parts.bos_id)
 
     return token_ids
+
+
+def _config_file(config: JobConfig) -> str:
+    """The resolved configuration as a file that `batchgen --config-path` takes as it is."""
+    quiet = {
+        "defaults": [
+            "_self_",
+            {"override hydra/job_logging": "none"},
+            {"override hydra/hydra_logging": "none"},
+        ],
+        "hydra": {"run": {"dir": "."}, "output_subdir": None},
+    }
+    return yaml.safe_dump({**resolved(config), **quiet}, sort_keys=False)
 
 
 @contextmanager

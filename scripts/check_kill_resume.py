@@ -54,7 +54,7 @@ def finished_rows(folder: Path) -> int:
     """Output rows in the shards and the journal of a job that is not running."""
     if not (folder / "data").is_dir():
         return 0
-    rows = sum(pq.read_metadata(path).num_rows for path in (folder / "data").glob("*.parquet"))
+    rows: int = sum(pq.read_metadata(path).num_rows for path in (folder / "data").glob("*.parquet"))
     if (folder / "journal").is_dir():
         published = {path.stem for path in (folder / "data").glob("*.parquet")}
         for number, files in journal_files(folder / "journal").items():

@@ -131,6 +131,13 @@ def test_help_and_config_run_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_config_of_an_output_is_a_job(tmp_path: Path) -> None:
+    FakeJob(str(tmp_path / "out"), rows=1).run()
+    found = _batchgen(tmp_path, "--config-path", str(tmp_path / "out"), "sampling.n=0")
+    assert found.stderr == "batchgen: sampling.n must be at least 1, got 0\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_sweep_runs_all_jobs_and_hides_no_failure(tmp_path: Path) -> None:
     found = _batchgen(tmp_path, "--multirun", "sampling.temperature=-1,-2")
     assert found.stderr.count("batchgen: sampling.temperature must be") == 2

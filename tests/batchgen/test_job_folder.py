@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import batchgen.job_folder
 from batchgen.errors import ConfigError
 from batchgen.job_folder import JobFolder
 from batchgen.manifest import Manifest
@@ -129,9 +129,9 @@ def test_two_jobs_on_one_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["file", "below a file", "proc"])
 def test_a_folder_that_cannot_be(tmp_path: Path, where: str) -> None:
     (tmp_path / "file").write_text("mine")
-    path = {"file": tmp_path / "file", "below a file": tmp_path / "file/out", "proc": "/proc/out"}
+    paths = {"file": "file", "below a file": "file/out", "proc": "/proc/out"}
     with pytest.raises(ConfigError, match=r"cannot be written \(.+\): choose a folder"):
-        _open(Path(path[where]))
+        _open(tmp_path / paths[where])
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -149,7 +149,7 @@ def test_a_full_disk_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(batchgen.job_folder.shutil, "disk_usage", lambda _: usage(9, 9, 5 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(9, 9, 5 << 20))
     with pytest.raises(ConfigError, match="has 5 MiB of free disk space"):
         _open(tmp_path)
     assert _names(tmp_path) == [".lock"]
