@@ -4,8 +4,8 @@
         batchgen dataset=files dataset.path=rows.jsonl sampling.n=2 output.dir={out}
 
 `{out}` in the command is replaced by the output folder. The first run is not disturbed and says
-how long a run takes; then the job is killed (SIGKILL) at random moments of about that time, and
-in the end left alone. Checked: every column of every shard is equal (floats within 1e-5), and
+how long a run takes; then the job is killed (SIGKILL) at random moments, and in the end left
+alone. Checked: every column of every shard is equal (floats within 1e-5), and
 every (row, sample) that was finished when a run was killed was taken over by the next one.
 """
 
@@ -100,7 +100,6 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--work", type=Path, required=True, help="folder to work in; is emptied")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--startup", type=float, default=0.0, help="seconds without any kill")
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
     shutil.rmtree(args.work, ignore_errors=True)
@@ -114,13 +113,15 @@ def main() -> None:
     seconds = time.monotonic() - started
     if code not in (0, 3):
         sys.exit(f"the undisturbed job ended with exit code {code}: see {log}")
-    print(f"the undisturbed job took {seconds:.1f} s")
+    generating: float = attempts(expected)[0]["generate_s"]
+    startup = seconds - generating
+    print(f"the undisturbed job took {startup:.1f} s to start and {generating:.1f} s to generate")
     rng = random.Random(args.seed)
-    # A kill loses the rows in flight and costs a start, so most kills come well before the end.
-    span = max(seconds - args.startup, 0.1) * 2 / args.kills
     kills = 0
     while True:
-        delay = args.startup + rng.uniform(0, span) if kills < args.kills else 1e9
+        # Some kills while it starts; the others so early that the job outlives all of them.
+        delay = rng.uniform(0.8 * startup, startup + generating / args.kills)
+        delay = delay if kills < args.kills else 1e9
         before = finished_rows(found), len(attempts(found))
         code = _run_killed(commands[found], delay, log)
         # An attempt that was killed while it started is not in the list.
