@@ -36,8 +36,8 @@ class EngineConfig:
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
             (
                 "block_size",
-                self.block_size in (1, 2, 4, 8, 16, 32, 64, 128, 256),
-                "a power of 2 up to 256",
+                self.block_size in (1, 2, 4, 8, 16, 32, 64),
+                "a power of 2 up to 64",
             ),
             ("kv_cache_gib", self.kv_cache_gib is None or self.kv_cache_gib > 0, "above 0"),
             (

@@ -8,24 +8,25 @@ chunked and however far other rows' contexts reach.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.kv_cache import KVCache
 
-CHUNK = 256
+CHUNK = 64
 """Context tokens per chunk. A multiple of every block size."""
 _ROW_MULTIPLE = 4
 """CPU matrix products give a row the same bits at any row count that is a multiple of this."""
 _CPU_GATHER_BYTES = 4 * 2**20
-"""Of keys gathered at a time: what stays in cache between the copy and the product (4× faster)."""
+"""Of keys gathered at a time on a CPU: what stays in cache between the copy and the product."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Which cached tokens the queries of each of the B rows may read.
+    """Which cached tokens the queries of each of the B rows may read; the same for all layers.
 
     Attributes:
         positions: [T] int64; a query reads the tokens of its row at positions up to its own.
@@ -38,6 +39,38 @@ class AttentionMetadata:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     block_tables: Tensor
+    _plans: dict[tuple[int, ...], _Plan] = field(default_factory=dict, init=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows with the same number of queries, computed together.
+
+    Attributes:
+        tokens: of the queries.
+        width: queries of a row.
+        limits: [rows, R] last position that each query of a row reads, once per head of a group
+            and filled up to R, a multiple of _ROW_MULTIPLE.
+        chunks: of each CHUNK tokens of context, the places of the rows' blocks in the flat table
+            [kv_heads · rows · CHUNK / block_size], the scratch block as filling.
+    """
+
+    tokens: slice
+    width: int
+    limits: Tensor
+    chunks: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the layers of one forward share: the groups, and room for gathered keys and values.
+
+    Fresh memory for every layer would cost more in page faults than the products take.
+    """
+
+    groups: list[_Group]
+    keys: Tensor
+    values: Tensor
 
 
 def paged_attention(q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> Tensor:
@@ -52,89 +85,95 @@ def paged_attention(q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: f
     Returns:
         [T, num_heads, head_dim], dtype of q; scores and sums are float32.
     """
+    shape = (q.shape[1], *cache.key.shape)
+    plan = meta._plans.get(shape)
+    if plan is None:
+        plan = meta._plans[shape] = _make_plan(q.shape[1], cache, meta)
     out = torch.empty_like(q)
-    kv_heads, _, _, head_dim = cache.key.shape
-    most_rows = len(meta.query_lens)
-    if q.device.type == "cpu":
-        most_rows = max(1, _CPU_GATHER_BYTES // (kv_heads * CHUNK * head_dim * 4))
-    for rows, tokens, width in _uniform_groups(meta.query_lens, most_rows):
-        longest = max(meta.context_lens[rows])
-        blocks = -(-longest // cache.block_size)
-        group = q[tokens].unflatten(0, (-1, width))
-        positions = meta.positions[tokens].unflatten(0, (-1, width))
-        result = _attend(group, positions, cache, meta.block_tables[rows, :blocks], scale)
-        out[tokens] = result.flatten(0, 1)
+    for group in plan.groups:
+        out[group.tokens] = _attend(q[group.tokens], cache, plan, group, scale)
     return out
 
 
-def _uniform_groups(query_lens: tuple[int, ...], most_rows: int) -> list[tuple[slice, slice, int]]:
-    """Runs of rows with the same number of queries, as (rows, tokens, queries per row)."""
-    groups: list[tuple[slice, slice, int]] = []
+def _make_plan(num_heads: int, cache: KVCache, meta: AttentionMetadata) -> _Plan:
+    kv_heads, _, block_size, head_dim = cache.key.shape
+    chunk_bytes = kv_heads * CHUNK * head_dim * cache.key.itemsize
+    most_rows = len(meta.query_lens)
+    if cache.key.device.type == "cpu":
+        most_rows = max(1, _CPU_GATHER_BYTES // chunk_bytes)
+    groups = []
     row = token = 0
-    for width, run in itertools.groupby(query_lens):
+    for width, run in itertools.groupby(meta.query_lens):
         remaining = len(list(run))
         while remaining:
             count = min(remaining, most_rows)
-            groups.append((slice(row, row + count), slice(token, token + width * count), width))
-            row, token, remaining = row + count, token + width * count, remaining - count
-    return groups
+            rows, tokens = slice(row, row + count), slice(token, token + width * count)
+            groups.append(_make_group(num_heads, cache, meta, rows, tokens, width))
+            row, token, remaining = rows.stop, tokens.stop, remaining - count
+    most_blocks = max(len(chunk) for group in groups for chunk in group.chunks)
+    shape = (most_blocks, block_size * head_dim)
+    return _Plan(groups, cache.key.new_empty(shape), cache.value.new_empty(shape))
 
 
-def _attend(
-    q: Tensor, positions: Tensor, cache: KVCache, block_tables: Tensor, scale: float
-) -> Tensor:
-    """q [B, W, num_heads, D], positions [B, W], block_tables [B, N] → [B, W, num_heads, D]."""
-    num_rows, width, num_heads, head_dim = q.shape
-    kv_heads, _, block_size, _ = cache.key.shape
-    group = num_heads // kv_heads
-    queries = width * group
-    padded = -(-queries // _ROW_MULTIPLE) * _ROW_MULTIPLE
-    # [kv_heads·B, padded, D]: the heads that share a KV head are rows of one product.
+def _make_group(
+    num_heads: int,
+    cache: KVCache,
+    meta: AttentionMetadata,
+    rows: slice,
+    tokens: slice,
+    width: int,
+) -> _Group:
+    kv_heads, num_blocks, block_size, _ = cache.key.shape
+    queries = width * num_heads // kv_heads
+    limits = meta.positions[tokens].unflatten(0, (-1, width))
+    limits = limits.repeat_interleave(num_heads // kv_heads, dim=1)
+    limits = F.pad(limits, (0, -queries % _ROW_MULTIPLE))
+    per_chunk = CHUNK // block_size
+    used = -(-max(meta.context_lens[rows]) // block_size)
+    tables = F.pad(meta.block_tables[rows, :used], (0, -used % per_chunk))
+    heads = torch.arange(kv_heads, device=tables.device) * num_blocks
+    chunks = [(heads[:, None, None] + c).flatten() for c in tables.split(per_chunk, dim=1)]
+    return _Group(tokens, width, limits, chunks)
+
+
+def _attend(q: Tensor, cache: KVCache, plan: _Plan, group: _Group, scale: float) -> Tensor:
+    """q [rows · width, num_heads, D] → the same shape."""
+    kv_heads, _, _, head_dim = cache.key.shape
+    num_rows, padded = group.limits.shape
+    heads_per_kv = q.shape[1] // kv_heads
+    queries = group.width * heads_per_kv
+    # [kv_heads · rows, R, D]: the heads that share a KV head are rows of one product.
     qs = q.new_zeros((kv_heads, num_rows, padded, head_dim), dtype=torch.float32)
-    qs[:, :, :queries] = (
-        q.unflatten(2, (kv_heads, group)).permute(2, 0, 1, 3, 4).flatten(2, 3).float() * scale
-    )
-    qs = qs.flatten(0, 1)
-    limits = positions.repeat_interleave(group, dim=1)
-    limits = torch.nn.functional.pad(limits, (0, padded - queries))
-
+    split = q.unflatten(0, (num_rows, group.width)).unflatten(2, (kv_heads, heads_per_kv))
+    qs[:, :, :queries] = split.permute(2, 0, 1, 3, 4).flatten(2, 3)
+    qs = qs.mul_(scale).flatten(0, 1)
     # One pass with online softmax (Milakov & Gimelshein 2018). Every query sees position 0, in the
     # first chunk, so `top` is finite from there; a chunk that a query does not see multiplies its
     # sums by 1 and adds 0: they keep their bits.
     top = qs.new_full((*qs.shape[:2], 1), float("-inf"))
     total = torch.zeros_like(top)
     out = torch.zeros_like(qs)
-    for start in range(0, block_tables.shape[1], CHUNK // block_size):
-        key, value = _gather(cache, block_tables[:, start : start + CHUNK // block_size])
+    for number, blocks in enumerate(group.chunks):
+        key = _gather(cache.key, blocks, plan.keys)
+        value = _gather(cache.value, blocks, plan.values)
         score = torch.bmm(qs, key.transpose(1, 2))
-        context = torch.arange(CHUNK, device=q.device) + start * block_size
-        hidden = context > limits.unsqueeze(-1)
+        context = torch.arange(number * CHUNK, (number + 1) * CHUNK, device=q.device)
+        hidden = context > group.limits.unsqueeze(-1)
         score.unflatten(0, (kv_heads, num_rows)).masked_fill_(hidden, float("-inf"))
         peak = torch.maximum(top, score.amax(-1, keepdim=True))
-        rescale = (top - peak).exp_()
+        rescale = top.sub_(peak).exp_()
         weights = score.sub_(peak).exp_()
         total = total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
         out = out.mul_(rescale).add_(torch.bmm(weights, value))
         top = peak
-    out = (out / total)[:, :queries].to(q.dtype)
-    heads = out.unflatten(0, (kv_heads, num_rows)).unflatten(2, (width, group))
-    result: Tensor = heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    heads = out.div_(total)[:, :queries].unflatten(0, (kv_heads, num_rows))
+    heads = heads.unflatten(2, (group.width, heads_per_kv)).permute(1, 2, 0, 3, 4)
+    result: Tensor = heads.flatten(2, 3).flatten(0, 1)
     return result
 
 
-def _gather(cache: KVCache, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of blocks [B, N] as [kv_heads·B, CHUNK, D], the scratch block as filling."""
-    kv_heads, num_blocks, block_size, head_dim = cache.key.shape
-    num_rows = blocks.shape[0]
-    missing = CHUNK // block_size - blocks.shape[1]
-    blocks = torch.nn.functional.pad(blocks, (0, missing))
-    heads = torch.arange(kv_heads, device=blocks.device) * num_blocks
-    index = (heads[:, None, None] + blocks).flatten()
-    key, value = (
-        table.view(kv_heads * num_blocks, block_size * head_dim)
-        .index_select(0, index)
-        .view(kv_heads * num_rows, CHUNK, head_dim)
-        .float()
-        for table in (cache.key, cache.value)
-    )
-    return key, value
+def _gather(table: Tensor, blocks: Tensor, room: Tensor) -> Tensor:
+    """The blocks' contents as [kv_heads · rows, CHUNK, D] float32."""
+    flat = table.view(-1, room.shape[1])
+    torch.index_select(flat, 0, blocks, out=room[: len(blocks)])
+    return room[: len(blocks)].view(-1, CHUNK, table.shape[-1]).float()
