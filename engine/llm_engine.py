@@ -71,7 +71,7 @@ class LLMEngine:
     point of the device (on CPU in float32, exactly).
 
     Args:
-        model: on its device.
+        model: loaded, on its device; its weights are packed in place.
         tokenizer: makes texts of the output; None leaves them empty and refuses stop strings.
         eos_token_ids: end a row unless it ignores EOS.
         strategy: the decoding paradigm.
@@ -89,6 +89,7 @@ class LLMEngine:
         strategy: Strategy,
         config: EngineConfig,
     ) -> None:
+        model.pack()
         self.max_model_len = config.model_len(model.config.max_position_embeddings)
         self.vocab_size = model.config.vocab_size
         self.tokenizer = tokenizer

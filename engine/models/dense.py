@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from batchgen.engine.forward_context import ForwardContext
 from batchgen.engine.layers.attention import Attention
-from batchgen.engine.layers.linear import MergedLinear, empty_parameter
+from batchgen.engine.layers.linear import Linear, MergedLinear, empty_parameter
 from batchgen.engine.layers.mlp import GatedMLP
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import RotaryTable
@@ -20,7 +20,7 @@ from batchgen.engine.model_config import ModelConfig
 
 
 class Embedding(nn.Module):
-    """[vocab_size, hidden_size] rows: looked up by id, or the output head's weight."""
+    """A [vocab_size, hidden_size] row for each token id."""
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -97,25 +97,23 @@ class DenseForCausalLM(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.model = Decoder(config, device=device, dtype=dtype)
-        self.lm_head = (
-            self.model.embed_tokens
-            if config.tie_word_embeddings
-            else Embedding(config, device=device, dtype=dtype)
+        self.device, self.dtype = device, dtype
+        self.lm_head = Linear(
+            config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype
         )
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     @classmethod
     @abstractmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         """Raises ValueError naming what the engine does not support."""
 
-    @property
-    def device(self) -> torch.device:
-        return self.lm_head.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of parameters, activations and logits."""
-        return self.lm_head.weight.dtype
+    def pack(self) -> None:
+        """Lay the loaded weights out for computing; they cannot be loaded again."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Hidden states after the final norm.
@@ -133,7 +131,8 @@ class DenseForCausalLM(nn.Module, ABC):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] → [R, vocab_size], in the model's dtype."""
-        return F.linear(hidden, self.lm_head.weight)
+        logits: Tensor = self.lm_head(hidden)
+        return logits
 
     def checkpoint_slots(self) -> dict[str, Tensor]:
         """Name of every tensor of a checkpoint → the (slice of a) parameter that it fills."""
@@ -142,7 +141,7 @@ class DenseForCausalLM(nn.Module, ABC):
             if isinstance(module, MergedLinear):
                 parent = path.rpartition(".")[0]
                 slots.update((f"{parent}.{name}", slot) for name, slot in module.checkpoint_slots())
-            else:
+            elif module is not self.lm_head or not self.config.tie_word_embeddings:
                 slots.update(
                     (f"{path}.{name}", parameter)
                     for name, parameter in module.named_parameters(recurse=False)
