@@ -90,12 +90,13 @@ def main() -> None:
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
     prompts = read_prompts(llm, arguments)
-    run_batchgen(llm, prompts[:2], 2)
     run_transformers(reference, prompts[:2], 2, 2, eos)
 
     rates: dict[str, list[float]] = {"batchgen": [], "transformers": []}
     equal = 0
     for _ in range(arguments.rounds):
+        llm = LLM(MODEL, device="cpu")  # its prefix cache is empty
+        run_batchgen(llm, [[eos]], 2)
         start = time.perf_counter()
         ours = run_batchgen(llm, prompts, arguments.new_tokens)
         middle = time.perf_counter()
