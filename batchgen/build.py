@@ -43,12 +43,13 @@ def job_parts(config: JobConfig) -> JobParts:
     )
 
     def build_engine() -> LLMEngine:
+        with _named("model"):
+            weights = model.load(config.model.dtype, config.engine.device)
         with _named("engine"):
-            return model.build_engine(
-                strategy, config.engine, config.model.dtype, config.engine.device
-            )
+            return model.engine(weights, strategy, config.engine)
 
     with _named("engine"):
+        dtype = model.dtype(config.model.dtype, config.engine.device)
         max_model_len = config.engine.model_len(model.config.max_position_embeddings)
     return JobParts(
         source=source,
@@ -56,7 +57,11 @@ def job_parts(config: JobConfig) -> JobParts:
         bos_id=None if model.tokenizer is None else model.tokenizer.bos_token_id,
         max_model_len=max_model_len,
         columns=requested_columns(params),
-        fingerprints={"model": fingerprint_files(model_files(model.path))},
+        # `auto` may mean another dtype on another machine, and that gives other tokens.
+        fingerprints={
+            "model": fingerprint_files(model_files(model.path)),
+            "dtype": str(dtype).removeprefix("torch."),
+        },
         build_engine=build_engine,
     )
 

@@ -10,10 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loader import LoadFormat
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.fingerprint import derive_seed
-from batchgen.open_model import DeviceName, DtypeName, LoadFormat, open_model
+from batchgen.open_model import DeviceName, DtypeName, open_model
 from batchgen.strategies.ar.strategy import ARStrategy
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
@@ -53,8 +54,8 @@ class LLM:
     ) -> None:
         opened = open_model(model, revision, load_format)
         self.tokenizer: PreTrainedTokenizerBase | None = opened.tokenizer
-        self.engine: LLMEngine = opened.build_engine(
-            ARStrategy(), config or EngineConfig(), dtype, device
+        self.engine: LLMEngine = opened.engine(
+            opened.load(dtype, device), ARStrategy(), config or EngineConfig()
         )
 
     def generate(

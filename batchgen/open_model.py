@@ -11,15 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loader import load_config, load_model
+from batchgen.engine.loader import LoadFormat, load_config, load_model, safetensors_files
 from batchgen.engine.model_config import ModelConfig
+from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.strategy import Strategy
 from batchgen.engine.tokenizer import eos_token_ids, load_tokenizer
 from batchgen.model_source import resolve_model
 
 DeviceName = Literal["auto", "cuda", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "gguf", "dummy"]
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,36 @@ class OpenedModel:
     eos_token_ids: tuple[int, ...]
     load_format: LoadFormat
 
-    def build_engine(
-        self, strategy: Strategy, config: EngineConfig, dtype: DtypeName, device: DeviceName
-    ) -> LLMEngine:
-        """Load the weights and set the engine up.
+    def dtype(self, name: DtypeName, device: DeviceName) -> torch.dtype:
+        """Of weights and activations. A CPU computes in float32 unless told: only that is exact.
 
         Raises:
-            ValueError: a tensor is missing or wrong, the device is not there, or it is too small.
+            ValueError: the device is not there.
         """
         target = _device(device)
-        model = load_model(
+        if name == "auto":
+            return torch.float32 if target.type == "cpu" else self.config.dtype
+        dtype = getattr(torch, name)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def load(self, dtype: DtypeName, device: DeviceName) -> DenseForCausalLM:
+        """The model with its weights.
+
+        Raises:
+            ValueError: a tensor is missing or wrong, or the device is not there.
+        """
+        return load_model(
             self.path,
-            device=target,
-            dtype=_dtype(dtype, target),
-            load_format="dummy" if self.load_format == "dummy" else "auto",
+            device=_device(device),
+            dtype=self.dtype(dtype, device),
+            load_format=self.load_format,
         )
+
+    def engine(
+        self, model: DenseForCausalLM, strategy: Strategy, config: EngineConfig
+    ) -> LLMEngine:
+        """Raises ValueError if the configuration does not suit the model or the device's memory."""
         return LLMEngine(model, self.tokenizer, self.eos_token_ids, strategy, config)
 
 
@@ -61,13 +76,13 @@ def open_model(model: str, revision: str | None, load_format: LoadFormat) -> Ope
     Raises:
         ValueError: it cannot be found or is not supported; the message says what to do.
     """
-    path = resolve_model(model, revision)
+    path = resolve_model(model, revision, weights=load_format != "dummy")
     if load_format == "gguf" and path.suffix != ".gguf":
         raise ValueError(f"load_format is gguf, but {path} is not a .gguf file")
-    tokenizer = load_tokenizer(path)
-    return OpenedModel(
-        path, load_config(path), tokenizer, eos_token_ids(path, tokenizer), load_format
-    )
+    config, tokenizer = load_config(path), load_tokenizer(path)
+    if path.is_dir() and load_format != "dummy":
+        safetensors_files(path)  # raises if there are none
+    return OpenedModel(path, config, tokenizer, eos_token_ids(path, tokenizer), load_format)
 
 
 def _device(name: DeviceName) -> torch.device:
@@ -76,12 +91,3 @@ def _device(name: DeviceName) -> torch.device:
     elif name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but PyTorch sees no GPU: use auto or cpu")
     return torch.device(name)
-
-
-def _dtype(name: DtypeName, device: torch.device) -> torch.dtype | None:
-    """None is the checkpoint's own. CPUs compute in float32, which alone is exact there."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else None
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

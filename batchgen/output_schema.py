@@ -150,12 +150,9 @@ def _column_field(column: OutputColumn) -> pa.Field:
 
 
 def _error(output: RequestOutput | None, error: RequestError | None) -> dict[str, str] | None:
-    if error is not None:
-        return {"type": error.type, "message": str(error)}
-    assert output is not None, "a finished row has an output or an error"
-    if output.finish_reason == "error":
-        return {"type": "engine_error", "message": "the engine ended the row with an error"}
-    return None
+    if output is not None:
+        error = output.error
+    return None if error is None else {"type": error.type, "message": str(error)}
 
 
 def _offsets(lengths: list[int]) -> npt.NDArray[np.int32]:

@@ -155,7 +155,7 @@ class LLMEngine:
         output = self._runner.forward(inputs, last_tokens.to(device))
         if not batch.completing:
             none = torch.zeros((0, 1), dtype=torch.int64)
-            return StepOutput(none[:, 0], none)
+            return StepOutput(none[:, 0], none, none[:, 0].bool())
         sampling = self._sampling_inputs([batch.seqs[i] for i in batch.completing])
         step = self.strategy.decide(output, sampling)
         self.strategy.step_inputs.merge_prefill(
@@ -259,6 +259,7 @@ class LLMEngine:
             text=text,
             finish_reason=seq.finish_reason,
             stop=seq.stop_text,
+            error=seq.error,
             columns={name: buffer.array() for name, buffer in seq.columns.items()},
             num_cached_tokens=seq.num_cached_tokens,
             num_preemptions=seq.num_preemptions,

@@ -215,8 +215,8 @@ def sample(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> StepO
         positions: [R] int64, absolute position of the token to be sampled.
 
     Returns:
-        W = 1. Columns have the batch's largest K of top_logprobs; what a row did not ask for is
-        undefined.
+        W = 1, or no token for a row whose logits hold NaN or infinity. Columns have the batch's
+        largest K of top_logprobs; what a row did not ask for is undefined.
     """
     processed = process(logits, sampling, positions)
     if sampling.all_greedy:
@@ -230,9 +230,11 @@ def sample(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> StepO
         ids, values = _top_logprobs(logits, processed, sampling)
         columns[TOP_LOGPROBS.name] = values
         columns[TOP_LOGPROB_IDS.name] = ids
+    failed = ~logits.amax(-1).isfinite()  # a NaN anywhere in a row is its maximum
     return StepOutput(
-        num_tokens=torch.ones(len(logits), dtype=torch.int32, device=logits.device),
+        num_tokens=(~failed).int(),
         token_ids=token_ids.unsqueeze(1),
+        failed=failed,
         columns={name: values.unsqueeze(1) for name, values in columns.items()},
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from batchgen.engine.block_manager import BlockManager
-from batchgen.engine.outputs import StepOutput
+from batchgen.engine.outputs import RequestError, StepOutput
 from batchgen.engine.sequence import Sequence, SequenceStatus
 
 
@@ -207,10 +207,19 @@ class Scheduler:
 
     @staticmethod
     def _append(seqs: Iterable[Sequence], step: StepOutput) -> None:
-        counts = step.num_tokens.tolist()
+        counts, failed = step.num_tokens.tolist(), step.failed.tolist()
         token_ids = step.token_ids.tolist()
         columns = {name: values.numpy() for name, values in step.columns.items()}
         for i, seq in enumerate(seqs):
+            if failed[i]:
+                seq.fail(
+                    RequestError(
+                        "non_finite_logits",
+                        f"the model gave NaN or infinite logits at token {seq.num_tokens}: its "
+                        "weights are damaged, or it needs dtype bfloat16 or float32",
+                    )
+                )
+                continue
             count = counts[i]
             rows = {name: columns[name][i, :count] for name in seq.columns}
             seq.append(token_ids[i][:count], rows)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.outputs import FinishReason, OutputColumn
+from batchgen.engine.outputs import FinishReason, OutputColumn, RequestError
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.stopping import StopRule
 
@@ -79,6 +79,7 @@ class Sequence:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_text: str | None = None
+    error: RequestError | None = None
     columns: dict[str, ColumnBuffer] = field(init=False)
     num_prompt_tokens: int = field(init=False)
 
@@ -114,6 +115,10 @@ class Sequence:
         for name, buffer in self.columns.items():
             buffer.extend(columns[name][: len(token_ids)])
             assert len(buffer) == self.num_generated, f"column {name} lost step with the tokens"
+
+    def fail(self, error: RequestError) -> None:
+        self.error = error
+        self.finish("error", None)
 
     def finish(self, reason: FinishReason, stop_text: str | None) -> None:
         self.status = SequenceStatus.FINISHED

@@ -91,7 +91,10 @@ def paged_attention(q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: f
         plan = meta._plans[shape] = _make_plan(q.shape[1], cache, meta)
     out = torch.empty_like(q)
     for group in plan.groups:
-        out[group.tokens] = _attend(q[group.tokens], cache, plan, group, scale)
+        result = _attend(q[group.tokens], cache, plan, group, scale, only_finite=False)
+        if not result.isfinite().all():
+            result = _attend(q[group.tokens], cache, plan, group, scale, only_finite=True)
+        out[group.tokens] = result
     return out
 
 
@@ -136,8 +139,16 @@ def _make_group(
     return _Group(tokens, width, limits, chunks)
 
 
-def _attend(q: Tensor, cache: KVCache, plan: _Plan, group: _Group, scale: float) -> Tensor:
-    """q [rows · width, num_heads, D] → the same shape."""
+def _attend(
+    q: Tensor, cache: KVCache, plan: _Plan, group: _Group, scale: float, *, only_finite: bool
+) -> Tensor:
+    """q [rows · width, num_heads, D] → the same shape.
+
+    Args:
+        only_finite: keep values that are not finite (of a row that overflows, or left behind by
+            one) from the queries that do not see them: 0 times NaN is NaN. Queries that do see
+            them give NaN. The others get the same bits either way.
+    """
     kv_heads, _, _, head_dim = cache.key.shape
     num_rows, padded = group.limits.shape
     heads_per_kv = q.shape[1] // kv_heads
@@ -157,6 +168,10 @@ def _attend(q: Tensor, cache: KVCache, plan: _Plan, group: _Group, scale: float)
         key = _gather(cache.key, blocks, plan.keys)
         value = _gather(cache.value, blocks, plan.values)
         score = torch.bmm(qs, key.transpose(1, 2))
+        if only_finite:
+            finite = value.isfinite().all(-1, keepdim=True)
+            value = torch.where(finite, value, 0.0)
+            score.masked_fill_(~finite.transpose(1, 2), float("nan"))
         context = torch.arange(number * CHUNK, (number + 1) * CHUNK, device=q.device)
         hidden = context > group.limits.unsqueeze(-1)
         score.unflatten(0, (kv_heads, num_rows)).masked_fill_(hidden, float("-inf"))

@@ -12,8 +12,7 @@ class KVCache(NamedTuple):
 
     Heads come first so that (head, block) is one contiguous tile of a flat [H·N, block_size·D]
     table: gathering a row's context is one indexed copy of long runs. Block 0 is scratch: padding
-    tokens write it and nothing reads it. Blocks never written hold finite values: a score that is
-    masked still meets them, as 0 · value.
+    tokens write it and nothing reads it.
     """
 
     key: Tensor

@@ -70,7 +70,7 @@ class InstantEngine:
         if self.stats.finished // 1000 != before // 1000:
             self.resident.append((self.stats.finished, resident_mib()))
         return [
-            RequestOutput(request_id, PROMPT, TOKENS, TEXT, "stop", "</s>", LOGPROBS)
+            RequestOutput(request_id, PROMPT, TOKENS, TEXT, "stop", stop="</s>", columns=LOGPROBS)
             for request_id in done
         ]
 

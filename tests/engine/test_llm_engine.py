@@ -288,6 +288,32 @@ def test_a_row_as_large_as_the_cache_runs(tiny: DenseForCausalLM) -> None:
     assert [len(output.token_ids) for output in outputs] == [24] * 4
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_row_with_nan_fails_alone(
+    tiny_model: Callable[..., Path], device: str, poison: float
+) -> None:
+    """Its batch mates, the rows that get its blocks and those with its prefix keep their tokens."""
+    model = load(tiny_model("llama"), device)
+    requests = mixed_requests(8)
+    healthy = run(make_engine(model, small_cache(model, 120)), requests)
+    used = {i for output in healthy for i in output.prompt_token_ids + output.token_ids}
+    poisoned = min(set(range(8, VOCAB)) - used)
+    model.model.embed_tokens.weight.data[poisoned] = poison
+    params = SamplingParams(temperature=0, max_new_tokens=8, logprobs=True)
+    mixed: list[Request] = []
+    for prompt, own in requests:
+        bad = [*prompt, poisoned]
+        mixed += [(bad, params), (prompt, own), (bad + prompt, params)]
+    for config in (ROOMY, small_cache(model, 120)):
+        for i, output in enumerate(run(make_engine(model, config), mixed)):
+            if i % 3 == 1:
+                assert_same(output, healthy[i // 3], 0.0 if device == "cpu" else 1e-4)
+            else:
+                assert output.error is not None and output.error.type == "non_finite_logits"
+                assert output.finish_reason == "error" and output.token_ids == []
+
+
 def test_abort_forgets_a_row_wherever_it_is(tiny: DenseForCausalLM) -> None:
     engine = make_engine(tiny, replace(ROOMY, max_num_seqs=2))
     params = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
