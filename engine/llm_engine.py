@@ -95,7 +95,7 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.strategy = strategy
         self.stats = EngineStats()
-        self._eos_token_ids = eos_token_ids
+        self._eos = {token_id: self._token_text(token_id) for token_id in eos_token_ids}
         num_blocks = choose_num_blocks(model, config, self.max_model_len)
         self._block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         kv_caches = allocate_kv(
@@ -207,8 +207,8 @@ class LLMEngine:
             )
 
     def _stop_rule(self, prompt: list[int], params: SamplingParams) -> StopRule:
-        stop_ids = {} if params.ignore_eos else dict.fromkeys(self._eos_token_ids)
-        stop_ids |= dict.fromkeys(params.stop_token_ids)
+        stop_ids = {} if params.ignore_eos else dict(self._eos)
+        stop_ids |= {token_id: self._token_text(token_id) for token_id in params.stop_token_ids}
         strings = []
         for string in params.stop:
             # Text never shows special tokens, so a stop string that is one is found by its id.
@@ -216,13 +216,13 @@ class LLMEngine:
             if special is None:
                 strings.append(string)
             else:
-                stop_ids[special] = None
+                stop_ids[special] = string
         decoder = None
         if strings:
             assert self.tokenizer is not None
             decoder = IncrementalDecoder(self.tokenizer)
         return StopRule(
-            {token_id: self._token_text(token_id) for token_id in stop_ids},
+            stop_ids,
             tuple(strings),
             params.min_new_tokens,
             min(params.max_new_tokens, self.max_model_len - len(prompt)),
