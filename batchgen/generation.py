@@ -36,6 +36,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def generated_tokens(self) -> int:
+        """Tokens generated so far, those of unfinished requests too."""
+        ...
+
+    @property
     def stats(self) -> "DataclassInstance":
         """Counts since the engine started, for metrics.json."""
         ...
@@ -133,11 +138,12 @@ class Generation:
                 self._writer.write(finished)
                 self._count(finished)
                 progress.add(len(finished))
-            self._metrics.attempt.generate_s = round(time.monotonic() - started, 3)
+            seconds = time.monotonic() - started
+            self._metrics.attempt.generate_s = round(seconds, 3)
             if self._metrics.due():
                 self._save_metrics()
             if progress.due():
-                progress.show(self._metrics, len(self._in_flight))
+                progress.show(self._engine.generated_tokens / seconds, len(self._in_flight))
             if signals.received is not None:
                 self._save_metrics()
                 return False

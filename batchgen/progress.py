@@ -54,18 +54,18 @@ class Progress:
         """Whether it is time to show the figures that `show` takes, which cost something."""
         return time.monotonic() - self._shown >= self._interval
 
-    def show(self, metrics: Metrics, in_flight: int) -> None:
-        """Show tokens/s and how many requests the engine has."""
+    def show(self, tokens_per_s: float, in_flight: int) -> None:
+        """Show the rate and how many requests the engine has."""
         self._shown = now = time.monotonic()
         if self._is_terminal:
-            self._bar.set_postfix_str(f"{metrics.tokens_per_s:,.0f} tok/s, {in_flight} in flight")
+            self._bar.set_postfix_str(f"{tokens_per_s:,.0f} tok/s, {in_flight} in flight")
             return
         done = f"{self._rows:,}" + (f"/{self._total:,}" if self._total is not None else "")
         rate = (self._rows - self._resumed) / max(now - self._started, 1e-9)
         left = ""
         if self._total is not None and rate > 0:
             left = f", about {_duration((self._total - self._rows) / rate)} left"
-        line = f"{done} rows, {metrics.tokens_per_s:,.0f} tok/s, {in_flight} in flight{left}"
+        line = f"{done} rows, {tokens_per_s:,.0f} tok/s, {in_flight} in flight{left}"
         print(line, file=self._stream, flush=True)
 
 

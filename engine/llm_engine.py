@@ -131,6 +131,11 @@ class LLMEngine:
         """Forget a request; False if there is none of that id."""
         return self._live.pop(request_id, None) is not None and self.scheduler.abort(request_id)
 
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens generated so far, those of unfinished requests too."""
+        return self.stats.generated_tokens
+
     def has_unfinished(self) -> bool:
         return bool(self._live)
 

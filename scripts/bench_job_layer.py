@@ -54,6 +54,7 @@ class InstantEngine:
 
     def __init__(self, per_step: int) -> None:
         self.stats = Stats()
+        self.generated_tokens = 0
         self.resident: list[tuple[int, float]] = []
         self._per_step = per_step
         self._waiting: list[str] = []
@@ -67,6 +68,7 @@ class InstantEngine:
         del self._waiting[: self._per_step]
         before = self.stats.finished
         self.stats.finished += len(done)
+        self.generated_tokens += len(done) * len(TOKENS)
         if self.stats.finished // 1000 != before // 1000:
             self.resident.append((self.stats.finished, resident_mib()))
         return [

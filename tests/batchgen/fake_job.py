@@ -147,6 +147,7 @@ class FakeEngine:
 
     job: FakeJob
     stats: FakeStats = field(default_factory=FakeStats)
+    generated_tokens: int = 0
     _running: dict[str, _Running] = field(default_factory=dict)
 
     def add_request(
@@ -181,7 +182,9 @@ class FakeEngine:
             fd = os.open(self.job.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             os.write(fd, f"{running.request_id}\n".encode())
             os.close(fd)
-        return outcome(running.request_id, running.prompt, running.params)
+        output = outcome(running.request_id, running.prompt, running.params)
+        self.generated_tokens += len(output.token_ids)
+        return output
 
 
 def outcome(request_id: str, prompt: list[int], params: SamplingParams) -> RequestOutput:
