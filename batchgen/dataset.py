@@ -148,7 +148,9 @@ class RowSource:
         if self._cast:  # rows of different types: they fit into no Arrow batch
             return ([row] for row in data)
         if isinstance(data, Dataset):
-            data = data.select(range(min(start, len(data)), len(data)))
+            if start >= len(data):
+                return iter(())  # `select` refuses to start at the end
+            data = data.select(range(start, len(data)))
         return (batch.to_pylist() for batch in data.with_format("arrow").iter(batch_size=BATCH))
 
     def _ids(self) -> Iterator[str]:

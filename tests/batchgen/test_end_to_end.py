@@ -113,6 +113,20 @@ def test_the_engine_settings_do_not_change_a_byte(model: Path, rows: Path, tmp_p
     }
 
 
+@pytest.mark.parametrize("shape", ["dataset.streaming=false", "dataset.streaming=true"])
+@pytest.mark.parametrize("per_shard", [4, 11, 100])
+def test_a_complete_job_run_again_computes_nothing(
+    model: Path, rows: Path, tmp_path: Path, shape: str, per_shard: int
+) -> None:
+    arguments = [*overrides(model, rows, tmp_path / "out"), shape]
+    arguments = [*arguments, f"output.rows_per_shard={per_shard}"]
+    run(arguments)
+    before = contents(tmp_path / "out")
+    again = run(arguments)
+    assert again.exit_code == 0 and "complete already" in again.message
+    assert contents(tmp_path / "out") == before
+
+
 def test_bad_rows_are_error_rows_and_the_others_go_on(
     model: Path, rows: Path, tmp_path: Path
 ) -> None:
