@@ -71,8 +71,7 @@ class RowSource:
         self._cast = features is None
         if features is None:
             with self._reading("its first rows"):
-                rows = list(data.take(FIRST_ROWS))
-            features = Features.from_arrow_schema(pa.Table.from_pylist(rows).schema)
+                features = _features_of(list(data.take(FIRST_ROWS)))
         odd = [name for name, feature in features.items() if not _is_plain(feature)]
         self.columns = tuple(name for name in features if name not in odd)
         self._check_columns(features, odd)
@@ -218,6 +217,13 @@ class RowSource:
             if isinstance(error, OSError):
                 raise JobError(f"{text}; run the same command to go on from there") from None
             raise ConfigError(text) from None
+
+
+def _features_of(rows: list[dict[str, Any]]) -> Features:
+    """Of the columns of all rows: `pa.Table.from_pylist` takes only those of the first."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pa.table({name: [row.get(name) for row in rows] for name in names})
+    return Features.from_arrow_schema(table.schema)
 
 
 def _is_integer(kind: pa.DataType) -> bool:

@@ -321,6 +321,12 @@ WRONG: list[tuple[str, Callable[[], object], dict[str, Any], str]] = [
     ),
     ("empty file", text("a.jsonl", ""), {"path": "a.jsonl"}, r"dataset.path: a.jsonl is empty"),
     ("empty csv", text("a.csv", ""), {"path": "a.csv"}, r"dataset.path: a.csv is empty"),
+    (
+        "csv files of several types",
+        several(text("d/a.csv", "q\n1\n"), text("d/b.csv", "q\nx\n")),
+        {"path": "d"},
+        r"dataset.path: datasets cannot read 2 files, .*a.csv …: ArrowInvalid: .*",
+    ),
     ("header only", text("a.csv", "a,b\n"), {"path": "a.csv"}, r"dataset.path: a.csv has no rows"),
     (
         "broken line",
@@ -537,6 +543,17 @@ def test_a_stream_without_features_takes_those_of_its_first_rows() -> None:
         data.passthrough(rows[1100])
     assert raised.value.type == "bad_row"
     assert data.passthrough(rows[1101]) == {"i": None, "q": "z"}
+
+
+def test_a_stream_has_the_columns_of_all_its_first_rows() -> None:
+    data = stream_of(lambda: iter([{"q": "a"}, {"q": "b", "note": "n"}]))
+    assert data.columns == ("q", "note")
+    assert data.passthrough(next(data.rows())) == {"q": "a", "note": None}
+
+
+def test_first_rows_of_several_types_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read its first rows: .*'x'.* int64"):
+        stream_of(lambda: iter([{"q": 1}, {"q": "x"}]))
 
 
 def test_a_stream_that_breaks_stops_the_job() -> None:
