@@ -48,7 +48,7 @@ def resolve_model(path: str, revision: str | None = None, *, weights: bool = Tru
         ConfigError: it cannot be found or fetched; the message says what to do.
     """
     local = Path(path).expanduser()
-    on_hub = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?", path)
+    on_hub = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:/(.+\.gguf))?", path)
     if not path.startswith(PACKAGE_SCHEME) and not local.exists() and on_hub:
         return _from_hub(on_hub[1], on_hub[2], revision, weights)
     if revision is not None:

@@ -50,6 +50,8 @@ def test_a_file_of_a_package_is_found_without_importing_it(
         ("package://json.tool/m.gguf", None, "give package://PACKAGE/FILE"),
         ("package://json", None, "give package://PACKAGE/FILE"),
         ("/no/such/folder", None, "does not exist; give a folder, a .gguf file or a hub name"),
+        ("./nope", None, "does not exist; give a folder"),
+        ("../nope", None, "does not exist; give a folder"),
         ("gpt2", None, "does not exist; .* hub name, owner/name"),
         ("{tmp}/weights.bin", None, "is a file but not a .gguf file"),
         ("{tmp}", "main", r"a revision \(main\) needs a hub name"),
