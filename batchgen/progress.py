@@ -94,8 +94,8 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    minutes, rest = divmod(seconds, 60)
-    if not minutes:
-        return f"{rest:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours:.0f}:{minutes:02.0f}:{rest:02.0f}"
+    return f"{hours}:{minutes:02}:{rest:02}"
