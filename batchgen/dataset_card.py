@@ -77,10 +77,11 @@ def dataset_card(
             "## How to reproduce",
             "",
             "`config.yaml` holds every key of the job, `manifest.json` the fingerprints of its "
-            "model and dataset and the package versions. In this folder:",
+            "model and dataset and the package versions. With the absolute path of this folder, "
+            "where the job was started (its paths may be relative to that place):",
             "",
             "```",
-            'batchgen --config-path "$PWD" output.dir=again',
+            "batchgen --config-path /path/of/this/folder output.dir=again",
             "```",
             "",
         ]

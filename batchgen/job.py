@@ -1,10 +1,12 @@
 """The job: from a checked configuration to a complete output folder, each row exactly once."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -150,7 +152,16 @@ def _config_file(config: JobConfig) -> str:
         ],
         "hydra": {"run": {"dir": "."}, "output_subdir": None},
     }
-    return yaml.safe_dump({**resolved(config), **quiet}, sort_keys=False)
+    return yaml.safe_dump({**_literal(resolved(config)), **quiet}, sort_keys=False)
+
+
+def _literal(value: Any) -> Any:
+    """`value` so that OmegaConf reads back what is in it: `${` is text here, not a reference."""
+    if isinstance(value, dict):
+        return {key: _literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 @contextmanager

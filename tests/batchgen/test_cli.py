@@ -1,5 +1,6 @@
 """The command line: exit codes, messages without tracebacks, signals, sweeps."""
 
+import json
 import os
 import re
 import signal
@@ -136,6 +137,43 @@ def test_the_config_of_an_output_is_a_job(tmp_path: Path) -> None:
     found = _batchgen(tmp_path, "--config-path", str(tmp_path / "out"), "sampling.n=0")
     assert found.stderr == "batchgen: sampling.n must be at least 1, got 0\n"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+DUMMY_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def test_the_command_of_the_card_gives_the_same_shards(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(DUMMY_MODEL))
+    (tmp_path / "rows.jsonl").write_text('{"ids": [1, 2]}\n{"ids": [3]}\n')
+    first = _batchgen(
+        tmp_path,
+        *("model=dummy", "model.path=./model", "dataset=files", "dataset.path=rows.jsonl"),
+        *("prompt=tokens", "prompt.token_ids_column=ids", "sampling.max_new_tokens=4"),
+        *("model.name='a \\${name}'", "output.dir=out"),
+    )
+    assert first.returncode == 0, first.stderr
+    card = (tmp_path / "out" / "README.md").read_text()
+    command = re.search(r"^batchgen (--config-path.*)$", card, re.MULTILINE)
+    assert command is not None
+    again = _batchgen(
+        tmp_path, *command[1].replace("/path/of/this/folder", str(tmp_path / "out")).split()
+    )
+    assert again.returncode == 0, again.stderr
+    shards = [tmp_path / name / "data" / "part-00000.parquet" for name in ("out", "again")]
+    assert shards[0].read_bytes() == shards[1].read_bytes()
+    assert (tmp_path / "again" / "README.md").read_text() == card
 
 
 def test_a_sweep_runs_all_jobs_and_hides_no_failure(tmp_path: Path) -> None:
