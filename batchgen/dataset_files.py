@@ -81,8 +81,7 @@ def load_split(config: DatasetConfig) -> LoadedDataset:
         path = DEMO if config.kind == "demo" else Path(os.path.expanduser(str(config.path)))
         if path.is_dir():
             if config.name is None and (path / "dataset_dict.json").is_file():
-                splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
-                return _load_saved(path / _pick_split(splits, config), config)
+                return _load_saved(path / _pick_split(_saved_splits(path), config), config)
             if config.name is None and (path / "state.json").is_file():
                 return _load_saved(path, config)
             return _load_folder(path, config)
@@ -215,6 +214,14 @@ def _check_all_used(files: Sequence[Path], used: Sequence[Path]) -> None:
             f"dataset.path: {left_out[0]} belongs to no split, though other files are named like "
             "splits (train, test, …): name the files you mean with a glob"
         )
+
+
+def _saved_splits(folder: Path) -> list[str]:
+    file = folder / "dataset_dict.json"
+    try:
+        return [str(split) for split in json.loads(file.read_text(encoding="utf-8"))["splits"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"dataset.path: {file} is damaged: {reason(error)}") from None
 
 
 def _load_saved(folder: Path, config: DatasetConfig) -> LoadedDataset:

@@ -322,6 +322,12 @@ WRONG: list[tuple[str, Callable[[], object], dict[str, Any], str]] = [
     ("empty file", text("a.jsonl", ""), {"path": "a.jsonl"}, r"dataset.path: a.jsonl is empty"),
     ("empty csv", text("a.csv", ""), {"path": "a.csv"}, r"dataset.path: a.csv is empty"),
     (
+        "damaged dataset_dict.json",
+        text("d/dataset_dict.json", '{"splits":'),
+        {"path": "d"},
+        r"dataset.path: d/dataset_dict.json is damaged: JSONDecodeError: .*",
+    ),
+    (
         "csv files of several types",
         several(text("d/a.csv", "q\n1\n"), text("d/b.csv", "q\nx\n")),
         {"path": "d"},
