@@ -71,7 +71,7 @@ def build_strategy(config: StrategyConfig) -> Strategy:
     try:
         strategy: Strategy = instantiate({"_target_": config.target, **config.options})
     except InstantiationException as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
+        reason = " ".join(str(error.__cause__ or error).split())
         raise ConfigError(f"strategy {config.target} cannot be built: {reason}") from error
     return strategy
 

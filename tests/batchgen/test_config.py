@@ -12,11 +12,13 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
 import batchgen.conf
+from batchgen.build import build_strategy
 from batchgen.config import (
     EngineGroup,
     JobConfig,
     OutputConfig,
     SamplingConfig,
+    StrategyConfig,
     identity,
     load_config,
     resolved,
@@ -320,3 +322,8 @@ def test_jobs_of_a_sweep_have_their_own_folders(tmp_path: Path) -> None:
     assert swept.stdout.splitlines() == ["DIR outputs/multirun/0", "DIR outputs/multirun/1"]
     given = run_app(tmp_path, "--multirun", "sampling.seed=1,2", "output.dir=o/${hydra:job.num}")
     assert given.stdout.splitlines() == ["DIR o/0", "DIR o/1"]
+
+
+def test_a_strategy_that_cannot_be_imported_says_why() -> None:
+    with pytest.raises(ConfigError, match=r"^strategy no_such\.X cannot be built: .*No module"):
+        build_strategy(StrategyConfig(target="no_such.X"))
