@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from batchgen.config import JobConfig, StrategyConfig, sampling_params
+from batchgen.config import COMMON_COLUMNS, JobConfig, StrategyConfig, sampling_params
 from batchgen.dataset import open_dataset
-from batchgen.engine.llm_engine import LLMEngine, check_params
-from batchgen.engine.sampler import requested_columns
+from batchgen.engine.llm_engine import LLMEngine, check_params, output_columns
 from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError
 from batchgen.fingerprint import fingerprint_files
@@ -31,6 +30,7 @@ def job_parts(config: JobConfig) -> JobParts:
         model = open_model(config.model.path, config.model.revision, config.model.load_format)
     with _named("strategy"):
         strategy = build_strategy(config.strategy)
+    _check_columns(config.output.columns, strategy)
     params = sampling_params(config)
     with _named("sampling"):
         check_params(params, strategy, model.config.vocab_size, model.tokenizer)
@@ -56,7 +56,7 @@ def job_parts(config: JobConfig) -> JobParts:
         prompt=prompt,
         bos_id=None if model.tokenizer is None else model.tokenizer.bos_token_id,
         max_model_len=max_model_len,
-        columns=requested_columns(params),
+        columns=output_columns(params, strategy),
         # `auto` may mean another dtype on another machine, and that gives other tokens.
         fingerprints={
             "model": fingerprint_files(model_files(model.path)),
@@ -73,7 +73,19 @@ def build_strategy(config: StrategyConfig) -> Strategy:
     except InstantiationException as error:
         reason = " ".join(str(error.__cause__ or error).split())
         raise ConfigError(f"strategy {config.target} cannot be built: {reason}") from error
+    if not hasattr(strategy, "step_inputs"):
+        raise ConfigError(f"strategy._target_: {config.target} is not a Strategy")
     return strategy
+
+
+def _check_columns(columns: tuple[str, ...], strategy: Strategy) -> None:
+    known = [*COMMON_COLUMNS, *(column.name for column in strategy.columns)]
+    for name in columns:
+        if name not in known:
+            raise ConfigError(
+                f"output.columns has no column {name!r} with strategy {strategy.name}: choose "
+                f"among {', '.join(known)}"
+            )
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
@@ -80,7 +81,7 @@ class LLM:
 
         A sample's tokens depend on its prompt, parameters and those two numbers: the seed of
         `params` is the seed of the call, from which each sample's own is derived. Abandoning the
-        iterator drops what has not finished.
+        iterator drops what has not finished; an LLM serves one iterator at a time.
 
         Args:
             prompts: a list, of any mix of kinds.
@@ -117,8 +118,8 @@ class LLM:
                 self.engine.abort(request_id)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
-            return [int(str(item)) for item in prompt]
+        if not isinstance(prompt, str) and all(isinstance(item, Integral) for item in prompt):
+            return [int(cast("int", item)) for item in prompt]
         if self.tokenizer is None:
             raise ValueError("the model comes without a tokenizer: give prompts as token ids")
         if isinstance(prompt, str):

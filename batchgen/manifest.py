@@ -46,7 +46,7 @@ class Manifest:
             ConfigError: the file is not one of this version's manifests.
         """
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_text(encoding="utf-8"))
             found = values["format_version"]
             if found == FORMAT_VERSION:
                 return cls(**values)

@@ -93,7 +93,7 @@ class Metrics:
         self._earlier: list[dict[str, Any]] = []
         self.was_complete = False
         if path.exists():
-            earlier = json.loads(path.read_text())
+            earlier = json.loads(path.read_text(encoding="utf-8"))
             self._earlier = earlier["attempts"]
             self.was_complete = earlier["status"] == "complete"
         for earlier in self._earlier:

@@ -14,7 +14,7 @@ from batchgen.engine.memory import allocate_kv, choose_num_blocks
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
-from batchgen.engine.outputs import RequestError, RequestOutput, StepOutput
+from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput, StepOutput
 from batchgen.engine.sampler import SamplingInputs, requested_columns
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.scheduler import DecodeBatch, PrefillBatch, Scheduler
@@ -52,6 +52,11 @@ def check_params(
 ) -> None:
     """Raises ValueError if no request could be served with these parameters; needs no weights."""
     strategy.check(params)
+    known = [column.name for column in strategy.columns]
+    if missing := [name for name in params.columns if name not in known]:
+        raise ValueError(
+            f"strategy {strategy.name} has no column {missing[0]!r}; it has {known or 'none'}"
+        )
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the model has none: remove stop")
     if params.top_logprobs > vocab_size:
@@ -61,6 +66,12 @@ def check_params(
     unknown = [i for i in params.stop_token_ids if i >= vocab_size]
     if unknown:
         raise ValueError(f"stop_token_ids {unknown} are not in the vocabulary of {vocab_size} ids")
+
+
+def output_columns(params: SamplingParams, strategy: Strategy) -> tuple[OutputColumn, ...]:
+    """The columns that a request with these parameters returns: the sampler's, the strategy's."""
+    own = (column for column in strategy.columns if column.name in params.columns)
+    return (*requested_columns(params), *own)
 
 
 class LLMEngine:
@@ -122,7 +133,11 @@ class LLMEngine:
         prompt = list(prompt_token_ids)
         self._check_prompt(prompt, params)
         seq = Sequence(
-            request_id, prompt, params, self._stop_rule(prompt, params), requested_columns(params)
+            request_id,
+            prompt,
+            params,
+            self._stop_rule(prompt, params),
+            output_columns(params, self.strategy),
         )
         self._live[request_id] = seq
         self.scheduler.add(seq)

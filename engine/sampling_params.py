@@ -30,6 +30,7 @@ class SamplingParams:
         seed: 64-bit key of this sequence's random draws, which depend on it and on positions alone.
         logprobs: return the log-probability of every generated token.
         top_logprobs: also return the ids and log-probabilities of the K most likely tokens.
+        columns: names of the strategy's own output columns to return (`Strategy.columns`).
         logprobs_mode: `raw` is the model's own distribution, `processed` the one sampled from.
 
     Raises:
@@ -52,6 +53,7 @@ class SamplingParams:
     logprobs: bool = False
     top_logprobs: int = 0
     logprobs_mode: LogprobsMode = "raw"
+    columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -13,9 +13,10 @@ from batchgen.config.groups import (
     TextPromptConfig,
     TokensPromptConfig,
 )
-from batchgen.config.load import identity, load_config, resolved, sampling_params
+from batchgen.config.load import COMMON_COLUMNS, identity, load_config, resolved, sampling_params
 
 __all__ = [
+    "COMMON_COLUMNS",
     "ChatPromptConfig",
     "DatasetConfig",
     "EngineGroup",

@@ -15,7 +15,6 @@ from batchgen.engine.sampling_params import LogprobsMode
 from batchgen.errors import ConfigError
 
 TooLong = Literal["error", "truncate_left"]
-OUTPUT_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids")
 # What prompts.py itself gives to apply_chat_template.
 RESERVED_TEMPLATE_KWARGS = {
     "conversation",
@@ -223,12 +222,6 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         _check(bool(self.dir), "output.dir", "a folder", self.dir)
-        unknown = [name for name in self.columns if name not in OUTPUT_COLUMNS]
-        if unknown:
-            raise ConfigError(
-                f"output.columns has no column {unknown[0]!r}: choose among "
-                f"{', '.join(OUTPUT_COLUMNS)}"
-            )
         if len(set(self.columns)) != len(self.columns):
             raise ConfigError(f"output.columns names a column twice: {list(self.columns)}")
         _check(1 <= self.top_logprobs <= 100, "output.top_logprobs", "1 to 100", self.top_logprobs)

@@ -28,6 +28,8 @@ from batchgen.errors import ConfigError
 
 T = TypeVar("T")
 MISSING = "???"
+COMMON_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids")
+"""Columns of every strategy; others are declared by one (`Strategy.columns`)."""
 NUMBERS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
@@ -78,6 +80,7 @@ def sampling_params(config: JobConfig) -> SamplingParams:
             logprobs="logprobs" in columns,
             top_logprobs=config.output.top_logprobs if "top_logprobs" in columns else 0,
             logprobs_mode=config.output.logprobs_mode,
+            columns=tuple(name for name in columns if name not in COMMON_COLUMNS),
         )
     except ValueError as error:
         raise ConfigError(f"sampling.{error}") from None

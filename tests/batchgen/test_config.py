@@ -179,12 +179,6 @@ ERRORS: list[tuple[str, list[str], str]] = [
         ["prompt=text", "+prompt.user=x"],
         "prompt.user is not a key: choose among kind, text, add_special_tokens, too_long",
     ),
-    (
-        "output column",
-        ["output.columns=[logprob]"],
-        "output.columns has no column 'logprob': choose among logprobs, top_logprobs, "
-        "prompt_token_ids",
-    ),
     ("top", ["output.top_logprobs=0"], "output.top_logprobs must be 1 to 100, got 0"),
     ("shard", ["output.rows_per_shard=0"], "output.rows_per_shard must be at least 1, got 0"),
     (

@@ -185,6 +185,7 @@ MISTAKES: list[tuple[str, list[str], str]] = [
     ("column", ["output.columns=[step_map]"], "output.columns has no column 'step_map'"),
     ("top", ["output.columns=[top_logprobs]", "output.top_logprobs=101"], "top_logprobs"),
     ("strategy", ["strategy._target_=batchgen.nope.Strategy"], "strategy"),
+    ("no strategy", ["strategy._target_=os.getcwd"], "os.getcwd is not a Strategy"),
     ("another job", ["sampling.seed=4"], "sampling.seed: 3 → 4"),
 ]
 
