@@ -78,7 +78,7 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
     job cleanly; a second one at once.
 
     Raises:
-        ConfigError: a user's mistake; nothing was written.
+        ConfigError: a user's mistake; no row was computed, or the dataset is bad further on.
         JobError: output cannot be written or is damaged. Finished rows are safe.
         Exception: whatever the engine or the source raises. Finished rows are safe.
     """
@@ -174,7 +174,9 @@ def _recorded(metrics: Metrics, folder: Path) -> Iterator[None]:
         metrics.save("stopped")
         raise
     except Exception as error:
-        error.add_note(f"Finished rows are safe. {_resume(folder)}")
+        # A mistake found while the engine is built comes back with the same command.
+        if metrics.attempt.rows or not isinstance(error, ConfigError):
+            error.add_note(f"Finished rows are safe. {_resume(folder)}")
         # On a full disk this fails too, and must not hide why.
         with contextlib.suppress(JobError):
             metrics.save("failed")
