@@ -332,6 +332,39 @@ def test_abort_forgets_a_row_wherever_it_is(tiny: DenseForCausalLM) -> None:
     assert engine.scheduler.block_manager.usage == 0
 
 
+def test_abort_during_a_chunked_prefill_leaves_the_sharers_of_its_blocks(
+    tiny: DenseForCausalLM,
+) -> None:
+    engine = make_engine(tiny, small_cache(tiny, 150, max_batched_tokens=8))
+    prompt = [(i * 7) % 120 + 8 for i in range(60)]
+    params = SamplingParams(temperature=0, max_new_tokens=4, ignore_eos=True)
+    engine.add_request("gone", prompt, params)
+    for _ in range(2):
+        engine.step()
+    engine.add_request("stays", prompt, params)
+    engine.step()
+    assert engine.abort("gone")
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    assert_same(outputs[0], run(make_engine(tiny), [(prompt, params)])[0])
+    assert engine.scheduler.block_manager.usage == 0
+    assert engine.step() == []
+
+
+def test_rows_that_end_with_their_first_token_leave_nothing_behind(tiny: DenseForCausalLM) -> None:
+    engine = make_engine(tiny)
+    one = SamplingParams(temperature=0, max_new_tokens=1)
+    for batch in range(3):
+        for i in range(3):
+            engine.add_request(f"{batch}{i}", [9 + i, 10], one)
+        assert len(engine.step()) == 3
+    assert not engine.has_unfinished() and engine.step() == []
+    three = SamplingParams(temperature=0, max_new_tokens=3, ignore_eos=True)
+    (output,) = run(engine, [([9, 10], three)])
+    assert_same(output, run(make_engine(tiny), [([9, 10], three)])[0])
+
+
 def test_duplicate_ids_are_refused(tiny: DenseForCausalLM) -> None:
     engine = make_engine(tiny)
     engine.add_request("0", [9], SamplingParams())
