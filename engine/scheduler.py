@@ -105,17 +105,22 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """The next batch, None if there is no row at all."""
-        self._admit()
-        if self._prefilling:
-            return self._prefill_batch()
+        prefill = self._prefill_batch()
+        if prefill.seqs:
+            return prefill
         if self._decoding:
             return self._decode_batch()
         assert not self._waiting, "rows wait though nothing runs"
         return None
 
-    def _admit(self) -> None:
-        """Move waiting rows to prefill while tokens, rows and blocks allow, in order of arrival."""
-        budget = self.max_batched_tokens - sum(_remaining(seq) for seq in self._prefilling)
+    def _prefill_batch(self) -> PrefillBatch:
+        """Go on with the row that was cut, then admit waiting rows in order of arrival, while
+        tokens, rows and blocks allow.
+        """
+        batch = PrefillBatch([], [], [], [])
+        budget = self.max_batched_tokens
+        for seq in self._prefilling:
+            budget -= self._add_chunk(batch, seq, budget)
         while self._waiting and budget > 0 and self.num_running < self.max_num_seqs:
             seq = self._waiting[0]
             # Each running row may soon need a block: leave them that, or they preempt at once.
@@ -127,26 +132,22 @@ class Scheduler:
             if not seq.num_preemptions:
                 seq.num_cached_tokens = seq.num_computed_tokens
             self._prefilling.append(seq)
-            # Published here, before the forward, so that the next row admitted can share them.
-            chunk = min(_remaining(seq), budget)
-            self.block_manager.publish(seq, seq.num_computed_tokens + chunk)
-            budget -= chunk
-
-    def _prefill_batch(self) -> PrefillBatch:
-        batch = PrefillBatch([], [], [], [])
-        budget = self.max_batched_tokens
-        for seq in self._prefilling:
-            chunk = min(_remaining(seq), budget)
-            if not chunk:
-                break
-            self.block_manager.publish(seq, seq.num_computed_tokens + chunk)
-            if chunk == _remaining(seq):
-                batch.completing.append(len(batch.seqs))
-            batch.seqs.append(seq)
-            batch.starts.append(seq.num_computed_tokens)
-            batch.lengths.append(chunk)
-            budget -= chunk
+            budget -= self._add_chunk(batch, seq, budget)
         return batch
+
+    def _add_chunk(self, batch: PrefillBatch, seq: Sequence, budget: int) -> int:
+        """Add what the budget allows of a row; returns how many tokens that is."""
+        remaining = seq.num_tokens - seq.num_computed_tokens
+        chunk = min(remaining, budget)
+        assert chunk > 0, "at most one row is cut, and it goes first"
+        # Published before the forward, so that the next row admitted can share them.
+        self.block_manager.publish(seq, seq.num_computed_tokens + chunk)
+        if chunk == remaining:
+            batch.completing.append(len(batch.seqs))
+        batch.seqs.append(seq)
+        batch.starts.append(seq.num_computed_tokens)
+        batch.lengths.append(chunk)
+        return chunk
 
     def _decode_batch(self) -> DecodeBatch:
         new_blocks: list[tuple[int, int, int]] = []
@@ -223,7 +224,3 @@ class Scheduler:
             count = counts[i]
             rows = {name: columns[name][i, :count] for name in seq.columns}
             seq.append(token_ids[i][:count], rows)
-
-
-def _remaining(seq: Sequence) -> int:
-    return seq.num_tokens - seq.num_computed_tokens
