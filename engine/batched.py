@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.engine.transfer import upload
+
 
 def row(pad: int | float = 0) -> Any:
-    """A field with one entry per row: a Tensor [B, ...] or a host tuple of length B.
+    """A field with one entry per row: a Tensor [B, ...] on the device, or on the host a numpy
+    array [B] or a tuple of length B.
 
     Rows of different widths are padded at the end of their second axis with `pad` when batches
     are joined.
@@ -29,7 +34,7 @@ def token() -> Any:
 class Batched:
     """Base of frozen dataclasses whose every field was declared with `row` or `token`."""
 
-    def index_select(self, rows: Sequence[int]) -> Self:
+    def index_select(self, rows: npt.NDArray[np.int64]) -> Self:
         """The batch of these rows, in this order. All rows must have the same number of tokens."""
         index: Tensor | None = None
         picked: dict[str, Any] = {}
@@ -38,8 +43,11 @@ class Batched:
             if isinstance(value, tuple):
                 picked[f.name] = tuple(value[i] for i in rows)
                 continue
+            if isinstance(value, np.ndarray):
+                picked[f.name] = value[rows]
+                continue
             if index is None:
-                index = torch.tensor(rows, dtype=torch.int64, device=value.device)
+                index = upload(rows, torch.int64, value.device)
             if f.metadata["axis"] == "token":
                 per_row = value.unflatten(0, (self.num_rows, -1))
                 picked[f.name] = per_row.index_select(0, index).flatten(0, 1)
@@ -57,6 +65,9 @@ class Batched:
             values = [getattr(part, f.name) for part in parts]
             if isinstance(values[0], tuple):
                 joined[f.name] = sum(values, ())
+                continue
+            if isinstance(values[0], np.ndarray):
+                joined[f.name] = np.concatenate(values)
                 continue
             if f.metadata["axis"] == "row" and values[0].dim() > 1:
                 width = max(v.shape[1] for v in values)

@@ -82,7 +82,7 @@ class BlockManager:
             self._free.pop(block, None)
             self._owners[block] += 1
         seq.block_table.extend(cached)
-        seq.num_computed_tokens = len(cached) * self.block_size
+        seq.num_computed_tokens = seq.num_shared_tokens = len(cached) * self.block_size
         return self.reserve(seq, seq.num_tokens)
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Attributes:
         max_num_seqs: rows in flight at most.
-        max_batched_tokens: tokens per prefill batch at most.
+        max_batched_tokens: tokens per prefill batch at most; None is 8192 on a GPU and 2048 on
+            a CPU.
         max_model_len: prompt and output tokens of a row at most; None is what the model was made
             for.
         block_size: tokens per KV block.
         prefix_caching: compute a prefix that rows share only once.
         kv_cache_gib: size of the KV cache in GiB; None chooses it from free memory.
         gpu_memory_utilization: share of the GPU's memory to use if kv_cache_gib is None.
+        cuda_graph: replay decode steps as CUDA graphs; None is on a GPU only.
+        overlap: launch a step before the one before it is read; None is on a GPU only, because a
+            CPU computes within the launch.
 
     Raises:
         ValueError: a value is out of range; the message names it and says what is allowed.
     """
 
     max_num_seqs: int = 256
-    max_batched_tokens: int = 2048
+    max_batched_tokens: int | None = None
     max_model_len: int | None = None
     block_size: int = 16
     prefix_caching: bool = True
     kv_cache_gib: float | None = None
     gpu_memory_utilization: float = 0.9
+    cuda_graph: bool | None = None
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
         checks = (
             ("max_num_seqs", self.max_num_seqs >= 1, "at least 1"),
-            ("max_batched_tokens", self.max_batched_tokens >= 1, "at least 1"),
+            (
+                "max_batched_tokens",
+                self.max_batched_tokens is None or self.max_batched_tokens >= 1,
+                "at least 1",
+            ),
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
             (
                 "block_size",
@@ -49,6 +61,22 @@ class EngineConfig:
         for name, ok, allowed in checks:
             if not ok:
                 raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+
+    def resolve(self, device: torch.device) -> EngineConfig:
+        """With a value for everything that None leaves to the device (kv_cache_gib excepted).
+
+        Raises:
+            ValueError: CUDA graphs are asked for on a device that has none.
+        """
+        cuda = device.type == "cuda"
+        if self.cuda_graph and not cuda:
+            raise ValueError(f"cuda_graph is true, but the device is {device.type}: leave it null")
+        return replace(
+            self,
+            max_batched_tokens=self.max_batched_tokens or (8192 if cuda else 2048),
+            cuda_graph=cuda if self.cuda_graph is None else self.cuda_graph,
+            overlap=cuda if self.overlap is None else self.overlap,
+        )
 
     def model_len(self, longest: int) -> int:
         """Prompt and output tokens of a row at most, for a model made for `longest` tokens.

@@ -11,13 +11,28 @@ from batchgen.kernels.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
+class OutputTokens:
+    """The R tokens that the model's hidden states are wanted of.
+
+    Attributes:
+        index: [R] int64, their places among the T tokens of the forward.
+        attention: of their queries alone.
+    """
+
+    index: Tensor
+    attention: AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardContext:
     """Attributes:
     kv_caches: one per layer.
     slots: [T] int64, where each token's KV is written.
     attention: which cached tokens each query reads.
+    outputs: None stands for all tokens.
     """
 
     kv_caches: list[KVCache]
     slots: Tensor
     attention: AttentionMetadata
+    outputs: OutputTokens | None = None

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.memory import allocate_kv, choose_num_blocks
+from batchgen.engine.memory import MemoryPlan, allocate_kv, plan_memory
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
-from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput, StepOutput
+from batchgen.engine.outputs import HostCopy, OutputColumn, RequestError, RequestOutput, StepOutput
 from batchgen.engine.sampler import SamplingInputs, requested_columns
 from batchgen.engine.sampling_params import SamplingParams
-from batchgen.engine.scheduler import DecodeBatch, PrefillBatch, Scheduler
+from batchgen.engine.scheduler import DecodeBatch, PrefillBatch, ScheduledBatch, Scheduler
 from batchgen.engine.sequence import Sequence
+from batchgen.engine.step_timing import StepTimer, timed
 from batchgen.engine.stopping import IncrementalDecoder, StopRule, decode
 from batchgen.engine.strategy import Strategy
+from batchgen.engine.transfer import upload
 
 
 @dataclass
@@ -87,9 +91,14 @@ class LLMEngine:
         eos_token_ids: end a row unless it ignores EOS.
         strategy: the decoding paradigm.
         config: batch and memory sizes.
+        timer: measures the steps.
+
+    Attributes:
+        memory: what the device's memory is used for.
 
     Raises:
-        ValueError: the model does not allow `max_model_len`, or the KV cache does not fit.
+        ValueError: the model or device does not allow the configuration, or the KV cache does not
+            fit.
     """
 
     def __init__(
@@ -99,24 +108,40 @@ class LLMEngine:
         eos_token_ids: tuple[int, ...],
         strategy: Strategy,
         config: EngineConfig,
+        timer: StepTimer | None = None,
     ) -> None:
         model.pack()
+        self.config = config.resolve(model.device)
         self.max_model_len = config.model_len(model.config.max_position_embeddings)
         self.vocab_size = model.config.vocab_size
         self.tokenizer = tokenizer
         self.strategy = strategy
         self.stats = EngineStats()
+        self._timer = timer
         self._eos = {token_id: self._token_text(token_id) for token_id in eos_token_ids}
-        num_blocks = choose_num_blocks(model, config, self.max_model_len)
-        self._block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
+        self.memory: MemoryPlan = plan_memory(model, self.config, self.max_model_len)
+        self._block_manager = BlockManager(
+            self.memory.num_blocks, config.block_size, config.prefix_caching
+        )
         kv_caches = allocate_kv(
-            model.config, num_blocks, config.block_size, dtype=model.dtype, device=model.device
+            model.config,
+            self.memory.num_blocks,
+            config.block_size,
+            dtype=model.dtype,
+            device=model.device,
         )
         self._runner = ModelRunner(model, kv_caches)
+        if self.config.cuda_graph:
+            self._runner.capture(config.max_num_seqs, -(-self.max_model_len // config.block_size))
+        assert self.config.max_batched_tokens is not None
         self.scheduler = Scheduler(
-            self._block_manager, config.max_num_seqs, config.max_batched_tokens, strategy.num_slots
+            self._block_manager,
+            config.max_num_seqs,
+            self.config.max_batched_tokens,
+            strategy.num_slots,
         )
         self._live: dict[str, Sequence] = {}
+        self._launched: deque[tuple[ScheduledBatch, HostCopy]] = deque()
 
     def add_request(
         self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams
@@ -144,7 +169,11 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> bool:
         """Forget a request; False if there is none of that id."""
-        return self._live.pop(request_id, None) is not None and self.scheduler.abort(request_id)
+        seq = self._live.pop(request_id, None)
+        if seq is None:
+            return False
+        self.scheduler.abort(seq)
+        return True
 
     @property
     def generated_tokens(self) -> int:
@@ -156,31 +185,44 @@ class LLMEngine:
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Run one prefill or decode batch; returns the requests that it finished."""
+        """Launch a prefill or decode batch and read the one before it (with overlap; else itself).
+
+        Returns the requests that the batch just read finished.
+        """
         batch = self.scheduler.schedule()
-        if batch is None:
-            return []
-        step = self._prefill(batch) if isinstance(batch, PrefillBatch) else self._decode(batch)
-        finished = self.scheduler.update(batch, step.to_host())
-        self._count(batch)
+        if batch is not None:
+            self._launched.append((batch, HostCopy(self._launch(batch))))
+        # With overlap the device works on the new batch while the host reads the one before it.
+        behind = 1 if batch is not None and self.config.overlap else 0
+        finished: list[Sequence] = []
+        while len(self._launched) > behind:
+            oldest, copy = self._launched.popleft()
+            finished += self.scheduler.update(oldest, copy.wait())
+        self.stats.generated_tokens = self.scheduler.num_generated_tokens
         for seq in finished:
             del self._live[seq.request_id]
         return [self._output(seq) for seq in finished]
 
+    def _launch(self, batch: ScheduledBatch) -> StepOutput:
+        self._count(batch)
+        if isinstance(batch, PrefillBatch):
+            with timed(self._timer, "prefill", len(batch.seqs)):
+                return self._prefill(batch)
+        with timed(self._timer, "decode", len(batch.slots)):
+            return self._decode(batch)
+
     def _prefill(self, batch: PrefillBatch) -> StepOutput:
         device = self._runner.device
         inputs = _prefill_inputs(batch, device)
-        completing = torch.tensor(batch.completing, dtype=torch.int64)
-        last_tokens = torch.tensor(batch.lengths).cumsum(0)[completing] - 1
-        output = self._runner.forward(inputs, last_tokens.to(device))
+        completing = np.array(batch.completing, np.int64)
+        output = self._runner.prefill(inputs, completing)
         if not batch.completing:
-            none = torch.zeros((0, 1), dtype=torch.int64)
-            return StepOutput(none[:, 0], none, none[:, 0].bool())
+            return StepOutput.empty(device)
         sampling = self._sampling_inputs([batch.seqs[i] for i in batch.completing])
         step = self.strategy.decide(output, sampling)
         self.strategy.step_inputs.merge_prefill(
-            inputs.block_tables[completing.to(device)],
-            [inputs.context_lens[i] for i in batch.completing],
+            inputs.block_tables[upload(completing, torch.int64, device)],
+            inputs.context_lens[completing],
             sampling,
             step,
         )
@@ -189,7 +231,7 @@ class LLMEngine:
     def _decode(self, batch: DecodeBatch) -> StepOutput:
         state = self.strategy.step_inputs
         state.reindex(batch)
-        step = self.strategy.decide(self._runner.forward(state.model_inputs), state.sampling)
+        step = self.strategy.decide(self._runner.decode(state.model_inputs), state.sampling)
         state.step_decode(step)
         return step
 
@@ -285,7 +327,7 @@ class LLMEngine:
             num_preemptions=seq.num_preemptions,
         )
 
-    def _count(self, batch: PrefillBatch | DecodeBatch) -> None:
+    def _count(self, batch: ScheduledBatch) -> None:
         stats = self.stats
         stats.preemptions = self.scheduler.num_preemptions
         stats.cached_tokens = self.scheduler.num_cached_tokens
@@ -293,26 +335,26 @@ class LLMEngine:
         if isinstance(batch, PrefillBatch):
             stats.prefill_steps += 1
             stats.prefill_tokens += sum(batch.lengths)
-            stats.generated_tokens += len(batch.completing)
         else:
             stats.decode_steps += 1
-            stats.decode_rows += len(batch.seqs)
-            stats.generated_tokens += len(batch.seqs)
+            stats.decode_rows += len(batch.slots)
 
 
 def _prefill_inputs(batch: PrefillBatch, device: torch.device) -> ModelInputs:
+    lengths = np.array(batch.lengths, np.int64)
+    ends = np.array(batch.starts, np.int64) + lengths
     input_ids: list[int] = []
-    positions: list[int] = []
-    ends = [start + n for start, n in zip(batch.starts, batch.lengths, strict=True)]
-    for seq, start, end in zip(batch.seqs, batch.starts, ends, strict=True):
+    for seq, start, end in zip(batch.seqs, batch.starts, ends.tolist(), strict=True):
         input_ids += seq.token_ids[start:end]
-        positions += range(start, end)
-    width = max(len(seq.block_table) for seq in batch.seqs)
-    tables = [seq.block_table + [0] * (width - len(seq.block_table)) for seq in batch.seqs]
+    # Counts up within a row, from one row's end to the next one's start.
+    positions = np.arange(len(input_ids)) + np.repeat(ends - lengths.cumsum(), lengths)
+    tables = np.zeros((len(batch.seqs), max(len(seq.block_table) for seq in batch.seqs)), np.int64)
+    for table, seq in zip(tables, batch.seqs, strict=True):
+        table[: len(seq.block_table)] = seq.block_table
     return ModelInputs(
-        torch.tensor(input_ids, device=device),
-        torch.tensor(positions, device=device),
-        torch.tensor(tables, device=device),
-        tuple(batch.lengths),
-        tuple(ends),
+        upload(input_ids, torch.int64, device),
+        upload(positions, torch.int64, device),
+        upload(tables, torch.int64, device),
+        lengths,
+        ends,
     )

@@ -1,23 +1,29 @@
-"""How many KV blocks fit, and their allocation."""
+"""What the device's memory is used for: how many KV blocks fit, and their allocation."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from batchgen.engine.cuda_graph import row_buckets
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.model_config import ModelConfig
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
-from batchgen.engine.sampler import SamplingInputs, sample
-from batchgen.engine.sampling_params import SamplingParams
 from batchgen.kernels.kv_cache import KVCache
 
 _CPU_SHARE = 0.3
 """Of the available memory: a CPU shares its memory with everything else."""
+_GRAPH_BYTES = 8 * 2**20
+"""The driver's record of one captured decode step, with its outputs."""
+_LIBRARY_BYTES = 256 * 2**20
+"""Kernels loaded later, and the workspaces of the library of matrix products."""
 
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -45,9 +51,42 @@ def allocate_kv(
     return [KVCache(key, value) for key, value in planes]
 
 
-def choose_num_blocks(model: DenseForCausalLM, config: EngineConfig, max_model_len: int) -> int:
-    """Blocks of the KV cache, the scratch block included: as given, else what free memory allows,
-    and no more than all rows in flight at full length can fill.
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What the engine's memory is used for, in bytes.
+
+    Attributes:
+        work_space: activations of the largest prefill and sampling step, CUDA graphs; on a CPU 0,
+            because it is not reserved there.
+        num_blocks: of the KV cache, the scratch block included.
+        kv_tokens: that fit into the cache.
+        total: of the device; None for a CPU.
+    """
+
+    weights: int
+    work_space: int
+    kv_cache: int
+    num_blocks: int
+    kv_tokens: int
+    total: int | None
+
+    def __str__(self) -> str:
+        def gib(size: int) -> str:
+            return f"{size / 2**30:.2f} GiB"
+
+        parts = [f"weights {gib(self.weights)}"]
+        if self.work_space:
+            parts.append(f"work space and CUDA graphs {gib(self.work_space)}")
+        parts.append(f"KV cache {gib(self.kv_cache)} ({self.kv_tokens:,} tokens)")
+        return ", ".join(parts) + ("" if self.total is None else f" of {gib(self.total)}")
+
+
+def plan_memory(model: DenseForCausalLM, config: EngineConfig, max_model_len: int) -> MemoryPlan:
+    """Blocks of the KV cache: as given, else what free memory allows after all else, and no more
+    than all rows in flight at full length can fill.
+
+    Args:
+        config: resolved for the model's device.
 
     Raises:
         ValueError: there is no room for one row of `max_model_len` tokens if that was asked for,
@@ -55,15 +94,23 @@ def choose_num_blocks(model: DenseForCausalLM, config: EngineConfig, max_model_l
     """
     per_block = kv_bytes_per_block(model.config, config.block_size, model.dtype)
     row_blocks = -(-max_model_len // config.block_size)
-    if config.kv_cache_gib is not None:
-        room = int(config.kv_cache_gib * 2**30)
-        advice = "raise kv_cache_gib"
-    elif model.device.type == "cuda":
-        room = _free_cuda_bytes(model, config, max_model_len)
+    work_space, total = 0, None
+    if model.device.type == "cuda":
+        total = torch.cuda.get_device_properties(model.device).total_memory
+        work_space = _work_space(model, config, max_model_len)
+        room = _free_cuda_bytes(model.device, config) - work_space
         advice = "raise gpu_memory_utilization, lower max_batched_tokens or free the GPU"
     else:
         room = int(_available_cpu_bytes() * _CPU_SHARE)
         advice = "set kv_cache_gib"
+    if config.kv_cache_gib is not None:
+        asked, advice = int(config.kv_cache_gib * 2**30), "raise kv_cache_gib"
+        if total is not None and asked > room:
+            raise ValueError(
+                f"kv_cache_gib is {config.kv_cache_gib}, but {max(room, 0) / 2**30:.2f} GiB are "
+                "left after weights and work space: lower it, or raise gpu_memory_utilization"
+            )
+        room = asked
     num_blocks = min(room // per_block, config.max_num_seqs * row_blocks + 1)
     needed = row_blocks + 1 if config.max_model_len is not None else 2
     if num_blocks < needed:
@@ -72,7 +119,14 @@ def choose_num_blocks(model: DenseForCausalLM, config: EngineConfig, max_model_l
             f"{(needed - 1) * config.block_size} tokens ({needed * per_block / 2**30:.3f} GiB): "
             f"{advice}, or lower max_model_len"
         )
-    return num_blocks
+    return MemoryPlan(
+        weights=model.num_parameters * model.dtype.itemsize,
+        work_space=work_space,
+        kv_cache=num_blocks * per_block,
+        num_blocks=num_blocks,
+        kv_tokens=(num_blocks - 1) * config.block_size,
+        total=total,
+    )
 
 
 def _available_cpu_bytes() -> int:
@@ -86,44 +140,64 @@ def _available_cpu_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _free_cuda_bytes(model: DenseForCausalLM, config: EngineConfig, max_model_len: int) -> int:
-    """What is left of the allowed share after weights and the largest prefill and sampling step."""
-    device = model.device
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    _largest_step(model, config, max_model_len)
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_reserved(device)
+def _free_cuda_bytes(device: torch.device, config: EngineConfig) -> int:
+    """What is left of the allowed share of the device's memory."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    used_by_others = total - free - torch.cuda.memory_reserved(device)
-    return int(total * config.gpu_memory_utilization) - used_by_others - peak
+    return free - int(total * (1 - config.gpu_memory_utilization))
 
 
-def _largest_step(model: DenseForCausalLM, config: EngineConfig, max_model_len: int) -> None:
-    """Run the costliest step on the scratch block alone."""
+def _work_space(model: DenseForCausalLM, config: EngineConfig, max_model_len: int) -> int:
+    """Bytes that a step needs besides weights and cache: the largest prefill, measured on the
+    scratch block alone, the costliest sampling, and the largest decode step for the graphs' pool.
+    """
     kv_caches = allocate_kv(
         model.config, 2, config.block_size, dtype=model.dtype, device=model.device
     )
     runner = ModelRunner(model, kv_caches)
+    prefill = _peak(model.device, lambda: _largest_prefill(runner, config, max_model_len))
+    graphs = 0
+    if config.cuda_graph:
+        rows = config.max_num_seqs
+        tables = (rows, -(-max_model_len // config.block_size))
+        inputs = _scratch_inputs(np.ones(rows, np.int64), tables, model.device)
+        graphs = _peak(model.device, lambda: runner.decode(inputs))
+        graphs += inputs.block_tables.nbytes + len(row_buckets(rows)) * _GRAPH_BYTES
+    # A float32 copy for penalties, one for processed log-probabilities, and the logits themselves.
+    sampling = config.max_num_seqs * model.config.vocab_size * (4 + 4 + model.dtype.itemsize)
+    return prefill + graphs + sampling + _LIBRARY_BYTES
+
+
+def _peak(device: torch.device, work: Callable[[], object]) -> int:
+    """Bytes reserved while it works, beyond those of before."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_reserved(device) - before
+
+
+def _scratch_inputs(
+    lens: npt.NDArray[np.int64], tables: tuple[int, int], device: torch.device
+) -> ModelInputs:
+    positions = np.concatenate([np.arange(n) for n in lens])
+    zeros = torch.zeros(len(positions), dtype=torch.int64, device=device)
+    return ModelInputs(
+        zeros,
+        torch.as_tensor(positions, device=device),
+        torch.zeros(tables, dtype=torch.int64, device=device),
+        lens,
+        lens,
+    )
+
+
+def _largest_prefill(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> None:
+    """The largest prefill, with the head of as many rows as can end in one."""
+    assert config.max_batched_tokens is not None
     lens = [max_model_len] * (config.max_batched_tokens // max_model_len)
     if rest := config.max_batched_tokens - sum(lens):
         lens.append(rest)
-    zeros = torch.zeros(config.max_batched_tokens, dtype=torch.int64, device=model.device)
-    positions = torch.cat([torch.arange(n, device=model.device) for n in lens])
-    tables = zeros.new_zeros((len(lens), -(-max(lens) // config.block_size)))
-    inputs = ModelInputs(zeros, positions, tables, tuple(lens), tuple(lens))
-    rows = config.max_num_seqs
-    output = runner.forward(inputs, logits_of=zeros.new_zeros(rows))
-    params = SamplingParams(
-        top_k=50, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logprobs=True, top_logprobs=20
-    )
-    sampling = SamplingInputs.build(
-        params=[params] * rows,
-        prompt_lens=[1] * rows,
-        histories=[[0]] * rows,
-        stop_ids=[()] * rows,
-        capacities=[2] * rows,
-        device=model.device,
-    )
-    sample(output.logits, sampling, output.positions)
+    tables = (len(lens), -(-max(lens) // config.block_size))
+    inputs = _scratch_inputs(np.array(lens), tables, runner.device)
+    runner.prefill(inputs, np.zeros(config.max_num_seqs, np.int64))

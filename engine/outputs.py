@@ -48,13 +48,64 @@ class StepOutput:
     failed: torch.Tensor
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def to_host(self) -> StepOutput:
-        return StepOutput(
-            self.num_tokens.cpu(),
-            self.token_ids.cpu(),
-            self.failed.cpu(),
-            {name: values.cpu() for name, values in self.columns.items()},
+    @classmethod
+    def empty(cls, device: torch.device) -> StepOutput:
+        """Of no rows."""
+        none = torch.zeros((0, 1), dtype=torch.int64, device=device)
+        return cls(none[:, 0].int(), none, none[:, 0].bool())
+
+
+@dataclass(frozen=True, slots=True)
+class HostOutput:
+    """A StepOutput on the host; the same shapes, as numpy arrays."""
+
+    num_tokens: npt.NDArray[np.int32]
+    token_ids: npt.NDArray[np.int64]
+    failed: npt.NDArray[np.bool_]
+    columns: Mapping[str, npt.NDArray[Any]]
+
+
+class HostCopy:
+    """A StepOutput on its way to the host: one copy into pinned memory, which nobody waits for
+    before `wait`.
+    """
+
+    def __init__(self, step: StepOutput) -> None:
+        named = {
+            "num_tokens": step.num_tokens,
+            "token_ids": step.token_ids,
+            "failed": step.failed,
+            **step.columns,
+        }
+        # Widest elements first, so that each part starts at a multiple of its element's size.
+        parts = sorted(named.items(), key=lambda item: -item[1].itemsize)
+        self._layout = [(name, _numpy_dtype(values.dtype), values.shape) for name, values in parts]
+        packed = torch.cat([values.contiguous().view(torch.uint8).flatten() for _, values in parts])
+        self._event: torch.cuda.Event | None = None
+        if packed.is_cuda:
+            self._host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = packed
+
+    def wait(self) -> HostOutput:
+        if self._event is not None:
+            self._event.synchronize()
+        buffer, start = self._host.numpy(), 0
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for name, dtype, shape in self._layout:
+            size = dtype.itemsize * shape.numel()
+            arrays[name] = buffer[start : start + size].view(dtype).reshape(shape)
+            start += size
+        return HostOutput(
+            arrays.pop("num_tokens"), arrays.pop("token_ids"), arrays.pop("failed"), arrays
         )
+
+
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return torch.empty(0, dtype=dtype).numpy().dtype
 
 
 class RequestError(ValueError):

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.engine.admission import LengthPredictor, peak_tokens
 from batchgen.engine.block_manager import BlockManager
-from batchgen.engine.outputs import RequestError, StepOutput
+from batchgen.engine.outputs import HostOutput
+from batchgen.engine.row_table import RowTable, Slots
 from batchgen.engine.sequence import Sequence, SequenceStatus
+
+_WORTHWHILE_TOKENS = 512
+"""A prefill of fewer tokens costs a GPU nearly as much: it reads all the weights for them."""
+_WORTHWHILE_SHARE = 8
+"""One of so many rows free is too many to leave idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +30,15 @@ class PrefillBatch:
         lengths: tokens of each row's chunk.
         completing: indices of the rows whose last known token is in the chunk. They yield a token
             and join the decoding rows, in this order.
+        slots, epochs: of the completing rows.
     """
 
     seqs: list[Sequence]
     starts: list[int]
     lengths: list[int]
     completing: list[int]
+    slots: Slots
+    epochs: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +46,14 @@ class DecodeBatch:
     """The decoding rows, in the order in which they joined.
 
     Attributes:
-        seqs: B rows.
+        slots, epochs: of B rows.
         keep: where each of them stood among the rows of the previous steps, None if nothing moved.
         new_blocks: (row, index in its block table, block) for each block reserved since.
     """
 
-    seqs: list[Sequence]
-    keep: list[int] | None
+    slots: Slots
+    epochs: npt.NDArray[np.int64]
+    keep: npt.NDArray[np.int64] | None
     new_blocks: list[tuple[int, int, int]]
 
 
@@ -50,18 +63,21 @@ ScheduledBatch = PrefillBatch | DecodeBatch
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recomputation.
 
-    A step is one prefill batch or one decode batch. Rows that can be admitted are prefilled
-    first: the decode batch is then as large as the cache allows. A row gets the blocks of all its
-    known tokens when it is admitted, and those of its next tokens step by step; when they run out,
-    the row admitted last gives its blocks back and waits to be computed again. The row admitted
-    first is never preempted while others run, and each row alone fits the cache (`LLMEngine`
-    refuses those that do not), so something always advances.
+    A step is one prefill batch or one decode batch. `schedule` plans on top of the steps that were
+    launched and not read yet; `update` takes in their results, in the order of their launch.
+
+    Waiting rows are prefilled as soon as that is worth a forward. A row gets the blocks of all its
+    known tokens when it is admitted, and those of its next tokens step by step. Rows are admitted
+    as long as the cache should hold all of them until they end, by their predicted lengths. If it
+    does not after all, the row that joined last gives its blocks back and waits to be computed
+    again. The row that joined first is never preempted while others run, and each row alone fits
+    the cache (`LLMEngine` refuses those that do not), so something always advances.
 
     Args:
         block_manager: of the KV cache.
         max_num_seqs: rows in flight at most.
         max_batched_tokens: tokens per prefill batch at most.
-        num_slots: KV slots beyond a row's computed tokens that its next decode step may write.
+        num_slots: KV slots that a row's decode step may write.
     """
 
     def __init__(
@@ -69,7 +85,7 @@ class Scheduler:
         block_manager: BlockManager,
         max_num_seqs: int,
         max_batched_tokens: int,
-        num_slots: Callable[[Sequence], int],
+        num_slots: int,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
@@ -77,150 +93,189 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self._num_slots = num_slots
+        self._lengths = LengthPredictor()
         self._waiting: deque[Sequence] = deque()
-        self._prefilling: list[Sequence] = []
-        self._decoding: list[Sequence] = []
-        self._step_rows: list[Sequence] = []  # the rows that the strategy's StepInputs hold
+        self._prefilling: Sequence | None = None  # the row that the last prefill batch cut
+        self._table = RowTable(max_num_seqs)
+        # The rows that the strategy's StepInputs hold, in order.
+        self._slots = np.empty(0, np.int64)
+        self._epochs = np.empty(0, np.int64)
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+    def num_generated_tokens(self) -> int:
+        """Committed since the start."""
+        return self._table.num_committed
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The rows that own blocks."""
+        cut = [] if self._prefilling is None else [self._prefilling]
+        return [*cut, *self._table.rows]
 
     @property
     def num_running(self) -> int:
-        return len(self._prefilling) + len(self._decoding)
+        return (self._prefilling is not None) + len(self._table)
 
     def add(self, seq: Sequence) -> None:
         self._waiting.append(seq)
 
-    def abort(self, request_id: str) -> bool:
-        """Drop a request wherever it is; False if it is not here."""
-        for queue in (self._waiting, self._prefilling, self._decoding):
-            for seq in queue:
-                if seq.request_id == request_id:
-                    queue.remove(seq)
-                    self.block_manager.free(seq)
-                    return True
-        return False
+    def abort(self, seq: Sequence) -> None:
+        """Drop an unfinished row wherever it is."""
+        if seq.status is SequenceStatus.WAITING:
+            self._waiting.remove(seq)
+        elif seq is self._prefilling:
+            self._prefilling = None
+        else:
+            self._table.remove(seq)
+        self.block_manager.free(seq)
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next batch, None if there is no row at all."""
-        prefill = self._prefill_batch()
-        if prefill.seqs:
-            return prefill
-        if self._decoding:
-            return self._decode_batch()
-        assert not self._waiting, "rows wait though nothing runs"
-        return None
+        """The next batch, which the caller launches before anything else. None if there is none
+        until the launched steps are read.
+        """
+        if self._prefilling is not None or self._is_prefill_worthwhile():
+            prefill = self._prefill_batch()
+            if prefill.seqs:
+                return prefill
+        return self._decode_batch()
+
+    def _is_prefill_worthwhile(self) -> bool:
+        free = min(self.max_num_seqs - self.num_running, len(self._waiting))
+        if not free:
+            return False
+        if free == len(self._waiting) or free * _WORTHWHILE_SHARE >= self.max_num_seqs:
+            return True
+        return sum(self._waiting[i].num_tokens for i in range(free)) >= _WORTHWHILE_TOKENS
 
     def _prefill_batch(self) -> PrefillBatch:
         """Go on with the row that was cut, then admit waiting rows in order of arrival, while
         tokens, rows and blocks allow.
         """
-        batch = PrefillBatch([], [], [], [])
+        seqs: list[Sequence] = []
+        starts: list[int] = []
+        lengths: list[int] = []
+        completing: list[int] = []
         budget = self.max_batched_tokens
-        for seq in self._prefilling:
-            budget -= self._add_chunk(batch, seq, budget)
-        while self._waiting and budget > 0 and self.num_running < self.max_num_seqs:
-            seq = self._waiting[0]
-            # Each running row may soon need a block: leave them that, or they preempt at once.
-            if not self.block_manager.admit(seq, headroom=self.num_running):
+        while budget:
+            seq = self._prefilling or self._admit_next()
+            if seq is None:
                 break
-            self._waiting.popleft()
-            seq.status = SequenceStatus.RUNNING
-            self.num_cached_tokens += seq.num_computed_tokens
-            if not seq.num_preemptions:
-                seq.num_cached_tokens = seq.num_computed_tokens
-            self._prefilling.append(seq)
-            budget -= self._add_chunk(batch, seq, budget)
-        return batch
+            chunk = min(seq.num_tokens - seq.num_computed_tokens, budget)
+            budget -= chunk
+            seqs.append(seq)
+            starts.append(seq.num_computed_tokens)
+            lengths.append(chunk)
+            seq.num_computed_tokens += chunk
+            # Published before the forward, so that the next row admitted can share them.
+            self.block_manager.publish(seq, seq.num_computed_tokens)
+            self._prefilling = seq
+            if seq.num_computed_tokens == seq.num_tokens:
+                self._prefilling = None
+                self._table.add(seq, len(seq.block_table) * self.block_manager.block_size)
+                completing.append(len(seqs) - 1)
+        slots = np.array([seqs[i].slot for i in completing], np.int64)
+        epochs = self._table.epochs[slots]
+        self._slots = np.append(self._slots, slots)
+        self._epochs = np.append(self._epochs, epochs)
+        return PrefillBatch(seqs, starts, lengths, completing, slots, epochs)
 
-    def _add_chunk(self, batch: PrefillBatch, seq: Sequence, budget: int) -> int:
-        """Add what the budget allows of a row; returns how many tokens that is."""
-        remaining = seq.num_tokens - seq.num_computed_tokens
-        chunk = min(remaining, budget)
-        assert chunk > 0, "at most one row is cut, and it goes first"
-        # Published before the forward, so that the next row admitted can share them.
-        self.block_manager.publish(seq, seq.num_computed_tokens + chunk)
-        if chunk == remaining:
-            batch.completing.append(len(batch.seqs))
-        batch.seqs.append(seq)
-        batch.starts.append(seq.num_computed_tokens)
-        batch.lengths.append(chunk)
-        return chunk
+    def _admit_next(self) -> Sequence | None:
+        """The first waiting row, with blocks for all its known tokens, if it can run now."""
+        if not self._waiting or self.num_running == self.max_num_seqs:
+            return None
+        seq = self._waiting[0]
+        # Each running row may soon need a block: leave them that, or they preempt at once.
+        if not self._will_fit(seq) or not self.block_manager.admit(seq, self.num_running):
+            return None
+        self._waiting.popleft()
+        seq.status = SequenceStatus.RUNNING
+        self.num_cached_tokens += seq.num_computed_tokens
+        if not seq.num_preemptions:
+            seq.num_cached_tokens = seq.num_computed_tokens
+        return seq
 
-    def _decode_batch(self) -> DecodeBatch:
+    def _will_fit(self, seq: Sequence) -> bool:
+        """The cache should hold the running rows and this one until they end."""
+        table = self._table
+        if not len(table):
+            return True
+        slots = np.flatnonzero(table.occupied)
+        tokens = table.num_tokens[slots] + table.launched[slots]
+        tokens = np.append(tokens, seq.num_tokens)
+        prompts = np.append(table.prompt_lens[slots], seq.num_prompt_tokens)
+        limits = np.append(table.max_tokens[slots], seq.max_tokens) - prompts
+        exact = np.append(table.exact[slots], seq.stop.exact_length)
+        generated = tokens - prompts
+        remaining = self._lengths.predict(generated, limits, exact) - generated
+        # What a row shares is counted with the row that computed it.
+        prefix = len(self.block_manager.find_prefix(seq)) * self.block_manager.block_size
+        shared = np.append(table.shared[slots], prefix)
+        peak = peak_tokens(tokens - shared + self.block_manager.block_size, remaining)
+        return peak <= self.block_manager.capacity
+
+    def _decode_batch(self) -> DecodeBatch | None:
+        table = self._table
+        stay = table.epochs[self._slots] == self._epochs
+        stay &= ~table.ends_by_length(self._slots)
+        keep = np.flatnonzero(stay)
+        slots = self._slots[keep]
+        steps = table.launched[slots] + 1
+        needed = np.minimum(
+            table.num_tokens[slots] - 1 + steps * self._num_slots, table.max_tokens[slots]
+        )
+        lacking = np.flatnonzero(needed > table.reserved[slots])
+        if len(slots) < len(table) and self._lacks_blocks(slots[lacking], needed[lacking]):
+            return None  # rows that end with the launched steps will free theirs
         new_blocks: list[tuple[int, int, int]] = []
-        for row, seq in enumerate(list(self._decoding)):
-            if seq.status is not SequenceStatus.RUNNING:
-                break  # preempted below, with every row after it
+        count = len(slots)
+        for row in lacking.tolist():
+            if row >= count:
+                break  # preempted, like all after it
+            seq = table[slots[row]]
             before = len(seq.block_table)
-            while not self.block_manager.reserve(
-                seq, seq.num_computed_tokens + self._num_slots(seq)
-            ):
-                victim = self._decoding.pop()
-                self._preempt(victim)
-                if victim is seq:
+            while not self.block_manager.reserve(seq, needed[row]):
+                count -= 1
+                self._preempt(table[slots[count]])
+                if row == count:
                     break
             else:
+                table.reserved[slots[row]] = len(seq.block_table) * self.block_manager.block_size
                 blocks = seq.block_table[before:]
                 new_blocks += [(row, before + i, block) for i, block in enumerate(blocks)]
-        assert self._decoding, "a row that fits alone could not be scheduled alone"
-        keep = None
-        if self._decoding != self._step_rows:
-            row_of = {id(seq): i for i, seq in enumerate(self._step_rows)}
-            keep = [row_of[id(seq)] for seq in self._decoding]
-            self._step_rows = list(self._decoding)
-        return DecodeBatch(self._step_rows, keep, new_blocks)
+        assert count or not len(lacking), "a row that fits alone could not be scheduled alone"
+        if not count:
+            return None
+        keep, slots = keep[:count], slots[:count]
+        moved = len(keep) < len(self._slots)
+        self._slots, self._epochs = slots, table.epochs[slots]
+        table.launched[slots] += 1
+        return DecodeBatch(slots, self._epochs, keep if moved else None, new_blocks)
+
+    def _lacks_blocks(self, slots: Slots, needed: npt.NDArray[np.int64]) -> bool:
+        missing = -(-(needed - self._table.reserved[slots]) // self.block_manager.block_size)
+        return int(missing.sum()) > self.block_manager.num_free
 
     def _preempt(self, seq: Sequence) -> None:
+        self._table.remove(seq)
+        self.block_manager.publish(seq, seq.num_computed_tokens)  # it may find them again
         self.block_manager.free(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.appendleft(seq)
 
-    def update(self, batch: ScheduledBatch, step: StepOutput) -> list[Sequence]:
+    def update(self, batch: ScheduledBatch, step: HostOutput) -> list[Sequence]:
         """Commit what a step produced; returns the rows that finished.
 
         Args:
-            batch: that was run.
-            step: on the host; a row for each decoding row, or for each completing prefill row.
+            batch: the oldest that was launched and not updated.
+            step: a row for each decoding row, or for each completing prefill row.
         """
-        if isinstance(batch, PrefillBatch):
-            for seq, length in zip(batch.seqs, batch.lengths, strict=True):
-                seq.num_computed_tokens += length
-            producing = [batch.seqs[i] for i in batch.completing]
-            del self._prefilling[: len(producing)]
-            self._decoding += producing
-            self._step_rows = self._step_rows + producing
-        else:
-            producing = batch.seqs
-        self._append(producing, step)
-        finished = [seq for seq in producing if seq.status is SequenceStatus.FINISHED]
-        for seq in producing:
+        finished = self._table.commit(batch.slots, batch.epochs, step)
+        for seq in finished:
+            self._table.remove(seq)
             self.block_manager.publish(seq, seq.num_computed_tokens)
-        if finished:
-            self._decoding = [s for s in self._decoding if s.status is SequenceStatus.RUNNING]
-            for seq in finished:
-                self.block_manager.free(seq)
+            self.block_manager.free(seq)
+            if seq.error is None:
+                self._lengths.observe(seq.num_generated)
         return finished
-
-    @staticmethod
-    def _append(seqs: Iterable[Sequence], step: StepOutput) -> None:
-        counts, failed = step.num_tokens.tolist(), step.failed.tolist()
-        token_ids = step.token_ids.tolist()
-        columns = {name: values.numpy() for name, values in step.columns.items()}
-        for i, seq in enumerate(seqs):
-            if failed[i]:
-                seq.fail(
-                    RequestError(
-                        "non_finite_logits",
-                        f"the model gave NaN or infinite logits at token {seq.num_tokens}: its "
-                        "weights are damaged, or it needs dtype bfloat16 or float32",
-                    )
-                )
-                continue
-            count = counts[i]
-            rows = {name: columns[name][i, :count] for name in seq.columns}
-            seq.append(token_ids[i][:count], rows)

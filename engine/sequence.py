@@ -53,15 +53,18 @@ class ColumnBuffer:
 class Sequence:
     """Token history, columns and KV ownership of one request.
 
-    `token_ids` holds committed tokens only, prompt first; no placeholder ever enters it. The KV of
-    its first `num_computed_tokens` tokens is in the blocks of `block_table`, which may reach
-    further: those slots are reserved.
+    `token_ids` holds committed tokens only, prompt first; no placeholder ever enters it. While the
+    row decodes, `RowTable` counts its tokens and holds the newest. The KV of its first
+    `num_computed_tokens` tokens is, or will be once the launched forwards have run, in the blocks
+    of `block_table`, which may reach further: those slots are reserved.
 
     Attributes:
+        slot: its place in the RowTable while it decodes.
         columns: requested output columns, one buffer each, a row per generated token.
         stop: when the row ends.
         block_hashes: prefix-cache digests of its first full blocks.
         num_published_blocks: of its blocks, how many others may share.
+        num_shared_tokens: of its computed tokens, those found in the prefix cache.
         num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
     """
 
@@ -71,10 +74,12 @@ class Sequence:
     stop: StopRule
     requested_columns: tuple[OutputColumn, ...]
     status: SequenceStatus = SequenceStatus.WAITING
+    slot: int | None = None
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_published_blocks: int = 0
+    num_shared_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
@@ -101,19 +106,15 @@ class Sequence:
         return self.num_prompt_tokens + self.stop.max_new_tokens
 
     def append(self, token_ids: list[int], columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Commit new tokens with their columns [n, *tail], all cut at the first stop among them.
+        """Commit new tokens with their columns [n, *tail].
 
         The KV of everything before the last token is computed once the forward that produced it
         is done, so that is what `num_computed_tokens` becomes.
         """
-        stop = self.stop.first(token_ids, self.num_generated)
-        if stop is not None:
-            token_ids = token_ids[: stop.num_tokens]
-            self.finish(stop.reason, stop.text)
         self.token_ids.extend(token_ids)
         self.num_computed_tokens = self.num_tokens - 1
         for name, buffer in self.columns.items():
-            buffer.extend(columns[name][: len(token_ids)])
+            buffer.extend(columns[name])
             assert len(buffer) == self.num_generated, f"column {name} lost step with the tokens"
 
     def fail(self, error: RequestError) -> None:

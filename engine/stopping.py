@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from batchgen.engine.outputs import FinishReason
-
 _REPLACEMENT = "\ufffd"
-
-
-class Stop(NamedTuple):
-    """The first stop among new tokens: how many of them are kept, the last one included."""
-
-    num_tokens: int
-    reason: FinishReason
-    text: str | None
 
 
 class IncrementalDecoder:
@@ -74,41 +63,32 @@ class StopRule:
     decoder: IncrementalDecoder | None = None
     text_before_stop: str | None = None
 
-    def first(self, token_ids: list[int], num_generated: int) -> Stop | None:
-        """The first stop if these tokens follow `num_generated` committed ones."""
+    @property
+    def exact_length(self) -> bool:
+        """The row ends after max_new_tokens and never before."""
+        return not self.stop_ids and not self.strings
+
+    def find_string(self, token_ids: Iterable[int], num_generated: int) -> tuple[int, str] | None:
+        """The first stop string that ends within tokens which follow `num_generated` others.
+
+        Returns:
+            How many of the tokens are kept, and the string; of several strings that one token
+            ends, the one that starts first.
+        """
+        assert self.decoder is not None
         for count, token_id in enumerate(token_ids, start=1):
-            new_text_start = self._follow(token_id)
-            total = num_generated + count
-            if total >= self.min_new_tokens:
-                if token_id in self.stop_ids:
-                    return Stop(count, "stop", self.stop_ids[token_id])
-                string = self._find_string(new_text_start)
-                if string is not None:
-                    return Stop(count, "stop", string)
-            if total >= self.max_new_tokens:
-                return Stop(count, "length", None)
+            new_text_start = len(self.decoder.text)
+            self.decoder.push(token_id)
+            if num_generated + count < self.min_new_tokens:
+                continue
+            text = self.decoder.text
+            matches = []
+            for string in self.strings:
+                at = text.find(string, max(0, new_text_start - len(string) + 1))
+                if at >= 0:
+                    matches.append((at, string))
+            if matches:
+                at, string = min(matches)
+                self.text_before_stop = text[:at]
+                return count, string
         return None
-
-    def _follow(self, token_id: int) -> int:
-        """Decode the token; returns where its text starts."""
-        if self.decoder is None:
-            return 0
-        start = len(self.decoder.text)
-        self.decoder.push(token_id)
-        return start
-
-    def _find_string(self, new_text_start: int) -> str | None:
-        """The stop string that starts first among those that end in the new text."""
-        if self.decoder is None:
-            return None
-        text = self.decoder.text
-        matches = []
-        for string in self.strings:
-            at = text.find(string, max(0, new_text_start - len(string) + 1))
-            if at >= 0:
-                matches.append((at, string))
-        if not matches:
-            return None
-        at, string = min(matches)
-        self.text_before_stop = text[:at]
-        return string

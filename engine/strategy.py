@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from batchgen.engine.model_inputs import ModelInputs
@@ -12,7 +14,6 @@ from batchgen.engine.outputs import OutputColumn, StepOutput
 from batchgen.engine.sampler import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.scheduler import DecodeBatch
-from batchgen.engine.sequence import Sequence
 
 
 class StepInputs(Protocol):
@@ -27,7 +28,7 @@ class StepInputs(Protocol):
     def merge_prefill(
         self,
         block_tables: Tensor,
-        context_lens: list[int],
+        context_lens: npt.NDArray[np.int64],
         sampling: SamplingInputs,
         step: StepOutput,
     ) -> None: ...
@@ -43,20 +44,19 @@ class Strategy(Protocol):
     Attributes:
         name: as the configuration calls it.
         columns: output columns it can produce besides the sampler's.
+        num_slots: KV slots that a row's decode step may write, and tokens that it may yield.
         step_inputs: all that it remembers between steps.
     """
 
     name: str
     columns: tuple[OutputColumn, ...]
+    num_slots: int
 
     @property
     def step_inputs(self) -> StepInputs: ...
 
     def check(self, params: SamplingParams) -> None:
         """Raises ValueError, naming the option, if it cannot honour the parameters."""
-
-    def num_slots(self, seq: Sequence) -> int:
-        """KV slots that the row's next decode step may write, beyond its computed tokens."""
 
     def decide(self, output: ModelOutput, sampling: SamplingInputs) -> StepOutput:
         """Turn the logits of a forward into tokens and columns, a row for each sampled row."""

@@ -1,23 +1,38 @@
 """Causal attention of new tokens over the paged KV cache (PagedAttention, Kwon et al. 2023).
 
-The PyTorch reference computes one fixed-size chunk of context after another and adds the chunks in
-order, so a token's result has the same bits whatever else is in the batch, however its row was
-chunked and however far other rows' contexts reach.
+On a GPU two Triton kernels share the work: `attention_decode` for rows of few queries each,
+`attention_prefill` for all else. The PyTorch reference, which runs on CPUs, computes one fixed-size
+chunk of context after another and adds the chunks in order, so a token's result has the same bits
+whatever else is in the batch, however its row was chunked and however far other rows' contexts
+reach.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.kernels.attention_decode import (
+    MAX_QUERIES,
+    SPLIT_TOKENS,
+    DecodePlan,
+    paged_attention_decode,
+    plan_decode,
+)
+from batchgen.kernels.attention_prefill import paged_attention_prefill, plan_prefill
 from batchgen.kernels.kv_cache import KVCache
 
 CHUNK = 64
 """Context tokens per chunk. A multiple of every block size."""
+_ENOUGH_PROGRAMS = 128
+"""So many (row, KV head) pairs fill a GPU. With fewer, contexts are cut shorter."""
+_LONG_SPLIT_TOKENS = 2048
+"""Most rows need no combination of splits then, which costs up to a tenth (H100, 256 rows)."""
 _ROW_MULTIPLE = 4
 """CPU matrix products give a row the same bits at any row count that is a multiple of this."""
 _CPU_GATHER_BYTES = 4 * 2**20
@@ -39,7 +54,7 @@ class AttentionMetadata:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     block_tables: Tensor
-    _plans: dict[tuple[int, ...], _Plan] = field(default_factory=dict, init=False, repr=False)
+    _plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +98,55 @@ def paged_attention(q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: f
         scale: of the scores.
 
     Returns:
-        [T, num_heads, head_dim], dtype of q; scores and sums are float32.
+        [T, num_heads, head_dim], dtype of q; scores and sums are float32. NaN for queries that
+        read a token whose key or value was not finite.
     """
+    run = _paged_attention_triton if q.is_cuda else paged_attention_reference
+    return run(q, cache, meta, scale)
+
+
+def _paged_attention_triton(
+    q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: float
+) -> Tensor:
+    kv_heads, _, block_size, head_dim = cache.key.shape
+    num_heads = q.shape[1]
+    shape = (num_heads, kv_heads, block_size, head_dim)
+    plan = meta._plans.get(shape)
+    if plan is None:
+        width = meta.query_lens[0] if len(set(meta.query_lens)) == 1 else None
+        if width is not None and width * num_heads // kv_heads <= MAX_QUERIES:
+            few = len(meta.query_lens) * kv_heads < _ENOUGH_PROGRAMS
+            split = SPLIT_TOKENS if few else _LONG_SPLIT_TOKENS
+            plan = plan_decode(
+                meta.positions, meta.block_tables, width, block_size, split_tokens=split
+            )
+        else:
+            plan = plan_prefill(
+                meta.query_lens,
+                q.device,
+                num_heads=num_heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                dtype=q.dtype,
+                context_lens=meta.context_lens,
+            )
+        meta._plans[shape] = plan
+    if isinstance(plan, DecodePlan):
+        return paged_attention_decode(q, cache, meta.positions, meta.block_tables, scale, plan)
+    return paged_attention_prefill(q, cache, meta.positions, meta.block_tables, scale, plan)
+
+
+def paged_attention_reference(
+    q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: float
+) -> Tensor:
+    """`paged_attention` in PyTorch."""
     shape = (q.shape[1], *cache.key.shape)
     plan = meta._plans.get(shape)
     if plan is None:
         plan = meta._plans[shape] = _make_plan(q.shape[1], cache, meta)
     out = torch.empty_like(q)
     for group in plan.groups:
-        result = _attend(q[group.tokens], cache, plan, group, scale, only_finite=False)
-        if not result.isfinite().all():
-            result = _attend(q[group.tokens], cache, plan, group, scale, only_finite=True)
-        out[group.tokens] = result
+        out[group.tokens] = _attend(q[group.tokens], cache, plan, group, scale)
     return out
 
 
@@ -139,16 +191,8 @@ def _make_group(
     return _Group(tokens, width, limits, chunks)
 
 
-def _attend(
-    q: Tensor, cache: KVCache, plan: _Plan, group: _Group, scale: float, *, only_finite: bool
-) -> Tensor:
-    """q [rows · width, num_heads, D] → the same shape.
-
-    Args:
-        only_finite: keep values that are not finite (of a row that overflows, or left behind by
-            one) from the queries that do not see them: 0 times NaN is NaN. Queries that do see
-            them give NaN. The others get the same bits either way.
-    """
+def _attend(q: Tensor, cache: KVCache, plan: _Plan, group: _Group, scale: float) -> Tensor:
+    """q [rows · width, num_heads, D] → the same shape."""
     kv_heads, _, _, head_dim = cache.key.shape
     num_rows, padded = group.limits.shape
     heads_per_kv = q.shape[1] // kv_heads
@@ -168,10 +212,6 @@ def _attend(
         key = _gather(cache.key, blocks, plan.keys)
         value = _gather(cache.value, blocks, plan.values)
         score = torch.bmm(qs, key.transpose(1, 2))
-        if only_finite:
-            finite = value.isfinite().all(-1, keepdim=True)
-            value = torch.where(finite, value, 0.0)
-            score.masked_fill_(~finite.transpose(1, 2), float("nan"))
         context = torch.arange(number * CHUNK, (number + 1) * CHUNK, device=q.device)
         hidden = context > group.limits.unsqueeze(-1)
         score.unflatten(0, (kv_heads, num_rows)).masked_fill_(hidden, float("-inf"))

@@ -5,6 +5,9 @@ it. That rules out `sum` and `logsumexp` over the vocabulary, whose order of add
 depends on the number of rows; `softmax`, `log_softmax` and `cumsum` have one order. Functions named
 `apply_…` and `filter_…` overwrite the logits they are given, [R, V] float32 and contiguous, and
 return them. A logit is finite, or -inf where the token is excluded.
+
+On CUDA the functions run the Triton kernels of `sampling_triton`, `filter_triton` and
+`penalties_triton`; the engine's sampler calls those itself where they do several steps at once.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.kernels import filter_triton, penalties_triton, sampling_triton
 from batchgen.kernels.philox import Stream, gumbel_noise, philox, philox_at
 
 _INF = float("inf")
@@ -33,6 +37,10 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> 
     Returns:
         [R] int64; of equal scores the lowest id, and 0 for a row with every token excluded.
     """
+    if logits.is_cuda:
+        ones = torch.ones_like(seeds, dtype=torch.float32)
+        arguments = (logits, logits, ones, None, seeds, positions, greedy, None)
+        return sampling_triton.draw(*arguments).token_ids
     if logits.device.type != "cpu":
         words = philox(seeds, positions, 0, Stream.SAMPLE, logits.shape[1])
         return (logits + gumbel_noise(words).masked_fill_(greedy.unsqueeze(1), 0)).argmax(-1)
@@ -93,6 +101,10 @@ def apply_penalties(
     """
     if not history.shape[1]:
         return logits
+    if logits.is_cuda:
+        return penalties_triton.apply_penalties(
+            logits, history, prompt_lens, repetition, presence, frequency
+        )
     rows = _active_rows(history[:, 0] >= 0)
     history = history[rows]
     known = history >= 0
@@ -122,6 +134,8 @@ def apply_ban(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
         token_ids: [R, S] int64; ids outside the vocabulary (as the filling -1) are ignored.
         banned: [R] bool, rows whose tokens are excluded.
     """
+    if logits.is_cuda:
+        return penalties_triton.apply_ban(logits, token_ids, banned)
     active = (token_ids >= 0) & (token_ids < logits.shape[1]) & banned.unsqueeze(1)
     place = torch.where(active, token_ids, 0)
     before = logits.gather(1, place)
@@ -154,6 +168,10 @@ def filter_top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p
         top_p: [R] float32; 1 is off. A token is kept if less than top_p lies strictly before it.
         min_p: [R] float32, relative to the most likely token; 0 is off.
     """
+    if logits.is_cuda:
+        ones = torch.ones_like(min_p)
+        threshold = filter_triton.thresholds(logits, ones, top_k, top_p, min_p)
+        return logits.masked_fill_(logits < threshold.unsqueeze(1), -_INF)
     threshold = torch.full_like(min_p, -_INF)
     limited = _active_rows((top_k > 0) & (top_k < logits.shape[1]))
     if len(limited):
@@ -212,6 +230,10 @@ def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         ids [R, k] int32 and log-probabilities [R, k] float32. Where fewer than k tokens are not
         excluded, the rest is id -1 with -inf.
     """
+    if logits.is_cuda:
+        ones = torch.ones_like(logits[:, 0], dtype=torch.float32)
+        raw = torch.zeros_like(ones, dtype=torch.bool)
+        return filter_triton.top_logprobs(logits, logits, ones, None, raw, k)
     logprobs = logits.float().log_softmax(-1)
     width = min(k, logits.shape[1])
     if logits.device.type == "cpu":

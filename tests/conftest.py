@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+# Triton decides when a kernel is defined: before any import of the project.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,

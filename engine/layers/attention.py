@@ -3,13 +3,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.forward_context import ForwardContext
+from batchgen.engine.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.linear import Linear, MergedLinear
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.model_config import ModelConfig
 from batchgen.kernels.attention import paged_attention
-from batchgen.kernels.kv_cache import write_kv
-from batchgen.kernels.rotary import apply_rotary
+from batchgen.kernels.qkv import prepare_qkv
 
 
 class Attention(nn.Module):
@@ -20,7 +19,8 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_index = layer_index
-        self.head_dim = config.head_dim
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.norm_eps = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
         parts = {
             "q_proj": config.num_heads * config.head_dim,
@@ -37,18 +37,35 @@ class Attention(nn.Module):
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm:
-            eps = config.rms_norm_eps
+            eps = self.norm_eps
             self.q_norm = RMSNorm(config.head_dim, eps, device=device, dtype=dtype)
             self.k_norm = RMSNorm(config.head_dim, eps, device=device, dtype=dtype)
 
-    def forward(self, hidden: Tensor, cos_sin: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T, hidden_size] → [T, hidden_size]; writes the tokens' KV into this layer's cache."""
-        qkv = self.qkv_proj(hidden).split(list(self.qkv_proj.parts.values()), dim=-1)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in qkv)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary(q, k, cos_sin)
+    def forward(
+        self,
+        hidden: Tensor,
+        cos_sin: Tensor,
+        ctx: ForwardContext,
+        outputs: OutputTokens | None = None,
+    ) -> Tensor:
+        """[T, hidden_size] → [T, hidden_size], or [R, hidden_size] of the R output tokens.
+
+        Writes the KV of all T tokens into this layer's cache.
+        """
         cache = ctx.kv_caches[self.layer_index]
-        write_kv(k, v, cache, ctx.slots)
-        out: Tensor = self.o_proj(paged_attention(q, cache, ctx.attention, self.scale).flatten(1))
+        q = prepare_qkv(
+            self.qkv_proj(hidden),
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.norm_eps,
+            cos_sin,
+            cache,
+            ctx.slots,
+            self.num_heads,
+            self.num_kv_heads,
+        )
+        attention = ctx.attention
+        if outputs is not None:
+            q, attention = q[outputs.index], outputs.attention
+        out: Tensor = self.o_proj(paged_attention(q, cache, attention, self.scale).flatten(1))
         return out

@@ -6,17 +6,17 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from batchgen.engine.forward_context import ForwardContext
+from batchgen.engine.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.attention import Attention
 from batchgen.engine.layers.linear import Linear, MergedLinear, empty_parameter
 from batchgen.engine.layers.mlp import GatedMLP
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import RotaryTable
 from batchgen.engine.model_config import ModelConfig
+from batchgen.kernels.embedding import embedding
 
 
 class Embedding(nn.Module):
@@ -28,7 +28,7 @@ class Embedding(nn.Module):
         self.weight = empty_parameter(*shape, device=device, dtype=dtype)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return F.embedding(input_ids, self.weight)
+        return embedding(input_ids, self.weight)
 
 
 class DecoderLayer(nn.Module):
@@ -43,14 +43,23 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps, device=device, dtype=dtype)
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, cos_sin: Tensor, ctx: ForwardContext
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        cos_sin: Tensor,
+        ctx: ForwardContext,
+        outputs: OutputTokens | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The block's output and the residual it is still to be added to, [T, hidden_size] each."""
+        """The block's output and the residual it is still to be added to, [T, hidden_size] each,
+        or [R, hidden_size] of the R output tokens.
+        """
         if residual is None:
             hidden, residual = self.input_layernorm(hidden), hidden
         else:
             hidden, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn(hidden, cos_sin, ctx)
+        hidden = self.self_attn(hidden, cos_sin, ctx, outputs)
+        if outputs is not None:
+            residual = residual[outputs.index]
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
         return self.mlp(hidden), residual
 
@@ -71,8 +80,10 @@ class Decoder(nn.Module):
         hidden: Tensor = self.embed_tokens(input_ids)
         cos_sin = self.rotary(positions)
         residual = None
-        for layer in self.layers:
+        # The last layer's KV is written for all tokens; the rest of it only for the outputs.
+        for layer in self.layers[:-1]:
             hidden, residual = layer(hidden, residual, cos_sin, ctx)
+        hidden, residual = self.layers[-1](hidden, residual, cos_sin, ctx, ctx.outputs)
         assert residual is not None
         return self.norm.add(hidden, residual)[0]
 
@@ -103,6 +114,7 @@ class DenseForCausalLM(nn.Module, ABC):
         )
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
     @classmethod
     @abstractmethod
@@ -124,7 +136,7 @@ class DenseForCausalLM(nn.Module, ABC):
             ctx: the T tokens' KV slots and attention metadata.
 
         Returns:
-            [T, hidden_size], in the model's dtype.
+            [T, hidden_size] in the model's dtype, or [R, hidden_size] of ctx.outputs.
         """
         hidden: Tensor = self.model(input_ids, positions, ctx)
         return hidden

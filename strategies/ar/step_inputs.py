@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.outputs import StepOutput
 from batchgen.engine.sampler import SamplingInputs
+from batchgen.engine.transfer import upload
 from batchgen.strategies.base.step_inputs import StepInputs
 
 
@@ -19,18 +22,18 @@ class ARStepInputs(StepInputs):
     def merge_prefill(
         self,
         block_tables: Tensor,
-        context_lens: list[int],
+        context_lens: npt.NDArray[np.int64],
         sampling: SamplingInputs,
         step: StepOutput,
     ) -> None:
-        positions = torch.tensor(context_lens, device=step.token_ids.device)
+        positions = upload(context_lens, torch.int64, step.token_ids.device)
         self._add_rows(
             ModelInputs(
                 input_ids=step.token_ids[:, 0],
                 positions=positions,
                 block_tables=block_tables,
-                query_lens=(1,) * len(positions),
-                context_lens=tuple(length + 1 for length in context_lens),
+                query_lens=np.ones_like(context_lens),
+                context_lens=context_lens + 1,
             ),
             sampling.append(step.token_ids, step.num_tokens, positions),
         )
@@ -43,5 +46,5 @@ class ARStepInputs(StepInputs):
             inputs,
             input_ids=step.token_ids[:, 0],
             positions=positions,
-            context_lens=tuple(length + 1 for length in inputs.context_lens),
+            context_lens=inputs.context_lens + 1,
         )

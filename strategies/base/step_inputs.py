@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,13 +15,15 @@ from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.outputs import StepOutput
 from batchgen.engine.sampler import SamplingInputs
 from batchgen.engine.scheduler import DecodeBatch
+from batchgen.engine.transfer import upload
 
 
 class StepInputs(ABC):
     """All state of a paradigm that lives between steps, on the device.
 
     Prefill: forward → `merge_prefill`. Decode: `reindex` → forward → `step_decode`. Its rows are
-    those of the last decode batch, then those prefilled since, in order.
+    those of the last decode batch, then those prefilled since, in order. Nothing here waits for the
+    device: a step's tokens become the next one's inputs without the host having seen them.
     """
 
     def __init__(self) -> None:
@@ -41,7 +45,7 @@ class StepInputs(ABC):
     def merge_prefill(
         self,
         block_tables: Tensor,
-        context_lens: list[int],
+        context_lens: npt.NDArray[np.int64],
         sampling: SamplingInputs,
         step: StepOutput,
     ) -> None:
@@ -49,7 +53,7 @@ class StepInputs(ABC):
 
         Args:
             block_tables: [B, N] int64, of the rows.
-            context_lens: tokens of each row whose KV is computed.
+            context_lens: [B], tokens of each row whose KV is computed.
             sampling: their sampling rows, before `step`.
             step: what they produced.
         """
@@ -65,11 +69,12 @@ class StepInputs(ABC):
             self._sampling = self.sampling.index_select(batch.keep)
         if batch.new_blocks:
             tables = self.model_inputs.block_tables
-            rows, columns, blocks = torch.tensor(batch.new_blocks, device=tables.device).T
-            width = 1 + max(column for _, column, _ in batch.new_blocks)
-            # Doubled, so that the copy is rare; entries not in use name the scratch block.
-            grow = 2 * width - tables.shape[1] if width > tables.shape[1] else 0
-            tables = F.pad(tables, (0, grow))
+            new = np.array(batch.new_blocks, np.int64)
+            width = 1 + int(new[:, 1].max())
+            if width > tables.shape[1]:
+                # Doubled, so that the copy is rare; entries not in use name the scratch block.
+                tables = F.pad(tables, (0, 2 * width - tables.shape[1]))
+            rows, columns, blocks = upload(new, torch.int64, tables.device).unbind(1)
             tables[rows, columns] = blocks
             self._model_inputs = replace(self.model_inputs, block_tables=tables)
 

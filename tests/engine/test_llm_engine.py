@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -14,8 +15,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from batchgen.engine.admission import LengthPredictor
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loader import load_model
@@ -27,10 +30,33 @@ from batchgen.strategies.ar.strategy import ARStrategy
 EOS = 7
 VOCAB = 128
 ROOMY = EngineConfig(max_num_seqs=64, max_batched_tokens=512, kv_cache_gib=0.01)
+SIMPLE = replace(ROOMY, overlap=False, cuda_graph=False, prefix_caching=False)
 Request = tuple[list[int], SamplingParams]
 
-
+PLAIN = {"overlap": False}
+OVERLAP = {"overlap": True}
+GPU_MODES: list[dict[str, Any]] = [
+    {"cuda_graph": graph, "overlap": overlap}
+    for graph in (False, True)
+    for overlap in (False, True)
+]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def on_every_device(changes: Sequence[dict[str, Any]], on_gpu: int) -> pytest.MarkDecorator:
+    """Parameters (device, changes of the configuration), each with every mode of the loop; a GPU
+    gets the first `on_gpu` changes only.
+    """
+    cases = [("cpu", change | mode) for mode in (PLAIN, OVERLAP) for change in changes]
+    gpu = [("cuda", change | mode) for mode in GPU_MODES for change in changes[:on_gpu]]
+    return pytest.mark.parametrize(
+        ("device", "changes"),
+        [*cases, *(pytest.param(*case, marks=pytest.mark.gpu) for case in gpu)],
+        ids=str,
+    )
+
+
+both_loops = pytest.mark.parametrize("mode", [PLAIN, OVERLAP], ids=["plain", "overlap"])
 
 
 def load(folder: Path, device: str = "cpu") -> DenseForCausalLM:
@@ -42,8 +68,12 @@ def tiny(tiny_model: Callable[..., Path]) -> DenseForCausalLM:
     return load(tiny_model("llama"))
 
 
-def make_engine(model: DenseForCausalLM, config: EngineConfig = ROOMY) -> LLMEngine:
-    return LLMEngine(model, None, (EOS,), ARStrategy(), config)
+def make_engine(
+    model: DenseForCausalLM,
+    config: EngineConfig = ROOMY,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+) -> LLMEngine:
+    return LLMEngine(model, tokenizer, (EOS,), ARStrategy(), config)
 
 
 def small_cache(model: DenseForCausalLM, tokens: int, **changes: Any) -> EngineConfig:
@@ -63,10 +93,21 @@ def run(engine: LLMEngine, requests: Sequence[Request]) -> list[RequestOutput]:
         for output in engine.step():
             assert output.request_id not in outputs
             outputs[output.request_id] = output
-        running = [*engine.scheduler._prefilling, *engine.scheduler._decoding]
+        running = engine.scheduler.running
         engine.scheduler.block_manager.check_integrity(running)
     assert engine.scheduler.block_manager.usage == 0
+    assert engine.scheduler.num_running == 0
     return [outputs[str(i)] for i in range(len(requests))]
+
+
+@pytest.fixture
+def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admission takes every row to end with its next token, so that rows are preempted."""
+    expect_short_rows(monkeypatch)
+
+
+def expect_short_rows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LengthPredictor, "predict", lambda self, generated, limits, exact: generated)
 
 
 def assert_same(one: RequestOutput, other: RequestOutput, atol: float = 0.0) -> None:
@@ -107,44 +148,59 @@ def mixed_requests(count: int, seed: int = 0) -> list[Request]:
     return requests
 
 
-def test_every_option_mixed_in_one_batch_equals_each_alone(tiny: DenseForCausalLM) -> None:
-    requests = mixed_requests(20)
-    together = run(make_engine(tiny), requests)
-    for request, output in zip(requests, together, strict=True):
-        assert_same(run(make_engine(tiny), [request])[0], output)
+@pytest.fixture(scope="module")
+def alone(tiny: DenseForCausalLM) -> Callable[[int, int], RequestOutput]:
+    """`alone(seed, i)` → row i of `mixed_requests(_, seed)`, run by itself."""
+
+    @functools.cache
+    def run_alone(seed: int, i: int) -> RequestOutput:
+        return run(make_engine(tiny, SIMPLE), [mixed_requests(i + 1, seed)[i]])[0]
+
+    return run_alone
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "changes",
+@both_loops
+def test_every_option_mixed_in_one_batch_equals_each_alone(
+    tiny: DenseForCausalLM, alone: Callable[[int, int], RequestOutput], mode: dict[str, Any]
+) -> None:
+    together = run(make_engine(tiny, replace(ROOMY, **mode)), mixed_requests(20))
+    for i, output in enumerate(together):
+        assert_same(alone(0, i), output)
+
+
+@on_every_device(
     [
         {},
-        {"prefix_caching": False},
         {"max_num_seqs": 3},
+        {"max_num_seqs": 17, "block_size": 16, "max_batched_tokens": 100},
+        {"prefix_caching": False},
         {"max_batched_tokens": 7, "block_size": 2},
-        {"block_size": 16, "max_batched_tokens": 100},
     ],
-    ids=str,
+    on_gpu=3,
 )
+@pytest.mark.usefixtures("hopeful")
 def test_chunking_preemption_and_caching_change_nothing(
-    tiny_model: Callable[..., Path], changes: dict[str, Any], device: str
+    tiny_model: Callable[..., Path], device: str, changes: dict[str, Any]
 ) -> None:
     model = load(tiny_model("llama"), device)
-    requests = mixed_requests(24)
-    expected = run(make_engine(model), requests)
+    requests = mixed_requests(20)
+    expected = run(make_engine(model, SIMPLE), requests)
     engine = make_engine(model, small_cache(model, 120, **changes))
     # A GPU's matrix products round differently at different sizes.
     atol = 0.0 if device == "cpu" else 1e-4
     for one, other in zip(run(engine, requests), expected, strict=True):
         assert_same(one, other, atol)
-    if "max_num_seqs" not in changes:
+    if changes.get("max_num_seqs") != 3:
         assert engine.stats.preemptions > 0
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_any_schedule_gives_the_same_rows(tiny: DenseForCausalLM, data: st.DataObject) -> None:
-    requests = mixed_requests(8, seed=data.draw(st.integers(0, 3), label="rows"))
+def test_any_schedule_gives_the_same_rows(
+    tiny: DenseForCausalLM, alone: Callable[[int, int], RequestOutput], data: st.DataObject
+) -> None:
+    seed = data.draw(st.integers(0, 3), label="rows")
+    requests = mixed_requests(8, seed)
     order = data.draw(st.permutations(range(8)), label="order")
     config = small_cache(
         tiny,
@@ -153,10 +209,14 @@ def test_any_schedule_gives_the_same_rows(tiny: DenseForCausalLM, data: st.DataO
         max_batched_tokens=data.draw(st.integers(1, 80), label="max_batched_tokens"),
         block_size=data.draw(st.sampled_from([1, 2, 4, 8]), label="block_size"),
         prefix_caching=data.draw(st.booleans(), label="prefix_caching"),
+        overlap=data.draw(st.booleans(), label="overlap"),
     )
-    outputs = run(make_engine(tiny, config), [requests[i] for i in order])
+    with pytest.MonkeyPatch.context() as patch:
+        if data.draw(st.booleans(), label="hopeful admission"):
+            expect_short_rows(patch)
+        outputs = run(make_engine(tiny, config), [requests[i] for i in order])
     for i, output in zip(order, outputs, strict=True):
-        assert_same(run(make_engine(tiny), [requests[i]])[0], output)
+        assert_same(alone(seed, i), output)
 
 
 LLAMA3 = {
@@ -189,6 +249,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("hopeful")
 def test_greedy_equals_transformers_under_chunking_and_preemption(
     tiny_model: Callable[..., Path], kind: str, config: dict[str, Any], device: str
 ) -> None:
@@ -196,7 +257,7 @@ def test_greedy_equals_transformers_under_chunking_and_preemption(
     model = load(folder, device)
     params = SamplingParams(temperature=0, max_new_tokens=20, logprobs=True, ignore_eos=True)
     greedy = [(prompt, params) for prompt, _ in mixed_requests(12)]
-    engine = make_engine(model, small_cache(model, 110))
+    engine = make_engine(model, small_cache(model, 110, overlap=True))
     outputs = run(engine, [*greedy, *mixed_requests(12)])
     assert engine.stats.preemptions > 0 and engine.stats.cached_tokens > 0
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -220,7 +281,8 @@ def test_samples_of_one_prompt_compute_it_once(tiny: DenseForCausalLM) -> None:
         assert_same(run(make_engine(tiny), [(prompt, p)])[0], output)
 
 
-def test_stops(tiny: DenseForCausalLM) -> None:
+@both_loops
+def test_stops(tiny: DenseForCausalLM, mode: dict[str, Any]) -> None:
     greedy = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     prompt = [20, 30, 40]
     free = run(make_engine(tiny), [(prompt, greedy)])[0]
@@ -232,11 +294,66 @@ def test_stops(tiny: DenseForCausalLM) -> None:
         (prompt, replace(greedy, max_new_tokens=first + 1, stop_token_ids=(target,))),
         (prompt, replace(greedy, max_new_tokens=1)),
     ]
-    stopped, at_limit, one = run(make_engine(tiny), requests)
+    stopped, at_limit, one = run(make_engine(tiny, replace(ROOMY, **mode)), requests)
     assert stopped.token_ids == free.token_ids[: first + 1]
     assert (stopped.finish_reason, stopped.stop) == ("stop", str(target))
     assert at_limit.finish_reason == "stop"
     assert one.token_ids == free.token_ids[:1] and one.finish_reason == "length"
+
+
+def spelling_tokenizer() -> PreTrainedTokenizerFast:
+    """Token i spells the letters of i in base 3, so that most strings span tokens."""
+    spelt = {
+        "abc"[i % 3] + "xyz"[i // 3 % 3] + "uvw"[i // 9 % 3] + str(i // 27): i for i in range(VOCAB)
+    }
+    raw = Tokenizer(models.WordLevel(spelt, unk_token=next(iter(spelt))))
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=raw)
+
+
+@both_loops
+@pytest.mark.usefixtures("hopeful")
+def test_stop_strings_end_rows_at_the_same_token_in_any_loop(
+    tiny: DenseForCausalLM, mode: dict[str, Any]
+) -> None:
+    tokenizer = spelling_tokenizer()
+    rng = random.Random(0)
+    requests: list[Request] = []
+    for i, (prompt, _) in enumerate(mixed_requests(12)):
+        params = SamplingParams(seed=i, max_new_tokens=20, ignore_eos=True, logprobs=True)
+        requests.append((prompt, params))
+    free = run(make_engine(tiny, SIMPLE, tokenizer), requests)
+    stopping = []
+    for (prompt, params), output in zip(requests, free, strict=True):
+        start = rng.randrange(40, 74)
+        strings = (output.text[start : start + 6], "never")
+        stopping.append((prompt, replace(params, stop=strings)))
+    engine = make_engine(tiny, small_cache(tiny, 80, **mode), tokenizer)
+    outputs = run(engine, stopping)
+    for (_, params), output, longer in zip(stopping, outputs, free, strict=True):
+        string = params.stop[0]
+        count = next(n for n in range(21) if string in tokenizer.decode(longer.token_ids[:n]))
+        assert output.token_ids == longer.token_ids[:count]
+        assert (output.finish_reason, output.stop) == ("stop", string)
+        assert output.text == longer.text[: longer.text.index(string)]
+        np.testing.assert_array_equal(
+            output.columns["logprobs"], longer.columns["logprobs"][:count], strict=True
+        )
+    assert engine.stats.preemptions > 0
+    assert engine.generated_tokens == sum(len(output.token_ids) for output in outputs)
+
+
+@both_loops
+@pytest.mark.usefixtures("hopeful")
+def test_tokens_are_counted_once_and_dropped_ones_never(
+    tiny: DenseForCausalLM, mode: dict[str, Any]
+) -> None:
+    engine = make_engine(tiny, small_cache(tiny, 120, **mode))
+    outputs = run(engine, mixed_requests(20))
+    assert engine.stats.preemptions > 0
+    total = sum(len(output.token_ids) for output in outputs)
+    assert engine.generated_tokens == total
+    assert engine.stats.generated_tokens == total
 
 
 def test_min_new_tokens_forbids_every_stop_until_then(tiny: DenseForCausalLM) -> None:
@@ -288,15 +405,15 @@ def test_a_row_as_large_as_the_cache_runs(tiny: DenseForCausalLM) -> None:
     assert [len(output.token_ids) for output in outputs] == [24] * 4
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_every_device([{}], on_gpu=1)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_row_with_nan_fails_alone(
-    tiny_model: Callable[..., Path], device: str, poison: float
+    tiny_model: Callable[..., Path], device: str, changes: dict[str, Any], poison: float
 ) -> None:
     """Its batch mates, the rows that get its blocks and those with its prefix keep their tokens."""
     model = load(tiny_model("llama"), device)
     requests = mixed_requests(8)
-    healthy = run(make_engine(model, small_cache(model, 120)), requests)
+    healthy = run(make_engine(model, SIMPLE), requests)
     used = {i for output in healthy for i in output.prompt_token_ids + output.token_ids}
     poisoned = min(set(range(8, VOCAB)) - used)
     model.model.embed_tokens.weight.data[poisoned] = poison
@@ -305,7 +422,7 @@ def test_a_row_with_nan_fails_alone(
     for prompt, own in requests:
         bad = [*prompt, poisoned]
         mixed += [(bad, params), (prompt, own), (bad + prompt, params)]
-    for config in (ROOMY, small_cache(model, 120)):
+    for config in (replace(ROOMY, **changes), small_cache(model, 120, **changes)):
         for i, output in enumerate(run(make_engine(model, config), mixed)):
             if i % 3 == 1:
                 assert_same(output, healthy[i // 3], 0.0 if device == "cpu" else 1e-4)
@@ -314,8 +431,39 @@ def test_a_row_with_nan_fails_alone(
                 assert output.finish_reason == "error" and output.token_ids == []
 
 
-def test_abort_forgets_a_row_wherever_it_is(tiny: DenseForCausalLM) -> None:
-    engine = make_engine(tiny, replace(ROOMY, max_num_seqs=2))
+@on_every_device([{}], on_gpu=1)
+@pytest.mark.usefixtures("hopeful")
+def test_a_row_that_fails_while_it_decodes_keeps_what_it_had(
+    tiny_model: Callable[..., Path], device: str, changes: dict[str, Any]
+) -> None:
+    """A token is poisoned that rows generate: a row fails when it reads it, and not before."""
+    model = load(tiny_model("llama"), device)
+    requests = [
+        (prompt, replace(params, logprobs=True, stop_token_ids=(), min_new_tokens=0))
+        for prompt, params in mixed_requests(16)
+    ]
+    healthy = run(make_engine(model, SIMPLE), requests)
+    generated = [i for output in healthy for i in output.token_ids[3:-3] if i != EOS]
+    poisoned = max(set(generated), key=generated.count)
+    model.model.embed_tokens.weight.data[poisoned] = float("nan")
+    num_failed = 0
+    for config in (replace(ROOMY, **changes), small_cache(model, 120, **changes)):
+        for output, before in zip(run(make_engine(model, config), requests), healthy, strict=True):
+            read = [*before.prompt_token_ids, *before.token_ids[:-1]]
+            if poisoned not in read:
+                assert_same(output, before, 0.0 if device == "cpu" else 1e-4)
+                continue
+            num_failed += 1
+            count = max(0, read.index(poisoned) + 1 - len(before.prompt_token_ids))
+            assert output.error is not None and output.error.type == "non_finite_logits"
+            assert output.token_ids == before.token_ids[:count]
+            assert all(len(values) == count for values in output.columns.values())
+    assert 2 < num_failed < 30
+
+
+@both_loops
+def test_abort_forgets_a_row_wherever_it_is(tiny: DenseForCausalLM, mode: dict[str, Any]) -> None:
+    engine = make_engine(tiny, replace(ROOMY, max_num_seqs=2, **mode))
     params = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
     prompts = [[20 + i, 30, 40] for i in range(4)]
     for i, prompt in enumerate(prompts):
@@ -332,10 +480,39 @@ def test_abort_forgets_a_row_wherever_it_is(tiny: DenseForCausalLM) -> None:
     assert engine.scheduler.block_manager.usage == 0
 
 
-def test_abort_during_a_chunked_prefill_leaves_the_sharers_of_its_blocks(
+@both_loops
+@pytest.mark.parametrize("aborts_after", range(6))
+def test_an_abort_and_its_id_again_at_any_moment(
     tiny: DenseForCausalLM,
+    alone: Callable[[int, int], RequestOutput],
+    mode: dict[str, Any],
+    aborts_after: int,
 ) -> None:
-    engine = make_engine(tiny, small_cache(tiny, 150, max_batched_tokens=8))
+    """What is on its way for the aborted row reaches neither its slot's nor its id's next one."""
+    requests = mixed_requests(6)
+    engine = make_engine(tiny, replace(ROOMY, max_num_seqs=2, **mode))
+    for i, (prompt, params) in enumerate(requests[:3]):
+        engine.add_request(str(i), prompt, params)
+    outputs: dict[str, RequestOutput] = {}
+    for _ in range(aborts_after):
+        outputs.update({output.request_id: output for output in engine.step()})
+    aborted = [name for name in ("0", "1", "2") if name not in outputs and engine.abort(name)]
+    assert engine.scheduler.block_manager.usage == 0 and not engine.has_unfinished()
+    for name in aborted:
+        engine.add_request(name, *requests[int(name)])
+    for i, (prompt, params) in enumerate(requests[3:], start=3):
+        engine.add_request(str(i), prompt, params)
+    while engine.has_unfinished():
+        outputs.update({output.request_id: output for output in engine.step()})
+    for i in range(6):
+        assert_same(outputs[str(i)], alone(0, i))
+
+
+@both_loops
+def test_abort_during_a_chunked_prefill_leaves_the_sharers_of_its_blocks(
+    tiny: DenseForCausalLM, mode: dict[str, Any]
+) -> None:
+    engine = make_engine(tiny, small_cache(tiny, 150, max_batched_tokens=8, **mode))
     prompt = [(i * 7) % 120 + 8 for i in range(60)]
     params = SamplingParams(temperature=0, max_new_tokens=4, ignore_eos=True)
     engine.add_request("gone", prompt, params)
@@ -352,13 +529,17 @@ def test_abort_during_a_chunked_prefill_leaves_the_sharers_of_its_blocks(
     assert engine.step() == []
 
 
-def test_rows_that_end_with_their_first_token_leave_nothing_behind(tiny: DenseForCausalLM) -> None:
-    engine = make_engine(tiny)
+@both_loops
+def test_rows_that_end_with_their_first_token_leave_nothing_behind(
+    tiny: DenseForCausalLM, mode: dict[str, Any]
+) -> None:
+    engine = make_engine(tiny, replace(ROOMY, **mode))
     one = SamplingParams(temperature=0, max_new_tokens=1)
     for batch in range(3):
         for i in range(3):
             engine.add_request(f"{batch}{i}", [9 + i, 10], one)
-        assert len(engine.step()) == 3
+        # Nothing is left to launch before the last step is read.
+        assert len([output for _ in range(1 + mode["overlap"]) for output in engine.step()]) == 3
     assert not engine.has_unfinished() and engine.step() == []
     three = SamplingParams(temperature=0, max_new_tokens=3, ignore_eos=True)
     (output,) = run(engine, [([9, 10], three)])

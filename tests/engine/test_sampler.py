@@ -1,7 +1,7 @@
 """The law of every sampling option, alone and mixed, against an independent numpy reference."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from batchgen.engine.sampler import (
     process,
     requested_columns,
     sample,
+    sample_fused,
 )
 from batchgen.engine.sampling_params import SamplingParams
 
@@ -69,6 +70,7 @@ def build(
     prompt: Sequence[int] = PROMPT,
     output: Sequence[int] = OUTPUT,
     stop_ids: Sequence[int] = STOP_IDS,
+    device: torch.device = CPU,
 ) -> SamplingInputs:
     count = len(params)
     return SamplingInputs.build(
@@ -77,7 +79,7 @@ def build(
         [[*prompt, *output]] * count,
         [stop_ids] * count,
         [len(prompt) + p.max_new_tokens for p in params],
-        CPU,
+        device,
     )
 
 
@@ -222,7 +224,7 @@ def test_rows_keep_their_results_when_reordered_and_joined() -> None:
     logits = numbers(len(params), 60, seed=3) * 3
     positions = torch.full((len(params),), POSITION)
     step = sample(logits, build(params), positions)
-    order = np.random.default_rng(0).permutation(len(params)).tolist()
+    order = np.random.default_rng(0).permutation(len(params))
     joined = SamplingInputs.concat([build(params[:5]), build(params[5:])])
     assert joined.params == tuple(params)
     again = sample(logits[order], joined.index_select(order), positions)
@@ -317,7 +319,7 @@ def test_append_advances_histories_as_if_built_anew() -> None:
     assert (sampling.history[1] == -1).all()
     new = torch.tensor([[7, 8, 9], [1, 1, 1], [6, 6, 6]])
     added = sampling.append(new, torch.tensor([3, 3, 1]), torch.full((3,), POSITION))
-    assert torch.equal(sampling.history, build(params).history), "the old inputs are unchanged"
+    assert added is sampling, "in place: a copy of all histories every step would cost too much"
     assert torch.equal(added.history[:2], build(params, output=[*OUTPUT, 7, 8, 9]).history[:2])
     assert torch.equal(added.history[2], build(params, output=[*OUTPUT, 6]).history[2])
 
@@ -328,6 +330,16 @@ def test_append_ignores_tokens_past_the_end_of_a_row() -> None:
         torch.tensor([[7, 8, 9]]), torch.tensor([3]), torch.tensor([POSITION])
     ).append(torch.tensor([[1]]), torch.tensor([1]), torch.tensor([POSITION + 3]))
     assert added.history.tolist() == [[*PROMPT, *OUTPUT, 7]]
+
+
+def test_appending_to_picked_or_joined_rows_leaves_the_others_alone() -> None:
+    params = [SamplingParams(repetition_penalty=1.5, max_new_tokens=6)] * 2
+    first, second = build(params), build(params)
+    for other in (first.index_select(np.array([1, 0])), SamplingInputs.concat([first, second])):
+        count = other.num_rows
+        other.append(torch.full((count, 1), 9), torch.ones(count), torch.full((count,), POSITION))
+        assert (other.history[:, POSITION] == 9).all()
+    assert torch.equal(first.history, build(params).history)
 
 
 def test_a_batch_without_penalties_keeps_no_history() -> None:
@@ -428,14 +440,11 @@ def test_off_the_cpu_nothing_waits_for_the_device() -> None:
     """Meta tensors have no data: reading one raises."""
     params = mixed_params()
     count = len(params)
-    sampling = SamplingInputs.build(
-        params,
-        [len(PROMPT)] * count,
-        [PROMPT + OUTPUT] * count,
-        [STOP_IDS] * count,
-        [300] * count,
-        torch.device("meta"),
-    )
+    values: dict[str, Any] = {}
+    for f in fields(SamplingInputs):
+        value = getattr(build(params), f.name)
+        values[f.name] = value.to("meta") if isinstance(value, torch.Tensor) else value
+    sampling = SamplingInputs(**values)
     logits = torch.empty(count, 500, dtype=torch.bfloat16, device="meta")
     positions = torch.empty(count, dtype=torch.int64, device="meta")
     step = sample(logits, sampling, positions)
@@ -444,18 +453,43 @@ def test_off_the_cpu_nothing_waits_for_the_device() -> None:
     sampling.append(step.token_ids, step.num_tokens, positions)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_kernels_sample_what_the_reference_samples(dtype: torch.dtype) -> None:
+    params = mixed_params()
+    count = len(params)
+    logits = (numbers(count, 700, seed=9) * 3).to(dtype)
+    logits[5, 699] = float("nan")
+    logits[6] = -INF
+    positions = torch.full((count,), POSITION)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sampling = build(params, device=torch.device(device))
+    step = sample_fused(logits.to(device), sampling, positions.to(device))
+    expected = sample(logits, build(params), positions)
+    assert step.failed.nonzero().squeeze(1).tolist() == [5, 6]
+    assert torch.equal(step.num_tokens.cpu(), expected.num_tokens)
+    assert step.columns.keys() == expected.columns.keys()
+    for i, p in enumerate(params):
+        if i in (5, 6):
+            continue
+        assert torch.equal(step.token_ids[i].cpu(), expected.token_ids[i])
+        for name, values in row_of(expected, i, p).items():
+            found = row_of(step, i, p)[name].cpu()
+            torch.testing.assert_close(found, values, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_samples_what_the_cpu_samples() -> None:
     params = mixed_params()
     count = len(params)
     logits = numbers(count, 5000, seed=9) * 3
     positions = torch.full((count,), POSITION)
-    rows = ([len(PROMPT)] * count, [PROMPT + OUTPUT] * count, [STOP_IDS] * count, [300] * count)
-    on_cuda = SamplingInputs.build(params, *rows, torch.device("cuda"))
-    step = sample(logits.cuda(), on_cuda, positions.cuda()).to_host()
+    on_cuda = build(params, device=torch.device("cuda"))
+    step = sample(logits.cuda(), on_cuda, positions.cuda())
     expected = sample(logits, build(params), positions)
-    assert torch.equal(step.token_ids, expected.token_ids)
+    assert torch.equal(step.token_ids.cpu(), expected.token_ids)
     for i, p in enumerate(params):
         for name, values in row_of(expected, i, p).items():
-            torch.testing.assert_close(row_of(step, i, p)[name], values, rtol=1e-4, atol=1e-5)
+            found = row_of(step, i, p)[name].cpu()
+            torch.testing.assert_close(found, values, rtol=1e-4, atol=1e-5)
+    law = process(logits.cuda(), on_cuda, positions.cuda()).cpu()
+    torch.testing.assert_close(law, process(logits, build(params), positions))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from batchgen.engine.stopping import IncrementalDecoder, Stop, StopRule, decode
+from batchgen.engine.stopping import IncrementalDecoder, StopRule, decode
 
 TEXT = "the cat sat on the mat. STOP the end. über straße 日本語 🙂 the the cat"
 
@@ -30,15 +30,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_rule(
-    tokenizer: PreTrainedTokenizerFast,
-    strings: tuple[str, ...],
-    min_new_tokens: int = 0,
-    max_new_tokens: int = 1000,
+    tokenizer: PreTrainedTokenizerFast, strings: tuple[str, ...], min_new_tokens: int = 0
 ) -> StopRule:
-    stop_ids = {0: "<end>"}
-    return StopRule(
-        stop_ids, strings, min_new_tokens, max_new_tokens, IncrementalDecoder(tokenizer)
-    )
+    return StopRule({}, strings, min_new_tokens, 1000, IncrementalDecoder(tokenizer))
 
 
 def first_match(text: str, strings: tuple[str, ...]) -> int | None:
@@ -57,21 +51,21 @@ def test_stop_strings_end_the_row_at_the_first_token_that_completes_one(
 ) -> None:
     ids = tokenizer.encode(text)
     rule = make_rule(tokenizer, tuple(strings))
-    kept, stop = 0, None
-    while kept < len(ids) and stop is None:
-        stop = rule.first(ids[kept : kept + chunk], kept)
-        kept += stop.num_tokens if stop else len(ids[kept : kept + chunk])
+    kept, found = 0, None
+    while kept < len(ids) and found is None:
+        found = rule.find_string(ids[kept : kept + chunk], kept)
+        kept += found[0] if found else len(ids[kept : kept + chunk])
     matched = first_match(text, tuple(strings))
     if matched is None:
-        assert stop is None and rule.text_before_stop is None
+        assert found is None and rule.text_before_stop is None
         return
-    assert stop is not None and stop.reason == "stop" and stop.text in strings
+    assert found is not None and found[1] in strings
     # Exactly the tokens needed: one fewer does not show the string yet.
     assert first_match(decode(tokenizer, ids[:kept]), tuple(strings)) == matched
     before = decode(tokenizer, ids[: kept - 1])
     assert first_match(before.rstrip("\ufffd"), tuple(strings)) is None
     assert rule.text_before_stop is not None
-    assert text.startswith(rule.text_before_stop + stop.text)
+    assert text.startswith(rule.text_before_stop + found[1])
     assert not any(s in rule.text_before_stop for s in strings)
 
 
@@ -93,8 +87,8 @@ def test_a_string_inside_one_token_is_found_and_the_text_cut_before_it(
 ) -> None:
     ids = tokenizer.encode("on the mat")
     rule = make_rule(tokenizer, ("h",))
-    stop = rule.first(ids, 0)
-    assert stop is not None and stop.num_tokens < len(ids)
+    found = rule.find_string(ids, 0)
+    assert found is not None and found[0] < len(ids) and found[1] == "h"
     assert rule.text_before_stop == "on t"
 
 
@@ -104,16 +98,23 @@ def test_strings_before_min_new_tokens_do_not_stop_nor_cut(
     ids = tokenizer.encode("STOP the cat STOP the mat")
     first = len(tokenizer.encode("STOP"))
     rule = make_rule(tokenizer, ("STOP",), min_new_tokens=first + 1)
-    stop = rule.first(ids, 0)
-    assert stop is not None and stop.num_tokens > first
+    found = rule.find_string(ids, 0)
+    assert found is not None and found[0] > first
     assert rule.text_before_stop == "STOP the cat "
 
 
-def test_the_first_stop_wins(tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = tokenizer.encode("the cat")
-    assert make_rule(tokenizer, ()).first([*ids, 0, *ids], 0) == Stop(len(ids) + 1, "stop", "<end>")
-    assert make_rule(tokenizer, (), max_new_tokens=1).first(ids, 0) == Stop(1, "length", None)
-    # A stop on the very last token allowed is a stop, not a cut.
-    assert make_rule(tokenizer, (), max_new_tokens=1).first([0], 0) == Stop(1, "stop", "<end>")
-    assert make_rule(tokenizer, (), min_new_tokens=2).first([0], 0) is None
-    assert make_rule(tokenizer, (), min_new_tokens=2).first([0], 1) == Stop(1, "stop", "<end>")
+def test_of_several_strings_that_one_token_ends_the_first_in_the_text_wins(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    (token,) = tokenizer.encode(" the")
+    assert make_rule(tokenizer, ("he", "e", " t", "th")).find_string([token], 0) == (1, " t")
+
+
+@pytest.mark.parametrize(
+    ("stop_ids", "strings", "exact"),
+    [({}, (), True), ({0: "<end>"}, (), False), ({}, ("x",), False)],
+)
+def test_only_a_row_without_stops_has_an_exact_length(
+    stop_ids: dict[int, str], strings: tuple[str, ...], exact: bool
+) -> None:
+    assert StopRule(stop_ids, strings, 0, 9).exact_length is exact

@@ -1,16 +1,31 @@
-"""RMSNorm, rotary and SiLU·mul against transformers' modules."""
+"""RMSNorm, rotary and SiLU·mul against transformers' modules, and the kernels against them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from batchgen.kernels.activation import silu_and_mul
-from batchgen.kernels.rms_norm import add_rms_norm, rms_norm
+from batchgen.kernels.activation import (
+    silu_and_mul,
+    silu_and_mul_reference,
+    silu_and_mul_triton,
+)
+from batchgen.kernels.embedding import embedding_reference, embedding_triton
+from batchgen.kernels.rms_norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    add_rms_norm_triton,
+    rms_norm,
+    rms_norm_reference,
+    rms_norm_triton,
+)
 from batchgen.kernels.rotary import apply_rotary
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -73,3 +88,99 @@ def test_silu_of_large_values_is_finite() -> None:
     out = silu_and_mul(torch.cat((gate, torch.ones_like(gate)), -1))
     assert torch.equal(out.abs() < 1e-30, torch.tensor([[True, True, True, True, False, False]]))
     assert out.isfinite().all()
+
+
+def _view(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """A view whose last axis alone is contiguous; NaN stands around it."""
+    wide = torch.full((*shape[:-1], shape[-1] + 5), float("nan"), dtype=dtype, device=DEVICE)
+    view = wide[..., 2:-3]
+    view.copy_(_random(*shape, dtype=dtype))
+    return view
+
+
+def _assert_near(ours: torch.Tensor, reference: torch.Tensor, ulps: int = 4) -> None:
+    """Within the rounding of a few steps; no element is left unwritten."""
+    assert ours.dtype == reference.dtype and ours.is_contiguous()
+    rtol = ulps * torch.finfo(ours.dtype).eps
+    torch.testing.assert_close(ours, reference, rtol=rtol, atol=1e-3 * rtol)
+
+
+def _check_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual = _view(*shape, dtype=dtype), _view(*shape, dtype=dtype).flip(0)
+    weight = _random(shape[-1], dtype=dtype).to(DEVICE)
+    _assert_near(rms_norm_triton(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
+    normed, total = add_rms_norm_triton(x, residual, weight, 1e-5)
+    expected_total = add_rms_norm_reference(x, residual, weight, 1e-5)[1]
+    if DEVICE == "cuda" or dtype != torch.bfloat16:  # the interpreter truncates to bfloat16
+        assert torch.equal(total, expected_total)
+    _assert_near(total, expected_total)
+    _assert_near(normed, rms_norm_reference(total, weight, 1e-5))
+
+
+def _check_silu(gate_up: torch.Tensor) -> None:
+    # The GPU's exp is that of 2 after a product, which rounds the exponent: float32 shows it.
+    ulps = 32 if gate_up.dtype == torch.float32 else 4
+    _assert_near(silu_and_mul_triton(gate_up), silu_and_mul_reference(gate_up), ulps)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    leading=st.lists(st.integers(1, 7), max_size=2),
+    size=st.sampled_from([1, 16, 80, 128, 576, 1000, 2048]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_norm_kernels_equal_the_reference(
+    leading: list[int], size: int, dtype: torch.dtype
+) -> None:
+    _check_norms((*leading, size), dtype)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    rows=st.integers(1, 5),
+    size=st.sampled_from([1, 96, 1024, 1500]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_silu_kernel_equals_the_reference(rows: int, size: int, dtype: torch.dtype) -> None:
+    gate_up = _view(rows, 2 * size, dtype=dtype)
+    _check_silu(gate_up)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    tokens=st.integers(1, 9),
+    size=st.sampled_from([1, 96, 1024, 1500]),
+    dtype=st.sampled_from(DTYPES),
+    index=st.sampled_from([torch.int32, torch.int64]),
+)
+def test_embedding_kernel_has_the_bits_of_the_table(
+    tokens: int, size: int, dtype: torch.dtype, index: torch.dtype
+) -> None:
+    weight = _view(11, size, dtype=dtype)
+    ids = (torch.arange(tokens) * 7 % 11).to(DEVICE, index)
+    assert torch.equal(embedding_triton(ids, weight), embedding_reference(ids, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(8192, 4096), (1, 4096), (513, 5120), (33, 16384), (65, 11008), (4096, 32, 128)]
+)
+def test_norm_kernels_at_real_sizes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    _check_norms(shape, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(8192, 12288), (1, 12288), (70_000, 2050), (9, 14336)])
+def test_silu_kernel_at_real_sizes(rows: int, size: int, dtype: torch.dtype) -> None:
+    gate_up = _random(rows, 2 * size, dtype=dtype).to(DEVICE)
+    _check_silu(gate_up)
+
+
+@pytest.mark.gpu
+def test_embedding_of_a_table_of_more_than_2_31_elements() -> None:
+    weight = torch.empty(600_000, 4096, dtype=torch.bfloat16, device=DEVICE)
+    ids = torch.randint(590_000, 600_000, (3000,), device=DEVICE)
+    weight[590_000:].normal_()
+    assert torch.equal(embedding_triton(ids, weight), weight[ids])

@@ -468,7 +468,6 @@ def test_off_the_cpu_nothing_waits_for_the_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_equals_cpu() -> None:
     seeds, positions = torch.tensor([1, -5, 2**60]), torch.tensor([0, 9, 70_000])
     words = philox(seeds, positions, 0, 1, 5001)

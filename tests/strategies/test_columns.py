@@ -32,13 +32,17 @@ class PlacedStrategy(ARStrategy):
         return replace(step, columns={**step.columns, PLACE.name: place})
 
 
-def make_engine(tiny_model: Callable[..., Path], strategy: ARStrategy) -> LLMEngine:
+def make_engine(
+    tiny_model: Callable[..., Path], strategy: ARStrategy, overlap: bool = False
+) -> LLMEngine:
     model = load_model(tiny_model("llama"), device=torch.device("cpu"), dtype=torch.float32)
-    return LLMEngine(model, None, (), strategy, EngineConfig(kv_cache_gib=0.01))
+    config = EngineConfig(kv_cache_gib=0.01, overlap=overlap)
+    return LLMEngine(model, None, (), strategy, config)
 
 
-def test_a_column_reaches_the_rows_that_ask(tiny_model: Callable[..., Path]) -> None:
-    engine = make_engine(tiny_model, PlacedStrategy())
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_column_reaches_the_rows_that_ask(tiny_model: Callable[..., Path], overlap: bool) -> None:
+    engine = make_engine(tiny_model, PlacedStrategy(), overlap)
     asking = SamplingParams(max_new_tokens=5, columns=("place",), logprobs=True)
     engine.add_request("with", [9, 8, 7], asking)
     engine.add_request("without", [9, 8], SamplingParams(max_new_tokens=3))

@@ -1,0 +1,114 @@
+"""Which kernels a few steps of the engine spend their time in, and how much of it on none."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_NOISE = ("void ", "at::native::", "at::", "(anonymous namespace)::", "c10::", "std::", "cutlass::")
+_NAME_WIDTH = 72
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """All launches of one name in a window; microseconds."""
+
+    name: str
+    launches: int
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class KernelWindow:
+    """What the device did from the start of the first kernel to the end of the last.
+
+    Attributes:
+        length: of the window, microseconds.
+        busy: microseconds with at least one kernel or copy on the device.
+        kernels: the costliest first. Where kernels overlap, their sum is more than `busy`.
+    """
+
+    length: float
+    busy: float
+    kernels: list[KernelTime]
+
+    @classmethod
+    def from_events(cls, events: Iterable[dict[str, Any]]) -> KernelWindow:
+        """Of the complete events ("ph": "X") of a Chrome trace, those that ran on the device.
+
+        Raises:
+            ValueError: there are none.
+        """
+        runs = sorted(
+            (float(e["ts"]), float(e["ts"]) + float(e["dur"]), str(e["name"]))
+            for e in events
+            if e["ph"] == "X" and e.get("cat") in _ON_DEVICE
+        )
+        if not runs:
+            raise ValueError("the trace has no kernels: did the profiler see a GPU?")
+        busy, reached = 0.0, runs[0][0]
+        by_name: dict[str, list[float]] = defaultdict(list)
+        for start, end, name in runs:
+            busy += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+            by_name[name].append(end - start)
+        kernels = [KernelTime(name, len(times), sum(times)) for name, times in by_name.items()]
+        kernels.sort(key=lambda kernel: -kernel.total)
+        return cls(reached - runs[0][0], busy, kernels)
+
+    def table(self, title: str, steps: int, top: int = 15) -> str:
+        """Per step: microseconds, share of the window and launches of the costliest kernels."""
+        launches = sum(kernel.launches for kernel in self.kernels)
+        idle = (self.length - self.busy) / steps
+        lines = [
+            f"{title}: {self.length / steps / 1e3:.3f} ms per step, busy "
+            f"{self.busy / self.length:.1%}, idle {idle:.0f} us between kernels, "
+            f"{launches / steps:.0f} launches",
+            f"{'us/step':>10} {'share':>6} {'calls':>7} {'us each':>8}  kernel",
+        ]
+        rest = KernelTime(
+            f"({len(self.kernels) - top} other names)",
+            sum(kernel.launches for kernel in self.kernels[top:]),
+            sum(kernel.total for kernel in self.kernels[top:]),
+        )
+        for kernel in [*self.kernels[:top], *([rest] if rest.launches else [])]:
+            lines.append(
+                f"{kernel.total / steps:10.1f} {kernel.total / self.length:6.1%} "
+                f"{kernel.launches / steps:7.1f} {kernel.total / kernel.launches:8.1f}  "
+                f"{short_name(kernel.name)}"
+            )
+        return "\n".join(lines)
+
+
+def short_name(name: str) -> str:
+    """A C++ name without return type and common namespaces, its middle cut if it is long."""
+    for noise in _NOISE:
+        name = name.replace(noise, "")
+    if len(name) <= _NAME_WIDTH:
+        return name
+    half = (_NAME_WIDTH - 3) // 2
+    return f"{name[:half]}...{name[-half:]}"
+
+
+def profile_window(run: Callable[[], object], trace: Path) -> KernelWindow:
+    """Run under torch's profiler; its Chrome trace goes to `trace`, gzipped if that ends in .gz.
+
+    Raises:
+        ValueError: nothing ran on a GPU.
+    """
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(trace))
+    content = gzip.decompress(trace.read_bytes()) if trace.suffix == ".gz" else trace.read_bytes()
+    return KernelWindow.from_events(json.loads(content)["traceEvents"])
