@@ -39,3 +39,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out
     return F.linear(x, weight.to_dense() if weight.is_mkldnn else weight, bias)
+
+
+def add_linear_(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """residual += x·Wᵀ + b; returns residual.
+
+    On a GPU the product adds to the residual before it is rounded, which saves a pass over both.
+
+    Args:
+        residual: [T, N], overwritten.
+        x: [T, K].
+        weight: [N, K], plain or from `pack_weight`.
+        bias: [N].
+    """
+    if not x.is_cuda:
+        return residual.add_(linear(x, weight, bias))
+    residual.addmm_(x, weight.t())
+    return residual if bias is None else residual.add_(bias)

@@ -16,7 +16,7 @@ from batchgen.kernels.activation import silu_and_mul
 from batchgen.kernels.embedding import embedding
 from batchgen.kernels.kv_cache import KVCache, slot_mapping
 from batchgen.kernels.qkv import prepare_qkv
-from batchgen.kernels.rms_norm import add_rms_norm, rms_norm
+from batchgen.kernels.rms_norm import rms_norm
 
 TOKENS = (1, 64, 256, 2048, 8192)
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTER, VOCAB = 4096, 32, 8, 128, 12288, 151_936
@@ -72,9 +72,8 @@ def benches(tokens: int, table: Tensor) -> Iterator[Bench]:
     """Every kernel on buffers of its own; `table` is the embedding's."""
     row = tokens * HIDDEN * DTYPE.itemsize
     weight, head_weight = _random(HIDDEN), _random(HEAD_DIM)
-    x, residual = _random(tokens, HIDDEN), _random(tokens, HIDDEN)
+    x = _random(tokens, HIDDEN)
     yield Bench("rms_norm", lambda: rms_norm(x, weight, 1e-6), 2 * row)
-    yield Bench("add_rms_norm", lambda: add_rms_norm(x, residual, weight, 1e-6), 4 * row)
     gate_up = _random(tokens, 2 * INTER)
     yield Bench("silu_and_mul", lambda: silu_and_mul(gate_up), gate_up.nbytes * 3 // 2)
     ids = torch.randint(VOCAB, (tokens,), device="cuda")

@@ -12,7 +12,10 @@ from batchgen.kernels.qkv import prepare_qkv
 
 
 class Attention(nn.Module):
-    """Causal grouped-query self-attention over the paged cache, with optional q/k norms."""
+    """Causal grouped-query self-attention over the paged cache, with optional q/k norms.
+
+    Its result is added to the residual.
+    """
 
     def __init__(
         self, config: ModelConfig, layer_index: int, *, device: torch.device, dtype: torch.dtype
@@ -44,13 +47,14 @@ class Attention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
+        residual: Tensor,
         cos_sin: Tensor,
         ctx: ForwardContext,
         outputs: OutputTokens | None = None,
     ) -> Tensor:
-        """[T, hidden_size] → [T, hidden_size], or [R, hidden_size] of the R output tokens.
+        """residual + attention(hidden), [T, hidden_size] all, or [R, hidden_size] of the R outputs.
 
-        Writes the KV of all T tokens into this layer's cache.
+        Writes the KV of all T tokens into this layer's cache, and the result to residual.
         """
         cache = ctx.kv_caches[self.layer_index]
         q = prepare_qkv(
@@ -66,6 +70,6 @@ class Attention(nn.Module):
         )
         attention = ctx.attention
         if outputs is not None:
-            q, attention = q[outputs.index], outputs.attention
-        out: Tensor = self.o_proj(paged_attention(q, cache, attention, self.scale).flatten(1))
-        return out
+            q, residual, attention = q[outputs.index], residual[outputs.index], outputs.attention
+        attended = paged_attention(q, cache, attention, self.scale).flatten(1)
+        return self.o_proj.add_to(residual, attended)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from batchgen.kernels.linear import linear, pack_weight
+from batchgen.kernels.linear import add_linear_, linear, pack_weight
 
 
 def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
@@ -36,6 +36,10 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] → [T, out_features]."""
         return linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + x Wᵀ + b, written to residual [T, out_features] itself."""
+        return add_linear_(residual, x, self.weight, self.bias)
 
     def pack(self) -> None:
         """Lay the filled weight out for computing; it cannot be filled again."""

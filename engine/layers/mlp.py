@@ -9,7 +9,7 @@ from batchgen.kernels.activation import silu_and_mul
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) · up(x))."""
+    """residual + down(silu(gate(x)) · up(x))."""
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -18,6 +18,6 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedLinear(hidden, parts, bias=bias, device=device, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
-        return out
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[T, hidden_size] both; overwrites and returns residual."""
+        return self.down_proj.add_to(residual, silu_and_mul(self.gate_up_proj(x)))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.engine.layers.linear import empty_parameter
-from batchgen.kernels.rms_norm import add_rms_norm, rms_norm
+from batchgen.kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -16,7 +16,3 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis of x [..., size]."""
         return rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual)."""
-        return add_rms_norm(x, residual, self.weight, self.eps)

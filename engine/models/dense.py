@@ -44,24 +44,19 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
-        residual: Tensor | None,
+        residual: Tensor,
         cos_sin: Tensor,
         ctx: ForwardContext,
         outputs: OutputTokens | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The block's output and the residual it is still to be added to, [T, hidden_size] each,
-        or [R, hidden_size] of the R output tokens.
+    ) -> Tensor:
+        """The stream after this block, [T, hidden_size], or [R, hidden_size] of the R outputs.
+
+        Overwrites residual, the stream before it.
         """
-        if residual is None:
-            hidden, residual = self.input_layernorm(hidden), hidden
-        else:
-            hidden, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn(hidden, cos_sin, ctx, outputs)
-        if outputs is not None:
-            residual = residual[outputs.index]
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp(hidden), residual
+        hidden = self.input_layernorm(residual)
+        residual = self.self_attn(hidden, residual, cos_sin, ctx, outputs)
+        stream: Tensor = self.mlp(self.post_attention_layernorm(residual), residual)
+        return stream
 
 
 class Decoder(nn.Module):
@@ -77,15 +72,14 @@ class Decoder(nn.Module):
         )
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        hidden: Tensor = self.embed_tokens(input_ids)
+        residual: Tensor = self.embed_tokens(input_ids)
         cos_sin = self.rotary(positions)
-        residual = None
         # The last layer's KV is written for all tokens; the rest of it only for the outputs.
         for layer in self.layers[:-1]:
-            hidden, residual = layer(hidden, residual, cos_sin, ctx)
-        hidden, residual = self.layers[-1](hidden, residual, cos_sin, ctx, ctx.outputs)
-        assert residual is not None
-        return self.norm.add(hidden, residual)[0]
+            residual = layer(residual, cos_sin, ctx)
+        residual = self.layers[-1](residual, cos_sin, ctx, ctx.outputs)
+        hidden: Tensor = self.norm(residual)
+        return hidden
 
 
 class DenseForCausalLM(nn.Module, ABC):

@@ -15,10 +15,8 @@ from batchgen.kernels.activation import (
     silu_and_mul_triton,
 )
 from batchgen.kernels.embedding import embedding_reference, embedding_triton
+from batchgen.kernels.linear import add_linear_, pack_weight
 from batchgen.kernels.rms_norm import (
-    add_rms_norm,
-    add_rms_norm_reference,
-    add_rms_norm_triton,
     rms_norm,
     rms_norm_reference,
     rms_norm_triton,
@@ -42,14 +40,22 @@ def test_rms_norm_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
     assert torch.equal(rms_norm(x, weight, 1e-5), reference(x))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_add_rms_norm_returns_the_sum_as_residual(dtype: torch.dtype) -> None:
-    x, residual, weight = (
-        _random(24, 64, dtype=dtype), _random(24, 64, dtype=dtype) * 2, _random(64, dtype=dtype)
-    )  # fmt: skip
-    normed, total = add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(total, x + residual)
-    assert torch.equal(normed, rms_norm(x + residual, weight, 1e-5))
+def test_add_linear_writes_the_sum_to_the_residual(
+    dtype: torch.dtype, packed: bool, bias: bool
+) -> None:
+    x, weight, residual, shift = (
+        _random(*shape, dtype=dtype).to(DEVICE) for shape in ((32, 64), (48, 64), (32, 48), (48,))
+    )
+    expected = residual.double() + x.double() @ weight.double().T + shift.double() * bias
+    ours = add_linear_(
+        residual, x, pack_weight(weight) if packed else weight, shift if bias else None
+    )
+    assert ours.data_ptr() == residual.data_ptr() and ours.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours.double(), expected, rtol=8 * eps, atol=1e3 * eps)
 
 
 def test_rotary_has_the_bits_of_transformers_in_float32() -> None:
@@ -106,15 +112,8 @@ def _assert_near(ours: torch.Tensor, reference: torch.Tensor, ulps: int = 4) -> 
 
 
 def _check_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, residual = _view(*shape, dtype=dtype), _view(*shape, dtype=dtype).flip(0)
-    weight = _random(shape[-1], dtype=dtype).to(DEVICE)
+    x, weight = _view(*shape, dtype=dtype), _random(shape[-1], dtype=dtype).to(DEVICE)
     _assert_near(rms_norm_triton(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
-    normed, total = add_rms_norm_triton(x, residual, weight, 1e-5)
-    expected_total = add_rms_norm_reference(x, residual, weight, 1e-5)[1]
-    if DEVICE == "cuda" or dtype != torch.bfloat16:  # the interpreter truncates to bfloat16
-        assert torch.equal(total, expected_total)
-    _assert_near(total, expected_total)
-    _assert_near(normed, rms_norm_reference(total, weight, 1e-5))
 
 
 def _check_silu(gate_up: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels import sampling as reference
+from batchgen.kernels.candidates_triton import TILES, Tiles
 from batchgen.kernels.filter_triton import thresholds, top_logprobs
 from batchgen.kernels.penalties_triton import apply_ban, apply_penalties
 from batchgen.kernels.philox import Stream, gumbel_noise, philox
@@ -108,6 +109,8 @@ shapes = st.tuples(
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
 few = settings(max_examples=25, deadline=None)
+tiles = st.sampled_from([TILES, Tiles(4, 64, 16), Tiles(16, 32, 64)])
+"""The real ones, and some that take many groups, and loops over them, at these sizes."""
 
 
 # --- the draw -------------------------------------------------------------------------------------
@@ -205,13 +208,17 @@ def reference_keep(batch: Batch) -> tuple[Tensor, Tensor]:
     return kept[1], (kept[0] == kept[2]).all(-1)
 
 
-@given(shapes, st.integers(0, 3), st.sampled_from([0.01, 3.0, 30.0]))
-@few
+def filter_options(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return batch.temperature, batch.top_k, batch.top_p, batch.min_p
+
+
+@given(shapes, st.integers(0, 3), st.sampled_from([0.01, 1.0, 3.0, 30.0]), tiles)
+@settings(max_examples=50, deadline=None)
 def test_thresholds_keep_what_the_reference_keeps(
-    shape: tuple[int, int, int, torch.dtype], gap: int, spread: float
+    shape: tuple[int, int, int, torch.dtype], gap: int, spread: float, tiles: Tiles
 ) -> None:
     batch = make_batch(*shape, gap=gap, spread=spread)
-    limit = thresholds(batch.logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+    limit = thresholds(batch.logits, *filter_options(batch), tiles=tiles)
     expected, clear = reference_keep(batch)
     kept = (batch.logits >= limit.unsqueeze(1)) & (batch.logits > -INF)
     assert torch.equal(kept[clear], expected[clear])
@@ -223,7 +230,7 @@ def test_thresholds_of_broken_rows_return_and_leave_others_alone() -> None:
     batch = make_batch(6, 6, 3000, torch.bfloat16)
     batch.top_k.fill_(7)
     batch.top_p.fill_(0.9)
-    options = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+    options = filter_options(batch)
     good = thresholds(batch.logits, *options)
     spoilt = batch.logits.clone()
     spoilt[1, 5] = float("nan")
@@ -233,19 +240,67 @@ def test_thresholds_of_broken_rows_return_and_leave_others_alone() -> None:
     assert torch.equal(out[[0, 3, 5]], good[[0, 3, 5]])
 
 
+@pytest.mark.parametrize("tiles", [TILES, Tiles(4, 64, 16)])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 3.0])
+def test_a_threshold_is_the_value_of_a_kept_token_and_the_same_in_any_batch(
+    spread: float, tiles: Tiles
+) -> None:
+    batch = make_batch(8, 24, 2000, torch.float32, spread=spread)
+    batch.logits[batch.logits == -INF] = -40.0
+    options = filter_options(batch)
+    limit = thresholds(batch.logits, *options, tiles=tiles)
+    filtered = (batch.top_k.clamp(max=2000) % 2000 > 0) | (batch.top_p < 1)
+    filtered |= (batch.min_p > 0) & (batch.temperature != 1)
+    found = (batch.logits == limit.unsqueeze(1)).any(-1)
+    below_min_p = (batch.temperature == 1) & (batch.min_p > 0)  # then it is the limit as it is
+    assert found[filtered & ~below_min_p].all()
+    for row in range(0, 24, 5):
+        alone = [o[row : row + 1] for o in (batch.logits, *options)]
+        one = thresholds(alone[0], alone[1], alone[2], alone[3], alone[4], tiles=tiles)
+        assert torch.equal(one, limit[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flat_rows_keep_every_token(dtype: torch.dtype) -> None:
+    batch = make_batch(9, 8, 3001, dtype)
+    batch.logits = torch.full_like(batch.logits, -3.25)
+    limit = thresholds(batch.logits, *filter_options(batch), tiles=Tiles(4, 64, 16))
+    assert (limit <= -3.25).all()
+
+
+def test_clustered_tokens_do_not_mislead_the_guess_of_top_p() -> None:
+    """Likely tokens side by side: the maxima of their groups weigh little of the nucleus."""
+    logits = torch.full((2, 4000), -9.0, device=DEVICE)
+    logits[0, :600] = torch.linspace(3, 1, 600, device=DEVICE)
+    logits[1, ::8] = torch.linspace(3, -2, 500, device=DEVICE)
+    batch = make_batch(10, 2, 4000, torch.float32)
+    batch.logits = logits
+    batch.temperature = torch.tensor([1.0, 1.5], device=DEVICE)
+    batch.top_k.fill_(0)
+    batch.min_p.fill_(0)
+    for share in (0.5, 0.9, 0.97, 0.999):
+        batch.top_p.fill_(share)
+        limit = thresholds(batch.logits, *filter_options(batch), tiles=Tiles(16, 32, 64))
+        expected, clear = reference_keep(batch)
+        assert clear.all()
+        assert torch.equal(batch.logits >= limit.unsqueeze(1), expected)
+
+
 # --- the most likely tokens -----------------------------------------------------------------------
 
 
-@given(shapes, st.integers(1, 100), st.booleans())
+@given(shapes, st.integers(1, 100), st.booleans(), tiles)
 @few
 def test_top_logprobs_equal_the_reference(
-    shape: tuple[int, int, int, torch.dtype], k: int, filtered: bool
+    shape: tuple[int, int, int, torch.dtype], k: int, filtered: bool, tiles: Tiles
 ) -> None:
     batch = make_batch(*shape)
     raw = batch.logits
     batch.logits = raw.float() * 1.25
     limit = batch.logits.quantile(0.9, -1).clamp(max=2.5) if filtered else None
-    ids, values = top_logprobs(batch.logits, raw, batch.temperature, limit, batch.processed, k)
+    ids, values = top_logprobs(
+        batch.logits, raw, batch.temperature, limit, batch.processed, k, tiles=tiles
+    )
     processed = scaled_logits(batch, limit)
     source = torch.where(batch.processed.unsqueeze(1), processed, raw.float())
     expected_ids, expected = reference.top_logprobs(source, k)
@@ -263,6 +318,19 @@ def test_top_logprobs_equal_the_reference(
         assert len(set(present)) == len(present)
     tied = values[:, 1:] == values[:, :-1]
     assert (ids[:, 1:] > ids[:, :-1])[tied & (ids[:, 1:] >= 0)].all()
+
+
+def test_top_logprobs_of_ties_take_the_lowest_ids_and_fill_up() -> None:
+    logits = torch.full((3, 700), -INF, device=DEVICE)
+    logits[0] = 1.5
+    logits[1, [3, 650, 651]] = 2.0
+    logits[1, 9] = 2.5
+    logits[2, 5:7] = -1e-3
+    ones, raw = torch.ones(3, device=DEVICE), torch.zeros(3, dtype=torch.bool, device=DEVICE)
+    for tiles in (TILES, Tiles(4, 64, 16)):
+        ids, values = top_logprobs(logits, logits, ones, None, raw, 5, tiles=tiles)
+        assert ids.tolist() == [[0, 1, 2, 3, 4], [9, 3, 650, 651, -1], [5, 6, -1, -1, -1]]
+        assert ((ids == -1) == (values == -INF)).all()
 
 
 # --- penalties and ban ----------------------------------------------------------------------------
@@ -324,6 +392,52 @@ def test_real_sizes(dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         out.logprobs, reference.logprobs_of(source, out.token_ids), rtol=1e-5, atol=5e-5
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 3.0])
+def test_real_sizes_of_filters_and_top_logprobs(dtype: torch.dtype, spread: float) -> None:
+    """From flat rows, whose every group is searched, to peaked ones; vocabularies of two sizes."""
+    for vocab in (151_936, 300_001):
+        batch = make_batch(11, 48, vocab, dtype, spread=spread)
+        limit = thresholds(batch.logits, *filter_options(batch))
+        expected, clear = reference_keep(batch)
+        kept = (batch.logits >= limit.unsqueeze(1)) & (batch.logits > -INF)
+        assert torch.equal(kept[clear], expected[clear])
+        ids, values = top_logprobs(
+            batch.logits, batch.logits, batch.temperature, limit, batch.processed, 20
+        )
+        processed = scaled_logits(batch, limit)
+        source = torch.where(batch.processed.unsqueeze(1), processed, batch.logits.float())
+        full = source.log_softmax(-1)
+        expected_values = full.sort(-1, descending=True, stable=True).values[:, :20]
+        torch.testing.assert_close(values, expected_values, rtol=1e-5, atol=5e-5)
+        there = ids >= 0
+        named = full.gather(1, ids.clamp(min=0).long())
+        torch.testing.assert_close(values[there], named[there], rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.gpu
+def test_filters_and_top_logprobs_in_a_cuda_graph() -> None:
+    batch = make_batch(12, 16, 151_936, torch.bfloat16)
+
+    def step() -> tuple[Tensor, Tensor, Tensor]:
+        limit = thresholds(batch.logits, *filter_options(batch))
+        logits, processed = batch.logits, batch.processed
+        return limit, *top_logprobs(logits, logits, batch.temperature, limit, processed, 20)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        batch.logits.copy_(batch.logits.roll(1, 0))
+        batch.top_k.copy_(batch.top_k.roll(1, 0))
+        graph.replay()
+        for there, here in zip(captured, step(), strict=True):
+            assert torch.equal(there, here)
 
 
 @pytest.mark.gpu
