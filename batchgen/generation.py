@@ -21,6 +21,8 @@ from batchgen.writer import OutputWriter
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from batchgen.engine.memory import MemoryPlan
+
 
 class Engine(Protocol):
     """What a job needs of the engine."""
@@ -43,6 +45,11 @@ class Engine(Protocol):
     @property
     def stats(self) -> "DataclassInstance":
         """Counts since the engine started, for metrics.json."""
+        ...
+
+    @property
+    def memory(self) -> "MemoryPlan":
+        """What the device's memory is used for."""
         ...
 
 

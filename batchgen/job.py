@@ -4,7 +4,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from batchgen.job_folder import JobFolder
 from batchgen.manifest import Manifest, write_atomic
 from batchgen.metrics import Metrics, Totals
 from batchgen.output_schema import PROMPT_TOKEN_IDS, OutputSchema
-from batchgen.progress import Progress, summary
+from batchgen.progress import Progress, show_memory, summary
 from batchgen.prompts import Prompt, fit_prompt
 from batchgen.shards import shard_files
 from batchgen.signals import JobStopped, StopSignals
@@ -116,6 +116,8 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                 total = None if source.num_rows is None else source.num_rows * samples
                 engine = parts.build_engine()
                 signals.deferred = True
+                metrics.attempt.memory = asdict(engine.memory)
+                show_memory(engine.memory)
                 generation = Generation(config, source, prompt, engine, writer, metrics)
                 with Progress(total, writer.resumed) as progress:
                     if not generation.run(todo, signals, progress):

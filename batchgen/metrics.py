@@ -28,6 +28,7 @@ class Attempt:
         rows_resumed: output rows that were there at its start.
         rows: output rows that it computed, error rows included.
         wall_s: from the start of the attempt, with loading; generate_s: with the engine running.
+        memory: the engine's plan of the device's memory, in bytes; empty if none was built.
         engine: the engine's own counts at the end.
     """
 
@@ -42,6 +43,7 @@ class Attempt:
     wall_s: float = 0.0
     generate_s: float = 0.0
     peak_rss_mib: float = 0.0
+    memory: Mapping[str, int | None] = field(default_factory=dict)
     engine: Mapping[str, float | int] = field(default_factory=dict)
 
 

@@ -3,11 +3,14 @@
 import sys
 import time
 from collections.abc import Mapping
-from typing import Self, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 from tqdm import tqdm
 
 from batchgen.metrics import Metrics, Totals
+
+if TYPE_CHECKING:
+    from batchgen.engine.memory import MemoryPlan
 
 LINE_SECONDS = 30.0
 
@@ -67,6 +70,11 @@ class Progress:
             left = f", about {_duration((self._total - self._rows) / rate)} left"
         line = f"{done} rows, {tokens_per_s:,.0f} tok/s, {in_flight} in flight{left}"
         print(line, file=self._stream, flush=True)
+
+
+def show_memory(plan: "MemoryPlan") -> None:
+    """Say on stderr what the engine's memory is used for, which decides how much runs at once."""
+    print(f"memory: {plan}", file=sys.stderr, flush=True)
 
 
 def summary(totals: Totals, folder: str, metrics: Metrics | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,11 +17,11 @@ class OutputTokens:
 
     Attributes:
         index: [R] int64, their places among the T tokens of the forward.
-        attention: of their queries alone.
+        attention: of their queries alone, part by part.
     """
 
     index: Tensor
-    attention: AttentionMetadata
+    attention: Sequence[AttentionMetadata]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,11 @@ class ForwardContext:
     """Attributes:
     kv_caches: one per layer.
     slots: [T] int64, where each token's KV is written.
-    attention: which cached tokens each query reads.
+    attention: which cached tokens each query reads, for one part of the tokens after another.
     outputs: None stands for all tokens.
     """
 
     kv_caches: list[KVCache]
     slots: Tensor
-    attention: AttentionMetadata
+    attention: Sequence[AttentionMetadata]
     outputs: OutputTokens | None = None

@@ -7,19 +7,27 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.engine.block_manager import BlockManager
+from batchgen.engine.cuda_graph import CHUNK_ROWS
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.memory import MemoryPlan, allocate_kv, plan_memory
 from batchgen.engine.model_inputs import ModelInputs
-from batchgen.engine.model_runner import ModelRunner
+from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.outputs import HostCopy, OutputColumn, RequestError, RequestOutput, StepOutput
 from batchgen.engine.sampler import SamplingInputs, requested_columns
 from batchgen.engine.sampling_params import SamplingParams
-from batchgen.engine.scheduler import DecodeBatch, PrefillBatch, ScheduledBatch, Scheduler
+from batchgen.engine.scheduler import (
+    DecodeBatch,
+    MixedBatch,
+    PrefillBatch,
+    ScheduledBatch,
+    Scheduler,
+)
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.step_timing import StepTimer, timed
 from batchgen.engine.stopping import IncrementalDecoder, StopRule, decode
@@ -29,7 +37,7 @@ from batchgen.engine.transfer import upload
 
 @dataclass
 class EngineStats:
-    """Counts since the engine started.
+    """Counts since the engine started. A mixed step counts as a prefill and as a decode step.
 
     Attributes:
         prefill_tokens: that went through the model in prefills, recomputed ones included.
@@ -111,7 +119,7 @@ class LLMEngine:
         timer: StepTimer | None = None,
     ) -> None:
         model.pack()
-        self.config = config.resolve(model.device)
+        self.config = config.resolve(model.device, model.num_parameters * model.dtype.itemsize)
         self.max_model_len = config.model_len(model.config.max_position_embeddings)
         self.vocab_size = model.config.vocab_size
         self.tokenizer = tokenizer
@@ -132,16 +140,20 @@ class LLMEngine:
         )
         self._runner = ModelRunner(model, kv_caches)
         if self.config.cuda_graph:
-            self._runner.capture(config.max_num_seqs, -(-self.max_model_len // config.block_size))
-        assert self.config.max_batched_tokens is not None
+            blocks = -(-self.max_model_len // config.block_size)
+            self._runner.capture(config.max_num_seqs, blocks, self.config.chunk_tokens or 0)
+        assert self.config.max_batched_tokens is not None and self.config.chunk_tokens is not None
         self.scheduler = Scheduler(
             self._block_manager,
             config.max_num_seqs,
             self.config.max_batched_tokens,
+            self.config.chunk_tokens,
+            CHUNK_ROWS,
             strategy.num_slots,
         )
         self._live: dict[str, Sequence] = {}
-        self._launched: deque[tuple[ScheduledBatch, HostCopy]] = deque()
+        # The parts of each batch that was launched and not read.
+        self._launched: deque[list[tuple[PrefillBatch | DecodeBatch, HostCopy]]] = deque()
 
     def add_request(
         self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams
@@ -185,55 +197,71 @@ class LLMEngine:
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Launch a prefill or decode batch and read the one before it (with overlap; else itself).
+        """Launch a batch and read the one before it (with overlap; else the same batch).
 
         Returns the requests that the batch just read finished.
         """
         batch = self.scheduler.schedule()
         if batch is not None:
-            self._launched.append((batch, HostCopy(self._launch(batch))))
+            self._count(batch)
+            steps = self._launch(batch)
+            self._launched.append([(part, HostCopy(step)) for part, step in steps])
         # With overlap the device works on the new batch while the host reads the one before it.
         behind = 1 if batch is not None and self.config.overlap else 0
         finished: list[Sequence] = []
         while len(self._launched) > behind:
-            oldest, copy = self._launched.popleft()
-            finished += self.scheduler.update(oldest, copy.wait())
+            for part, copy in self._launched.popleft():
+                finished += self.scheduler.update(part, copy.wait())
         self.stats.generated_tokens = self.scheduler.num_generated_tokens
         for seq in finished:
             del self._live[seq.request_id]
         return [self._output(seq) for seq in finished]
 
-    def _launch(self, batch: ScheduledBatch) -> StepOutput:
-        self._count(batch)
+    def _launch(self, batch: ScheduledBatch) -> list[tuple[PrefillBatch | DecodeBatch, StepOutput]]:
+        """What the parts of the batch produce, of those that yield tokens."""
+        state, device = self.strategy.step_inputs, self._runner.device
         if isinstance(batch, PrefillBatch):
             with timed(self._timer, "prefill", len(batch.seqs)):
-                return self._prefill(batch)
-        with timed(self._timer, "decode", len(batch.slots)):
-            return self._decode(batch)
+                inputs, rows = _prefill_inputs(batch, device), np.array(batch.completing, np.int64)
+                return self._join(batch, inputs, rows, self._runner.prefill(inputs, rows))
+        if isinstance(batch, DecodeBatch):
+            with timed(self._timer, "decode", len(batch.slots)):
+                state.reindex(batch)
+                return [(batch, self._advance(self._runner.decode(state.model_inputs)))]
+        prefill = batch.prefill
+        with timed(self._timer, "mixed", len(batch.decode.slots) + len(prefill.seqs)):
+            state.reindex(batch.decode)
+            inputs, rows = _prefill_inputs(prefill, device), np.array(prefill.completing, np.int64)
+            decoded, prefilled = self._runner.mixed(state.model_inputs, inputs, rows)
+            steps = [(batch.decode, self._advance(decoded))]
+            return [*steps, *self._join(prefill, inputs, rows, prefilled)]
 
-    def _prefill(self, batch: PrefillBatch) -> StepOutput:
-        device = self._runner.device
-        inputs = _prefill_inputs(batch, device)
-        completing = np.array(batch.completing, np.int64)
-        output = self._runner.prefill(inputs, completing)
+    def _advance(self, output: ModelOutput) -> StepOutput:
+        """Decide on the decoding rows' tokens, which the next step reads."""
+        state = self.strategy.step_inputs
+        step = self.strategy.decide(output, state.sampling)
+        state.step_decode(step)
+        return step
+
+    def _join(
+        self,
+        batch: PrefillBatch,
+        inputs: ModelInputs,
+        rows: npt.NDArray[np.int64],
+        output: ModelOutput,
+    ) -> list[tuple[PrefillBatch | DecodeBatch, StepOutput]]:
+        """Decide on the first tokens of the rows whose prefill is complete; they decode next."""
         if not batch.completing:
-            return StepOutput.empty(device)
+            return []
         sampling = self._sampling_inputs([batch.seqs[i] for i in batch.completing])
         step = self.strategy.decide(output, sampling)
         self.strategy.step_inputs.merge_prefill(
-            inputs.block_tables[upload(completing, torch.int64, device)],
-            inputs.context_lens[completing],
+            inputs.block_tables[upload(rows, torch.int64, self._runner.device)],
+            inputs.context_lens[rows],
             sampling,
             step,
         )
-        return step
-
-    def _decode(self, batch: DecodeBatch) -> StepOutput:
-        state = self.strategy.step_inputs
-        state.reindex(batch)
-        step = self.strategy.decide(self._runner.decode(state.model_inputs), state.sampling)
-        state.step_decode(step)
-        return step
+        return [(batch, step)]
 
     def _sampling_inputs(self, seqs: list[Sequence]) -> SamplingInputs:
         return SamplingInputs.build(
@@ -332,12 +360,14 @@ class LLMEngine:
         stats.preemptions = self.scheduler.num_preemptions
         stats.cached_tokens = self.scheduler.num_cached_tokens
         stats.peak_kv_usage = max(stats.peak_kv_usage, self._block_manager.usage)
-        if isinstance(batch, PrefillBatch):
-            stats.prefill_steps += 1
-            stats.prefill_tokens += sum(batch.lengths)
-        else:
+        if not isinstance(batch, PrefillBatch):
+            decode = batch.decode if isinstance(batch, MixedBatch) else batch
             stats.decode_steps += 1
-            stats.decode_rows += len(batch.slots)
+            stats.decode_rows += len(decode.slots)
+        if not isinstance(batch, DecodeBatch):
+            prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
+            stats.prefill_steps += 1
+            stats.prefill_tokens += sum(prefill.lengths)
 
 
 def _prefill_inputs(batch: PrefillBatch, device: torch.device) -> ModelInputs:

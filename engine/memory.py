@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.engine.cuda_graph import row_buckets
+from batchgen.engine.cuda_graph import mixed_row_buckets, row_buckets
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.model_config import ModelConfig
 from batchgen.engine.model_inputs import ModelInputs
@@ -156,16 +156,19 @@ def _work_space(model: DenseForCausalLM, config: EngineConfig, max_model_len: in
     )
     runner = ModelRunner(model, kv_caches)
     prefill = _peak(model.device, lambda: _largest_prefill(runner, config, max_model_len))
+    rows, blocks = config.max_num_seqs, -(-max_model_len // config.block_size)
+    tokens = rows + (config.chunk_tokens or 0)
+    inputs = _scratch_inputs(np.ones(tokens, np.int64), (tokens, blocks), model.device)
+    decode = _peak(model.device, lambda: runner.decode(inputs))
     graphs = 0
     if config.cuda_graph:
-        rows = config.max_num_seqs
-        tables = (rows, -(-max_model_len // config.block_size))
-        inputs = _scratch_inputs(np.ones(rows, np.int64), tables, model.device)
-        graphs = _peak(model.device, lambda: runner.decode(inputs))
-        graphs += inputs.block_tables.nbytes + len(row_buckets(rows)) * _GRAPH_BYTES
-    # A float32 copy for penalties, one for processed log-probabilities, and the logits themselves.
-    sampling = config.max_num_seqs * model.config.vocab_size * (4 + 4 + model.dtype.itemsize)
-    return prefill + graphs + sampling + _LIBRARY_BYTES
+        captures = len(row_buckets(rows)) + len(mixed_row_buckets(rows))
+        graphs = decode + inputs.block_tables.nbytes + captures * _GRAPH_BYTES
+    # The logits and their float32 copy for penalties; histories, of which joining rows make copies,
+    # with their penalty factors.
+    sampling = config.max_num_seqs * model.config.vocab_size * (model.dtype.itemsize + 4)
+    sampling += config.max_num_seqs * max_model_len * (3 * 8 + 4)
+    return max(prefill, decode) + graphs + sampling + _LIBRARY_BYTES
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:
@@ -198,6 +201,6 @@ def _largest_prefill(runner: ModelRunner, config: EngineConfig, max_model_len: i
     lens = [max_model_len] * (config.max_batched_tokens // max_model_len)
     if rest := config.max_batched_tokens - sum(lens):
         lens.append(rest)
-    tables = (len(lens), -(-max(lens) // config.block_size))
+    tables = (len(lens), -(-max_model_len // config.block_size))
     inputs = _scratch_inputs(np.array(lens), tables, runner.device)
     runner.prefill(inputs, np.zeros(config.max_num_seqs, np.int64))

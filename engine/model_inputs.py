@@ -32,12 +32,13 @@ class ModelInputs(Batched):
     query_lens: npt.NDArray[np.int64] = row()
     context_lens: npt.NDArray[np.int64] = row()
 
-    def pad_tokens(self, multiple: int) -> ModelInputs:
-        """With one more row of dummy tokens if T is not a multiple; it owns the scratch block only.
+    def pad_tokens(self, multiple: int, beside: int = 0) -> ModelInputs:
+        """With one more row of dummy tokens if T, and the tokens beside it, are not a multiple; it
+        owns the scratch block only.
 
         Its tokens all stand at position 0, so they read and write nothing of any row.
         """
-        missing = -len(self.input_ids) % multiple
+        missing = -(len(self.input_ids) + beside) % multiple
         if not missing:
             return self
         zeros = torch.zeros(missing, dtype=torch.int64, device=self.input_ids.device)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.engine.cuda_graph import DecodeGraphs
+from batchgen.engine.cuda_graph import ForwardGraphs, Part
 from batchgen.engine.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.transfer import upload
 from batchgen.kernels.attention import AttentionMetadata
+from batchgen.kernels.attention_decode import MAX_QUERIES
+from batchgen.kernels.attention_prefill import tile_tokens
 from batchgen.kernels.kv_cache import KVCache, slot_mapping
 
 _CPU_TOKEN_MULTIPLE = 16
@@ -43,62 +47,118 @@ class ModelRunner:
         self.block_size = kv_caches[0].block_size
         self.device = model.device
         self._token_multiple = _CPU_TOKEN_MULTIPLE if self.device.type == "cpu" else 1
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: ForwardGraphs | None = None
 
     @torch.inference_mode()
-    def capture(self, max_rows: int, max_blocks: int) -> None:
-        """Make `decode` replay CUDA graphs, for up to max_rows rows of max_blocks blocks each."""
-        self._graphs = DecodeGraphs(self._all_tokens, max_rows, max_blocks, self.device)
+    def capture(self, max_rows: int, max_blocks: int, chunk_tokens: int) -> None:
+        """Let `decode` and `mixed` replay CUDA graphs.
+
+        Args:
+            max_rows: of a decode batch.
+            max_blocks: of a row.
+            chunk_tokens: of the prefill in a mixed batch, at most; 0 if there are none.
+
+        Raises:
+            ValueError: the model's attention cannot be captured.
+        """
+        config = self.model.config
+        if config.num_heads // config.num_kv_heads > MAX_QUERIES:
+            raise ValueError(
+                f"CUDA graphs need at most {MAX_QUERIES} heads per KV head, and the model has "
+                f"{config.num_heads // config.num_kv_heads}: set cuda_graph to false"
+            )
+        tile = tile_tokens(config.num_heads, config.num_kv_heads, config.head_dim, self.model.dtype)
+        self._graphs = ForwardGraphs(
+            self._forward, max_rows, max_blocks, chunk_tokens, tile, self.device
+        )
 
     @torch.inference_mode()
     def prefill(self, inputs: ModelInputs, rows: npt.NDArray[np.int64]) -> ModelOutput:
         """Run the tokens through the model, write their KV, and give the logits of the last token
         of R of the B rows. The last layer computes those tokens only.
         """
-        last = upload(inputs.query_lens.cumsum()[rows] - 1, torch.int64, self.device)
+        last = self._last_tokens(inputs, rows)
         positions = inputs.positions[last]
         tables = inputs.block_tables[upload(rows, torch.int64, self.device)]
         # At least one token, so that no kernel has nothing to do.
         missing = -max(len(rows), 1) % self._token_multiple + (not len(rows))
-        ends = inputs.context_lens[rows].tolist()
-        outputs = OutputTokens(
-            torch.nn.functional.pad(last, (0, missing)),
-            AttentionMetadata(
-                torch.nn.functional.pad(positions, (0, missing)),
-                (1,) * (len(rows) + missing),
-                (*ends, *[1] * missing),
-                torch.nn.functional.pad(tables, (0, 0, 0, missing)),
-            ),
+        attention = AttentionMetadata(
+            F.pad(positions, (0, missing)),
+            (1,) * (len(rows) + missing),
+            (*inputs.context_lens[rows].tolist(), *[1] * missing),
+            F.pad(tables, (0, 0, 0, missing)),
         )
-        hidden = self._forward(inputs.pad_tokens(self._token_multiple), outputs)
+        outputs = OutputTokens(F.pad(last, (0, missing)), [attention])
+        hidden = self._forward([self._part(inputs.pad_tokens(self._token_multiple))], outputs)
+        if not len(rows):  # the head is as much to read as some layers
+            return ModelOutput(hidden.new_empty((0, self.model.config.vocab_size)), positions)
         return ModelOutput(self.model.compute_logits(hidden)[: len(rows)], positions)
 
     @torch.inference_mode()
     def decode(self, inputs: ModelInputs) -> ModelOutput:
         """Run rows of equally many tokens, write their KV, and give the logits of every token."""
         if self._graphs is not None:
-            hidden = self._graphs.run(inputs)
+            hidden = self._graphs.decode(inputs)
         else:
-            hidden = self._all_tokens(inputs.pad_tokens(self._token_multiple))
+            hidden = self._forward([self._part(inputs.pad_tokens(self._token_multiple))])
         logits = self.model.compute_logits(hidden)[: len(inputs.input_ids)]
         return ModelOutput(logits, inputs.positions)
 
-    def _all_tokens(self, inputs: ModelInputs) -> Tensor:
-        return self._forward(inputs, None)
-
-    def _forward(self, inputs: ModelInputs, outputs: OutputTokens | None) -> Tensor:
-        """[T or R, hidden_size]: the hidden states of all tokens, or of the output tokens."""
-        attention = AttentionMetadata(
-            inputs.positions,
-            tuple(inputs.query_lens.tolist()),
-            tuple(inputs.context_lens.tolist()),
-            inputs.block_tables,
+    @torch.inference_mode()
+    def mixed(
+        self, decode: ModelInputs, prefill: ModelInputs, rows: npt.NDArray[np.int64]
+    ) -> tuple[ModelOutput, ModelOutput]:
+        """`decode` and `prefill`, in one forward: it reads the weights once for both."""
+        last = self._last_tokens(prefill, rows)
+        count = len(decode.input_ids)
+        if self._graphs is not None and self._graphs.takes(prefill):
+            decoded, chunk = self._graphs.mixed(decode, prefill)
+        else:
+            padded = prefill.pad_tokens(self._token_multiple, beside=count)
+            hidden = self._forward([Part(decode), self._part(padded)])
+            decoded, chunk = hidden[:count], hidden[count:]
+        wanted = torch.cat((decoded, chunk[last]))
+        missing = -len(wanted) % self._token_multiple
+        logits = self.model.compute_logits(F.pad(wanted, (0, 0, 0, missing)))
+        return (
+            ModelOutput(logits[:count], decode.positions),
+            ModelOutput(logits[count : len(wanted)], prefill.positions[last]),
         )
-        rows = None
-        if len(set(attention.query_lens)) > 1:
-            of_token = np.repeat(np.arange(inputs.num_rows, dtype=np.int32), inputs.query_lens)
-            rows = upload(of_token, torch.int32, self.device)
-        slots = slot_mapping(inputs.positions, rows, inputs.block_tables, self.block_size)
-        context = ForwardContext(self.kv_caches, slots, attention, outputs)
-        hidden: Tensor = self.model(inputs.input_ids, inputs.positions, context)
+
+    def _last_tokens(self, inputs: ModelInputs, rows: npt.NDArray[np.int64]) -> Tensor:
+        """[R] places of the last tokens of these rows."""
+        return upload(inputs.query_lens.cumsum()[rows] - 1, torch.int64, self.device)
+
+    def _part(self, inputs: ModelInputs) -> Part:
+        """Of rows that may have different numbers of tokens."""
+        if len(set(inputs.query_lens.tolist())) == 1:
+            return Part(inputs)
+        rows = np.repeat(np.arange(inputs.num_rows, dtype=np.int32), inputs.query_lens)
+        return Part(inputs, upload(rows, torch.int32, self.device))
+
+    def _forward(self, parts: Sequence[Part], outputs: OutputTokens | None = None) -> Tensor:
+        """[T, hidden_size]: the hidden states of all parts' tokens; [R, hidden_size] of outputs."""
+        input_ids = _joined([part.inputs.input_ids for part in parts])
+        positions = _joined([part.inputs.positions for part in parts])
+        slots = [
+            slot_mapping(p.inputs.positions, p.rows, p.inputs.block_tables, self.block_size)
+            for p in parts
+        ]
+        attention = [
+            AttentionMetadata(
+                part.inputs.positions,
+                tuple(part.inputs.query_lens.tolist()),
+                tuple(part.inputs.context_lens.tolist()),
+                part.inputs.block_tables,
+                part.tiles,
+                part.stream,
+            )
+            for part in parts
+        ]
+        context = ForwardContext(self.kv_caches, _joined(slots), attention, outputs)
+        hidden: Tensor = self.model(input_ids, positions, context)
         return hidden
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

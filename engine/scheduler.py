@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +15,10 @@ from batchgen.engine.outputs import HostOutput
 from batchgen.engine.row_table import RowTable, Slots
 from batchgen.engine.sequence import Sequence, SequenceStatus
 
+_URGENT_CHUNKS = 8
+"""So many chunks of prefill that can start now are better computed at once."""
 _WORTHWHILE_TOKENS = 512
-"""A prefill of fewer tokens costs a GPU nearly as much: it reads all the weights for them."""
+"""A prefill alone of fewer tokens costs a GPU nearly as much: it reads all the weights for them."""
 _WORTHWHILE_SHARE = 8
 """One of so many rows free is too many to leave idle."""
 
@@ -57,19 +60,30 @@ class DecodeBatch:
     new_blocks: list[tuple[int, int, int]]
 
 
-ScheduledBatch = PrefillBatch | DecodeBatch
+@dataclass(frozen=True, slots=True)
+class MixedBatch:
+    """A decode batch, and a small prefill batch beside it."""
+
+    decode: DecodeBatch
+    prefill: PrefillBatch
+
+
+ScheduledBatch = PrefillBatch | DecodeBatch | MixedBatch
 
 
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recomputation.
 
-    A step is one prefill batch or one decode batch. `schedule` plans on top of the steps that were
-    launched and not read yet; `update` takes in their results, in the order of their launch.
+    A step is a prefill batch, a decode batch, or a decode batch with a small prefill beside it:
+    that costs little more than the decode alone, which reads all the weights anyway. `schedule`
+    plans on top of the steps that were launched and not read yet; `update` takes in their results,
+    in the order of their launch.
 
-    Waiting rows are prefilled as soon as that is worth a forward. A row gets the blocks of all its
+    Waiting rows are prefilled by themselves where many can start at once, else beside the decoding
+    rows. A row gets the blocks of all its
     known tokens when it is admitted, and those of its next tokens step by step. Rows are admitted
     as long as the cache should hold all of them until they end, by their predicted lengths. If it
-    does not after all, the row that joined last gives its blocks back and waits to be computed
+    does not after all, the row that came last gives its blocks back and waits to be computed
     again. The row that joined first is never preempted while others run, and each row alone fits
     the cache (`LLMEngine` refuses those that do not), so something always advances.
 
@@ -77,6 +91,8 @@ class Scheduler:
         block_manager: of the KV cache.
         max_num_seqs: rows in flight at most.
         max_batched_tokens: tokens per prefill batch at most.
+        chunk_tokens, chunk_rows: of a prefill beside decoding rows, at most; with 0 tokens prompts
+            are prefilled alone.
         num_slots: KV slots that a row's decode step may write.
     """
 
@@ -85,11 +101,15 @@ class Scheduler:
         block_manager: BlockManager,
         max_num_seqs: int,
         max_batched_tokens: int,
+        chunk_tokens: int,
+        chunk_rows: int,
         num_slots: int,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
+        self.chunk_tokens = min(chunk_tokens, max_batched_tokens)
+        self.chunk_rows = chunk_rows
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self._num_slots = num_slots
@@ -133,30 +153,84 @@ class Scheduler:
         """The next batch, which the caller launches before anything else. None if there is none
         until the launched steps are read.
         """
-        if self._prefilling is not None or self._is_prefill_worthwhile():
-            prefill = self._prefill_batch()
+        if self._is_prefill_urgent():
+            prefill = self._prefill_batch(self.max_batched_tokens, self.max_num_seqs)
             if prefill.seqs:
                 return prefill
-        return self._decode_batch()
+        decode = self._decode_batch()
+        if (
+            decode is None
+            or not self.chunk_tokens
+            or not self._is_worthwhile(self.chunk_tokens // 2)
+        ):
+            return decode
+        prefill = self._prefill_batch(self.chunk_tokens, self.chunk_rows)
+        return MixedBatch(decode, prefill) if prefill.seqs else decode
 
-    def _is_prefill_worthwhile(self) -> bool:
-        free = min(self.max_num_seqs - self.num_running, len(self._waiting))
-        if not free:
-            return False
-        if free == len(self._waiting) or free * _WORTHWHILE_SHARE >= self.max_num_seqs:
+    def _is_prefill_urgent(self) -> bool:
+        """A prefill alone: nothing decodes, or so much can start that chunks would take long."""
+        last_wave = self._is_last_wave()
+        if last_wave:
+            # Longest first (Graham 1969, LPT), so that no row is left to run alone at the end;
+            # those that ran before keep their turn.
+            self._waiting = deque(
+                sorted(
+                    self._waiting,
+                    key=lambda seq: (seq.num_preemptions > 0, _remaining(seq)),
+                    reverse=True,
+                )
+            )
+        if not self._staying().any():
             return True
-        return sum(self._waiting[i].num_tokens for i in range(free)) >= _WORTHWHILE_TOKENS
+        if not self.chunk_tokens:
+            return self._is_worthwhile(_WORTHWHILE_TOKENS)
+        if last_wave and self._can_start_by_chunks():
+            return False
+        return self._startable_tokens() >= _URGENT_CHUNKS * self.chunk_tokens
 
-    def _prefill_batch(self) -> PrefillBatch:
-        """Go on with the row that was cut, then admit waiting rows in order of arrival, while
-        tokens, rows and blocks allow.
+    def _is_last_wave(self) -> bool:
+        """No row that leaves is replaced any more, and it is known when each will."""
+        free = self.max_num_seqs - self.num_running
+        exact = self._table.exact[self._table.occupied].all()
+        return bool(
+            0 < len(self._waiting) <= free
+            and exact
+            and all(seq.stop.exact_length for seq in self._waiting)
+        )
+
+    def _can_start_by_chunks(self) -> bool:
+        """Started chunk by chunk, all waiting rows will still end before a row that decodes now."""
+        table = self._table
+        slots = self._slots[self._staying()]
+        left = table.max_tokens[slots] - table.num_tokens[slots] - table.launched[slots]
+        tokens = np.cumsum([seq.num_tokens for seq in self._waiting])
+        ends = tokens // self.chunk_tokens + [_remaining(seq) for seq in self._waiting]
+        return bool(ends.max() <= left.max())
+
+    def _is_worthwhile(self, tokens: int) -> bool:
+        """So many prompt tokens can start, or rows would stand idle for long without."""
+        free = min(self.max_num_seqs - self.num_running, len(self._waiting))
+        if self._prefilling is not None or (free and free == len(self._waiting)):
+            return True
+        if not free or free * _WORTHWHILE_SHARE >= self.max_num_seqs:
+            return bool(free)
+        return self._startable_tokens() >= tokens
+
+    def _startable_tokens(self) -> int:
+        """Tokens of the waiting rows for which there are free places."""
+        free = self.max_num_seqs - self.num_running
+        return sum(seq.num_tokens for seq in islice(self._waiting, free))
+
+    def _prefill_batch(self, max_tokens: int, max_rows: int) -> PrefillBatch:
+        """Go on with the row that was cut, then admit waiting rows in order, while tokens, rows and
+        blocks allow.
         """
         seqs: list[Sequence] = []
         starts: list[int] = []
         lengths: list[int] = []
         completing: list[int] = []
-        budget = self.max_batched_tokens
-        while budget:
+        budget = max_tokens
+        while budget and len(seqs) < max_rows:
             seq = self._prefilling or self._admit_next()
             if seq is None:
                 break
@@ -213,11 +287,15 @@ class Scheduler:
         peak = peak_tokens(tokens - shared + self.block_manager.block_size, remaining)
         return peak <= self.block_manager.capacity
 
+    def _staying(self) -> npt.NDArray[np.bool_]:
+        """Which rows of the strategy's StepInputs generate more than the launched steps do."""
+        stay: npt.NDArray[np.bool_] = self._table.epochs[self._slots] == self._epochs
+        stay &= ~self._table.ends_by_length(self._slots)
+        return stay
+
     def _decode_batch(self) -> DecodeBatch | None:
         table = self._table
-        stay = table.epochs[self._slots] == self._epochs
-        stay &= ~table.ends_by_length(self._slots)
-        keep = np.flatnonzero(stay)
+        keep = np.flatnonzero(self._staying())
         slots = self._slots[keep]
         steps = table.launched[slots] + 1
         needed = np.minimum(
@@ -234,6 +312,9 @@ class Scheduler:
             seq = table[slots[row]]
             before = len(seq.block_table)
             while not self.block_manager.reserve(seq, needed[row]):
+                if self._prefilling is not None:  # no row joined later
+                    self._preempt(self._prefilling)
+                    continue
                 count -= 1
                 self._preempt(table[slots[count]])
                 if row == count:
@@ -256,7 +337,10 @@ class Scheduler:
         return int(missing.sum()) > self.block_manager.num_free
 
     def _preempt(self, seq: Sequence) -> None:
-        self._table.remove(seq)
+        if seq is self._prefilling:
+            self._prefilling = None
+        else:
+            self._table.remove(seq)
         self.block_manager.publish(seq, seq.num_computed_tokens)  # it may find them again
         self.block_manager.free(seq)
         seq.status = SequenceStatus.WAITING
@@ -264,11 +348,11 @@ class Scheduler:
         self.num_preemptions += 1
         self._waiting.appendleft(seq)
 
-    def update(self, batch: ScheduledBatch, step: HostOutput) -> list[Sequence]:
+    def update(self, batch: PrefillBatch | DecodeBatch, step: HostOutput) -> list[Sequence]:
         """Commit what a step produced; returns the rows that finished.
 
         Args:
-            batch: the oldest that was launched and not updated.
+            batch: the oldest that was launched and not updated, or a part of it.
             step: a row for each decoding row, or for each completing prefill row.
         """
         finished = self._table.commit(batch.slots, batch.epochs, step)
@@ -279,3 +363,8 @@ class Scheduler:
             if seq.error is None:
                 self._lengths.observe(seq.num_generated)
         return finished
+
+
+def _remaining(seq: Sequence) -> int:
+    """Tokens that the row may still generate."""
+    return seq.max_tokens - seq.num_tokens

@@ -11,7 +11,7 @@ from typing import Literal, Protocol, Self
 
 import torch
 
-StepKind = Literal["prefill", "decode"]
+StepKind = Literal["prefill", "decode", "mixed"]
 
 _RING = 512
 """Steps whose marks are kept. An engine runs ahead of its device by a few at most, so a mark was

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"
+_MOST_HELD = 8
+"""A character has at most four bytes: what is not whole by now never will be."""
 
 
 class IncrementalDecoder:
@@ -28,7 +30,8 @@ class IncrementalDecoder:
         self._ids.append(token_id)
         known = self._decode(self._ids[self._context : self._read])
         longer = self._decode(self._ids[self._context :])
-        if len(longer) > len(known) and not longer.endswith(_REPLACEMENT):
+        whole = not longer.endswith(_REPLACEMENT) or len(self._ids) - self._read > _MOST_HELD
+        if len(longer) > len(known) and whole:
             self.text += longer[len(known) :]
             self._context, self._read = self._read, len(self._ids)
 

@@ -10,6 +10,7 @@ reach.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +25,18 @@ from batchgen.kernels.attention_decode import (
     paged_attention_decode,
     plan_decode,
 )
-from batchgen.kernels.attention_prefill import paged_attention_prefill, plan_prefill
+from batchgen.kernels.attention_prefill import (
+    PrefillPlan,
+    paged_attention_prefill,
+    plan_prefill,
+)
 from batchgen.kernels.kv_cache import KVCache
 
 CHUNK = 64
 """Context tokens per chunk. A multiple of every block size."""
 _ENOUGH_PROGRAMS = 128
-"""So many (row, KV head) pairs fill a GPU. With fewer, contexts are cut shorter."""
+"""So many (row, KV head) pairs fill a GPU. With fewer, contexts are cut shorter, which rounds
+differently: a row's bits depend on this side or that of the batch size, and on nothing else."""
 _LONG_SPLIT_TOKENS = 2048
 """Most rows need no combination of splits then, which costs up to a tenth (H100, 256 rows)."""
 _ROW_MULTIPLE = 4
@@ -48,12 +54,18 @@ class AttentionMetadata:
         query_lens: [B] on the host; the rows' queries stand one after another.
         context_lens: [B] on the host; tokens in the cache, the queries' own included, or more.
         block_tables: [B, N] int64.
+        tiles: of `attention_prefill`, where query_lens are not known yet: a captured graph reads
+            what stands there at its replay. None lets them be cut from query_lens.
+        stream: a GPU's, on which this part runs beside the others: small prefills wait for memory
+            most of the time, and so do decoding rows. None is the current one.
     """
 
     positions: Tensor
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     block_tables: Tensor
+    tiles: Tensor | None = None
+    stream: torch.cuda.Stream | None = None
     _plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
 
@@ -88,66 +100,86 @@ class _Plan:
     values: Tensor
 
 
-def paged_attention(q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor, cache: KVCache, parts: Sequence[AttentionMetadata], scale: float
+) -> Tensor:
     """softmax(q·kᵀ·scale)·v for each query over its row's cached context.
 
     Args:
         q: [T, num_heads, head_dim]; num_heads is a multiple of the cache's (grouped queries).
         cache: already holds the keys and values of the T new tokens.
-        meta: of the same T tokens.
+        parts: of the T tokens, one part after another; each is computed by itself, so rows of one
+            query and rows of many are best apart.
         scale: of the scores.
 
     Returns:
         [T, num_heads, head_dim], dtype of q; scores and sums are float32. NaN for queries that
         read a token whose key or value was not finite.
     """
-    run = _paged_attention_triton if q.is_cuda else paged_attention_reference
-    return run(q, cache, meta, scale)
+    run = _attend_part_triton if q.is_cuda else _attend_part_reference
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    ends = list(itertools.accumulate(len(part.positions) for part in parts))
+    assert ends[-1] == len(q)
+    # Parts with a stream of their own begin first.
+    for part, end in sorted(zip(parts, ends, strict=True), key=lambda item: not item[0].stream):
+        tokens = slice(end - len(part.positions), end)
+        if part.stream is not None:
+            part.stream.wait_stream(torch.cuda.current_stream(q.device))
+        with torch.cuda.stream(part.stream):
+            run(q[tokens], cache, part, scale, out[tokens])
+    for part in parts:
+        if part.stream is not None:
+            torch.cuda.current_stream(q.device).wait_stream(part.stream)
+    return out
 
 
-def _paged_attention_triton(
-    q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: float
-) -> Tensor:
+def _attend_part_triton(
+    q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: float, out: Tensor
+) -> None:
     kv_heads, _, block_size, head_dim = cache.key.shape
     num_heads = q.shape[1]
     shape = (num_heads, kv_heads, block_size, head_dim)
-    plan = meta._plans.get(shape)
-    if plan is None:
-        width = meta.query_lens[0] if len(set(meta.query_lens)) == 1 else None
-        if width is not None and width * num_heads // kv_heads <= MAX_QUERIES:
-            few = len(meta.query_lens) * kv_heads < _ENOUGH_PROGRAMS
-            split = SPLIT_TOKENS if few else _LONG_SPLIT_TOKENS
-            plan = plan_decode(
-                meta.positions, meta.block_tables, width, block_size, split_tokens=split
-            )
-        else:
-            plan = plan_prefill(
-                meta.query_lens,
-                q.device,
-                num_heads=num_heads,
-                num_kv_heads=kv_heads,
-                head_dim=head_dim,
-                dtype=q.dtype,
-                context_lens=meta.context_lens,
-            )
-        meta._plans[shape] = plan
+    if shape not in meta._plans:
+        meta._plans[shape] = _make_triton_plan(q, cache, meta)
+    plan = meta._plans[shape]
+    arguments = (q, cache, meta.positions, meta.block_tables, scale, plan)
     if isinstance(plan, DecodePlan):
-        return paged_attention_decode(q, cache, meta.positions, meta.block_tables, scale, plan)
-    return paged_attention_prefill(q, cache, meta.positions, meta.block_tables, scale, plan)
+        paged_attention_decode(*arguments, out=out)
+    else:
+        paged_attention_prefill(*arguments, out=out)
 
 
-def paged_attention_reference(
-    q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: float
-) -> Tensor:
-    """`paged_attention` in PyTorch."""
+def _make_triton_plan(
+    q: Tensor, cache: KVCache, meta: AttentionMetadata
+) -> DecodePlan | PrefillPlan:
+    kv_heads, _, block_size, head_dim = cache.key.shape
+    group = q.shape[1] // kv_heads
+    # Of one query a row only: each other width would be a kernel of its own, compiled in mid-job.
+    if meta.tiles is None and group <= MAX_QUERIES and set(meta.query_lens) == {1}:
+        few = len(meta.query_lens) * kv_heads < _ENOUGH_PROGRAMS
+        split = SPLIT_TOKENS if few else _LONG_SPLIT_TOKENS
+        return plan_decode(meta.positions, meta.block_tables, 1, block_size, split_tokens=split)
+    return plan_prefill(
+        meta.query_lens,
+        q.device,
+        num_heads=q.shape[1],
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=q.dtype,
+        context_lens=meta.context_lens,
+        tiles=meta.tiles,
+    )
+
+
+def _attend_part_reference(
+    q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: float, out: Tensor
+) -> None:
     shape = (q.shape[1], *cache.key.shape)
     plan = meta._plans.get(shape)
     if plan is None:
         plan = meta._plans[shape] = _make_plan(q.shape[1], cache, meta)
-    out = torch.empty_like(q)
     for group in plan.groups:
         out[group.tokens] = _attend(q[group.tokens], cache, plan, group, scale)
-    return out
 
 
 def _make_plan(num_heads: int, cache: KVCache, meta: AttentionMetadata) -> _Plan:

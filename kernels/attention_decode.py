@@ -108,6 +108,7 @@ def paged_attention_decode(
     scale: float,
     plan: DecodePlan,
     config: DecodeConfig | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """softmax(q·kᵀ·scale)·v of W queries per row, each over its row's context up to its position.
 
@@ -124,9 +125,10 @@ def paged_attention_decode(
         scale: of the scores.
         plan: `plan_decode` of the same positions and table shape.
         config: None for the one that suits the shapes.
+        out: [B · W, num_heads, head_dim], contiguous; allocated if absent.
 
     Returns:
-        [B · W, num_heads, head_dim], dtype of q; scores and sums are float32.
+        out, in q's dtype; scores and sums are float32.
     """
     tokens, num_heads, head_dim = q.shape
     kv_heads, _, block_size, _ = cache.key.shape
@@ -135,7 +137,9 @@ def paged_attention_decode(
     assert cache.key.is_contiguous() and cache.value.is_contiguous() and q.stride(2) == 1
     assert block_tables.stride(1) == 1 and queries <= MAX_QUERIES and q.dtype == cache.key.dtype
     config = config or _config(head_dim, q.itemsize, queries)
-    out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    assert out.is_contiguous()
     # Rows of one split write `out` at once: where no row can have more, nothing is to combine.
     slots = len(plan.units) * kv_heads if plan.max_splits > 1 else 0
     partial = torch.empty((slots, queries, head_dim), dtype=torch.float32, device=q.device)
@@ -155,7 +159,7 @@ def paged_attention_decode(
         _combine_kernel[(tokens, kv_heads)](
             partial, log_sums, plan.splits, out, plan.max_splits,
             **sizes, GROUP_PAD=group_pad, DIM_PAD=dim_pad,
-            SPLITS_PAD=triton.next_power_of_2(plan.max_splits),
+            SPLITS_PAD=triton.next_power_of_2(max(MAX_SPLITS, plan.max_splits)),
             CHUNK=max(1, _COMBINE_ELEMENTS // (group_pad * dim_pad)), num_warps=4,
         )  # fmt: skip
     return out
@@ -233,7 +237,7 @@ def _plan_kernel(
     tl.store(unit + 3, tl.where(number > 1, row * capacity + split, -1), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q, key, value, positions, tables, units, count, out, partial, log_sums,
     scale, q_token_stride, q_head_stride, kv_head_stride, table_stride,

@@ -42,7 +42,8 @@ class PrefillPlan:
     """The tiles of one forward, shared by its layers.
 
     Attributes:
-        tiles: [num_tiles, 3] int32: row, first token in the batch, number of tokens.
+        tiles: [num_tiles, 3] int32: row, first token in the batch, number of tokens; a tile of no
+            tokens is passed over.
         num_tokens: T, of all rows.
         num_rows: B.
         group: query heads per KV head.
@@ -76,36 +77,60 @@ def plan_prefill(
     head_dim: int,
     dtype: torch.dtype,
     context_lens: Sequence[int] | None = None,
+    tiles: Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> PrefillPlan:
-    """Cut the B rows into tiles, those with the longest context first so that none is left at last.
+    """How the B rows are cut into tiles.
 
     Args:
         query_lens: [B] new tokens of each row; 0 is allowed.
         device: of the forward.
         num_heads, num_kv_heads, head_dim, dtype: of the queries and the cache.
-        context_lens: [B] tokens in the cache, the new ones included; only the order of the tiles
-            depends on it. Without it rows count as having no cached prefix.
+        context_lens: as for `cut_tiles`.
+        tiles: on the device, as `cut_tiles` would give them; cut if absent.
         config: instead of the one for this shape.
     """
     group = num_heads // num_kv_heads
     config = config or _config(head_dim, dtype.itemsize, group)
-    tile_tokens = config.block_m // group
-    if not tile_tokens:
+    if tiles is None:
+        tiles = cut_tiles(query_lens, _tile_tokens(config, group), context_lens)
+        device = torch.device(device)
+        if device.type == "cuda":
+            tiles = tiles.pin_memory().to(device, non_blocking=True)
+    return PrefillPlan(tiles, sum(query_lens), len(query_lens), group, config)
+
+
+def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Tokens of a tile, for queries and a cache of this shape."""
+    group = num_heads // num_kv_heads
+    return _tile_tokens(_config(head_dim, dtype.itemsize, group), group)
+
+
+def _tile_tokens(config: PrefillConfig, group: int) -> int:
+    if config.block_m < group:
         raise ValueError(f"block_m {config.block_m} is less than the {group} heads of a group")
+    return config.block_m // group
+
+
+def cut_tiles(
+    query_lens: Sequence[int], size: int, context_lens: Sequence[int] | None = None
+) -> Tensor:
+    """[num_tiles, 3] int32 on the host, those with the longest context first: none is left at last.
+
+    Args:
+        size: tokens of a tile, at most.
+        context_lens: [B] tokens in the cache, the new ones included; only the order of the tiles
+            depends on it. Without it rows count as having no cached prefix.
+    """
     lens = torch.tensor(query_lens, dtype=torch.int64)
     contexts = lens if context_lens is None else torch.tensor(context_lens, dtype=torch.int64)
-    counts = (lens + tile_tokens - 1) // tile_tokens
+    counts = (lens + size - 1) // size
     row = torch.repeat_interleave(counts)
-    offset = (torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]) * tile_tokens
-    size = (lens[row] - offset).clamp(max=tile_tokens)
+    offset = (torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]) * size
+    sizes = (lens[row] - offset).clamp(max=size)
     first = (lens.cumsum(0) - lens)[row] + offset
-    order = ((contexts - lens)[row] + offset + size).argsort(descending=True, stable=True)
-    tiles = torch.stack((row, first, size), 1)[order].to(torch.int32)
-    device = torch.device(device)
-    if device.type == "cuda":
-        tiles = tiles.pin_memory().to(device, non_blocking=True)
-    return PrefillPlan(tiles, sum(query_lens), len(query_lens), group, config)
+    order = ((contexts - lens)[row] + offset + sizes).argsort(descending=True, stable=True)
+    return torch.stack((row, first, sizes), 1)[order].to(torch.int32)
 
 
 def paged_attention_prefill(
@@ -263,6 +288,8 @@ def _prefill_kernel(
     row = tl.load(tile).to(tl.int64)
     first = tl.load(tile + 1).to(tl.int64)
     size = tl.load(tile + 2)
+    if size == 0:
+        return
     begin = tl.load(positions_ptr + first).to(tl.int32)
 
     m = tl.arange(0, BLOCK_M)

@@ -1,8 +1,8 @@
-"""Finding a row's likely tokens without reading it often: the maxima of small groups of columns.
+"""Finding a row's likely tokens without reading it often: by the maxima of small groups of columns.
 
-One pass over the logits, in many programs per row, leaves the maximum and the weight of each group.
-What follows is one program's work per row on a few thousand numbers: it picks a bound, lists the
-groups that reach it, and searches their members alone. The k-th largest maximum, for one, is a lower
+One pass over the logits, by many programs per row, leaves the maximum and the weight of each group.
+What follows is one program's work per row, on a few thousand numbers: it picks a bound, lists the
+groups that reach it, and searches their members alone. For one, the k-th largest maximum is a lower
 bound of the k-th largest logit, and only about k groups reach it. A list may hold every group, so
 that flat distributions need no path of their own; they only take longer.
 
@@ -138,7 +138,7 @@ def list_groups(
 
 @triton.jit
 def load_members(ptr, listed_ptr, start, members, vocab, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """A part of the columns of the listed groups, ascending, and their logits, -inf past the end."""
+    """Some columns of the listed groups, ascending, and their logits, -inf past the end."""
     index = start + tl.arange(0, BLOCK)
     here = index < members
     groups = tl.load(listed_ptr + index // GROUP, mask=here, other=0)

@@ -17,7 +17,7 @@ class KVCache(NamedTuple):
 
     Heads come first so that (head, block) is one contiguous tile of a flat [H·N, block_size·D]
     table: gathering a row's context is one indexed copy of long runs. Block 0 is scratch: padding
-    tokens write it and nothing reads it.
+    tokens write and read it, and no row does.
 
     Values are always finite. Where a token's key or value of a head is not, the key is stored as
     all NaN and the value as 0. So a query that sees the token gets NaN, by its score, and one that

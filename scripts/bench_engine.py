@@ -50,6 +50,7 @@ class Run:
     floor_here: Floor | None
     prefill: PhaseSplit
     decode: PhaseSplit
+    mixed: PhaseSplit
     full_batch: PhaseSplit
     by_batch: dict[str, PhaseSplit]
     preemptions: int
@@ -58,7 +59,7 @@ class Run:
 
     @property
     def idle(self) -> float:
-        return self.prefill.idle_before + self.decode.idle_before
+        return sum(phase.idle_before for phase in (self.prefill, self.decode, self.mixed))
 
     @property
     def output_rate(self) -> float:
@@ -93,7 +94,7 @@ class Bench:
         self.engine = LLMEngine(weights, None, (), ARStrategy(), config, timer=self.timer)
         self.synchronize()
         self.engine_seconds = time.perf_counter() - start
-        resolved = config.resolve(device)
+        resolved = self.engine.config
         assert resolved.max_batched_tokens is not None
         self.max_num_seqs = resolved.max_num_seqs
         self.max_batched_tokens = resolved.max_batched_tokens
@@ -187,6 +188,7 @@ class Bench:
             floor_here=self.floor(load, here) if here else None,
             prefill=PhaseSplit.of(s for s in steps if s.kind == "prefill"),
             decode=PhaseSplit.of(s for s in steps if s.kind == "decode"),
+            mixed=PhaseSplit.of(s for s in steps if s.kind == "mixed"),
             full_batch=full_batch(steps),
             by_batch=by_batch(steps),
             preemptions=stats.preemptions - before.preemptions,

@@ -30,6 +30,7 @@ from batchgen.config import (
     TextPromptConfig,
 )
 from batchgen.dataset import Row, open_dataset
+from batchgen.engine.memory import MemoryPlan
 from batchgen.engine.outputs import OutputColumn, RequestOutput
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.job import JobParts, run_job
@@ -54,6 +55,7 @@ class InstantEngine:
 
     def __init__(self, per_step: int) -> None:
         self.stats = Stats()
+        self.memory = MemoryPlan(0, 0, 0, num_blocks=0, kv_tokens=0, total=None)
         self.generated_tokens = 0
         self.resident: list[tuple[int, float]] = []
         self._per_step = per_step

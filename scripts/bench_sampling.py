@@ -26,6 +26,7 @@ CASES = {
     "+ top_p 0.95": SamplingParams(temperature=0.8, top_p=0.95),
     "+ min_p 0.05": SamplingParams(temperature=0.8, min_p=0.05),
     "+ all three filters": SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.05),
+    "+ top_p, flat": SamplingParams(temperature=4, top_p=0.95),
     "+ penalties": SamplingParams(temperature=0.8, repetition_penalty=1.1, presence_penalty=0.5),
     "+ min_new_tokens": SamplingParams(temperature=0.8, min_new_tokens=200),
     "+ top_logprobs 20": SamplingParams(temperature=0.8, top_logprobs=20),

@@ -49,7 +49,7 @@ def process_age() -> float:
 
 
 def describe(run: Run, model: str) -> str:
-    prefill, decode, full = run.prefill, run.decode, run.full_batch
+    prefill, decode, mixed, full = run.prefill, run.decode, run.mixed, run.full_batch
     lines = [
         f"{run.workload}: {run.seconds:.3f} s, {run.output_rate:.1f} output tok/s, "
         f"{run.total_rate:.1f} total tok/s"
@@ -64,11 +64,12 @@ def describe(run: Run, model: str) -> str:
             f"  {name}: {seconds} s, {seconds / run.seconds:.2f} times ours"
             for name, seconds in PEERS.get((model, run.workload), {}).items()
         ]
-    host = run.seconds - prefill.seconds - decode.seconds - run.idle
+    host = run.seconds - prefill.seconds - decode.seconds - mixed.seconds - run.idle
     lines.append(
         f"  prefill {prefill.seconds:.3f} s in {prefill.steps} steps "
         f"(floor {run.floor.prefill:.2f}), decode {decode.seconds:.3f} s in {decode.steps} "
-        f"(floor {run.floor.decode:.2f}), idle between {run.idle:.3f} s "
+        f"(floor {run.floor.decode:.2f}), both in one {mixed.seconds:.3f} s in {mixed.steps}, "
+        f"idle between {run.idle:.3f} s "
         f"({run.idle / run.seconds:.1%}), before and after {host:.3f} s"
     )
     if full.steps:
@@ -96,7 +97,7 @@ def figures_of(run: Run, model: str) -> dict[str, Any]:
     }
 
 
-def environment(device: torch.device, config: EngineConfig) -> dict[str, Any]:
+def environment(device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
@@ -112,7 +113,6 @@ def environment(device: torch.device, config: EngineConfig) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "engine_config": asdict(config),
     }
 
 
@@ -172,7 +172,7 @@ def run_workloads(
     warm_up = bench.warm_up(arguments.workload, arguments.temperature)
     print(
         f"load {bench.load_seconds:.2f} s, engine {bench.engine_seconds:.2f} s, "
-        f"warm-up {warm_up:.2f} s",
+        f"warm-up {warm_up:.2f} s\n{bench.engine.memory}",
         flush=True,
     )
     runs = []
@@ -185,6 +185,8 @@ def run_workloads(
         for name in arguments.workload:
             bench.profile(name, arguments.temperature, arguments.profile, arguments.profile_after)
     return {
+        "engine_config": asdict(bench.engine.config),
+        "memory": asdict(bench.engine.memory),
         "rates": asdict(here) if here else None,
         "load_seconds": bench.load_seconds,
         "engine_seconds": bench.engine_seconds,
@@ -208,6 +210,7 @@ def run_start_up(
         f"request {total - built:.2f} s"
     )
     return {
+        "engine_config": asdict(bench.engine.config),
         "first_token_seconds": total,
         "imports_seconds": imported,
         "load_seconds": bench.load_seconds,
@@ -224,7 +227,7 @@ def main() -> None:
         figures = run_start_up(arguments, config, device)
     else:
         figures = run_workloads(arguments, config, device)
-    figures = {"model": arguments.model} | environment(device, config.resolve(device)) | figures
+    figures = {"model": arguments.model} | environment(device) | figures
     print(f"{arguments.model} on {figures['device']}, torch {figures['torch']}, {figures['date']}")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")

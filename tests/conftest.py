@@ -127,7 +127,7 @@ def run_paged() -> RunPaged:
         for size in chunks:
             positions = torch.arange(start, start + size, device=device)
             slots = table[positions // block_size] * block_size + positions % block_size
-            attention = AttentionMetadata(positions, (size,), (start + size,), table.unsqueeze(0))
+            attention = [AttentionMetadata(positions, (size,), (start + size,), table.unsqueeze(0))]
             context = ForwardContext(kv, slots, attention)
             tokens = torch.tensor(ids[start : start + size], device=device)
             with torch.inference_mode():

@@ -29,12 +29,14 @@ from batchgen.config import (
     StrategyConfig,
 )
 from batchgen.dataset import Row
+from batchgen.engine.memory import MemoryPlan
 from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.job import JobParts, JobResult, run_job
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
 TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (2, 3))
+MEMORY = MemoryPlan(2**30, 0, 2**29, num_blocks=65, kv_tokens=1024, total=None)
 BAD_PROMPT, BAD_REQUEST = 13, 17  # rows whose index is a multiple of one of these fail
 
 
@@ -147,6 +149,7 @@ class FakeEngine:
 
     job: FakeJob
     stats: FakeStats = field(default_factory=FakeStats)
+    memory: MemoryPlan = MEMORY
     generated_tokens: int = 0
     _running: dict[str, _Running] = field(default_factory=dict)
 

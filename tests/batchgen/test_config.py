@@ -82,8 +82,8 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "unknown key",
         ["+engine.max_num_seq=3"],
         "engine.max_num_seq is not a key: choose among max_num_seqs, max_batched_tokens, "
-        "max_model_len, block_size, prefix_caching, kv_cache_gib, gpu_memory_utilization, "
-        "cuda_graph, overlap, device",
+        "chunk_tokens, max_model_len, block_size, prefix_caching, kv_cache_gib, "
+        "gpu_memory_utilization, cuda_graph, overlap, device",
     ),
     (
         "unknown group",

@@ -5,7 +5,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from check_kill_resume import compare_outputs
-from fake_job import BAD_PROMPT, BAD_REQUEST, FakeEngine, FakeJob, FakeSource, outcome
+from fake_job import BAD_PROMPT, BAD_REQUEST, MEMORY, FakeEngine, FakeJob, FakeSource, outcome
 
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling_params import SamplingParams
@@ -112,11 +112,23 @@ def test_card_config_metrics(tmp_path: Path) -> None:
     (attempt,) = metrics["attempts"]
     assert attempt["generated_tokens"] == metrics["generated_tokens"]
     assert attempt["engine"]["steps"] > 0 and attempt["peak_rss_mib"] > 10
+    assert attempt["memory"] == asdict(MEMORY)
     for text in ("200", "error 26", "template_error 16", "tokens/s", str(tmp_path)):
         assert text in result.message
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *(".lock", "README.md", "config.yaml", "data", "manifest.json", "metrics.json")
     ]
+
+
+def test_the_memory_plan_is_shown_whenever_an_engine_is_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = _job(tmp_path)
+    job.run()
+    line = "memory: weights 1.00 GiB, KV cache 0.50 GiB (1,024 tokens)"
+    assert capsys.readouterr().err.splitlines()[0] == line
+    job.run()
+    assert "memory" not in capsys.readouterr().err
 
 
 def test_a_complete_job_computes_nothing(tmp_path: Path) -> None:

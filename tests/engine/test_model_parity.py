@@ -87,7 +87,7 @@ def _forward_rows(model: DenseForCausalLM, tokens: Tensor) -> Tensor:
     tables = torch.arange(1, num_rows + 1).unsqueeze(1)
     kv = allocate_kv(config, num_rows + 1, 16, dtype=torch.float32, device=CPU)
     slots = (tables * 16 + torch.arange(width)).flatten()
-    attention = AttentionMetadata(positions, (width,) * num_rows, (width,) * num_rows, tables)
+    attention = [AttentionMetadata(positions, (width,) * num_rows, (width,) * num_rows, tables)]
     with torch.inference_mode():
         hidden = model(tokens.flatten(), positions, ForwardContext(kv, slots, attention))
         return model.compute_logits(hidden).view(num_rows, width, -1)

@@ -109,7 +109,7 @@ shapes = st.tuples(
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
 few = settings(max_examples=25, deadline=None)
-tiles = st.sampled_from([TILES, Tiles(4, 64, 16), Tiles(16, 32, 64)])
+tiles = st.sampled_from([TILES, Tiles(4, 1024, 512), Tiles(16, 32, 64)])
 """The real ones, and some that take many groups, and loops over them, at these sizes."""
 
 
@@ -213,7 +213,7 @@ def filter_options(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @given(shapes, st.integers(0, 3), st.sampled_from([0.01, 1.0, 3.0, 30.0]), tiles)
-@settings(max_examples=50, deadline=None)
+@few
 def test_thresholds_keep_what_the_reference_keeps(
     shape: tuple[int, int, int, torch.dtype], gap: int, spread: float, tiles: Tiles
 ) -> None:
@@ -240,21 +240,21 @@ def test_thresholds_of_broken_rows_return_and_leave_others_alone() -> None:
     assert torch.equal(out[[0, 3, 5]], good[[0, 3, 5]])
 
 
-@pytest.mark.parametrize("tiles", [TILES, Tiles(4, 64, 16)])
+@pytest.mark.parametrize("tiles", [TILES, Tiles(4, 256, 128)])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 3.0])
 def test_a_threshold_is_the_value_of_a_kept_token_and_the_same_in_any_batch(
     spread: float, tiles: Tiles
 ) -> None:
-    batch = make_batch(8, 24, 2000, torch.float32, spread=spread)
+    batch = make_batch(8, 12, 900, torch.float32, spread=spread)
     batch.logits[batch.logits == -INF] = -40.0
     options = filter_options(batch)
     limit = thresholds(batch.logits, *options, tiles=tiles)
-    filtered = (batch.top_k.clamp(max=2000) % 2000 > 0) | (batch.top_p < 1)
+    filtered = (batch.top_k.clamp(max=900) % 900 > 0) | (batch.top_p < 1)
     filtered |= (batch.min_p > 0) & (batch.temperature != 1)
     found = (batch.logits == limit.unsqueeze(1)).any(-1)
     below_min_p = (batch.temperature == 1) & (batch.min_p > 0)  # then it is the limit as it is
     assert found[filtered & ~below_min_p].all()
-    for row in range(0, 24, 5):
+    for row in range(0, 12, 5):
         alone = [o[row : row + 1] for o in (batch.logits, *options)]
         one = thresholds(alone[0], alone[1], alone[2], alone[3], alone[4], tiles=tiles)
         assert torch.equal(one, limit[row : row + 1])
@@ -262,25 +262,27 @@ def test_a_threshold_is_the_value_of_a_kept_token_and_the_same_in_any_batch(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_flat_rows_keep_every_token(dtype: torch.dtype) -> None:
-    batch = make_batch(9, 8, 3001, dtype)
+    batch = make_batch(9, 8, 701, dtype)
     batch.logits = torch.full_like(batch.logits, -3.25)
-    limit = thresholds(batch.logits, *filter_options(batch), tiles=Tiles(4, 64, 16))
+    limit = thresholds(batch.logits, *filter_options(batch), tiles=Tiles(4, 256, 128))
     assert (limit <= -3.25).all()
 
 
 def test_clustered_tokens_do_not_mislead_the_guess_of_top_p() -> None:
-    """Likely tokens side by side: the maxima of their groups weigh little of the nucleus."""
-    logits = torch.full((2, 4000), -9.0, device=DEVICE)
+    """Likely tokens side by side, or one of the maximum in every group and the rest just below."""
+    logits = torch.full((3, 1600), -9.0, device=DEVICE)
     logits[0, :600] = torch.linspace(3, 1, 600, device=DEVICE)
-    logits[1, ::8] = torch.linspace(3, -2, 500, device=DEVICE)
-    batch = make_batch(10, 2, 4000, torch.float32)
+    logits[1, ::8] = torch.linspace(3, -2, 200, device=DEVICE)
+    logits[2] = 2.75
+    logits[2, ::8] = 3.0
+    batch = make_batch(10, 3, 1600, torch.float32)
     batch.logits = logits
-    batch.temperature = torch.tensor([1.0, 1.5], device=DEVICE)
+    batch.temperature = torch.tensor([1.0, 1.5, 1.0], device=DEVICE)
     batch.top_k.fill_(0)
     batch.min_p.fill_(0)
     for share in (0.5, 0.9, 0.97, 0.999):
         batch.top_p.fill_(share)
-        limit = thresholds(batch.logits, *filter_options(batch), tiles=Tiles(16, 32, 64))
+        limit = thresholds(batch.logits, *filter_options(batch), tiles=Tiles(16, 256, 256))
         expected, clear = reference_keep(batch)
         assert clear.all()
         assert torch.equal(batch.logits >= limit.unsqueeze(1), expected)
@@ -327,7 +329,7 @@ def test_top_logprobs_of_ties_take_the_lowest_ids_and_fill_up() -> None:
     logits[1, 9] = 2.5
     logits[2, 5:7] = -1e-3
     ones, raw = torch.ones(3, device=DEVICE), torch.zeros(3, dtype=torch.bool, device=DEVICE)
-    for tiles in (TILES, Tiles(4, 64, 16)):
+    for tiles in (TILES, Tiles(4, 256, 128)):
         ids, values = top_logprobs(logits, logits, ones, None, raw, 5, tiles=tiles)
         assert ids.tolist() == [[0, 1, 2, 3, 4], [9, 3, 650, 651, -1], [5, 6, -1, -1, -1]]
         assert ((ids == -1) == (values == -INF)).all()
@@ -411,7 +413,7 @@ def test_real_sizes_of_filters_and_top_logprobs(dtype: torch.dtype, spread: floa
         processed = scaled_logits(batch, limit)
         source = torch.where(batch.processed.unsqueeze(1), processed, batch.logits.float())
         full = source.log_softmax(-1)
-        expected_values = full.sort(-1, descending=True, stable=True).values[:, :20]
+        expected_values = full.sort(dim=-1, descending=True, stable=True).values[:, :20]
         torch.testing.assert_close(values, expected_values, rtol=1e-5, atol=5e-5)
         there = ids >= 0
         named = full.gather(1, ids.clamp(min=0).long())
