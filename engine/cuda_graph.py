@@ -28,13 +28,11 @@ class Part:
     Attributes:
         rows: [T] int32, the row of each token; None if all rows have the same number of them.
         tiles: of the attention, where the rows' numbers of tokens are not known at capture.
-        stream: on which the attention runs beside that of the other parts.
     """
 
     inputs: ModelInputs
     rows: Tensor | None = None
     tiles: Tensor | None = None
-    stream: torch.cuda.Stream | None = None
 
 
 def row_buckets(max_rows: int) -> list[int]:
@@ -86,7 +84,6 @@ class ForwardGraphs:
             _zero_inputs(chunk_tokens, lens, max_blocks, device),
             torch.zeros(chunk_tokens, dtype=torch.int32, device=device),
             torch.zeros((num_tiles, 3), dtype=torch.int32, device=device),
-            torch.cuda.Stream(device),
         )
         self._chunk_tokens = chunk_tokens
         self._tile = tile

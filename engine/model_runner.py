@@ -151,7 +151,6 @@ class ModelRunner:
                 tuple(part.inputs.context_lens.tolist()),
                 part.inputs.block_tables,
                 part.tiles,
-                part.stream,
             )
             for part in parts
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -190,12 +191,13 @@ class Scheduler:
 
     def _is_last_wave(self) -> bool:
         """No row that leaves is replaced any more, and it is known when each will."""
+        rows = list(self._starting(len(self._waiting)))
         free = self.max_num_seqs - self.num_running
-        exact = self._table.exact[self._table.occupied].all()
         return bool(
-            0 < len(self._waiting) <= free
-            and exact
-            and all(seq.stop.exact_length for seq in self._waiting)
+            rows
+            and len(self._waiting) <= free
+            and self._table.exact[self._table.occupied].all()
+            and all(seq.stop.exact_length for seq in rows)
         )
 
     def _can_start_by_chunks(self) -> bool:
@@ -203,8 +205,10 @@ class Scheduler:
         table = self._table
         slots = self._slots[self._staying()]
         left = table.max_tokens[slots] - table.num_tokens[slots] - table.launched[slots]
-        tokens = np.cumsum([seq.num_tokens for seq in self._waiting])
-        ends = tokens // self.chunk_tokens + [_remaining(seq) for seq in self._waiting]
+        rows = list(self._starting(len(self._waiting)))
+        tokens = np.cumsum([seq.num_tokens - seq.num_computed_tokens for seq in rows])
+        starts = tokens // self.chunk_tokens + np.arange(len(rows)) // self.chunk_rows
+        ends = starts + [_remaining(seq) for seq in rows]
         return bool(ends.max() <= left.max())
 
     def _is_worthwhile(self, tokens: int) -> bool:
@@ -217,9 +221,15 @@ class Scheduler:
         return self._startable_tokens() >= tokens
 
     def _startable_tokens(self) -> int:
-        """Tokens of the waiting rows for which there are free places."""
+        """Tokens to prefill of the rows for which there are places."""
         free = self.max_num_seqs - self.num_running
-        return sum(seq.num_tokens for seq in islice(self._waiting, free))
+        return sum(seq.num_tokens - seq.num_computed_tokens for seq in self._starting(free))
+
+    def _starting(self, free: int) -> Iterator[Sequence]:
+        """The row that was cut, then as many waiting ones as there are free places."""
+        if self._prefilling is not None:
+            yield self._prefilling
+        yield from islice(self._waiting, free)
 
     def _prefill_batch(self, max_tokens: int, max_rows: int) -> PrefillBatch:
         """Go on with the row that was cut, then admit waiting rows in order, while tokens, rows and
@@ -281,6 +291,8 @@ class Scheduler:
         exact = np.append(table.exact[slots], seq.stop.exact_length)
         generated = tokens - prompts
         remaining = self._lengths.predict(generated, limits, exact) - generated
+        if self.chunk_tokens:  # the others go on while the row is prefilled beside them
+            remaining[-1] += seq.num_tokens // self.chunk_tokens
         # What a row shares is counted with the row that computed it.
         prefix = len(self.block_manager.find_prefix(seq)) * self.block_manager.block_size
         shared = np.append(table.shared[slots], prefix)

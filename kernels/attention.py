@@ -56,8 +56,6 @@ class AttentionMetadata:
         block_tables: [B, N] int64.
         tiles: of `attention_prefill`, where query_lens are not known yet: a captured graph reads
             what stands there at its replay. None lets them be cut from query_lens.
-        stream: a GPU's, on which this part runs beside the others: small prefills wait for memory
-            most of the time, and so do decoding rows. None is the current one.
     """
 
     positions: Tensor
@@ -65,7 +63,6 @@ class AttentionMetadata:
     context_lens: tuple[int, ...]
     block_tables: Tensor
     tiles: Tensor | None = None
-    stream: torch.cuda.Stream | None = None
     _plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
 
@@ -118,18 +115,11 @@ def paged_attention(
     """
     run = _attend_part_triton if q.is_cuda else _attend_part_reference
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    ends = list(itertools.accumulate(len(part.positions) for part in parts))
-    assert ends[-1] == len(q)
-    # Parts with a stream of their own begin first.
-    for part, end in sorted(zip(parts, ends, strict=True), key=lambda item: not item[0].stream):
-        tokens = slice(end - len(part.positions), end)
-        if part.stream is not None:
-            part.stream.wait_stream(torch.cuda.current_stream(q.device))
-        with torch.cuda.stream(part.stream):
-            run(q[tokens], cache, part, scale, out[tokens])
+    start = 0
     for part in parts:
-        if part.stream is not None:
-            torch.cuda.current_stream(q.device).wait_stream(part.stream)
+        tokens = slice(start, start := start + len(part.positions))
+        run(q[tokens], cache, part, scale, out[tokens])
+    assert start == len(q)
     return out
 
 

@@ -11,6 +11,7 @@ stays right while they grow. The reference is `attention.paged_attention`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -177,8 +178,12 @@ def _config(head_dim: int, itemsize: int, queries: int) -> DecodeConfig:
 def _programs(device: torch.device, config: DecodeConfig) -> int:
     if device.type == "cpu":  # interpreted
         return _INTERPRETED_PROGRAMS
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.multi_processor_count) * config.programs_per_sm
+    return _multiprocessors(device) * config.programs_per_sm
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @triton.jit

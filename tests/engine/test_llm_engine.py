@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,9 +21,12 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from batchgen.engine.admission import LengthPredictor
+from batchgen.engine.cuda_graph import CHUNK_ROWS, ForwardGraphs
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loader import load_model
+from batchgen.engine.model_inputs import ModelInputs
+from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.outputs import RequestError, RequestOutput
 from batchgen.engine.sampling_params import SamplingParams
@@ -29,8 +34,8 @@ from batchgen.strategies.ar.strategy import ARStrategy
 
 EOS = 7
 VOCAB = 128
-ROOMY = EngineConfig(max_num_seqs=64, max_batched_tokens=512, kv_cache_gib=0.01)
-SIMPLE = replace(ROOMY, overlap=False, cuda_graph=False, prefix_caching=False)
+ROOMY = EngineConfig(max_num_seqs=64, max_batched_tokens=512, chunk_tokens=64, kv_cache_gib=0.01)
+SIMPLE = replace(ROOMY, chunk_tokens=0, overlap=False, cuda_graph=False, prefix_caching=False)
 Request = tuple[list[int], SamplingParams]
 
 PLAIN = {"overlap": False}
@@ -81,7 +86,9 @@ def small_cache(model: DenseForCausalLM, tokens: int, **changes: Any) -> EngineC
     config = model.config
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
     gib = (tokens + 4) * per_token / 2**30
-    base = EngineConfig(max_num_seqs=64, max_batched_tokens=24, block_size=4, kv_cache_gib=gib)
+    base = EngineConfig(
+        max_num_seqs=64, max_batched_tokens=24, chunk_tokens=16, block_size=4, kv_cache_gib=gib
+    )
     return replace(base, **changes)
 
 
@@ -108,6 +115,39 @@ def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def expect_short_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LengthPredictor, "predict", lambda self, generated, limits, exact: generated)
+
+
+@dataclass
+class MixedStep:
+    """Its tokens, those of its prefill, and whether a CUDA graph ran it."""
+
+    decode_rows: int
+    prefill_rows: int
+    prefill_tokens: int
+    replayed: bool = False
+
+
+@pytest.fixture
+def mixed_steps(monkeypatch: pytest.MonkeyPatch) -> list[MixedStep]:
+    """All from now on."""
+    steps: list[MixedStep] = []
+    run_mixed, replay = ModelRunner.mixed, ForwardGraphs.mixed
+
+    def record(
+        self: ModelRunner, decode: ModelInputs, prefill: ModelInputs, rows: npt.NDArray[np.int64]
+    ) -> tuple[ModelOutput, ModelOutput]:
+        steps.append(MixedStep(decode.num_rows, prefill.num_rows, len(prefill.input_ids)))
+        return run_mixed(self, decode, prefill, rows)
+
+    def record_replay(
+        self: ForwardGraphs, decode: ModelInputs, prefill: ModelInputs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        steps[-1].replayed = True
+        return replay(self, decode, prefill)
+
+    monkeypatch.setattr(ModelRunner, "mixed", record)
+    monkeypatch.setattr(ForwardGraphs, "mixed", record_replay)
+    return steps
 
 
 def assert_same(one: RequestOutput, other: RequestOutput, atol: float = 0.0) -> None:
@@ -159,6 +199,30 @@ def alone(tiny: DenseForCausalLM) -> Callable[[int, int], RequestOutput]:
     return run_alone
 
 
+NUM_ROWS = 44
+
+
+@pytest.fixture(scope="module")
+def one_by_one(
+    tiny_model: Callable[..., Path],
+) -> Callable[[str], tuple[DenseForCausalLM, list[RequestOutput]]]:
+    """`one_by_one(device)` → the tiny model there, and what `mixed_requests(NUM_ROWS)` gives in the
+    simplest loop.
+    """
+
+    @functools.cache
+    def run_simple(device: str) -> tuple[DenseForCausalLM, list[RequestOutput]]:
+        model = load(tiny_model("llama"), device)
+        return model, run(make_engine(model, SIMPLE), mixed_requests(NUM_ROWS))
+
+    return run_simple
+
+
+def tolerance(device: str) -> float:
+    """A GPU's matrix products round differently at different sizes."""
+    return 0.0 if device == "cpu" else 1e-4
+
+
 @both_loops
 def test_every_option_mixed_in_one_batch_equals_each_alone(
     tiny: DenseForCausalLM, alone: Callable[[int, int], RequestOutput], mode: dict[str, Any]
@@ -175,23 +239,75 @@ def test_every_option_mixed_in_one_batch_equals_each_alone(
         {"max_num_seqs": 17, "block_size": 16, "max_batched_tokens": 100},
         {"prefix_caching": False},
         {"max_batched_tokens": 7, "block_size": 2},
+        {"chunk_tokens": 0},
+        {"chunk_tokens": 3},
     ],
     on_gpu=3,
 )
 @pytest.mark.usefixtures("hopeful")
 def test_chunking_preemption_and_caching_change_nothing(
-    tiny_model: Callable[..., Path], device: str, changes: dict[str, Any]
+    one_by_one: Callable[[str], tuple[DenseForCausalLM, list[RequestOutput]]],
+    mixed_steps: list[MixedStep],
+    device: str,
+    changes: dict[str, Any],
 ) -> None:
-    model = load(tiny_model("llama"), device)
-    requests = mixed_requests(20)
-    expected = run(make_engine(model, SIMPLE), requests)
+    model, expected = one_by_one(device)
+    assert not mixed_steps
     engine = make_engine(model, small_cache(model, 120, **changes))
-    # A GPU's matrix products round differently at different sizes.
-    atol = 0.0 if device == "cpu" else 1e-4
-    for one, other in zip(run(engine, requests), expected, strict=True):
-        assert_same(one, other, atol)
+    outputs = run(engine, mixed_requests(20))
+    for one, other in zip(outputs, expected[:20], strict=True):
+        assert_same(one, other, tolerance(device))
     if changes.get("max_num_seqs") != 3:
         assert engine.stats.preemptions > 0
+    assert bool(mixed_steps) == (changes.get("chunk_tokens") != 0)
+
+
+@on_every_device([{}, {"max_num_seqs": 40, "block_size": 16}], on_gpu=2)
+@pytest.mark.parametrize(
+    ("chunk_tokens", "used"),
+    [
+        (48, {}),
+        (7, {}),
+        (7, {"chunk_tokens": 60, "chunk_rows": 3}),
+        (250, {"chunk_tokens": 250, "chunk_rows": CHUNK_ROWS + 5}),
+    ],
+    ids=str,
+)
+def test_prompts_that_are_read_beside_decoding_rows_change_nothing(
+    one_by_one: Callable[[str], tuple[DenseForCausalLM, list[RequestOutput]]],
+    mixed_steps: list[MixedStep],
+    device: str,
+    changes: dict[str, Any],
+    chunk_tokens: int,
+    used: dict[str, int],
+) -> None:
+    """Rows come one after another; chunks are as configured, or as no graph was captured for."""
+    model, expected = one_by_one(device)
+    requests = mixed_requests(NUM_ROWS)
+    engine = make_engine(model, small_cache(model, 1500, chunk_tokens=chunk_tokens, **changes))
+    for name, value in used.items():
+        assert hasattr(engine.scheduler, name)
+        setattr(engine.scheduler, name, value)
+    outputs: dict[str, RequestOutput] = {}
+    coming = deque(enumerate(requests))
+    rng = random.Random(chunk_tokens)
+    while coming or engine.has_unfinished():
+        for _ in range(rng.choice([0, 1, 2, 12]) if mixed_steps or len(coming) < 40 else 4):
+            if coming:
+                i, request = coming.popleft()
+                engine.add_request(str(i), *request)
+        outputs |= {output.request_id: output for output in engine.step()}
+    for i, other in enumerate(expected):
+        assert_same(outputs[str(i)], other, tolerance(device))
+    limit = engine.scheduler.chunk_tokens
+    assert len(mixed_steps) > 3
+    assert limit // 2 < max(step.prefill_tokens for step in mixed_steps) <= limit
+    most_rows = max(step.prefill_rows for step in mixed_steps)
+    assert most_rows <= engine.scheduler.chunk_rows
+    assert most_rows > CHUNK_ROWS or engine.scheduler.chunk_rows <= CHUNK_ROWS
+    for step in mixed_steps:
+        fits = step.prefill_tokens <= chunk_tokens and step.prefill_rows <= CHUNK_ROWS
+        assert step.replayed == (bool(changes.get("cuda_graph")) and fits)
 
 
 @settings(max_examples=25, deadline=None)
@@ -207,6 +323,7 @@ def test_any_schedule_gives_the_same_rows(
         data.draw(st.integers(84, 200), label="cache"),
         max_num_seqs=data.draw(st.integers(1, 9), label="max_num_seqs"),
         max_batched_tokens=data.draw(st.integers(1, 80), label="max_batched_tokens"),
+        chunk_tokens=data.draw(st.integers(0, 40), label="chunk_tokens"),
         block_size=data.draw(st.sampled_from([1, 2, 4, 8]), label="block_size"),
         prefix_caching=data.draw(st.booleans(), label="prefix_caching"),
         overlap=data.draw(st.booleans(), label="overlap"),
@@ -425,7 +542,7 @@ def test_a_row_with_nan_fails_alone(
     for config in (replace(ROOMY, **changes), small_cache(model, 120, **changes)):
         for i, output in enumerate(run(make_engine(model, config), mixed)):
             if i % 3 == 1:
-                assert_same(output, healthy[i // 3], 0.0 if device == "cpu" else 1e-4)
+                assert_same(output, healthy[i // 3], tolerance(device))
             else:
                 assert output.error is not None and output.error.type == "non_finite_logits"
                 assert output.finish_reason == "error" and output.token_ids == []
@@ -451,7 +568,7 @@ def test_a_row_that_fails_while_it_decodes_keeps_what_it_had(
         for output, before in zip(run(make_engine(model, config), requests), healthy, strict=True):
             read = [*before.prompt_token_ids, *before.token_ids[:-1]]
             if poisoned not in read:
-                assert_same(output, before, 0.0 if device == "cpu" else 1e-4)
+                assert_same(output, before, tolerance(device))
                 continue
             num_failed += 1
             count = max(0, read.index(poisoned) + 1 - len(before.prompt_token_ids))

@@ -307,7 +307,7 @@ LOOPS = st.builds(
     block_size=st.sampled_from([1, 2, 4, 8]),
     max_num_seqs=st.integers(1, 12),
     max_batched_tokens=st.integers(1, 60),
-    chunk_tokens=st.integers(1, 30),
+    chunk_tokens=st.integers(0, 30),
     chunk_rows=st.integers(1, 5),
     num_slots=st.sampled_from([1, 1, 1, 3]),
     prefix_caching=st.booleans(),
@@ -370,7 +370,7 @@ def test_rows_whose_lengths_were_guessed_wrong_are_preempted_and_come_back(
         block_size=st.sampled_from([1, 2, 4, 8]),
         max_num_seqs=st.integers(1, 12),
         max_batched_tokens=st.integers(1, 60),
-        chunk_tokens=st.integers(1, 30),
+        chunk_tokens=st.integers(0, 30),
         chunk_rows=st.integers(1, 5),
     ),
     seed=st.integers(0, 2**32),
@@ -459,15 +459,20 @@ def prefills(loop: Loop) -> list[PrefillBatch]:
     return [prefill for _, prefill in map(parts_of, loop.batches) if prefill is not None]
 
 
-def roomy_loop(depth: int, **sizes: int) -> Loop:
-    """A cache that is never full; chunks of 64 tokens, of 8 rows at most."""
-    defaults = {"max_batched_tokens": 2048, "chunk_tokens": 64, "chunk_rows": 8, "block_size": 64}
-    return Loop(depth, num_blocks=200, **{"max_num_seqs": 16, **defaults, **sizes})
-
-
-def running_loop(depth: int, lengths: list[int], stopping: bool = False, **sizes: int) -> Loop:
-    """A loop that launched one batch, the prefill of rows with these lengths, prompts of 1."""
-    loop = roomy_loop(depth, **sizes)
+def running_loop(
+    depth: int,
+    lengths: list[int],
+    *,
+    stopping: bool = False,
+    max_num_seqs: int = 16,
+    max_batched_tokens: int = 2048,
+    chunk_tokens: int = 64,
+    chunk_rows: int = 8,
+) -> Loop:
+    """A loop that launched one batch, the prefill of rows with these lengths, prompts of 1; its
+    cache is never full.
+    """
+    loop = Loop(depth, 200, 64, max_num_seqs, max_batched_tokens, chunk_tokens, chunk_rows)
     for i, length in enumerate(lengths):
         loop.add(Row.make(f"running{i}", [1], length, length + stopping, seed=i))
     loop.step()
@@ -484,55 +489,90 @@ def waiting_rows(shapes: list[tuple[int, int]]) -> list[Row]:
 both_depths = pytest.mark.parametrize("depth", [0, 1])
 
 
+both_ways = pytest.mark.parametrize(
+    ("chunk_tokens", "prefill"), [(64, "M"), (0, "P")], ids=["chunks", "no chunks"]
+)
+
+
 @both_depths
-def test_a_small_prefill_waits_until_enough_rows_can_go(depth: int) -> None:
+@both_ways
+def test_a_small_prefill_waits_until_enough_rows_can_go(
+    depth: int, chunk_tokens: int, prefill: str
+) -> None:
     """16 rows decode; two end after 4 tokens, one after 6, the others after 20."""
-    loop = running_loop(depth, [4, 4, 6, *[20] * 13])
+    loop = running_loop(depth, [4, 4, 6, *[20] * 13], chunk_tokens=chunk_tokens)
     for row in waiting_rows([(5, 1)] * 20):
         loop.add(row)
     assert len(loop.run()) == 36
-    # Two of sixteen rows are worth a chunk at once; one alone would wait for another.
+    # Two of sixteen rows are worth a prefill at once; one alone would wait for another.
     assert [len(batch.seqs) for batch in prefills(loop)[:2]] == [16, 2]
-    assert kinds(loop).startswith("PDDDM" if depth == 0 else "PDDDDM")
+    assert kinds(loop).startswith("P" + "D" * (3 + depth) + prefill)
 
 
 @both_depths
-@pytest.mark.parametrize(("prompt", "waits"), [(5, True), (31, True), (32, False), (64, False)])
-def test_one_free_row_is_filled_at_once_only_by_half_a_chunk(
-    depth: int, prompt: int, waits: bool
+@pytest.mark.parametrize(
+    ("chunk_tokens", "prompt", "waits"),
+    [
+        (64, 5, True),
+        (64, 31, True),
+        (64, 32, False),
+        (64, 64, False),
+        (0, 5, True),
+        (0, 511, True),
+        (0, 512, False),
+    ],
+)
+def test_one_free_row_is_filled_at_once_only_by_a_large_prefill(
+    depth: int, chunk_tokens: int, prompt: int, waits: bool
 ) -> None:
-    loop = running_loop(depth, [4, *[9] * 14, 12])
+    """Half a chunk, or so much that it is worth a forward of its own."""
+    loop = running_loop(depth, [4, *[9] * 14, 12], chunk_tokens=chunk_tokens)
     for row in waiting_rows([(prompt, 2)] * 2):
         loop.add(row)
     assert len(loop.run()) == 18
-    decodes_before = kinds(loop).index("M") - 1
+    decodes_before = kinds(loop).index("M" if chunk_tokens else "P", 1) - 1
     at_once, when_many_ended = 3 + depth, 8 + depth
     assert decodes_before == (when_many_ended if waits else at_once)
 
 
 @both_depths
-def test_the_last_rows_wait_for_nothing(depth: int) -> None:
-    loop = running_loop(depth, [30] * 10)
+@both_ways
+def test_the_last_rows_wait_for_nothing(depth: int, chunk_tokens: int, prefill: str) -> None:
+    loop = running_loop(depth, [30] * 10, chunk_tokens=chunk_tokens)
     finished = [row for _ in range(4) for row in loop.step()]
     loop.add(waiting_rows([(1, 3)])[0])
     before = len(loop.batches)
     assert len(finished + loop.run()) == 11
-    assert kinds(loop, before).startswith("MD")
+    assert kinds(loop, before).startswith(prefill + "D")
+
+
+@both_ways
+def test_waiting_for_a_worthwhile_prefill_ends_with_the_decoding_rows(
+    chunk_tokens: int, prefill: str
+) -> None:
+    loop = running_loop(0, [2, *[50] * 15], chunk_tokens=chunk_tokens)
+    for row in waiting_rows([(1, 2)] * 2):
+        loop.add(row)
+    assert len(loop.run()) == 18
+    # One row is free for 48 steps, and its two candidates go when the others end.
+    assert kinds(loop) == "P" + "D" * 49 + "PD"
+
+
+@both_depths
+def test_without_chunks_a_waiting_prompt_goes_in_steps_of_its_own(depth: int) -> None:
+    loop = running_loop(depth, [30] * 8, chunk_tokens=0, max_batched_tokens=100)
+    for row in waiting_rows([(250, 4), (40, 4)]):
+        loop.add(row)
+    assert len(loop.run()) == 10
+    assert kinds(loop).startswith("PPPPD") and "M" not in kinds(loop)
+    assert [batch.lengths for batch in prefills(loop)[1:]] == [[100], [100], [50, 40]]
 
 
 @both_depths
 def test_a_cut_row_goes_on_with_every_step_until_it_decodes(depth: int) -> None:
-    loop = running_loop(depth, [30] * 16)
-    rows = waiting_rows([(150, 4), (100, 4)])
-    for _ in range(28):
-        loop.step()
-    assert kinds(loop) == "P" + "D" * 28
-    for row in rows:
-        loop.add(row)
-    assert len(loop.run()) == 18
     loop = running_loop(depth, [30] * 14)
-    for row in rows:
-        loop.add(Row.make(row.seq.request_id, [3] * row.seq.num_prompt_tokens, 4, 4, seed=9))
+    for row in waiting_rows([(150, 4), (100, 4)]):
+        loop.add(row)
     assert len(loop.run()) == 16
     assert kinds(loop).startswith("PMMMMD")
     assert [batch.lengths for batch in prefills(loop)[1:]] == [[64], [64], [22, 42], [58]]
@@ -616,29 +656,28 @@ def steps_by_chunks(loop: Loop, rows: list[Row]) -> int:
     return end
 
 
-SHAPES = st.one_of(
-    st.lists(st.tuples(st.integers(1, most), st.integers(1, 40)), min_size=few, max_size=12)
-    for few, most in ((1, 60), (6, 4))
-)
+def shapes(most_tokens: int, fewest: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+    shape = st.tuples(st.integers(1, most_tokens), st.integers(1, 40))
+    return st.lists(shape, min_size=fewest, max_size=12)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     depth=st.integers(0, 1),
     lengths=st.lists(st.integers(3, 70), min_size=1, max_size=4),
-    shapes=SHAPES,
+    waiting=shapes(60, 1) | shapes(4, 6),
     chunk_tokens=st.integers(1, 16),
     chunk_rows=st.integers(1, 4),
 )
 def test_a_large_last_wave_goes_by_chunks_where_that_takes_no_longer_than_a_running_row(
     depth: int,
     lengths: list[int],
-    shapes: list[tuple[int, int]],
+    waiting: list[tuple[int, int]],
     chunk_tokens: int,
     chunk_rows: int,
 ) -> None:
     loop = running_loop(depth, lengths, chunk_tokens=chunk_tokens, chunk_rows=chunk_rows)
-    rows = waiting_rows(shapes)
+    rows = waiting_rows(waiting)
     for row in rows:
         loop.add(row)
     by_chunks, left = steps_by_chunks(loop, rows), max(lengths) - 1
@@ -649,7 +688,7 @@ def test_a_large_last_wave_goes_by_chunks_where_that_takes_no_longer_than_a_runn
     if backlog >= 8 * chunk_tokens:
         if by_chunks > left:
             assert after[0] == "P" and len(after) <= 1 + longest
-        elif by_chunks < left:
+        elif by_chunks + len(rows) // chunk_rows < left:
             # Nearly equal is left to the scheduler, which may round up.
             assert after[0] == "M"
     if after[0] == "M":
