@@ -19,7 +19,8 @@ from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.outputs import HostCopy, OutputColumn, RequestError, RequestOutput, StepOutput
-from batchgen.engine.sampler import SamplingInputs, requested_columns
+from batchgen.engine.sampler import requested_columns
+from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.scheduler import (
     DecodeBatch,

@@ -11,7 +11,7 @@ from torch import Tensor
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput
 from batchgen.engine.outputs import OutputColumn, StepOutput
-from batchgen.engine.sampler import SamplingInputs
+from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.scheduler import DecodeBatch
 

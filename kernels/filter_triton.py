@@ -22,9 +22,6 @@ from batchgen.kernels.candidates_triton import (
     value_of,
 )
 from batchgen.kernels.sampling_triton import ROW_ARGUMENTS, processed_logit
-from batchgen.kernels.top_logprobs_triton import top_logprobs
-
-__all__ = ["thresholds", "top_logprobs"]
 
 
 def thresholds(

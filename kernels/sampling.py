@@ -6,8 +6,9 @@ depends on the number of rows; `softmax`, `log_softmax` and `cumsum` have one or
 `apply_…` and `filter_…` overwrite the logits they are given, [R, V] float32 and contiguous, and
 return them. A logit is finite, or -inf where the token is excluded.
 
-On CUDA the functions run the Triton kernels of `sampling_triton`, `filter_triton` and
-`penalties_triton`; the engine's sampler calls those itself where they do several steps at once.
+On CUDA the functions run the Triton kernels of `sampling_triton`, `filter_triton`,
+`top_logprobs_triton` and `penalties_triton`; the engine's sampler calls those itself where they do
+several steps at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels import filter_triton, penalties_triton, sampling_triton
+from batchgen.kernels import (
+    filter_triton,
+    penalties_triton,
+    sampling_triton,
+    top_logprobs_triton,
+)
 from batchgen.kernels.philox import Stream, gumbel_noise, philox, philox_at
 
 _INF = float("inf")
@@ -41,9 +47,6 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> 
         ones = torch.ones_like(seeds, dtype=torch.float32)
         arguments = (logits, logits, ones, None, seeds, positions, greedy, None)
         return sampling_triton.draw(*arguments).token_ids
-    if logits.device.type != "cpu":
-        words = philox(seeds, positions, 0, Stream.SAMPLE, logits.shape[1])
-        return (logits + gumbel_noise(words).masked_fill_(greedy.unsqueeze(1), 0)).argmax(-1)
     out = torch.empty(len(logits), dtype=torch.int64)
     plain = greedy.nonzero().squeeze(1)
     if len(plain):
@@ -105,7 +108,7 @@ def apply_penalties(
         return penalties_triton.apply_penalties(
             logits, history, prompt_lens, repetition, presence, frequency
         )
-    rows = _active_rows(history[:, 0] >= 0)
+    rows = (history[:, 0] >= 0).nonzero().squeeze(1)
     history = history[rows]
     known = history >= 0
     # Filling repeats the row's first token: equal values are written to equal places.
@@ -173,11 +176,11 @@ def filter_top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p
         threshold = filter_triton.thresholds(logits, ones, top_k, top_p, min_p)
         return logits.masked_fill_(logits < threshold.unsqueeze(1), -_INF)
     threshold = torch.full_like(min_p, -_INF)
-    limited = _active_rows((top_k > 0) & (top_k < logits.shape[1]))
+    limited = ((top_k > 0) & (top_k < logits.shape[1])).nonzero().squeeze(1)
     if len(limited):
         threshold[limited] = _kth_largest(logits[limited], top_k[limited])
         logits.masked_fill_(logits < threshold.unsqueeze(1), -_INF)
-    nucleus = _active_rows(top_p < 1)
+    nucleus = (top_p < 1).nonzero().squeeze(1)
     if len(nucleus):
         threshold[nucleus] = _top_p_threshold(logits[nucleus], top_p[nucleus])
     threshold = threshold.maximum(logits.amax(-1) + min_p.log())
@@ -187,21 +190,20 @@ def filter_top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p
 def _kth_largest(logits: Tensor, k: Tensor) -> Tensor:
     vocab = logits.shape[1]
     k = torch.where(k > 0, k, vocab).clamp(max=vocab)
-    width = int(k.max()) if k.device.type == "cpu" else vocab
-    return logits.topk(width).values.gather(1, k.unsqueeze(1) - 1).squeeze(1)
+    return logits.topk(int(k.max())).values.gather(1, k.unsqueeze(1) - 1).squeeze(1)
 
 
 def _top_p_threshold(logits: Tensor, top_p: Tensor) -> Tensor:
     """[R]: the logit of the token with which the mass of the most likely tokens reaches top_p.
 
-    On the CPU it looks at the 128 most likely tokens first and at more for rows that need them: a
-    longer list starts with the same values, so the sums have the same bits.
+    It looks at the 128 most likely tokens first and at more for rows that need them: a longer list
+    starts with the same values, so the sums have the same bits.
     """
     vocab = logits.shape[1]
     out = torch.full_like(top_p, -_INF)
     probs = logits.softmax(-1)
-    rows = torch.arange(len(logits), device=logits.device)
-    width = 128 if logits.device.type == "cpu" else vocab
+    rows = torch.arange(len(logits))
+    width = 128
     while len(rows):
         width = min(width, vocab)
         values, columns = logits[rows].topk(width)
@@ -233,30 +235,16 @@ def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if logits.is_cuda:
         ones = torch.ones_like(logits[:, 0], dtype=torch.float32)
         raw = torch.zeros_like(ones, dtype=torch.bool)
-        return filter_triton.top_logprobs(logits, logits, ones, None, raw, k)
+        return top_logprobs_triton.top_logprobs(logits, logits, ones, None, raw, k)
     logprobs = logits.float().log_softmax(-1)
-    width = min(k, logits.shape[1])
-    if logits.device.type == "cpu":
-        last = logprobs.topk(width).values[:, -1:]
-        columns, present = _columns_of((logprobs >= last) & (logprobs > -_INF))
-        candidates = logprobs.gather(1, columns).masked_fill_(~present, -_INF)
-        values, order = candidates.sort(dim=-1, descending=True, stable=True)
-        ids = columns.gather(1, order)
-    else:
-        values, ids = logprobs.sort(dim=-1, descending=True, stable=True)
+    last = logprobs.topk(min(k, logits.shape[1])).values[:, -1:]
+    columns, present = _columns_of((logprobs >= last) & (logprobs > -_INF))
+    candidates = logprobs.gather(1, columns).masked_fill_(~present, -_INF)
+    values, order = candidates.sort(dim=-1, descending=True, stable=True)
+    ids = columns.gather(1, order)
     values = F.pad(values, (0, max(0, k - values.shape[1])), value=-_INF)[:, :k]
     ids = F.pad(ids, (0, max(0, k - ids.shape[1])), value=-1)[:, :k]
     return ids.masked_fill(values == -_INF, -1).int(), values
-
-
-def _active_rows(active: Tensor) -> Tensor:
-    """Indices of the rows where active [R] holds, or of all rows on a GPU, which is not waited for.
-
-    Callers leave inactive rows as they are by value, too.
-    """
-    if active.device.type == "cpu":
-        return active.nonzero().squeeze(1)
-    return torch.arange(len(active), device=active.device)
 
 
 def _of(values: Tensor, rows: Tensor) -> Tensor:

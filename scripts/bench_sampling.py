@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from batchgen.engine.sampler import SamplingInputs, sample
+from batchgen.engine.sampler import sample
+from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
 
 CASES = {

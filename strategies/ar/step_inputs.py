@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.outputs import StepOutput
-from batchgen.engine.sampler import SamplingInputs
+from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.transfer import upload
 from batchgen.strategies.base.step_inputs import StepInputs
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from batchgen.engine.model_runner import ModelOutput
 from batchgen.engine.outputs import OutputColumn, StepOutput
-from batchgen.engine.sampler import SamplingInputs, sample
+from batchgen.engine.sampler import sample
+from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.strategies.ar.step_inputs import ARStepInputs
 

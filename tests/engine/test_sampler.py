@@ -1,7 +1,7 @@
 """The law of every sampling option, alone and mixed, against an independent numpy reference."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,12 @@ from batchgen.engine.sampler import (
     LOGPROBS,
     TOP_LOGPROB_IDS,
     TOP_LOGPROBS,
-    SamplingInputs,
     process,
     requested_columns,
     sample,
     sample_fused,
 )
+from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -436,21 +436,21 @@ def test_any_row_in_any_batch(params: list[SamplingParams], values: list[float])
             assert step.token_ids[i, 0] == processed[i].argmax()
 
 
-def test_off_the_cpu_nothing_waits_for_the_device() -> None:
-    """Meta tensors have no data: reading one raises."""
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_waits_for_the_device() -> None:
     params = mixed_params()
-    count = len(params)
-    values: dict[str, Any] = {}
-    for f in fields(SamplingInputs):
-        value = getattr(build(params), f.name)
-        values[f.name] = value.to("meta") if isinstance(value, torch.Tensor) else value
-    sampling = SamplingInputs(**values)
-    logits = torch.empty(count, 500, dtype=torch.bfloat16, device="meta")
-    positions = torch.empty(count, dtype=torch.int64, device="meta")
-    step = sample(logits, sampling, positions)
-    assert step.token_ids.shape == (count, 1)
+    count, device = len(params), torch.device("cuda")
+    logits = torch.randn(count, 500, dtype=torch.bfloat16, device=device)
+    positions = torch.full((count,), POSITION, device=device)
+    for _ in range(2):  # kernels are compiled, and loaded, the first time
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            sampling = build(params, device=device)
+            step = sample(logits, sampling, positions)
+            sampling.append(step.token_ids, step.num_tokens, positions)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     assert step.columns["top_logprobs"].shape == (count, 1, 40)
-    sampling.append(step.token_ids, step.num_tokens, positions)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

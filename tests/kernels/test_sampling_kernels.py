@@ -460,13 +460,6 @@ def every_operation(device: str) -> list[torch.Tensor]:
     return [logits, tokens, k.logprobs_of(logits, tokens), ids, values]
 
 
-def test_off_the_cpu_nothing_waits_for_the_device() -> None:
-    """Meta tensors have no data: reading one raises."""
-    for on_meta, on_cpu in zip(every_operation("meta"), every_operation("cpu"), strict=True):
-        assert on_meta.shape == on_cpu.shape
-        assert on_meta.dtype == on_cpu.dtype
-
-
 @pytest.mark.gpu
 def test_cuda_equals_cpu() -> None:
     seeds, positions = torch.tensor([1, -5, 2**60]), torch.tensor([0, 9, 70_000])

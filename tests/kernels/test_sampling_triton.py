@@ -13,10 +13,11 @@ from torch import Tensor
 
 from batchgen.kernels import sampling as reference
 from batchgen.kernels.candidates_triton import TILES, Tiles
-from batchgen.kernels.filter_triton import thresholds, top_logprobs
+from batchgen.kernels.filter_triton import thresholds
 from batchgen.kernels.penalties_triton import apply_ban, apply_penalties
 from batchgen.kernels.philox import Stream, gumbel_noise, philox
 from batchgen.kernels.sampling_triton import Draw, draw
+from batchgen.kernels.top_logprobs_triton import top_logprobs
 
 INF = float("inf")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

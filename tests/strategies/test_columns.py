@@ -15,7 +15,7 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loader import load_model
 from batchgen.engine.model_runner import ModelOutput
 from batchgen.engine.outputs import OutputColumn, StepOutput
-from batchgen.engine.sampler import SamplingInputs
+from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
