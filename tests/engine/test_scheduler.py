@@ -518,8 +518,8 @@ def test_a_small_prefill_waits_until_enough_rows_can_go(
         (64, 32, False),
         (64, 64, False),
         (0, 5, True),
-        (0, 511, True),
-        (0, 512, False),
+        (0, 2047, True),
+        (0, 2048, False),
     ],
 )
 def test_one_free_row_is_filled_at_once_only_by_a_large_prefill(
