@@ -10,7 +10,8 @@ from hydra.utils import instantiate
 
 from batchgen.config import COMMON_COLUMNS, JobConfig, StrategyConfig, sampling_params
 from batchgen.dataset import open_dataset
-from batchgen.engine.llm_engine import LLMEngine, check_params, output_columns
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.requests import check_params, output_columns
 from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError
 from batchgen.fingerprint import fingerprint_files

@@ -18,20 +18,19 @@ from batchgen.engine.memory import MemoryPlan, allocate_kv, plan_memory
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
-from batchgen.engine.outputs import HostCopy, OutputColumn, RequestError, RequestOutput, StepOutput
-from batchgen.engine.sampler import requested_columns
+from batchgen.engine.outputs import HostCopy, RequestOutput, StepOutput
+from batchgen.engine.requests import Requests
 from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
-from batchgen.engine.scheduler import (
+from batchgen.engine.scheduled_batch import (
     DecodeBatch,
     MixedBatch,
     PrefillBatch,
     ScheduledBatch,
-    Scheduler,
 )
+from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.step_timing import StepTimer, timed
-from batchgen.engine.stopping import IncrementalDecoder, StopRule, decode
 from batchgen.engine.strategy import Strategy
 from batchgen.engine.transfer import upload
 
@@ -55,36 +54,6 @@ class EngineStats:
     generated_tokens: int = 0
     preemptions: int = 0
     peak_kv_usage: float = 0.0
-
-
-def check_params(
-    params: SamplingParams,
-    strategy: Strategy,
-    vocab_size: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> None:
-    """Raises ValueError if no request could be served with these parameters; needs no weights."""
-    strategy.check(params)
-    known = [column.name for column in strategy.columns]
-    if missing := [name for name in params.columns if name not in known]:
-        raise ValueError(
-            f"strategy {strategy.name} has no column {missing[0]!r}; it has {known or 'none'}"
-        )
-    if params.stop and tokenizer is None:
-        raise ValueError("stop strings need a tokenizer, and the model has none: remove stop")
-    if params.top_logprobs > vocab_size:
-        raise ValueError(
-            f"top_logprobs is {params.top_logprobs}, but the vocabulary has {vocab_size}"
-        )
-    unknown = [i for i in params.stop_token_ids if i >= vocab_size]
-    if unknown:
-        raise ValueError(f"stop_token_ids {unknown} are not in the vocabulary of {vocab_size} ids")
-
-
-def output_columns(params: SamplingParams, strategy: Strategy) -> tuple[OutputColumn, ...]:
-    """The columns that a request with these parameters returns: the sampler's, the strategy's."""
-    own = (column for column in strategy.columns if column.name in params.columns)
-    return (*requested_columns(params), *own)
 
 
 class LLMEngine:
@@ -127,7 +96,6 @@ class LLMEngine:
         self.strategy = strategy
         self.stats = EngineStats()
         self._timer = timer
-        self._eos = {token_id: self._token_text(token_id) for token_id in eos_token_ids}
         self.memory: MemoryPlan = plan_memory(model, self.config, self.max_model_len)
         self._block_manager = BlockManager(
             self.memory.num_blocks, config.block_size, config.prefix_caching
@@ -138,6 +106,14 @@ class LLMEngine:
             config.block_size,
             dtype=model.dtype,
             device=model.device,
+        )
+        self._requests = Requests(
+            tokenizer,
+            eos_token_ids,
+            strategy,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            kv_capacity=self._block_manager.capacity,
         )
         self._runner = ModelRunner(model, kv_caches)
         if self.config.cuda_graph:
@@ -167,16 +143,7 @@ class LLMEngine:
         """
         if request_id in self._live:
             raise ValueError(f"request {request_id!r} is already running: ids must be unique")
-        check_params(params, self.strategy, self.vocab_size, self.tokenizer)
-        prompt = list(prompt_token_ids)
-        self._check_prompt(prompt, params)
-        seq = Sequence(
-            request_id,
-            prompt,
-            params,
-            self._stop_rule(prompt, params),
-            output_columns(params, self.strategy),
-        )
+        seq = self._requests.sequence(request_id, list(prompt_token_ids), params)
         self._live[request_id] = seq
         self.scheduler.add(seq)
 
@@ -216,7 +183,7 @@ class LLMEngine:
         self.stats.generated_tokens = self.scheduler.num_generated_tokens
         for seq in finished:
             del self._live[seq.request_id]
-        return [self._output(seq) for seq in finished]
+        return [self._requests.output(seq) for seq in finished]
 
     def _launch(self, batch: ScheduledBatch) -> list[tuple[PrefillBatch | DecodeBatch, StepOutput]]:
         """What the parts of the batch produce, of those that yield tokens."""
@@ -272,88 +239,6 @@ class LLMEngine:
             stop_ids=[tuple(seq.stop.stop_ids) for seq in seqs],
             capacities=[seq.max_tokens for seq in seqs],
             device=self._runner.device,
-        )
-
-    def _check_prompt(self, prompt: list[int], params: SamplingParams) -> None:
-        if not prompt:
-            raise RequestError("empty_prompt", "the prompt has no tokens")
-        bad = [i for i in prompt if not 0 <= i < self.vocab_size]
-        if bad:
-            raise RequestError(
-                "bad_token_ids",
-                f"prompt token ids {bad[:5]} are not in the vocabulary of {self.vocab_size} ids",
-            )
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                "prompt_too_long",
-                f"the prompt has {len(prompt)} tokens, and max_model_len is {self.max_model_len}: "
-                "shorten it, or raise max_model_len if the model allows it",
-            )
-        needed = min(len(prompt) + params.max_new_tokens, self.max_model_len)
-        if needed > self._block_manager.capacity:
-            raise RequestError(
-                "kv_cache_too_small",
-                f"the row may need {needed} tokens of KV cache, and the whole cache has "
-                f"{self._block_manager.capacity}: raise kv_cache_gib or lower max_new_tokens",
-            )
-
-    def _stop_rule(self, prompt: list[int], params: SamplingParams) -> StopRule:
-        stop_ids = {} if params.ignore_eos else dict(self._eos)
-        stop_ids |= {token_id: self._token_text(token_id) for token_id in params.stop_token_ids}
-        strings = []
-        for string in params.stop:
-            # Text never shows special tokens, so a stop string that is one is found by its id.
-            special = self._special_token_id(string)
-            if special is None:
-                strings.append(string)
-            else:
-                stop_ids[special] = string
-        decoder = None
-        if strings:
-            assert self.tokenizer is not None
-            decoder = IncrementalDecoder(self.tokenizer)
-        return StopRule(
-            stop_ids,
-            tuple(strings),
-            params.min_new_tokens,
-            min(params.max_new_tokens, self.max_model_len - len(prompt)),
-            decoder,
-        )
-
-    def _special_token_id(self, text: str) -> int | None:
-        assert self.tokenizer is not None
-        token_id = self.tokenizer.added_tokens_encoder.get(text)
-        if token_id is None or not self.tokenizer.added_tokens_decoder[token_id].special:
-            return None
-        return int(token_id)
-
-    def _token_text(self, token_id: int) -> str:
-        if self.tokenizer is None:
-            return str(token_id)
-        return str(self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
-
-    def _output(self, seq: Sequence) -> RequestOutput:
-        assert seq.finish_reason is not None
-        token_ids = seq.token_ids[seq.num_prompt_tokens :]
-        if seq.stop.text_before_stop is not None:
-            text = seq.stop.text_before_stop
-        elif self.tokenizer is None:
-            text = ""
-        else:
-            # A stop id is the end of the row, not part of its text.
-            shown = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
-            text = decode(self.tokenizer, shown)
-        return RequestOutput(
-            request_id=seq.request_id,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-            token_ids=token_ids,
-            text=text,
-            finish_reason=seq.finish_reason,
-            stop=seq.stop_text,
-            error=seq.error,
-            columns={name: buffer.array() for name, buffer in seq.columns.items()},
-            num_cached_tokens=seq.num_cached_tokens,
-            num_preemptions=seq.num_preemptions,
         )
 
     def _count(self, batch: ScheduledBatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -14,6 +13,12 @@ from batchgen.engine.admission import LengthPredictor, peak_tokens
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.outputs import HostOutput
 from batchgen.engine.row_table import RowTable, Slots
+from batchgen.engine.scheduled_batch import (
+    DecodeBatch,
+    MixedBatch,
+    PrefillBatch,
+    ScheduledBatch,
+)
 from batchgen.engine.sequence import Sequence, SequenceStatus
 
 _URGENT_CHUNKS = 8
@@ -25,54 +30,6 @@ _WORTHWHILE_SHARE = 8
 """One of so many rows free is too many to leave idle."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillBatch:
-    """Rows whose known tokens go through the model for the first time or again.
-
-    Attributes:
-        seqs: B rows.
-        starts: first token of each row's chunk.
-        lengths: tokens of each row's chunk.
-        completing: indices of the rows whose last known token is in the chunk. They yield a token
-            and join the decoding rows, in this order.
-        slots, epochs: of the completing rows.
-    """
-
-    seqs: list[Sequence]
-    starts: list[int]
-    lengths: list[int]
-    completing: list[int]
-    slots: Slots
-    epochs: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeBatch:
-    """The decoding rows, in the order in which they joined.
-
-    Attributes:
-        slots, epochs: of B rows.
-        keep: where each of them stood among the rows of the previous steps, None if nothing moved.
-        new_blocks: (row, index in its block table, block) for each block reserved since.
-    """
-
-    slots: Slots
-    epochs: npt.NDArray[np.int64]
-    keep: npt.NDArray[np.int64] | None
-    new_blocks: list[tuple[int, int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class MixedBatch:
-    """A decode batch, and a small prefill batch beside it."""
-
-    decode: DecodeBatch
-    prefill: PrefillBatch
-
-
-ScheduledBatch = PrefillBatch | DecodeBatch | MixedBatch
-
-
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recomputation.
 
@@ -82,12 +39,12 @@ class Scheduler:
     in the order of their launch.
 
     Waiting rows are prefilled by themselves where many can start at once, else beside the decoding
-    rows. A row gets the blocks of all its
-    known tokens when it is admitted, and those of its next tokens step by step. Rows are admitted
-    as long as the cache should hold all of them until they end, by their predicted lengths. If it
-    does not after all, the row that came last gives its blocks back and waits to be computed
-    again. The row that joined first is never preempted while others run, and each row alone fits
-    the cache (`LLMEngine` refuses those that do not), so something always advances.
+    rows. A row gets the blocks of all its known tokens when it is admitted, and those of its next
+    tokens step by step. Rows are admitted as long as the cache should hold all of them until they
+    end, by their predicted lengths. If it does not after all, the row that came last gives its
+    blocks back and waits to be computed again. The row that joined first is never preempted while
+    others run, and each row alone fits the cache (`Requests` refuses those that do not), so
+    something always advances.
 
     Args:
         block_manager: of the KV cache.
@@ -192,14 +149,11 @@ class Scheduler:
 
     def _is_last_wave(self) -> bool:
         """No row that leaves is replaced any more, and it is known when each will."""
+        if len(self._waiting) > self.max_num_seqs - self.num_running:
+            return False
         rows = list(self._starting(len(self._waiting)))
-        free = self.max_num_seqs - self.num_running
-        return bool(
-            rows
-            and len(self._waiting) <= free
-            and self._table.exact[self._table.occupied].all()
-            and all(seq.stop.exact_length for seq in rows)
-        )
+        running = self._table.exact[self._table.occupied]
+        return bool(rows and running.all() and all(seq.stop.exact_length for seq in rows))
 
     def _can_start_by_chunks(self) -> bool:
         """Started chunk by chunk, all waiting rows will still end before a row that decodes now."""

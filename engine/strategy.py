@@ -13,7 +13,7 @@ from batchgen.engine.model_runner import ModelOutput
 from batchgen.engine.outputs import OutputColumn, StepOutput
 from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
-from batchgen.engine.scheduler import DecodeBatch
+from batchgen.engine.scheduled_batch import DecodeBatch
 
 
 class StepInputs(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.outputs import StepOutput
 from batchgen.engine.sampling_inputs import SamplingInputs
-from batchgen.engine.scheduler import DecodeBatch
+from batchgen.engine.scheduled_batch import DecodeBatch
 from batchgen.engine.transfer import upload
 
 

@@ -508,7 +508,7 @@ def test_what_can_never_be_served_is_refused_at_once(
     tiny: DenseForCausalLM, prompt: list[int], kind: str
 ) -> None:
     engine = make_engine(tiny, replace(small_cache(tiny, 64), max_model_len=None))
-    engine.max_model_len = 100
+    engine._requests._max_model_len = 100
     with pytest.raises(RequestError) as error:
         engine.add_request("0", prompt, SamplingParams(max_new_tokens=30))
     assert error.value.type == kind

@@ -16,13 +16,13 @@ from batchgen.engine.admission import LengthPredictor
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.outputs import HostOutput
 from batchgen.engine.sampling_params import SamplingParams
-from batchgen.engine.scheduler import (
+from batchgen.engine.scheduled_batch import (
     DecodeBatch,
     MixedBatch,
     PrefillBatch,
     ScheduledBatch,
-    Scheduler,
 )
+from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence, SequenceStatus
 from batchgen.engine.stopping import StopRule
 
