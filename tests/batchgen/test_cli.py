@@ -101,7 +101,8 @@ def test_failures_of_a_job(tmp_path: Path) -> None:
 def test_what_a_user_sees_without_a_terminal(tmp_path: Path) -> None:
     process = _fake(FakeJob(str(tmp_path / "out"), bad=False, rows=3))
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0 and errors == ""
+    assert process.returncode == 0
+    assert re.fullmatch(r"memory: weights .* GiB, KV cache .* GiB \(.* tokens\)\n", errors)
     assert re.search(r"^rows +6$", output, re.MULTILINE)
     assert re.search(rf"^output +{re.escape(str(tmp_path))}/out$", output, re.MULTILINE)
 
