@@ -20,10 +20,10 @@ from torch import Tensor
 
 from batchgen.kernels.attention_decode import (
     MAX_QUERIES,
-    SPLIT_TOKENS,
     DecodePlan,
     paged_attention_decode,
     plan_decode,
+    split_length,
 )
 from batchgen.kernels.attention_prefill import (
     PrefillPlan,
@@ -34,11 +34,6 @@ from batchgen.kernels.kv_cache import KVCache
 
 CHUNK = 64
 """Context tokens per chunk. A multiple of every block size."""
-_ENOUGH_PROGRAMS = 128
-"""So many (row, KV head) pairs fill a GPU. With fewer, contexts are cut shorter, which rounds
-differently: a row's bits depend on this side or that of the batch size, and on nothing else."""
-_LONG_SPLIT_TOKENS = 2048
-"""Most rows need no combination of splits then, which costs up to a tenth (H100, 256 rows)."""
 _ROW_MULTIPLE = 4
 """CPU matrix products give a row the same bits at any row count that is a multiple of this."""
 _CPU_GATHER_BYTES = 4 * 2**20
@@ -146,8 +141,7 @@ def _make_triton_plan(
     group = q.shape[1] // kv_heads
     # Of one query a row only: each other width would be a kernel of its own, compiled in mid-job.
     if meta.tiles is None and group <= MAX_QUERIES and set(meta.query_lens) == {1}:
-        few = len(meta.query_lens) * kv_heads < _ENOUGH_PROGRAMS
-        split = SPLIT_TOKENS if few else _LONG_SPLIT_TOKENS
+        split = split_length(len(meta.query_lens), kv_heads)
         return plan_decode(meta.positions, meta.block_tables, 1, block_size, split_tokens=split)
     return plan_prefill(
         meta.query_lens,

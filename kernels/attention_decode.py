@@ -22,6 +22,11 @@ from torch import Tensor
 from batchgen.kernels.kv_cache import KVCache
 
 SPLIT_TOKENS = 512
+_LONG_SPLIT_TOKENS = 2048
+"""Most rows need no combination of splits then, which costs up to a tenth (H100, 256 rows)."""
+_ENOUGH_PROGRAMS = 128
+"""So many (row, KV head) pairs fill a GPU. With fewer, contexts are cut shorter, which rounds
+differently: a row's bits depend on this side or that of the batch size, and on nothing else."""
 MAX_SPLITS = 32
 MAX_QUERIES = 64
 """Most queries · heads of a group that share one tile."""
@@ -62,6 +67,12 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int
+
+
+def split_length(num_rows: int, num_kv_heads: int) -> int:
+    """Tokens of a split that suit a batch of so many rows."""
+    few = num_rows * num_kv_heads < _ENOUGH_PROGRAMS
+    return SPLIT_TOKENS if few else _LONG_SPLIT_TOKENS
 
 
 def plan_decode(

@@ -22,10 +22,10 @@ from triton.runtime.errors import OutOfResources
 
 from batchgen.kernels.attention_decode import (
     MAX_SPLITS,
-    SPLIT_TOKENS,
     DecodeConfig,
     paged_attention_decode,
     plan_decode,
+    split_length,
 )
 from batchgen.kernels.attention_prefill import (
     PrefillConfig,
@@ -140,11 +140,12 @@ def decode_inputs(shape: DecodeShape, num_heads: int, kv_heads: int) -> DecodeIn
 
 
 def decode_time(
-    inputs: DecodeInputs, config: DecodeConfig | None = None, split_tokens: int = SPLIT_TOKENS
+    inputs: DecodeInputs, config: DecodeConfig | None = None, split_tokens: int | None = None
 ) -> float:
     """Microseconds of one layer, combination of splits included; the plan, made once per forward,
     is not."""
     tables, positions = inputs.tables, inputs.positions
+    split_tokens = split_tokens or split_length(len(tables), len(inputs.caches[0].key))
     plan = plan_decode(positions, tables, 1, BLOCK_SIZE, split_tokens=split_tokens)
     scale = HEAD_DIM**-0.5
 
@@ -180,7 +181,7 @@ def bench_decode(copy: float, sweep: bool) -> None:
 def decode_sweep() -> Iterator[tuple[DecodeConfig, int]]:
     """Configurations whose pipelines fit the 227 KB of shared memory together."""
     for block_n, warps, stages, programs, split in itertools.product(
-        (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (256, 512)
+        (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (512, 2048)
     ):
         tile = 2 * block_n * HEAD_DIM * DTYPE.itemsize
         if programs * ((stages - 1) * tile + 8 * 1024) <= 227 * 1024:
