@@ -9,7 +9,8 @@ import torch
 _CHUNK_TOKENS = 256
 _LARGE_MODEL = 3 * 10**9
 """Bytes of weights that an H100 reads in a millisecond. Smaller models gain less by a mixed step
-than its preparation costs the host (measured with 0.6 and 8 billion parameters)."""
+than its preparation costs the host (measured with 0.6 and 8 billion parameters). On a CPU prompts
+are bound by arithmetic, so nothing is gained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +20,8 @@ class EngineConfig:
         max_batched_tokens: tokens per prefill batch at most; None is 8192 on a GPU and 2048 on
             a CPU.
         chunk_tokens: prompt tokens that are read beside decoding rows in one step, at most; 0 reads
-            prompts in steps of their own. None is 256, but on a GPU 0 for models that are read
-            so fast that sharing a step does not pay.
+            prompts in steps of their own. None is 256 on a GPU for models whose weights take long
+            to read, else 0.
         max_model_len: prompt and output tokens of a row at most; None is what the model was made
             for.
         block_size: tokens per KV block.
@@ -88,7 +89,7 @@ class EngineConfig:
             raise ValueError(f"cuda_graph is true, but the device is {device.type}: leave it null")
         chunk_tokens = self.chunk_tokens
         if chunk_tokens is None:
-            chunk_tokens = _CHUNK_TOKENS if not cuda or weight_bytes >= _LARGE_MODEL else 0
+            chunk_tokens = _CHUNK_TOKENS if cuda and weight_bytes >= _LARGE_MODEL else 0
         return replace(
             self,
             chunk_tokens=chunk_tokens,
