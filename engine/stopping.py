@@ -13,7 +13,7 @@ _MOST_HELD = 8
 
 
 class IncrementalDecoder:
-    """Text of a growing token list. Holds a token back until its bytes are whole characters.
+    """Text of a growing token list. Holds bytes back until they are a whole character.
 
     A token is decoded together with the tokens since the last emitted text, because what a token
     adds can depend on the one before it (leading spaces, bytes of one character).
@@ -24,16 +24,21 @@ class IncrementalDecoder:
         self._ids: list[int] = []
         self._context = 0
         self._read = 0
+        self._emitted = 0  # characters of the text since _context
         self.text = ""
 
     def push(self, token_id: int) -> None:
         self._ids.append(token_id)
-        known = self._decode(self._ids[self._context : self._read])
-        longer = self._decode(self._ids[self._context :])
-        whole = not longer.endswith(_REPLACEMENT) or len(self._ids) - self._read > _MOST_HELD
-        if len(longer) > len(known) and whole:
-            self.text += longer[len(known) :]
-            self._context, self._read = self._read, len(self._ids)
+        text = self._decode(self._ids[self._context :])
+        whole = not text.endswith(_REPLACEMENT) or len(self._ids) - self._read > _MOST_HELD
+        # A token may end one character and begin the next.
+        ready = text if whole else text.rstrip(_REPLACEMENT)
+        if len(ready) > self._emitted:
+            self.text += ready[self._emitted :]
+            self._emitted = len(ready)
+            if whole:
+                self._context, self._read = self._read, len(self._ids)
+                self._emitted = len(self._decode(self._ids[self._context : self._read]))
 
     def _decode(self, ids: list[int]) -> str:
         return decode(self._tokenizer, ids)

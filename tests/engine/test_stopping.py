@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,3 +120,17 @@ def test_only_a_row_without_stops_has_an_exact_length(
     stop_ids: dict[int, str], strings: tuple[str, ...], exact: bool
 ) -> None:
     assert StopRule(stop_ids, strings, 0, 9).exact_length is exact
+
+
+def test_a_token_that_ends_one_character_and_begins_the_next_shows_the_first() -> None:
+    class Bytes:
+        def decode(self, ids: list[int], **_: bool) -> str:
+            pieces = {0: b"a\xc3", 1: b"\x9f", 2: b"b"}
+            return b"".join(pieces[i] for i in ids).decode(errors="replace")
+
+    decoder = IncrementalDecoder(cast("PreTrainedTokenizerFast", Bytes()))
+    shown = []
+    for token_id in (0, 1, 2, 0, 0, 1):
+        decoder.push(token_id)
+        shown.append(decoder.text)
+    assert shown == ["a", "aß", "aßb", "aßba", "aßba\ufffda", "aßba\ufffdaß"]
