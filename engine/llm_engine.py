@@ -116,10 +116,10 @@ class LLMEngine:
             kv_capacity=self._block_manager.capacity,
         )
         self._runner = ModelRunner(model, kv_caches)
-        if self.config.cuda_graph:
-            blocks = -(-self.max_model_len // config.block_size)
-            self._runner.capture(config.max_num_seqs, blocks, self.config.chunk_tokens or 0)
         assert self.config.max_batched_tokens is not None and self.config.chunk_tokens is not None
+        if self.config.cuda_graph:
+            blocks = self._block_manager.blocks_for(self.max_model_len)
+            self._runner.capture(config.max_num_seqs, blocks, self.config.chunk_tokens)
         self.scheduler = Scheduler(
             self._block_manager,
             config.max_num_seqs,

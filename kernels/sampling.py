@@ -112,7 +112,7 @@ def apply_penalties(
     history = history[rows]
     known = history >= 0
     # Filling repeats the row's first token: equal values are written to equal places.
-    tokens = torch.where(known, history, history[:, :1].clamp(min=0))
+    tokens = torch.where(known, history, history[:, :1])
     generated = known & (
         torch.arange(history.shape[1], device=rows.device) >= _of(prompt_lens, rows)
     )
@@ -126,7 +126,7 @@ def apply_penalties(
     after -= _of(frequency, rows) * counts
     after -= _of(presence, rows) * (counts > 0)
     after.clamp_(-_LARGEST, _LARGEST)  # no penalty excludes a token
-    flat[place] = torch.where(known[:, :1] & (before > -_INF), after, before)
+    flat[place] = torch.where(before > -_INF, after, before)
     return logits
 
 
