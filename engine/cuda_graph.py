@@ -1,17 +1,20 @@
-"""Forwards of decoding rows as CUDA graphs: one launch for all kernels of all layers."""
+"""Forwards as CUDA graphs: one launch for all kernels of all layers."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.engine.forward_context import OutputTokens
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.transfer import upload
+from batchgen.kernels.attention import AttentionMetadata
 from batchgen.kernels.attention_prefill import cut_tiles
 
 CHUNK_ROWS = 8
@@ -19,6 +22,12 @@ CHUNK_ROWS = 8
 _MIXED_ROWS = 32
 """Mixed batches are captured for multiples of so many decoding rows: beside a chunk of prefill,
 the rows that fill up cost little."""
+_SHORT_ROWS = 16
+"""Fewer rows split their contexts in any case."""
+_LAUNCH_SECONDS = 1e-3
+"""That the host needs for the launches of a layer (measured; an H100's machine)."""
+_FLOPS = 7e14
+"""What the device computes meanwhile, per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +44,69 @@ class Part:
     tiles: Tensor | None = None
 
 
-def row_buckets(max_rows: int) -> list[int]:
-    """Numbers of rows that a graph is captured for, ascending; other batches are filled up."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_rows, 16)]
-    return [*(size for size in sizes if size < max_rows), max_rows]
+class Forward(Protocol):
+    """Hidden states of all tokens of the parts, or of the outputs among them. To be captured it may
+    neither wait for the device nor look at its data.
+    """
+
+    def __call__(self, parts: Sequence[Part], outputs: OutputTokens | None = None) -> Tensor: ...
 
 
-def mixed_row_buckets(max_rows: int) -> list[int]:
-    """As `row_buckets`, for batches that prefill too."""
-    return [*range(_MIXED_ROWS, max_rows, _MIXED_ROWS), max_rows]
+@dataclass(frozen=True, slots=True)
+class GraphShapes:
+    """What is captured.
+
+    Attributes:
+        max_rows: decoding rows of a batch, and rows of a prefill, at most.
+        max_blocks: of a row.
+        chunk_tokens: prefill tokens of a mixed batch, at most; 0 if there are none.
+        prefill_tokens: of a prefill by itself, at most; larger ones run without a graph.
+        short_blocks: decode batches whose rows have no more blocks have graphs of their own, whose
+            attention combines nothing; 0 if there are none.
+    """
+
+    max_rows: int
+    max_blocks: int
+    chunk_tokens: int
+    prefill_tokens: int
+    short_blocks: int = 0
+
+    @property
+    def decode_sizes(self) -> list[int]:
+        """Numbers of rows, ascending; other batches are filled up."""
+        sizes = [1, 2, 4, *range(8, 256, 8), *range(256, self.max_rows, 16)]
+        return [*(size for size in sizes if size < self.max_rows), self.max_rows]
+
+    @property
+    def short_sizes(self) -> list[int]:
+        return [size for size in self.decode_sizes if self.short_blocks and size >= _SHORT_ROWS]
+
+    @property
+    def mixed_sizes(self) -> list[int]:
+        """As `decode_sizes`, for batches that prefill too."""
+        if not self.chunk_tokens:
+            return []
+        return [*range(_MIXED_ROWS, self.max_rows, _MIXED_ROWS), self.max_rows]
+
+    @property
+    def prefill_sizes(self) -> list[int]:
+        """Numbers of tokens, ascending; other prefills are filled up."""
+        if not self.prefill_tokens:
+            return []
+        sizes = [256, 512, 1024, 1536, *range(2048, self.prefill_tokens, 1024)]
+        return [*(size for size in sizes if size < self.prefill_tokens), self.prefill_tokens]
+
+    def __len__(self) -> int:
+        """Graphs in all."""
+        sizes = (self.decode_sizes, self.short_sizes, self.mixed_sizes, self.prefill_sizes)
+        return sum(map(len, sizes))
+
+
+def launch_bound_tokens(num_layers: int, num_parameters: int, most: int) -> int:
+    """The largest prefill, a multiple of 256 or `most`, that the device computes faster than the
+    host launches its kernels one by one."""
+    tokens = int(num_layers * _LAUNCH_SECONDS * _FLOPS / (2 * num_parameters))
+    return min(most, tokens // 256 * 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,131 +116,188 @@ class _Graph:
 
 
 class ForwardGraphs:
-    """A forward over fixed tensors, captured once per number of rows.
+    """A forward over fixed tensors, captured once per size of batch.
 
     The graphs share their memory, which is safe because they run one after another in one stream;
     only their outputs are apart.
 
     Args:
-        forward: hidden states of all tokens of the parts; it may neither wait for the device nor
-            look at its data.
-        max_rows: decoding rows of a batch, of one token each.
-        max_blocks: of a row.
-        chunk_tokens: prefill tokens of a mixed batch, at most; 0 if there are none.
+        block_size: of the KV cache.
         tile: tokens of a tile of prefill attention.
     """
 
     def __init__(
         self,
-        forward: Callable[[Sequence[Part]], Tensor],
-        max_rows: int,
-        max_blocks: int,
-        chunk_tokens: int,
+        forward: Forward,
+        shapes: GraphShapes,
+        block_size: int,
         tile: int,
         device: torch.device,
     ) -> None:
-        self._decode = _zero_inputs(max_rows, np.ones(max_rows, np.int64), max_blocks, device)
-        # One row more, without blocks, for the tokens that fill up.
-        lens = np.array([*[0] * CHUNK_ROWS, chunk_tokens])
-        num_tiles = -(-chunk_tokens // tile) + CHUNK_ROWS
-        self._chunk = Part(
-            _zero_inputs(chunk_tokens, lens, max_blocks, device),
-            torch.zeros(chunk_tokens, dtype=torch.int32, device=device),
-            torch.zeros((num_tiles, 3), dtype=torch.int32, device=device),
-        )
-        self._chunk_tokens = chunk_tokens
-        self._tile = tile
-        self._sizes = row_buckets(max_rows)
-        self._mixed_sizes = mixed_row_buckets(max_rows) if chunk_tokens else []
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
-        pool = torch.cuda.graph_pool_handle()
+        self._shapes = shapes
+        self._block_size = block_size
+        rows, blocks = shapes.max_rows, shapes.max_blocks
+        self._decode = _zero_inputs(rows, np.ones(rows, np.int64), blocks, device)
+        self._chunk = _Ragged(shapes.chunk_tokens, CHUNK_ROWS, blocks, tile, device)
+        self._prefill = _Ragged(shapes.prefill_tokens, rows, blocks, tile, device)
+        # The tokens whose hidden states a prefill is for, as rows of one query.
+        self._last = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._last_rows = _zero_inputs(rows, np.ones(rows, np.int64), blocks, device)
+        self._graphs: dict[tuple[str, int], _Graph] = {}
+        self._capture(forward, device)
+
+    def _capture(self, forward: Forward, device: torch.device) -> None:
+        shapes, pool = self._shapes, torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)
+        # The largest first: the others fit into its memory.
+        wanted = [("prefill", size) for size in reversed(shapes.prefill_sizes)]
+        wanted += [("mixed", size) for size in reversed(shapes.mixed_sizes)]
+        wanted += [("decode", size) for size in reversed(shapes.decode_sizes)]
+        wanted += [("short", size) for size in reversed(shapes.short_sizes)]
         # Compiles kernels, which a capture cannot: few rows have other ones than many.
-        for rows in (max_rows, 1):
-            forward(self._parts(rows, mixed=False))
-        if chunk_tokens:
-            forward(self._parts(max_rows, mixed=True))
+        compiled = {kind: (kind, size) for kind, size in reversed(wanted)} | {"": ("decode", 1)}
+        for key in compiled.values():
+            forward(*self._arguments(*key))
         gc.collect()  # graphs of an engine that is gone cannot be freed during a capture
         torch.cuda.synchronize(device)
-        # The largest first: the others fit into its memory.
-        wanted = [(size, True) for size in reversed(self._mixed_sizes)]
-        wanted += [(size, False) for size in reversed(self._sizes)]
         with torch.cuda.stream(stream):
-            for size, mixed in wanted:
+            for key in wanted:
                 graph = torch.cuda.CUDAGraph()
-                parts = self._parts(size, mixed)
+                arguments = self._arguments(*key)
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                hidden = forward(parts)
+                hidden = forward(*arguments)
                 graph.capture_end()
-                self._graphs[size, mixed] = _Graph(graph, hidden)
+                self._graphs[key] = _Graph(graph, hidden)
         torch.cuda.current_stream(device).wait_stream(stream)
 
-    def _parts(self, rows: int, mixed: bool) -> list[Part]:
+    def _arguments(self, kind: str, size: int) -> tuple[list[Part], OutputTokens | None]:
+        if kind == "prefill":
+            return [self._prefill.part(size)], OutputTokens(self._last, [self._last_attention()])
         whole = self._decode
+        blocks = self._shapes.short_blocks if kind == "short" else self._shapes.max_blocks
         decode = ModelInputs(
-            whole.input_ids[:rows],
-            whole.positions[:rows],
-            whole.block_tables[:rows],
-            whole.query_lens[:rows],
-            whole.context_lens[:rows],
+            whole.input_ids[:size],
+            whole.positions[:size],
+            whole.block_tables[:size, :blocks],
+            whole.query_lens[:size],
+            whole.context_lens[:size],
         )
-        return [Part(decode), self._chunk] if mixed else [Part(decode)]
+        chunk = [self._chunk.part(self._shapes.chunk_tokens)] if kind == "mixed" else []
+        return [Part(decode), *chunk], None
+
+    def _last_attention(self) -> AttentionMetadata:
+        rows = self._last_rows
+        ones = (1,) * rows.num_rows
+        return AttentionMetadata(rows.positions, ones, ones, rows.block_tables)
 
     def decode(self, inputs: ModelInputs) -> Tensor:
         """[B, hidden_size] of B decoding rows, valid until the next run."""
-        size = _bucket(self._sizes, inputs.num_rows)
-        self._fill_decode(inputs, size)
-        return self._replay(size, mixed=False)[: inputs.num_rows]
+        size = _bucket(self._shapes.decode_sizes, inputs.num_rows)
+        _fill_rows(self._decode, inputs, size)
+        short = inputs.context_lens.max() <= self._shapes.short_blocks * self._block_size
+        kind = "short" if short and ("short", size) in self._graphs else "decode"
+        return self._replay(kind, size)[: inputs.num_rows]
 
-    def takes(self, prefill: ModelInputs) -> bool:
+    def takes_chunk(self, prefill: ModelInputs) -> bool:
         """It fits a mixed batch."""
         tokens, rows = len(prefill.input_ids), prefill.num_rows
-        return 0 < tokens <= self._chunk_tokens and rows <= CHUNK_ROWS
+        return 0 < tokens <= self._shapes.chunk_tokens and rows <= CHUNK_ROWS
 
     def mixed(self, decode: ModelInputs, prefill: ModelInputs) -> tuple[Tensor, Tensor]:
         """Hidden states of the B decoding rows and of the prefill's tokens, valid until the next
         run: [B, hidden_size] and [chunk_tokens, hidden_size], undefined past the prefill's.
         """
-        size = _bucket(self._mixed_sizes, decode.num_rows)
-        self._fill_decode(decode, size)
-        self._fill_chunk(prefill)
-        hidden = self._replay(size, mixed=True)
+        size = _bucket(self._shapes.mixed_sizes, decode.num_rows)
+        _fill_rows(self._decode, decode, size)
+        self._chunk.fill(prefill, self._shapes.chunk_tokens)
+        hidden = self._replay("mixed", size)
         return hidden[: decode.num_rows], hidden[size:]
 
-    def _replay(self, size: int, mixed: bool) -> Tensor:
-        captured = self._graphs[size, mixed]
+    def takes_prefill(self, inputs: ModelInputs) -> bool:
+        """It is no larger than what was captured."""
+        return len(inputs.input_ids) <= self._shapes.prefill_tokens
+
+    def prefill(self, inputs: ModelInputs, last: Tensor, outputs: ModelInputs) -> Tensor:
+        """[R, hidden_size] of R of a prefill's tokens, valid until the next run.
+
+        Args:
+            last: [R] int64, their places among the tokens.
+            outputs: those tokens as rows of one token.
+        """
+        size = _bucket(self._shapes.prefill_sizes, len(inputs.input_ids))
+        self._prefill.fill(inputs, size)
+        count = len(last)
+        self._last[:count].copy_(last)
+        self._last[count:].zero_()
+        _fill_rows(self._last_rows, outputs, self._shapes.max_rows)
+        return self._replay("prefill", size)[:count]
+
+    def _replay(self, kind: str, size: int) -> Tensor:
+        captured = self._graphs[kind, size]
         captured.graph.replay()
         return captured.hidden
 
-    def _fill_decode(self, inputs: ModelInputs, size: int) -> None:
-        rows, fixed = inputs.num_rows, self._decode
-        fixed.input_ids[:rows].copy_(inputs.input_ids)
-        fixed.positions[:rows].copy_(inputs.positions)
-        _fill_tables(fixed.block_tables, inputs.block_tables)
-        if rows < size:
-            # Rows that fill up read and write the scratch block alone.
-            fixed.positions[rows:size].zero_()
-            fixed.block_tables[rows:size, 0].zero_()
 
-    def _fill_chunk(self, inputs: ModelInputs) -> None:
-        fixed, count = self._chunk.inputs, len(inputs.input_ids)
-        assert self._chunk.rows is not None and self._chunk.tiles is not None
+class _Ragged:
+    """Fixed tensors of rows whose numbers of tokens are known at the replay only.
+
+    They have one row more than can be asked for, without blocks, for the tokens that fill up.
+    """
+
+    def __init__(
+        self, tokens: int, rows: int, max_blocks: int, tile: int, device: torch.device
+    ) -> None:
+        lens = np.array([*[0] * rows, tokens])
+        self._inputs = _zero_inputs(tokens, lens, max_blocks, device)
+        self._rows = torch.full((tokens,), rows, dtype=torch.int32, device=device)
+        self._filler = rows
+        self._tile = tile
+        num_tiles = -(-tokens // tile) + rows
+        self._tiles = torch.zeros((num_tiles, 3), dtype=torch.int32, device=device)
+
+    def part(self, size: int) -> Part:
+        """The first `size` tokens."""
+        whole = self._inputs
+        lens = whole.query_lens.copy()
+        lens[self._filler] = size
+        inputs = ModelInputs(
+            whole.input_ids[:size],
+            whole.positions[:size],
+            whole.block_tables,
+            lens,
+            whole.context_lens,
+        )
+        return Part(inputs, self._rows[:size], self._tiles[: -(-size // self._tile) + self._filler])
+
+    def fill(self, inputs: ModelInputs, size: int) -> None:
+        """Stand in for the part of `size` tokens."""
+        fixed, count = self._inputs, len(inputs.input_ids)
         fixed.input_ids[:count].copy_(inputs.input_ids)
         fixed.positions[:count].copy_(inputs.positions)
-        fixed.positions[count:].zero_()
         _fill_tables(fixed.block_tables, inputs.block_tables)
         device = fixed.positions.device
-        rows = np.full(self._chunk_tokens, CHUNK_ROWS, np.int32)
+        rows = np.full(size, self._filler, np.int32)
         rows[:count] = np.repeat(np.arange(inputs.num_rows), inputs.query_lens)
-        self._chunk.rows.copy_(upload(rows, torch.int32, device))
-        tiles = np.zeros(self._chunk.tiles.shape, np.int32)
+        self._rows[:size].copy_(upload(rows, torch.int32, device))
+        tiles = np.zeros((-(-size // self._tile) + self._filler, 3), np.int32)
         cut = cut_tiles(inputs.query_lens.tolist(), self._tile, inputs.context_lens.tolist())
         tiles[: len(cut)] = cut.numpy()
-        self._chunk.tiles.copy_(upload(tiles, torch.int32, device))
+        self._tiles[: len(tiles)].copy_(upload(tiles, torch.int32, device))
 
 
-def _bucket(sizes: Sequence[int], rows: int) -> int:
-    return sizes[int(np.searchsorted(sizes, rows))]
+def _bucket(sizes: Sequence[int], size: int) -> int:
+    return sizes[int(np.searchsorted(sizes, size))]
+
+
+def _fill_rows(fixed: ModelInputs, inputs: ModelInputs, size: int) -> None:
+    """Rows of one token; those that fill up read and write the scratch block alone."""
+    rows = inputs.num_rows
+    fixed.input_ids[:rows].copy_(inputs.input_ids)
+    fixed.positions[:rows].copy_(inputs.positions)
+    _fill_tables(fixed.block_tables, inputs.block_tables)
+    if rows < size:
+        fixed.positions[rows:size].zero_()
+        fixed.block_tables[rows:size, 0].zero_()
 
 
 def _fill_tables(fixed: Tensor, tables: Tensor) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.cuda_graph import CHUNK_ROWS
 from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.memory import MemoryPlan, allocate_kv, plan_memory
+from batchgen.engine.memory import MemoryPlan, allocate_kv, graph_shapes, plan_memory
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
@@ -118,8 +118,7 @@ class LLMEngine:
         self._runner = ModelRunner(model, kv_caches)
         assert self.config.max_batched_tokens is not None and self.config.chunk_tokens is not None
         if self.config.cuda_graph:
-            blocks = self._block_manager.blocks_for(self.max_model_len)
-            self._runner.capture(config.max_num_seqs, blocks, self.config.chunk_tokens)
+            self._runner.capture(graph_shapes(model, self.config, self.max_model_len))
         self.scheduler = Scheduler(
             self._block_manager,
             config.max_num_seqs,

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.engine.cuda_graph import mixed_row_buckets, row_buckets
+from batchgen.engine.cuda_graph import GraphShapes, launch_bound_tokens
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.model_config import ModelConfig
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.kernels.attention_decode import split_length
 from batchgen.kernels.kv_cache import KVCache
 
 _CPU_SHARE = 0.3
@@ -129,6 +130,26 @@ def plan_memory(model: DenseForCausalLM, config: EngineConfig, max_model_len: in
     )
 
 
+def graph_shapes(model: DenseForCausalLM, config: EngineConfig, max_model_len: int) -> GraphShapes:
+    """What is captured as CUDA graphs.
+
+    Args:
+        config: resolved for the model's device.
+    """
+    assert config.max_batched_tokens is not None and config.chunk_tokens is not None
+    max_blocks = -(-max_model_len // config.block_size)
+    short_blocks = split_length(config.max_num_seqs, model.config.num_kv_heads) // config.block_size
+    return GraphShapes(
+        max_rows=config.max_num_seqs,
+        max_blocks=max_blocks,
+        chunk_tokens=config.chunk_tokens,
+        prefill_tokens=launch_bound_tokens(
+            model.config.num_layers, model.num_parameters, config.max_batched_tokens
+        ),
+        short_blocks=short_blocks if short_blocks < max_blocks else 0,
+    )
+
+
 def _available_cpu_bytes() -> int:
     try:
         with open("/proc/meminfo") as meminfo:
@@ -157,13 +178,16 @@ def _work_space(model: DenseForCausalLM, config: EngineConfig, max_model_len: in
     runner = ModelRunner(model, kv_caches)
     prefill = _peak(model.device, lambda: _largest_prefill(runner, config, max_model_len))
     rows, blocks = config.max_num_seqs, -(-max_model_len // config.block_size)
+    assert config.max_batched_tokens is not None
     tokens = rows + (config.chunk_tokens or 0)
     inputs = _scratch_inputs(np.ones(tokens, np.int64), (tokens, blocks), model.device)
     decode = _peak(model.device, lambda: runner.decode(inputs))
     graphs = 0
     if config.cuda_graph:
-        captures = len(row_buckets(rows)) + len(mixed_row_buckets(rows))
-        graphs = decode + inputs.block_tables.nbytes + captures * _GRAPH_BYTES
+        shapes = graph_shapes(model, config, max_model_len)
+        graphs = decode + 3 * inputs.block_tables.nbytes + len(shapes) * _GRAPH_BYTES
+        if shapes.prefill_tokens:
+            graphs += prefill * shapes.prefill_tokens // config.max_batched_tokens
     # The logits and their float32 copy for penalties; histories, of which joining rows make copies,
     # with their penalty factors.
     sampling = config.max_num_seqs * model.config.vocab_size * (model.dtype.itemsize + 4)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.engine.cuda_graph import ForwardGraphs, Part
+from batchgen.engine.cuda_graph import ForwardGraphs, GraphShapes, Part
 from batchgen.engine.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.models.dense import DenseForCausalLM
@@ -50,13 +50,8 @@ class ModelRunner:
         self._graphs: ForwardGraphs | None = None
 
     @torch.inference_mode()
-    def capture(self, max_rows: int, max_blocks: int, chunk_tokens: int) -> None:
-        """Let `decode` and `mixed` replay CUDA graphs.
-
-        Args:
-            max_rows: of a decode batch.
-            max_blocks: of a row.
-            chunk_tokens: of the prefill in a mixed batch, at most; 0 if there are none.
+    def capture(self, shapes: GraphShapes) -> None:
+        """Let batches of these shapes replay CUDA graphs.
 
         Raises:
             ValueError: the model's attention cannot be captured.
@@ -68,9 +63,7 @@ class ModelRunner:
                 f"{config.num_heads // config.num_kv_heads}: set cuda_graph to false"
             )
         tile = tile_tokens(config.num_heads, config.num_kv_heads, config.head_dim, self.model.dtype)
-        self._graphs = ForwardGraphs(
-            self._forward, max_rows, max_blocks, chunk_tokens, tile, self.device
-        )
+        self._graphs = ForwardGraphs(self._forward, shapes, self.block_size, tile, self.device)
 
     @torch.inference_mode()
     def prefill(self, inputs: ModelInputs, rows: npt.NDArray[np.int64]) -> ModelOutput:
@@ -78,21 +71,30 @@ class ModelRunner:
         of R of the B rows. The last layer computes those tokens only.
         """
         last = self._last_tokens(inputs, rows)
-        positions = inputs.positions[last]
-        tables = inputs.block_tables[upload(rows, torch.int64, self.device)]
-        # At least one token, so that no kernel has nothing to do.
-        missing = -max(len(rows), 1) % self._token_multiple + (not len(rows))
-        attention = AttentionMetadata(
-            F.pad(positions, (0, missing)),
-            (1,) * (len(rows) + missing),
-            (*inputs.context_lens[rows].tolist(), *[1] * missing),
-            F.pad(tables, (0, 0, 0, missing)),
+        wanted = ModelInputs(
+            inputs.input_ids[last],
+            inputs.positions[last],
+            inputs.block_tables[upload(rows, torch.int64, self.device)],
+            np.ones_like(rows),
+            inputs.context_lens[rows],
         )
-        outputs = OutputTokens(F.pad(last, (0, missing)), [attention])
-        hidden = self._forward([self._part(inputs.pad_tokens(self._token_multiple))], outputs)
+        if self._graphs is not None and self._graphs.takes_prefill(inputs):
+            hidden = self._graphs.prefill(inputs, last, wanted)
+        else:
+            # At least one token, so that no kernel has nothing to do.
+            missing = -max(len(rows), 1) % self._token_multiple + (not len(rows))
+            attention = AttentionMetadata(
+                F.pad(wanted.positions, (0, missing)),
+                (1,) * (len(rows) + missing),
+                (*wanted.context_lens.tolist(), *[1] * missing),
+                F.pad(wanted.block_tables, (0, 0, 0, missing)),
+            )
+            outputs = OutputTokens(F.pad(last, (0, missing)), [attention])
+            hidden = self._forward([self._part(inputs.pad_tokens(self._token_multiple))], outputs)
         if not len(rows):  # the head is as much to read as some layers
-            return ModelOutput(hidden.new_empty((0, self.model.config.vocab_size)), positions)
-        return ModelOutput(self.model.compute_logits(hidden)[: len(rows)], positions)
+            empty = hidden.new_empty((0, self.model.config.vocab_size))
+            return ModelOutput(empty, wanted.positions)
+        return ModelOutput(self.model.compute_logits(hidden)[: len(rows)], wanted.positions)
 
     @torch.inference_mode()
     def decode(self, inputs: ModelInputs) -> ModelOutput:
@@ -111,7 +113,7 @@ class ModelRunner:
         """`decode` and `prefill`, in one forward: it reads the weights once for both."""
         last = self._last_tokens(prefill, rows)
         count = len(decode.input_ids)
-        if self._graphs is not None and self._graphs.takes(prefill):
+        if self._graphs is not None and self._graphs.takes_chunk(prefill):
             decoded, chunk = self._graphs.mixed(decode, prefill)
         else:
             padded = prefill.pad_tokens(self._token_multiple, beside=count)

@@ -32,7 +32,7 @@ MAX_QUERIES = 64
 """Most queries · heads of a group that share one tile."""
 _SPLIT_MULTIPLE = tl.constexpr(128)
 """Longer splits are whole tiles: a multiple of every block_n."""
-_STAGE_BYTES = 32 * 1024
+_STAGE_BYTES = 64 * 1024
 _COMBINE_ELEMENTS = 4096
 _INTERPRETED_PROGRAMS = 8
 _UNIT_FIELDS = tl.constexpr(4)
@@ -148,7 +148,7 @@ def paged_attention_decode(
     queries = plan.width * group
     assert cache.key.is_contiguous() and cache.value.is_contiguous() and q.stride(2) == 1
     assert block_tables.stride(1) == 1 and queries <= MAX_QUERIES and q.dtype == cache.key.dtype
-    config = config or _config(head_dim, q.itemsize, queries)
+    config = config or _config(head_dim, q.itemsize)
     if out is None:
         out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     assert out.is_contiguous()
@@ -177,13 +177,12 @@ def paged_attention_decode(
     return out
 
 
-def _config(head_dim: int, itemsize: int, queries: int) -> DecodeConfig:
-    """Tiles of about 32 KB of keys and values, and as many programs as keep two to four of them in
-    flight on a multiprocessor: that, not the arithmetic, sets the speed (measured on an H100)."""
+def _config(head_dim: int, itemsize: int) -> DecodeConfig:
+    """Tiles of about 64 KB of keys and values, two of them in flight on a multiprocessor: that, not
+    the arithmetic, sets the speed (measured on an H100)."""
     token_bytes = 2 * triton.next_power_of_2(head_dim) * itemsize
     block_n = min(128, max(16, _STAGE_BYTES // token_bytes))
-    programs_per_sm = 4 if queries <= 16 else 2
-    return DecodeConfig(block_n, num_warps=4, num_stages=2, programs_per_sm=programs_per_sm)
+    return DecodeConfig(block_n, num_warps=4, num_stages=2, programs_per_sm=2)
 
 
 def _programs(device: torch.device, config: DecodeConfig) -> int:

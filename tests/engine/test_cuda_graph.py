@@ -20,40 +20,54 @@ from torch import Tensor
 from batchgen.engine.cuda_graph import (
     CHUNK_ROWS,
     ForwardGraphs,
+    GraphShapes,
     Part,
-    mixed_row_buckets,
-    row_buckets,
+    _fill_rows,
+    launch_bound_tokens,
 )
+from batchgen.engine.forward_context import OutputTokens
 from batchgen.engine.loader import load_model
 from batchgen.engine.memory import allocate_kv
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.kernels.attention import AttentionMetadata
 from batchgen.kernels.attention_prefill import tile_tokens
 from batchgen.kernels.kv_cache import slot_mapping
 
 VOCAB, NUM_BLOCKS, BLOCK_SIZE = 128, 400, 4
-MAX_ROWS, MAX_BLOCKS, CHUNK_TOKENS = 70, 10, 48
+MAX_ROWS, MAX_BLOCKS, CHUNK_TOKENS, PREFILL_TOKENS = 70, 10, 48, 300
+SHORT_BLOCKS = 3
+SHAPES = GraphShapes(MAX_ROWS, MAX_BLOCKS, CHUNK_TOKENS, PREFILL_TOKENS, SHORT_BLOCKS)
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("buckets", [row_buckets, mixed_row_buckets])
-def test_buckets_are_ascending_and_end_with_the_most_rows(
-    buckets: Callable[[int], list[int]],
-) -> None:
-    for max_rows in range(1, 601):
-        sizes = buckets(max_rows)
-        assert sizes[0] >= 1 and sizes[-1] == max_rows
-        assert all(one < other for one, other in itertools.pairwise(sizes))
+def test_sizes_are_ascending_and_end_with_the_largest() -> None:
+    for most in range(1, 601):
+        shapes = GraphShapes(most, 10, 256, 16 * most)
+        for sizes in (shapes.decode_sizes, shapes.mixed_sizes, shapes.prefill_sizes):
+            assert sizes[0] >= 1 and all(one < other for one, other in itertools.pairwise(sizes))
+        assert shapes.decode_sizes[-1] == shapes.mixed_sizes[-1] == most
+        assert shapes.prefill_sizes[-1] == 16 * most
+    none = GraphShapes(8, 10, 0, 0)
+    assert not none.short_sizes
+    assert none.mixed_sizes == none.prefill_sizes == [] and len(none) == len(none.decode_sizes)
 
 
-def test_buckets_fill_up_few_rows() -> None:
-    for max_rows in range(1, 601):
-        sizes, mixed = row_buckets(max_rows), mixed_row_buckets(max_rows)
-        for rows in range(1, max_rows + 1):
-            fitting = next(size for size in sizes if size >= rows)
+def test_sizes_fill_up_little() -> None:
+    for most in range(1, 601):
+        shapes = GraphShapes(most, 10, 256, 0)
+        for rows in range(1, most + 1):
+            fitting = next(size for size in shapes.decode_sizes if size >= rows)
             assert fitting - rows <= max(rows // 2, 16)
-            assert next(size for size in mixed if size >= rows) - rows < 32
+            assert next(size for size in shapes.mixed_sizes if size >= rows) - rows < 32
+
+
+def test_prefills_that_the_host_holds_up_are_captured() -> None:
+    assert launch_bound_tokens(28, 600_000_000, 8192) == 8192
+    assert 512 <= launch_bound_tokens(36, 8_000_000_000, 8192) <= 2048
+    assert launch_bound_tokens(80, 400_000_000_000, 8192) == 0
+    assert launch_bound_tokens(30, 135_000_000, 1000) == 1000
 
 
 class Model(ABC):
@@ -62,7 +76,7 @@ class Model(ABC):
     device: torch.device
 
     @abstractmethod
-    def forward(self, parts: Sequence[Part]) -> Tensor: ...
+    def forward(self, parts: Sequence[Part], outputs: OutputTokens | None = None) -> Tensor: ...
 
     @abstractmethod
     def cells(self) -> Tensor:
@@ -80,24 +94,32 @@ class Toy(Model):
     def __init__(self) -> None:
         self._cache = torch.rand(NUM_BLOCKS * BLOCK_SIZE, dtype=torch.float64)
         self._cache[:BLOCK_SIZE] = 0
-        self.last: tuple[Sequence[Part], Tensor] | None = None
+        self.last: tuple[Sequence[Part], OutputTokens | None, Tensor] | None = None
 
     def cells(self) -> Tensor:
         return self._cache.clone()
 
-    def forward(self, parts: Sequence[Part]) -> Tensor:
-        hidden = self.compute(parts)
-        self.last = (parts, hidden)
+    def forward(self, parts: Sequence[Part], outputs: OutputTokens | None = None) -> Tensor:
+        hidden = self.compute(parts, outputs)
+        self.last = (parts, outputs, hidden)
         return hidden
 
-    def compute(self, parts: Sequence[Part]) -> Tensor:
+    def compute(self, parts: Sequence[Part], outputs: OutputTokens | None) -> Tensor:
         for part in parts:
             inputs = part.inputs
             slots = slot_mapping(inputs.positions, part.rows, inputs.block_tables, BLOCK_SIZE)
             values = (inputs.input_ids.double() + 0.5) * (inputs.positions + 1)
             self._cache[slots] = values * 1e-3
         self._cache[:BLOCK_SIZE] = float("nan")  # written by anyone, in any order
-        return torch.cat([self._attend(part) for part in parts])
+        hidden = torch.cat([self._attend(part) for part in parts])
+        if outputs is None:
+            return hidden
+        (attention,) = outputs.attention
+        seen = [
+            float(position) + float(table[: int(position) // BLOCK_SIZE + 1].sum())
+            for position, table in zip(attention.positions, attention.block_tables, strict=True)
+        ]
+        return hidden[outputs.index] + torch.tensor(seen, dtype=torch.float64).unsqueeze(1)
 
     def _attend(self, part: Part) -> Tensor:
         inputs = part.inputs
@@ -133,8 +155,8 @@ class Real(Model):
         self._runner = ModelRunner(model, self._kv)
 
     @torch.inference_mode()
-    def forward(self, parts: Sequence[Part]) -> Tensor:
-        return self._runner._forward(parts)
+    def forward(self, parts: Sequence[Part], outputs: OutputTokens | None = None) -> Tensor:
+        return self._runner._forward(parts, outputs)
 
     def cells(self) -> Tensor:
         planes = [plane.flatten(1, 2).transpose(0, 1) for cache in self._kv for plane in cache]
@@ -150,10 +172,10 @@ def fake_cuda(patch: pytest.MonkeyPatch, toy: Toy) -> None:
 
         def capture_end(self) -> None:
             assert toy.last is not None, "nothing was captured"
-            self._parts, self._hidden = toy.last
+            self._parts, self._outputs, self._hidden = toy.last
 
         def replay(self) -> None:
-            self._hidden.copy_(toy.compute(self._parts))
+            self._hidden.copy_(toy.compute(self._parts, self._outputs))
 
     class Stream:
         def __init__(self, device: torch.device | None = None) -> None: ...
@@ -204,20 +226,21 @@ class Batches:
         width = self.rng.choice([2, 3, MAX_BLOCKS, MAX_BLOCKS + 7])
         return self.make([1] * rows, 200 // rows, width)
 
-    def prefill(self) -> ModelInputs:
-        rows = self.rng.choice([1, 2, 5, CHUNK_ROWS])
-        budget = self.rng.choice([CHUNK_TOKENS, self.rng.randint(rows, CHUNK_TOKENS)])
+    def prefill(self, most: int = CHUNK_TOKENS, most_rows: int = CHUNK_ROWS) -> ModelInputs:
+        rows = self.rng.choice([1, 2, 5, most_rows])
+        budget = self.rng.choice([most, self.rng.randint(rows, most)])
         cuts = sorted(self.rng.sample(range(1, budget), rows - 1))
         lens = np.diff([0, *cuts, budget]).tolist()
         lens = [min(n, MAX_BLOCKS * BLOCK_SIZE) for n in lens]
         return self.make(lens, 20, self.rng.choice([MAX_BLOCKS, MAX_BLOCKS + 5]))
 
 
-def parts_of(decode: ModelInputs, prefill: ModelInputs | None = None) -> list[Part]:
-    if prefill is None:
-        return [Part(decode)]
-    rows = np.repeat(np.arange(prefill.num_rows, dtype=np.int32), prefill.query_lens)
-    return [Part(decode), Part(prefill, torch.as_tensor(rows, device=prefill.positions.device))]
+def parts_of(decode: ModelInputs | None = None, prefill: ModelInputs | None = None) -> list[Part]:
+    parts = [] if decode is None else [Part(decode)]
+    if prefill is not None:
+        rows = np.repeat(np.arange(prefill.num_rows, dtype=np.int32), prefill.query_lens)
+        parts.append(Part(prefill, torch.as_tensor(rows, device=prefill.positions.device)))
+    return parts
 
 
 def written_slots(parts: Sequence[Part]) -> Tensor:
@@ -229,14 +252,38 @@ def written_slots(parts: Sequence[Part]) -> Tensor:
 def poison(graphs: ForwardGraphs, batches: Batches) -> None:
     """The fixed tensors as the fullest batch, of rows that now own other blocks, leaves them."""
     batches.start()
-    graphs._fill_decode(batches.make([1] * MAX_ROWS, 3, MAX_BLOCKS), MAX_ROWS)
+    full = batches.make([1] * MAX_ROWS, 2, MAX_BLOCKS)
+    _fill_rows(graphs._decode, full, MAX_ROWS)
+    _fill_rows(graphs._last_rows, full, MAX_ROWS)
+    graphs._last.fill_(PREFILL_TOKENS - 1)
     lens = [CHUNK_TOKENS // CHUNK_ROWS] * CHUNK_ROWS
-    graphs._fill_chunk(batches.make(lens, 5, MAX_BLOCKS))
+    graphs._chunk.fill(batches.make(lens, 5, MAX_BLOCKS), CHUNK_TOKENS)
+    lens = [PREFILL_TOKENS // 15] * 15
+    graphs._prefill.fill(batches.make(lens, 5, MAX_BLOCKS), PREFILL_TOKENS)
+
+
+def outputs_of(
+    prefill: ModelInputs, rng: random.Random
+) -> tuple[Tensor, ModelInputs, OutputTokens]:
+    """The last tokens of some of the rows: where they stand, and as rows."""
+    count = rng.randint(1, prefill.num_rows)
+    rows = np.array(sorted(rng.sample(range(prefill.num_rows), count)))
+    last = torch.as_tensor(prefill.query_lens.cumsum()[rows] - 1, device=prefill.positions.device)
+    inputs = ModelInputs(
+        prefill.input_ids[last],
+        prefill.positions[last],
+        prefill.block_tables[torch.as_tensor(rows, device=last.device)],
+        np.ones_like(rows),
+        prefill.context_lens[rows],
+    )
+    contexts = tuple(inputs.context_lens.tolist())
+    attention = AttentionMetadata(inputs.positions, (1,) * count, contexts, inputs.block_tables)
+    return last, inputs, OutputTokens(last, [attention])
 
 
 def capture(model: Model, tile: int) -> ForwardGraphs:
     with torch.inference_mode():
-        return ForwardGraphs(model.forward, MAX_ROWS, MAX_BLOCKS, CHUNK_TOKENS, tile, model.device)
+        return ForwardGraphs(model.forward, SHAPES, BLOCK_SIZE, tile, model.device)
 
 
 @torch.inference_mode()
@@ -248,23 +295,33 @@ def check_replays(
     """
     rng = random.Random(seed)
     batches = Batches(rng, eager.device)
-    for rows in [MAX_ROWS, 1, 33, 32, 7, 64, 65, rng.randint(1, MAX_ROWS)]:
+    for rows in [MAX_ROWS, 1, 33, 32, 7, 64, 65, 2, rng.randint(1, MAX_ROWS)]:
         if rng.random() < 0.7:
             poison(graphs, batches)
         batches.start()
-        decode, prefill = batches.decode(rows), batches.prefill()
-        if rng.random() < 0.3:
+        kind = rng.choice(["decode", "mixed", "prefill"])
+        outputs = None
+        if kind == "prefill":
+            prefill = batches.prefill(PREFILL_TOKENS, 12)
+            assert graphs.takes_prefill(prefill)
+            parts = parts_of(prefill=prefill)
+            before = captured.cells()
+            last, inputs, outputs = outputs_of(prefill, rng)
+            hidden = graphs.prefill(prefill, last, inputs).clone()
+        elif kind == "decode":
+            decode = batches.decode(rows)
             parts = parts_of(decode)
             before = captured.cells()
             hidden = graphs.decode(decode).clone()
         else:
-            assert graphs.takes(prefill)
+            decode, prefill = batches.decode(rows), batches.prefill()
+            assert graphs.takes_chunk(prefill)
             parts = parts_of(decode, prefill)
             before = captured.cells()
             decoded, chunk = graphs.mixed(decode, prefill)
             assert len(decoded) == rows and len(chunk) == CHUNK_TOKENS
             hidden = torch.cat((decoded, chunk[: len(prefill.input_ids)]))
-        expected = eager.forward(parts)
+        expected = eager.forward(parts, outputs)
         torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=atol)
         after, wanted, slots = captured.cells(), eager.cells(), written_slots(parts)
         assert len(slots) == len(set(slots.tolist())) and int(slots.min()) >= BLOCK_SIZE
@@ -302,7 +359,7 @@ def test_what_a_mixed_graph_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         ([1] * (CHUNK_ROWS + 1), False),
         ([6] * CHUNK_ROWS, True),
     ]:
-        assert graphs.takes(batches.make(lens, 7, MAX_BLOCKS)) == fits
+        assert graphs.takes_chunk(batches.make(lens, 7, MAX_BLOCKS)) == fits
 
 
 @pytest.mark.gpu
