@@ -116,7 +116,8 @@ class _Graph:
 
 
 class ForwardGraphs:
-    """A forward over fixed tensors, captured once per size of batch.
+    """A forward over fixed tensors, captured once per size of batch. Most sizes are captured at the
+    start, those of decode batches with long contexts when they come.
 
     The graphs share their memory, which is safe because they run one after another in one stream;
     only their outputs are apart.
@@ -144,31 +145,37 @@ class ForwardGraphs:
         self._last = torch.zeros(rows, dtype=torch.int64, device=device)
         self._last_rows = _zero_inputs(rows, np.ones(rows, np.int64), blocks, device)
         self._graphs: dict[tuple[str, int], _Graph] = {}
-        self._capture(forward, device)
+        self._forward, self._device = forward, device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._prepare()
 
-    def _capture(self, forward: Forward, device: torch.device) -> None:
-        shapes, pool = self._shapes, torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(device)
-        # The largest first: the others fit into its memory.
-        wanted = [("prefill", size) for size in reversed(shapes.prefill_sizes)]
-        wanted += [("mixed", size) for size in reversed(shapes.mixed_sizes)]
-        wanted += [("decode", size) for size in reversed(shapes.decode_sizes)]
-        wanted += [("short", size) for size in reversed(shapes.short_sizes)]
-        # Compiles kernels, which a capture cannot: few rows have other ones than many.
-        compiled = {kind: (kind, size) for kind, size in reversed(wanted)} | {"": ("decode", 1)}
-        for key in compiled.values():
-            forward(*self._arguments(*key))
+    def _prepare(self) -> None:
+        """Compile all kernels, which a capture cannot, and capture what every job needs."""
+        shapes = self._shapes
+        short = shapes.short_sizes
+        first = [("decode", size) for size in shapes.decode_sizes if size not in short]
+        first += [("short", size) for size in short]
+        first += [("mixed", size) for size in shapes.mixed_sizes]
+        first += [("prefill", size) for size in shapes.prefill_sizes]
+        # Few rows have other kernels than many.
+        compiled = [("decode", 1), ("decode", shapes.max_rows), *dict(first).items()]
+        for kind, size in compiled:
+            self._forward(*self._arguments(kind, size))
         gc.collect()  # graphs of an engine that is gone cannot be freed during a capture
-        torch.cuda.synchronize(device)
-        with torch.cuda.stream(stream):
-            for key in wanted:
-                graph = torch.cuda.CUDAGraph()
-                arguments = self._arguments(*key)
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                hidden = forward(*arguments)
-                graph.capture_end()
-                self._graphs[key] = _Graph(graph, hidden)
-        torch.cuda.current_stream(device).wait_stream(stream)
+        torch.cuda.synchronize(self._device)
+        for kind, size in reversed(first):  # the largest first: the others fit into its memory
+            self._capture(kind, size)
+
+    def _capture(self, kind: str, size: int) -> _Graph:
+        arguments = self._arguments(kind, size)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            hidden = self._forward(*arguments)
+            graph.capture_end()
+        captured = self._graphs[kind, size] = _Graph(graph, hidden)
+        return captured
 
     def _arguments(self, kind: str, size: int) -> tuple[list[Part], OutputTokens | None]:
         if kind == "prefill":
@@ -195,7 +202,7 @@ class ForwardGraphs:
         size = _bucket(self._shapes.decode_sizes, inputs.num_rows)
         _fill_rows(self._decode, inputs, size)
         short = inputs.context_lens.max() <= self._shapes.short_blocks * self._block_size
-        kind = "short" if short and ("short", size) in self._graphs else "decode"
+        kind = "short" if short and size >= _SHORT_ROWS else "decode"
         return self._replay(kind, size)[: inputs.num_rows]
 
     def takes_chunk(self, prefill: ModelInputs) -> bool:
@@ -233,7 +240,7 @@ class ForwardGraphs:
         return self._replay("prefill", size)[:count]
 
     def _replay(self, kind: str, size: int) -> Tensor:
-        captured = self._graphs[kind, size]
+        captured = self._graphs.get((kind, size)) or self._capture(kind, size)
         captured.graph.replay()
         return captured.hidden
 
