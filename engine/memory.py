@@ -188,10 +188,9 @@ def _work_space(model: DenseForCausalLM, config: EngineConfig, max_model_len: in
         graphs = decode + 3 * inputs.block_tables.nbytes + len(shapes) * _GRAPH_BYTES
         if shapes.prefill_tokens:
             graphs += prefill * shapes.prefill_tokens // config.max_batched_tokens
-    # The logits and their float32 copy for penalties; histories, of which joining rows make copies,
-    # with their penalty factors.
+    # The logits and their float32 copy for penalties; histories, of which joining rows make copies.
     sampling = config.max_num_seqs * model.config.vocab_size * (model.dtype.itemsize + 4)
-    sampling += config.max_num_seqs * max_model_len * (3 * 8 + 4)
+    sampling += config.max_num_seqs * max_model_len * 3 * 8
     return max(prefill, decode) + graphs + sampling + _LIBRARY_BYTES
 
 

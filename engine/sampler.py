@@ -39,7 +39,7 @@ def process(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> Tens
     is left), temperature, top-k, top-p, min-p.
 
     Args:
-        logits: [R, V], any floating dtype, finite or -inf; row i belongs to row i of sampling.
+        logits: [R, V], any floating dtype, finite or -inf, of the R logits rows of sampling.
         positions: [R] int64, absolute position of the token to be sampled.
 
     Returns:
@@ -66,7 +66,9 @@ def _penalised(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> T
     if sampling.any_penalties:
         kernels.apply_penalties(
             out,
+            logits,
             sampling.history,
+            positions,
             sampling.prompt_lens,
             sampling.repetition,
             sampling.presence,
@@ -82,15 +84,17 @@ def _float_copy(logits: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> StepOutput:
-    """One token for each row, with the columns that any row asks for.
+    """One token for each logits row, with the columns that any row asks for.
 
     Args:
-        logits: [R, V], any floating dtype; row i belongs to row i of sampling.
-        positions: [R] int64, absolute position of the token to be sampled.
+        logits: [R, V], any floating dtype, of the R logits rows of sampling.
+        positions: [R] int64, absolute position of the token to be sampled; the history that counts
+            ends before it.
 
     Returns:
-        W = 1, or no token for a row whose logits hold NaN or infinity. Columns have the batch's
-        largest K of top_logprobs; what a row did not ask for is undefined.
+        R rows of W = 1, or no token where the logits hold NaN or infinity; `StepOutput.fold` makes
+        B rows of them. Columns have the batch's largest K of top_logprobs; what a row did not ask
+        for is undefined.
     """
     if logits.is_cuda:
         return sample_fused(logits, sampling, positions)

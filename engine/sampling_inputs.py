@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from batchgen.engine.batched import Batched, row
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.transfer import upload
+from batchgen.kernels.history import append_tokens
 
 _FLOAT32 = torch.finfo(torch.float32)
 # Columns of the floats that `build` uploads together.
@@ -26,19 +29,23 @@ class SamplingInputs(Batched):
     Owned by a `StepInputs`: `append` writes to `history` in place, `index_select` and `concat` of
     several parts make tensors of their own.
 
+    A row is sampled at one position, or after `repeat` at `width` of them: R = B · width logits
+    rows, of which row r belongs to row r // width.
+
     Attributes:
         params: B, on the host.
-        seeds: [B] int64, the same 64 bits as `SamplingParams.seed`.
-        greedy: [B] bool; such rows have temperature 1 and every filter off.
-        temperature, top_p, min_p, repetition, presence, frequency: [B] float32.
-        top_k: [B] int64.
-        min_positions: [B] int64, prompt length + min_new_tokens: tokens at smaller absolute
+        seeds: [R] int64, the same 64 bits as `SamplingParams.seed`.
+        greedy: [R] bool; such rows have temperature 1 and every filter off.
+        temperature, top_p, min_p, repetition, presence, frequency: [R] float32.
+        top_k: [R] int64.
+        min_positions: [R] int64, prompt length + min_new_tokens: tokens at smaller absolute
             positions are not sampled from stop_ids.
-        stop_ids: [B, S] int64, filled up with -1; of rows with min_new_tokens.
-        history: [B, H] int64, token ids by absolute position, -1 where there is none yet. Only of
-            rows with penalties and as wide as the longest of them will get; others are all -1.
-        prompt_lens: [B] int64.
-        processed_logprobs: [B] bool, rows whose `logprobs_mode` is `processed`.
+        stop_ids: [R, S] int64, filled up with -1; of rows with min_new_tokens.
+        history: [B, H] int64, token ids by absolute position; from the position on that is sampled,
+            anything. Only of rows with penalties and as wide as the longest of them will get;
+            others are all -1.
+        prompt_lens: [R] int64.
+        processed_logprobs: [R] bool, rows whose `logprobs_mode` is `processed`.
     """
 
     params: tuple[SamplingParams, ...] = row()
@@ -114,27 +121,53 @@ class SamplingInputs(Batched):
         )
 
     def append(self, token_ids: Tensor, num_tokens: Tensor, positions: Tensor) -> SamplingInputs:
-        """Add the tokens of a step to the histories that are kept, in place; returns self.
+        """Write tokens to the histories that are kept, in place; returns self.
+
+        What stood at their places is gone, what stands behind them stays: tokens that were written
+        before they were verified are overwritten by those that are right.
 
         Args:
             token_ids: [B, W] int64.
             num_tokens: [B], how many of a row's W tokens count.
-            positions: [B] int64, absolute position of each row's first new token, at least 1.
+            positions: [B] int64, absolute position of each row's first token here, at least 1.
+                Tokens past the end of the histories are dropped: a step may be launched before its
+                row is known to have ended.
         """
-        width = self.history.shape[1]
-        if not width:
-            return self
-        offsets = torch.arange(token_ids.shape[1], device=token_ids.device)
-        places = positions.unsqueeze(1) + offsets
-        # A row keeps a history if its first prompt token is there. A step launched before its row
-        # is known to have ended may lie past the end. What does not count writes that first token
-        # to its own place again.
-        first = self.history[:, :1].clone()
-        counts = (offsets < num_tokens.unsqueeze(1)) & (first >= 0) & (places < width)
-        self.history.scatter_(
-            1, torch.where(counts, places, 0), torch.where(counts, token_ids, first)
-        )
+        if self.history.shape[1]:
+            append_tokens(self.history, token_ids, num_tokens, positions)
         return self
+
+    def repeat(self, width: int) -> SamplingInputs:
+        """For `width` logits rows of each row, one after another; itself for a width of 1.
+
+        The history is shared, not copied: what is appended to one is seen by the other.
+        """
+        if width == 1:
+            return self
+        assert self.width == 1
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        columns = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.dim() == 1}
+        repeated: dict[str, Any] = {}
+        for dtype in {column.dtype for column in columns.values()}:  # one launch for each
+            same = {name: column for name, column in columns.items() if column.dtype == dtype}
+            stacked = torch.stack([c.unsqueeze(1).expand(-1, width) for c in same.values()])
+            repeated |= zip(same, stacked.flatten(1), strict=True)
+        stop_ids = self.stop_ids.unsqueeze(1).expand(-1, width, -1).flatten(0, 1)
+        return replace(self, stop_ids=stop_ids, **repeated)
+
+    def index_select(self, rows: npt.NDArray[np.int64]) -> SamplingInputs:
+        assert self.width == 1, "pick rows first, then repeat them"
+        return super().index_select(rows)
+
+    @classmethod
+    def concat(cls, parts: Sequence[SamplingInputs]) -> SamplingInputs:
+        assert all(part.width == 1 for part in parts), "join rows first, then repeat them"
+        return super().concat(parts)
+
+    @property
+    def width(self) -> int:
+        """Logits rows per row."""
+        return len(self.seeds) // self.num_rows if self.num_rows else 1
 
     @cached_property
     def all_greedy(self) -> bool:

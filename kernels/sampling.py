@@ -86,7 +86,9 @@ def _columns_of(keep: Tensor) -> tuple[Tensor, Tensor]:
 
 def apply_penalties(
     logits: Tensor,
+    source: Tensor,
     history: Tensor,
+    positions: Tensor,
     prompt_lens: Tensor,
     repetition: Tensor,
     presence: Tensor,
@@ -95,38 +97,43 @@ def apply_penalties(
     """Repetition penalty (Keskar et al. 2019, CTRL), then presence and frequency penalties.
 
     Args:
-        history: [R, H] int64, token ids by absolute position, -1 past the row's end. A row that
-            starts with -1 is left as it is.
+        logits: overwritten at the tokens of the histories; what stands there is not read.
+        source: [R, V], another tensor of any floating dtype: the logits to be penalised.
+        history: [B, H] int64, token ids by absolute position; R is a multiple of B, and row r reads
+            history r // (R / B). A history that starts with -1 is none: its rows are left as they
+            are. Other negative entries are no tokens.
+        positions: [R] int64; tokens before this position are the row's history, whatever stands
+            from there on is ignored.
         prompt_lens: [R] int64; presence and frequency count tokens from this position on.
         repetition: [R] float32; positive logits of tokens in the history are divided by it,
             negative ones multiplied.
         presence, frequency: [R] float32, subtracted once and per occurrence in the output.
     """
-    if not history.shape[1]:
+    if not history.shape[1] or not len(logits):
         return logits
     if logits.is_cuda:
         return penalties_triton.apply_penalties(
-            logits, history, prompt_lens, repetition, presence, frequency
+            logits, source, history, positions, prompt_lens, repetition, presence, frequency
         )
-    rows = (history[:, 0] >= 0).nonzero().squeeze(1)
-    history = history[rows]
-    known = history >= 0
+    repeats = len(logits) // len(history)
+    kept = (history[:, 0] >= 0).repeat_interleave(repeats) & (positions > 0)
+    rows = kept.nonzero().squeeze(1)
+    places = torch.arange(min(history.shape[1], int(positions.max())))
+    history = history[rows // repeats, : len(places)]
+    known = (history >= 0) & (places < _of(positions, rows))
     # Filling repeats the row's first token: equal values are written to equal places.
     tokens = torch.where(known, history, history[:, :1])
-    generated = known & (
-        torch.arange(history.shape[1], device=rows.device) >= _of(prompt_lens, rows)
-    )
-    counts = torch.zeros(len(rows), logits.shape[1], device=logits.device)
+    generated = known & (places >= _of(prompt_lens, rows))
+    counts = torch.zeros(len(rows), logits.shape[1])
     counts = counts.scatter_add_(1, tokens, generated.float()).gather(1, tokens)
 
-    flat, place = logits.view(-1), tokens + rows.unsqueeze(1) * logits.shape[1]
-    before = flat[place]
+    before = source[rows.unsqueeze(1), tokens].float()
     factor = _of(repetition, rows)
     after = torch.where(before > 0, before / factor, before * factor)
     after -= _of(frequency, rows) * counts
     after -= _of(presence, rows) * (counts > 0)
     after.clamp_(-_LARGEST, _LARGEST)  # no penalty excludes a token
-    flat[place] = torch.where(before > -_INF, after, before)
+    logits[rows.unsqueeze(1), tokens] = torch.where(before > -_INF, after, before)
     return logits
 
 

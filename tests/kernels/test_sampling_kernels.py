@@ -238,15 +238,25 @@ def test_penalties_equal_a_loop_over_tokens() -> None:
             value -= options["frequency"][i] * (output == token).sum()
             expected[i, token] = value - options["presence"][i] * (token in output)
     tensors = {name: torch.from_numpy(values) for name, values in options.items()}
+    positions = torch.from_numpy(np.maximum(lengths, 1))
+    for kept in np.flatnonzero(lengths):  # what is left there of rejected drafts
+        history[kept, lengths[kept] :] = rng.integers(-3, 10**6, width - lengths[kept])
     out = k.apply_penalties(
-        logits.clone(), torch.from_numpy(history), torch.from_numpy(prompt_lens), **tensors
+        logits.clone(),
+        logits,
+        torch.from_numpy(history),
+        positions,
+        torch.from_numpy(prompt_lens),
+        **tensors,
     )
     np.testing.assert_allclose(out.numpy(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(out[4], logits[4])
     for i in range(rows):
         alone = k.apply_penalties(
             logits[i : i + 1].clone(),
+            logits[i : i + 1],
             torch.from_numpy(history[i : i + 1, : max(1, lengths[i])]),
+            positions[i : i + 1],
             torch.from_numpy(prompt_lens[i : i + 1]),
             **{name: values[i : i + 1] for name, values in tensors.items()},
         )
@@ -257,9 +267,8 @@ def test_a_batch_without_histories_is_left_as_it_is() -> None:
     logits = numbers(2, 5)
     ones = torch.ones(2)
     none = torch.empty(2, 0, dtype=torch.int64)
-    out = k.apply_penalties(
-        logits.clone(), none, torch.ones(2, dtype=torch.int64), ones, ones, ones
-    )
+    places = torch.ones(2, dtype=torch.int64)
+    out = k.apply_penalties(logits.clone(), logits, none, places, places, ones, ones, ones)
     assert torch.equal(out, logits)
 
 
@@ -451,7 +460,8 @@ def every_operation(device: str) -> list[torch.Tensor]:
     history = torch.full((rows, 9), -1, dtype=torch.int64)
     history[1::2, :5] = torch.tensor([0, 7, 7, 3, 999])
     share = torch.tensor([1.0, 0.5, 0.9, 0.99, 1.0, 0.2], device=device)
-    k.apply_penalties(logits, history.to(device), ints, share + 1, share, share)
+    source = logits.clone()
+    k.apply_penalties(logits, source, history.to(device), ints + 3, ints, share + 1, share, share)
     k.apply_ban(logits, history[:, :3].to(device), ints > 2)
     k.apply_temperature(logits, share)
     k.filter_top_k_top_p_min_p(logits, ints * 40, share, (1 - share) / 50)

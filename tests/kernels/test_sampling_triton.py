@@ -14,6 +14,11 @@ from torch import Tensor
 from batchgen.kernels import sampling as reference
 from batchgen.kernels.candidates_triton import TILES, Tiles
 from batchgen.kernels.filter_triton import thresholds
+from batchgen.kernels.history import (
+    append_tokens,
+    append_tokens_reference,
+    append_tokens_triton,
+)
 from batchgen.kernels.penalties_triton import apply_ban, apply_penalties
 from batchgen.kernels.philox import Stream, gumbel_noise, philox
 from batchgen.kernels.sampling_triton import Draw, draw
@@ -339,28 +344,92 @@ def test_top_logprobs_of_ties_take_the_lowest_ids_and_fill_up() -> None:
 # --- penalties and ban ----------------------------------------------------------------------------
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 50), st.integers(0, 2500))
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 50),
+    st.one_of(st.integers(0, 3), st.integers(4, 2500)),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
 @few
-def test_penalties_equal_the_reference(seed: int, rows: int, vocab: int, width: int) -> None:
+def test_penalties_equal_the_reference(
+    seed: int, rows: int, repeats: int, vocab: int, width: int, dtype: torch.dtype
+) -> None:
+    """Several positions of each history, from 1 to past its end, and garbage behind each row's."""
     rng = np.random.default_rng(seed)
-    logits = make_batch(seed, rows, vocab, torch.float32).logits.clone()
+    source = make_batch(seed, rows * repeats, vocab, dtype, gap=seed % 2).logits
+    source[rng.integers(0, rows * repeats), rng.integers(0, vocab)] = float("nan")
     history = torch.tensor(rng.integers(0, vocab, (rows, width)), device=DEVICE)
-    lengths = torch.tensor(rng.integers(0, width + 1, rows), device=DEVICE)
-    history.masked_fill_(torch.arange(width, device=DEVICE) >= lengths.unsqueeze(1), -1)
-    prompt_lens = torch.tensor(rng.integers(0, width + 1, rows), device=DEVICE)
+    history[:, 1:][rng.random((rows, max(0, width - 1))) < 0.1] = -1
+    if width:
+        history[rng.random(rows) < 0.3, 0] = -1
+    positions = torch.tensor(rng.integers(1, width + 4, rows * repeats), device=DEVICE)
+    positions[rng.random(rows * repeats) < 0.2] = 1
+    positions[rng.random(rows * repeats) < 0.2] = max(1, width)
+    last = positions.view(rows, repeats).amax(1, keepdim=True)
+    behind = torch.arange(width, device=DEVICE) >= last
+    history = torch.where(behind, torch.tensor(rng.choice([-9, 0, vocab - 1])), history)
+    prompt_lens = torch.tensor(rng.integers(0, width + 1, rows * repeats), device=DEVICE)
 
     def floats(low: float, high: float) -> Tensor:
-        return torch.tensor(rng.uniform(low, high, rows), dtype=torch.float32, device=DEVICE)
+        values = rng.uniform(low, high, rows * repeats)
+        return torch.tensor(values, dtype=torch.float32, device=DEVICE)
 
-    options = (floats(0.5, 2), floats(-2, 2), floats(-2, 2))
-    expected = reference.apply_penalties(
-        logits.cpu().clone(), history.cpu(), prompt_lens.cpu(), *(o.cpu() for o in options)
-    )
-    out = apply_penalties(logits, history, prompt_lens, *options)
+    options = (prompt_lens, floats(0.5, 2), floats(-2, 2), floats(-2, 2))
+    logits = source.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    before = logits.cpu()
+    arguments = [t.cpu() for t in (source, history, positions, *options)]
+    expected = reference.apply_penalties(before.clone(), *arguments)
+    out = apply_penalties(logits, source, history, positions, *options)
     assert out is logits
-    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
-    plain = (lengths == 0).cpu()
-    assert torch.equal(out.cpu()[plain], expected[plain])
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    if width:
+        plain = (history[:, 0] < 0).cpu().repeat_interleave(repeats)
+        torch.testing.assert_close(out.cpu()[plain], before[plain], rtol=0, atol=0, equal_nan=True)
+
+
+def test_penalties_count_more_often_than_a_block_is_long() -> None:
+    """One token all over the history: each of its places finds the count, or the logit there."""
+    history = torch.full((1, 5000), 3, device=DEVICE)
+    source = torch.tensor([[1.0, -1.0, INF, -2.0, -INF]] * 3, device=DEVICE)
+    positions = torch.tensor([1, 2049, 5000], device=DEVICE)
+    ones, prompt_lens = torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE).long()
+    arguments = (history, positions, prompt_lens, 3 * ones, 0.5 * ones, 0.25 * ones)
+    out = apply_penalties(source.clone(), source, *arguments)
+    expected = source.clone()
+    expected[:, 3] = torch.tensor([-6.0, -6.5 - 2048 / 4, -6.5 - 4999 / 4])
+    assert torch.equal(out, expected)
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 5),
+    st.integers(0, 9),
+    st.integers(1, 12),
+    st.sampled_from([torch.int32, torch.int64]),
+)
+@few
+def test_append_equals_a_loop(
+    seed: int, rows: int, width: int, capacity: int, count_dtype: torch.dtype
+) -> None:
+    """By kernel and reference, with views as arguments; places past the end are dropped."""
+    rng = np.random.default_rng(seed)
+    history = torch.tensor(rng.integers(-1, 50, (rows, capacity)))
+    table = torch.tensor(rng.integers(0, 50, (rows, width + 2)), device=DEVICE)
+    counts = torch.tensor(rng.integers(0, width + 1, (rows, 2)), dtype=count_dtype, device=DEVICE)
+    positions = torch.tensor(rng.integers(1, capacity + 3, (rows, 3)), device=DEVICE)
+    arguments = (table[:, 1 : width + 1], counts[:, 1], positions[:, 0])
+    expected = history.clone()
+    for row in range(rows):
+        for i in range(int(counts[row, 1])):
+            place = int(positions[row, 0]) + i
+            if history[row, 0] >= 0 and place < capacity:
+                expected[row, place] = table[row, 1 + i]
+    for append in (append_tokens_triton, append_tokens_reference, append_tokens):
+        out = history.to(DEVICE, copy=True)
+        assert append(out, *arguments) is out
+        assert torch.equal(out.cpu(), expected)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 40), st.integers(0, 9))

@@ -1,0 +1,76 @@
+"""The write of new tokens into the token histories that penalties read."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def append_tokens(
+    history: Tensor, token_ids: Tensor, num_tokens: Tensor, positions: Tensor
+) -> Tensor:
+    """Write tokens to the histories that are kept, over whatever stands there; in place.
+
+    Args:
+        history: [B, H] int64, contiguous, token ids by absolute position. A row that starts with
+            -1 keeps no history and is left as it is.
+        token_ids: [B, W] int64.
+        num_tokens: [B], how many of a row's W tokens count. Those at places past H do not.
+        positions: [B] int64, place of each row's first token, at least 1.
+
+    Returns:
+        The history.
+    """
+    run = append_tokens_triton if history.is_cuda else append_tokens_reference
+    return run(history, token_ids, num_tokens, positions)
+
+
+def append_tokens_reference(
+    history: Tensor, token_ids: Tensor, num_tokens: Tensor, positions: Tensor
+) -> Tensor:
+    """`append_tokens` in PyTorch."""
+    offsets = torch.arange(token_ids.shape[1], device=token_ids.device)
+    places = positions.unsqueeze(1) + offsets
+    # What does not count writes the row's first token to its own place again.
+    first = history[:, :1].clone()
+    counts = (offsets < num_tokens.unsqueeze(1)) & (first >= 0) & (places < history.shape[1])
+    return history.scatter_(
+        1, torch.where(counts, places, 0), torch.where(counts, token_ids, first)
+    )
+
+
+def append_tokens_triton(
+    history: Tensor, token_ids: Tensor, num_tokens: Tensor, positions: Tensor
+) -> Tensor:
+    """`append_tokens` in one launch; token_ids need contiguous rows only."""
+    rows, width = token_ids.shape
+    assert len(history) == len(num_tokens) == len(positions) == rows
+    assert history.is_contiguous() and (width < 2 or token_ids.stride(1) == 1)
+    if width:
+        _append_tokens[(rows,)](
+            history, token_ids, num_tokens, positions, history.shape[1], width,
+            token_ids.stride(0), num_tokens.stride(0), positions.stride(0),
+            BLOCK=triton.next_power_of_2(width), num_warps=1,
+        )  # fmt: skip
+    return history
+
+
+@triton.jit(
+    do_not_specialize=["capacity", "width", "token_stride", "count_stride", "position_stride"],
+    do_not_specialize_on_alignment=["history_ptr", "tokens_ptr", "counts_ptr", "positions_ptr"],
+)
+def _append_tokens(
+    history_ptr, tokens_ptr, counts_ptr, positions_ptr, capacity, width,
+    token_stride, count_stride, position_stride, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    history_ptr += row * capacity
+    if tl.load(history_ptr) >= 0:
+        index = tl.arange(0, BLOCK)
+        count = tl.minimum(tl.load(counts_ptr + row * count_stride), width)
+        place = tl.load(positions_ptr + row * position_stride) + index
+        counts = (index < count) & (place < capacity)
+        tokens = tl.load(tokens_ptr + row * token_stride + index, mask=counts, other=-1)
+        tl.store(history_ptr + place, tokens, mask=counts)
