@@ -18,9 +18,19 @@ _ROUNDS = 10
 
 
 class Stream(IntEnum):
-    """Which use the random numbers of a position serve; streams are independent."""
+    """Which use the random numbers of a position serve; streams are independent.
+
+    Attributes:
+        SAMPLE: the ordinary draw of the token at a position.
+        ACCEPT: whether rejection sampling keeps the draft at a position; column 0 alone.
+        RECOVER: the draw of the token that replaces a rejected draft.
+        DRAFT: the proposer's draw of the draft at a position.
+    """
 
     SAMPLE = 0
+    ACCEPT = 1
+    RECOVER = 2
+    DRAFT = 3
 
 
 def philox(seeds: Tensor, positions: Tensor, draw: int, stream: int, num_columns: int) -> Tensor:
@@ -82,15 +92,20 @@ def _philox_words(
     return c0, c1 & _LOW32, c2, c3 & _LOW32
 
 
+def uniform(words: Tensor) -> Tensor:
+    """(word + ½)·2⁻³² of random words in [0, 2³²), any shape: float32 in [2⁻³³, 1 - 2⁻²⁴]."""
+    return words.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+
+
 def gumbel_noise(words: Tensor) -> Tensor:
     """Standard Gumbel noise of random words in [0, 2³²), any shape, as float32.
 
-    -log(E) with E = -log(1 - u) and u = (word + ½)·2⁻³². Large noise, which decides the draw, comes
-    from small u, where float32 is dense: noise reaches 33·log 2 ≈ 22.9 in steps far below float32's
+    -log(E) with E = -log(1 - u), u = `uniform`. Large noise, which decides the draw, comes from
+    small u, where float32 is dense: noise reaches 33·log 2 ≈ 22.9 in steps far below float32's
     near 1. (With E = -log(u) it would come from u near 1: no noise above 16.6, in coarse steps.)
     The series replaces log1p, which Triton lacks; it is exact to float32 below 2⁻¹⁰.
     """
-    u = words.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    u = uniform(words)
     small = u < 2.0**-10
     series = u.mul(1 / 3).add_(0.5).mul_(u).add_(1).mul_(u)
     exponential = torch.where(small, series, u.neg_().add_(1).log_().neg_())

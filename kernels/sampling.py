@@ -31,7 +31,13 @@ _WORDS_IN_CACHE = 2**18
 """Random words made at once on the CPU: the state of Philox then stays in two cores' L2 caches."""
 
 
-def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
+def sample(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    greedy: Tensor,
+    stream: Stream = Stream.SAMPLE,
+) -> Tensor:
     """One token per row: argmax(logits + Gumbel noise), a draw from softmax(logits).
 
     Args:
@@ -39,6 +45,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> 
         seeds: [R] int64.
         positions: [R] int64, absolute position of the token that is drawn.
         greedy: [R] bool, rows that take the plain argmax.
+        stream: the use that the noise is for.
 
     Returns:
         [R] int64; of equal scores the lowest id, and 0 for a row with every token excluded.
@@ -46,7 +53,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> 
     if logits.is_cuda:
         ones = torch.ones_like(seeds, dtype=torch.float32)
         arguments = (logits, logits, ones, None, seeds, positions, greedy, None)
-        return sampling_triton.draw(*arguments).token_ids
+        return sampling_triton.draw(*arguments, stream=stream).token_ids
     out = torch.empty(len(logits), dtype=torch.int64)
     plain = greedy.nonzero().squeeze(1)
     if len(plain):
@@ -58,13 +65,13 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> 
     step = max(1, _WORDS_IN_CACHE // logits.shape[1])
     for start in range(0, len(dense), step):
         rows = dense[start : start + step]
-        words = philox(seeds[rows], positions[rows], 0, Stream.SAMPLE, logits.shape[1])
+        words = philox(seeds[rows], positions[rows], 0, stream, logits.shape[1])
         out[rows] = gumbel_noise(words).add_(logits[rows]).argmax(-1)
     rows = (~greedy & sparse).nonzero().squeeze(1)
     if len(rows):
         few = logits[rows]
         columns, _ = _columns_of(few > -_INF)  # filling is column 0: excluded, or there anyway
-        words = philox_at(seeds[rows], positions[rows], 0, Stream.SAMPLE, columns)
+        words = philox_at(seeds[rows], positions[rows], 0, stream, columns)
         scores = gumbel_noise(words).add_(few.gather(1, columns))
         out[rows] = columns.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
     return out

@@ -31,7 +31,6 @@ _CHUNK = 4096
 """Fixed, as the number of warps is: a row's sums must not depend on how many rows there are."""
 _PLANES = 3
 _LOG_2 = tl.constexpr(0.6931471805599453)
-_STREAM = tl.constexpr(int(Stream.SAMPLE))
 
 
 class Draw(NamedTuple):
@@ -57,6 +56,7 @@ def draw(
     positions: Tensor,
     greedy: Tensor,
     processed_logprobs: Tensor | None,
+    stream: Stream = Stream.SAMPLE,
 ) -> Draw:
     """One token per row: argmax(processed logits + Gumbel noise), of equal scores the lowest id.
 
@@ -71,6 +71,7 @@ def draw(
         greedy: [R] bool, rows without noise.
         processed_logprobs: [R] bool, whether a row's log-probability is that of the processed
             distribution or of `raw`; None to leave log-probabilities out.
+        stream: the use that the noise is for.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1 and raw.stride(1) == 1 and raw.shape == logits.shape
@@ -94,6 +95,7 @@ def draw(
         "LOGPROBS": logprobs is not None,
         "SAME": raw is logits,
         "NVIDIA": logits.is_cuda,
+        "STREAM": int(stream),
     }
     _draw_chunk[(rows, chunks)](*arguments, **flags, CHUNK=_CHUNK, num_warps=8)
     results = (token_ids, failed, failed if logprobs is None else logprobs)
@@ -121,7 +123,7 @@ def load_logits(ptr, columns, size):
 
 
 @triton.jit
-def _log(values, NVIDIA: tl.constexpr):
+def approximate_log(values, NVIDIA: tl.constexpr):
     """With one instruction, off by 2⁻²² at most near 1; Triton's own takes twenty."""
     if NVIDIA:
         logs = tl.inline_asm_elementwise(
@@ -133,25 +135,42 @@ def _log(values, NVIDIA: tl.constexpr):
 
 
 @triton.jit
-def _gumbel(words, NVIDIA: tl.constexpr):
-    """As `gumbel_noise`."""
-    u = tl.minimum((words.to(tl.float32) + 0.5) * (2.0**-32), 1 - 2.0**-24)
-    rest = 1 - u
-    # Near 1 a logarithm is small, and `_log` too coarse for it: there, a longer series, in 1 - rest
-    # (not in u: the reference takes the logarithm of the rounded rest).
-    z = tl.where(u < 2.0**-10, u, 1 - rest)
-    series = (((((z * (1 / 6) + 1 / 5) * z + 1 / 4) * z + 1 / 3) * z + 0.5) * z + 1) * z
-    exponential = tl.where(u < 2.0**-4, series, -_log(rest, NVIDIA))
-    return -_log(exponential, NVIDIA)
+def uniform(words):
+    """As `kernels.philox.uniform`, to the bit."""
+    return tl.minimum((words.to(tl.float32) + 0.5) * (2.0**-32), 1 - 2.0**-24)
 
 
 @triton.jit
-def _philox(seed_ptr, position_ptr, counters):
-    """The four words of each counter, those of columns 4·counter to 4·counter + 3."""
+def gumbel(words, NVIDIA: tl.constexpr):
+    """As `gumbel_noise`."""
+    u = uniform(words)
+    rest = 1 - u
+    # Near 1 a logarithm is small, and the approximate one too coarse for it: a longer series there,
+    # in 1 - rest (not in u: the reference takes the logarithm of the rounded rest).
+    z = tl.where(u < 2.0**-10, u, 1 - rest)
+    series = (((((z * (1 / 6) + 1 / 5) * z + 1 / 4) * z + 1 / 3) * z + 0.5) * z + 1) * z
+    exponential = tl.where(u < 2.0**-4, series, -approximate_log(rest, NVIDIA))
+    return -approximate_log(exponential, NVIDIA)
+
+
+@triton.jit
+def philox_words(seed, position, counters, stream):
+    """The four words of each counter, those of columns 4·counter to 4·counter + 3.
+
+    Position is one, or one per counter; stream is a constant or uint32.
+    """
     counters = counters.to(tl.uint32)
     zeros = tl.zeros_like(counters)
-    position = tl.load(position_ptr).to(tl.uint32)
-    return tl.philox(tl.load(seed_ptr), counters, zeros + position, zeros, zeros + _STREAM)
+    return tl.philox(seed, counters, zeros + position.to(tl.uint32), zeros, zeros + stream)
+
+
+@triton.jit
+def chunk_noise(seed, position, start, stream, CHUNK: tl.constexpr, NVIDIA: tl.constexpr):
+    """[CHUNK]: the Gumbel noise of the columns from start on, a multiple of 4."""
+    counters = start // 4 + tl.arange(0, CHUNK // 4)
+    a, b, c, d = philox_words(seed, position, counters, stream)
+    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    return gumbel(words, NVIDIA)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=ROW_ARGUMENTS)
@@ -159,7 +178,7 @@ def _draw_chunk(
     logits_ptr, raw_ptr, temperature_ptr, threshold_ptr, mode_ptr, seeds_ptr, positions_ptr,
     greedy_ptr, partials_ptr, winners_ptr, stride, raw_stride, vocab, rows,
     FILTERED: tl.constexpr, LOGPROBS: tl.constexpr, SAME: tl.constexpr, NVIDIA: tl.constexpr,
-    CHUNK: tl.constexpr,
+    STREAM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The best token of a chunk, the maxima of its logits and the sum of their exponentials."""
     row = tl.program_id(0).to(tl.int64)
@@ -176,12 +195,11 @@ def _draw_chunk(
     scores = logits
     best = top
     if (tl.load(greedy_ptr + row) == 0) & (top >= limit) & (top > -float("inf")):
-        counters = start // 4 + tl.arange(0, CHUNK // 4)
-        a, b, c, d = _philox(seeds_ptr + row, positions_ptr + row, counters)
-        words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+        seed = tl.load(seeds_ptr + row)
+        noise = chunk_noise(seed, tl.load(positions_ptr + row), start, STREAM, CHUNK, NVIDIA)
         # No shift changes the order of scores, so it need not be that of the row.
         shift = tl.where((temperature == 1) | (tl.abs(top) == float("inf")), 0.0, top)
-        scores = (logits - shift) * (1 / temperature) + _gumbel(words, NVIDIA)
+        scores = (logits - shift) * (1 / temperature) + noise
         if FILTERED:
             scores = tl.where(logits >= limit, scores, -float("inf"))
         best = tl.max(scores, axis=0)
@@ -214,7 +232,7 @@ def _join_chunks(
     greedy_ptr, partials_ptr, winners_ptr, stride, raw_stride, vocab, rows,
     chunks, tokens_ptr, failed_ptr, logprobs_ptr,
     FILTERED: tl.constexpr, LOGPROBS: tl.constexpr, SAME: tl.constexpr, NVIDIA: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    STREAM: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """The best of the chunks' winners, whose scores are computed anew, with the row's maximum."""
     row = tl.program_id(0).to(tl.int64)
@@ -232,10 +250,11 @@ def _join_chunks(
     temperature = tl.load(temperature_ptr + row)
     scores = processed_logit(logits, top, temperature)
     if tl.load(greedy_ptr + row) == 0:
-        a, b, c, d = _philox(seeds_ptr + row, positions_ptr + row, columns // 4)
+        seed = tl.load(seeds_ptr + row)
+        a, b, c, d = philox_words(seed, tl.load(positions_ptr + row), columns // 4, STREAM)
         lane = columns % 4
         words = tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
-        scores += _gumbel(words, NVIDIA)
+        scores += gumbel(words, NVIDIA)
     token = tl.min(tl.where(scores == tl.max(scores, axis=0), columns, vocab - 1), axis=0)
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
