@@ -99,6 +99,14 @@ class BlockManager:
             seq.block_table.append(block)
         return True
 
+    def trim(self, seq: Sequence, num_tokens: int) -> None:
+        """Take back the row's blocks behind those of its first `num_tokens` tokens."""
+        while len(seq.block_table) > self.blocks_for(num_tokens):
+            block = seq.block_table.pop()
+            self._owners[block] -= 1
+            assert not self._owners[block] and block not in self._hash_of, "a shared lookahead"
+            self._free[block] = None
+
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Let others share the row's full blocks among its first `num_tokens` tokens.
 

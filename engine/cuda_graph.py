@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -37,11 +37,13 @@ class Part:
     Attributes:
         rows: [T] int32, the row of each token; None if all rows have the same number of them.
         tiles: of the attention, where the rows' numbers of tokens are not known at capture.
+        width: of decoding rows, the tokens of each.
     """
 
     inputs: ModelInputs
     rows: Tensor | None = None
     tiles: Tensor | None = None
+    width: int | None = None
 
 
 class Forward(Protocol):
@@ -63,6 +65,7 @@ class GraphShapes:
         prefill_tokens: of a prefill by itself, at most; larger ones run without a graph.
         short_blocks: decode batches whose rows have no more blocks have graphs of their own, whose
             attention combines nothing; 0 if there are none.
+        widths: tokens of a decoding row in one forward.
     """
 
     max_rows: int
@@ -70,11 +73,18 @@ class GraphShapes:
     chunk_tokens: int
     prefill_tokens: int
     short_blocks: int = 0
+    widths: tuple[int, ...] = (1,)
 
     @property
     def decode_sizes(self) -> list[int]:
         """Numbers of rows, ascending; other batches are filled up."""
         sizes = [1, 2, 4, *range(8, 256, 8), *range(256, self.max_rows, 16)]
+        return [*(size for size in sizes if size < self.max_rows), self.max_rows]
+
+    @property
+    def wide_sizes(self) -> list[int]:
+        """As `decode_sizes`, for rows of several tokens."""
+        sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, self.max_rows, 32)]
         return [*(size for size in sizes if size < self.max_rows), self.max_rows]
 
     @property
@@ -99,7 +109,7 @@ class GraphShapes:
     def __len__(self) -> int:
         """Graphs in all."""
         sizes = (self.decode_sizes, self.short_sizes, self.mixed_sizes, self.prefill_sizes)
-        return sum(map(len, sizes))
+        return sum(map(len, sizes)) + len(self.wide_sizes) * (len(self.widths) - 1)
 
 
 def launch_bound_tokens(num_layers: int, num_parameters: int, most: int) -> int:
@@ -107,6 +117,14 @@ def launch_bound_tokens(num_layers: int, num_parameters: int, most: int) -> int:
     host launches its kernels one by one."""
     tokens = int(num_layers * _LAUNCH_SECONDS * _FLOPS / (2 * num_parameters))
     return min(most, tokens // 256 * 256)
+
+
+class _Key(NamedTuple):
+    """Of a graph: rows or, of a prefill, tokens; and the tokens of a decoding row."""
+
+    kind: str
+    size: int
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +135,7 @@ class _Graph:
 
 class ForwardGraphs:
     """A forward over fixed tensors, captured once per size of batch. Most sizes are captured at the
-    start, those of decode batches with long contexts when they come.
+    start; those of decode batches with long contexts or several tokens a row when they come.
 
     The graphs share their memory, which is safe because they run one after another in one stream;
     only their outputs are apart.
@@ -138,13 +156,13 @@ class ForwardGraphs:
         self._shapes = shapes
         self._block_size = block_size
         rows, blocks = shapes.max_rows, shapes.max_blocks
-        self._decode = _zero_inputs(rows, np.ones(rows, np.int64), blocks, device)
+        self._decode = _zero_inputs(rows * max(shapes.widths), rows, blocks, device)
         self._chunk = _Ragged(shapes.chunk_tokens, CHUNK_ROWS, blocks, tile, device)
         self._prefill = _Ragged(shapes.prefill_tokens, rows, blocks, tile, device)
         # The tokens whose hidden states a prefill is for, as rows of one query.
         self._last = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._last_rows = _zero_inputs(rows, np.ones(rows, np.int64), blocks, device)
-        self._graphs: dict[tuple[str, int], _Graph] = {}
+        self._last_rows = _zero_inputs(rows, rows, blocks, device)
+        self._graphs: dict[_Key, _Graph] = {}
         self._forward, self._device = forward, device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
@@ -154,43 +172,44 @@ class ForwardGraphs:
         """Compile all kernels, which a capture cannot, and capture what every job needs."""
         shapes = self._shapes
         short = shapes.short_sizes
-        first = [("decode", size) for size in shapes.decode_sizes if size not in short]
-        first += [("short", size) for size in short]
-        first += [("mixed", size) for size in shapes.mixed_sizes]
-        first += [("prefill", size) for size in shapes.prefill_sizes]
+        first = [_Key("decode", size) for size in shapes.decode_sizes if size not in short]
+        first += [_Key("short", size) for size in short]
+        first += [_Key("mixed", size) for size in shapes.mixed_sizes]
+        first += [_Key("prefill", size) for size in shapes.prefill_sizes]
         # Few rows have other kernels than many.
-        compiled = [("decode", 1), ("decode", shapes.max_rows), *dict(first).items()]
-        for kind, size in compiled:
-            self._forward(*self._arguments(kind, size))
+        compiled = [_Key("decode", n, w) for w in shapes.widths for n in (1, shapes.max_rows)]
+        for key in [*compiled, *{key.kind: key for key in first}.values()]:
+            self._forward(*self._arguments(key))
         gc.collect()  # graphs of an engine that is gone cannot be freed during a capture
         torch.cuda.synchronize(self._device)
-        for kind, size in reversed(first):  # the largest first: the others fit into its memory
-            self._capture(kind, size)
+        for key in reversed(first):  # the largest first: the others fit into its memory
+            self._capture(key)
 
-    def _capture(self, kind: str, size: int) -> _Graph:
-        arguments = self._arguments(kind, size)
+    def _capture(self, key: _Key) -> _Graph:
+        arguments = self._arguments(key)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             hidden = self._forward(*arguments)
             graph.capture_end()
-        captured = self._graphs[kind, size] = _Graph(graph, hidden)
+        captured = self._graphs[key] = _Graph(graph, hidden)
         return captured
 
-    def _arguments(self, kind: str, size: int) -> tuple[list[Part], OutputTokens | None]:
+    def _arguments(self, key: _Key) -> tuple[list[Part], OutputTokens | None]:
+        kind, size, width = key
         if kind == "prefill":
             return [self._prefill.part(size)], OutputTokens(self._last, [self._last_attention()])
         whole = self._decode
         blocks = self._shapes.short_blocks if kind == "short" else self._shapes.max_blocks
         decode = ModelInputs(
-            whole.input_ids[:size],
-            whole.positions[:size],
+            whole.input_ids[: size * width],
+            whole.positions[: size * width],
             whole.block_tables[:size, :blocks],
-            whole.query_lens[:size],
+            np.full(size, width),
             whole.context_lens[:size],
         )
         chunk = [self._chunk.part(self._shapes.chunk_tokens)] if kind == "mixed" else []
-        return [Part(decode), *chunk], None
+        return [Part(decode, width=width), *chunk], None
 
     def _last_attention(self) -> AttentionMetadata:
         rows = self._last_rows
@@ -198,12 +217,14 @@ class ForwardGraphs:
         return AttentionMetadata(rows.positions, ones, ones, rows.block_tables)
 
     def decode(self, inputs: ModelInputs) -> Tensor:
-        """[B, hidden_size] of B decoding rows, valid until the next run."""
-        size = _bucket(self._shapes.decode_sizes, inputs.num_rows)
+        """[B · W, hidden_size] of B decoding rows of W tokens, valid until the next run."""
+        shapes, tokens = self._shapes, len(inputs.input_ids)
+        width = tokens // inputs.num_rows
+        size = _bucket(shapes.decode_sizes if width == 1 else shapes.wide_sizes, inputs.num_rows)
         _fill_rows(self._decode, inputs, size)
-        short = inputs.context_lens.max() <= self._shapes.short_blocks * self._block_size
-        kind = "short" if short and size >= _SHORT_ROWS else "decode"
-        return self._replay(kind, size)[: inputs.num_rows]
+        short = inputs.context_lens.max() <= shapes.short_blocks * self._block_size
+        kind = "short" if width == 1 and short and size >= _SHORT_ROWS else "decode"
+        return self._replay(_Key(kind, size, width))[:tokens]
 
     def takes_chunk(self, prefill: ModelInputs) -> bool:
         """It fits a mixed batch."""
@@ -217,7 +238,7 @@ class ForwardGraphs:
         size = _bucket(self._shapes.mixed_sizes, decode.num_rows)
         _fill_rows(self._decode, decode, size)
         self._chunk.fill(prefill, self._shapes.chunk_tokens)
-        hidden = self._replay("mixed", size)
+        hidden = self._replay(_Key("mixed", size))
         return hidden[: decode.num_rows], hidden[size:]
 
     def takes_prefill(self, inputs: ModelInputs) -> bool:
@@ -237,10 +258,10 @@ class ForwardGraphs:
         self._last[:count].copy_(last)
         self._last[count:].zero_()
         _fill_rows(self._last_rows, outputs, self._shapes.max_rows)
-        return self._replay("prefill", size)[:count]
+        return self._replay(_Key("prefill", size))[:count]
 
-    def _replay(self, kind: str, size: int) -> Tensor:
-        captured = self._graphs.get((kind, size)) or self._capture(kind, size)
+    def _replay(self, key: _Key) -> Tensor:
+        captured = self._graphs.get(key) or self._capture(key)
         captured.graph.replay()
         return captured.hidden
 
@@ -254,8 +275,7 @@ class _Ragged:
     def __init__(
         self, tokens: int, rows: int, max_blocks: int, tile: int, device: torch.device
     ) -> None:
-        lens = np.array([*[0] * rows, tokens])
-        self._inputs = _zero_inputs(tokens, lens, max_blocks, device)
+        self._inputs = _zero_inputs(tokens, rows + 1, max_blocks, device)
         self._rows = torch.full((tokens,), rows, dtype=torch.int32, device=device)
         self._filler = rows
         self._tile = tile
@@ -265,7 +285,7 @@ class _Ragged:
     def part(self, size: int) -> Part:
         """The first `size` tokens."""
         whole = self._inputs
-        lens = whole.query_lens.copy()
+        lens = np.zeros(self._filler + 1, np.int64)
         lens[self._filler] = size
         inputs = ModelInputs(
             whole.input_ids[:size],
@@ -297,13 +317,13 @@ def _bucket(sizes: Sequence[int], size: int) -> int:
 
 
 def _fill_rows(fixed: ModelInputs, inputs: ModelInputs, size: int) -> None:
-    """Rows of one token; those that fill up read and write the scratch block alone."""
-    rows = inputs.num_rows
-    fixed.input_ids[:rows].copy_(inputs.input_ids)
-    fixed.positions[:rows].copy_(inputs.positions)
+    """Rows of equally many tokens; those that fill up use the scratch block alone."""
+    rows, tokens = inputs.num_rows, len(inputs.input_ids)
+    fixed.input_ids[:tokens].copy_(inputs.input_ids)
+    fixed.positions[:tokens].copy_(inputs.positions)
     _fill_tables(fixed.block_tables, inputs.block_tables)
     if rows < size:
-        fixed.positions[rows:size].zero_()
+        fixed.positions[tokens : size * (tokens // rows)].zero_()
         fixed.block_tables[rows:size, 0].zero_()
 
 
@@ -314,15 +334,12 @@ def _fill_tables(fixed: Tensor, tables: Tensor) -> None:
     fixed[:rows, :blocks].copy_(tables[:, :blocks])
 
 
-def _zero_inputs(
-    tokens: int, query_lens: np.typing.NDArray[np.int64], max_blocks: int, device: torch.device
-) -> ModelInputs:
-    """Tokens that read and write the scratch block alone."""
-    rows = len(query_lens)
+def _zero_inputs(tokens: int, rows: int, max_blocks: int, device: torch.device) -> ModelInputs:
+    """Room for rows, all of whose tokens use the scratch block alone."""
     return ModelInputs(
         torch.zeros(tokens, dtype=torch.int64, device=device),
         torch.zeros(tokens, dtype=torch.int64, device=device),
         torch.zeros((rows, max_blocks), dtype=torch.int64, device=device),
-        query_lens,
+        np.zeros(rows, np.int64),
         np.ones(rows, np.int64),
     )

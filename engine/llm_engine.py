@@ -31,7 +31,7 @@ from batchgen.engine.scheduled_batch import (
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.step_timing import StepTimer, timed
-from batchgen.engine.strategy import Strategy
+from batchgen.engine.strategy import JoiningRows, Strategy
 from batchgen.engine.transfer import upload
 
 
@@ -125,7 +125,7 @@ class LLMEngine:
             self.config.max_batched_tokens,
             self.config.chunk_tokens,
             CHUNK_ROWS,
-            strategy.num_slots,
+            strategy.step_width,
         )
         self._live: dict[str, Sequence] = {}
         # The parts of each batch that was launched and not read.
@@ -178,7 +178,10 @@ class LLMEngine:
         finished: list[Sequence] = []
         while len(self._launched) > behind:
             for part, copy in self._launched.popleft():
-                finished += self.scheduler.update(part, copy.wait())
+                step = copy.wait()
+                if isinstance(part, DecodeBatch):
+                    self.strategy.observe(step)
+                finished += self.scheduler.update(part, step)
         self.stats.generated_tokens = self.scheduler.num_generated_tokens
         for seq in finished:
             del self._live[seq.request_id]
@@ -194,10 +197,12 @@ class LLMEngine:
         if isinstance(batch, DecodeBatch):
             with timed(self._timer, "decode", len(batch.slots)):
                 state.reindex(batch)
+                self.strategy.propose(batch)
                 return [(batch, self._advance(self._runner.decode(state.model_inputs)))]
         prefill = batch.prefill
         with timed(self._timer, "mixed", len(batch.decode.slots) + len(prefill.seqs)):
             state.reindex(batch.decode)
+            self.strategy.propose(batch.decode)
             inputs, rows = _prefill_inputs(prefill, device), np.array(prefill.completing, np.int64)
             decoded, prefilled = self._runner.mixed(state.model_inputs, inputs, rows)
             steps = [(batch.decode, self._advance(decoded))]
@@ -205,9 +210,8 @@ class LLMEngine:
 
     def _advance(self, output: ModelOutput) -> StepOutput:
         """Decide on the decoding rows' tokens, which the next step reads."""
-        state = self.strategy.step_inputs
-        step = self.strategy.decide(output, state.sampling)
-        state.step_decode(step)
+        step = self.strategy.decide(output)
+        self.strategy.step_inputs.step_decode(step)
         return step
 
     def _join(
@@ -218,16 +222,15 @@ class LLMEngine:
         output: ModelOutput,
     ) -> list[tuple[PrefillBatch | DecodeBatch, StepOutput]]:
         """Decide on the first tokens of the rows whose prefill is complete; they decode next."""
+        self.strategy.prefilled(inputs)
         if not batch.completing:
             return []
-        sampling = self._sampling_inputs([batch.seqs[i] for i in batch.completing])
-        step = self.strategy.decide(output, sampling)
-        self.strategy.step_inputs.merge_prefill(
-            inputs.block_tables[upload(rows, torch.int64, self._runner.device)],
-            inputs.context_lens[rows],
-            sampling,
-            step,
-        )
+        seqs = [batch.seqs[i] for i in batch.completing]
+        tables = inputs.block_tables[upload(rows, torch.int64, self._runner.device)]
+        sampling = self._sampling_inputs(seqs)
+        step = self.strategy.first_tokens(output, sampling)
+        joining = JoiningRows(seqs, tables, inputs.context_lens[rows], sampling)
+        self.strategy.step_inputs.merge_prefill(joining, step)
         return [(batch, step)]
 
     def _sampling_inputs(self, seqs: list[Sequence]) -> SamplingInputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,6 @@ from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.transfer import upload
 from batchgen.kernels.attention import AttentionMetadata
-from batchgen.kernels.attention_decode import MAX_QUERIES
 from batchgen.kernels.attention_prefill import tile_tokens
 from batchgen.kernels.kv_cache import KVCache, slot_mapping
 
@@ -51,17 +51,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, shapes: GraphShapes) -> None:
-        """Let batches of these shapes replay CUDA graphs.
-
-        Raises:
-            ValueError: the model's attention cannot be captured.
-        """
+        """Let batches of these shapes replay CUDA graphs."""
         config = self.model.config
-        if config.num_heads // config.num_kv_heads > MAX_QUERIES:
-            raise ValueError(
-                f"CUDA graphs need at most {MAX_QUERIES} heads per KV head, and the model has "
-                f"{config.num_heads // config.num_kv_heads}: set cuda_graph to false"
-            )
         tile = tile_tokens(config.num_heads, config.num_kv_heads, config.head_dim, self.model.dtype)
         self._graphs = ForwardGraphs(self._forward, shapes, self.block_size, tile, self.device)
 
@@ -94,17 +85,33 @@ class ModelRunner:
         if not len(rows):  # the head is as much to read as some layers
             empty = hidden.new_empty((0, self.model.config.vocab_size))
             return ModelOutput(empty, wanted.positions)
-        return ModelOutput(self.model.compute_logits(hidden)[: len(rows)], wanted.positions)
+        return ModelOutput(self.compute_logits(hidden[: len(rows)]), wanted.positions)
 
     @torch.inference_mode()
     def decode(self, inputs: ModelInputs) -> ModelOutput:
         """Run rows of equally many tokens, write their KV, and give the logits of every token."""
+        hidden = self.hidden_states(inputs)
+        return ModelOutput(self.compute_logits(hidden), inputs.positions)
+
+    @torch.inference_mode()
+    def hidden_states(self, inputs: ModelInputs) -> Tensor:
+        """[T, hidden_size] of rows of equally many tokens, whose KV is written; valid until the
+        next forward.
+        """
         if self._graphs is not None:
-            hidden = self._graphs.decode(inputs)
-        else:
-            hidden = self._forward([self._part(inputs.pad_tokens(self._token_multiple))])
-        logits = self.model.compute_logits(hidden)[: len(inputs.input_ids)]
-        return ModelOutput(logits, inputs.positions)
+            return self._graphs.decode(inputs)
+        tokens = len(inputs.input_ids)
+        part = self._part(inputs.pad_tokens(self._token_multiple))
+        part = replace(part, width=tokens // inputs.num_rows)
+        return self._forward([part])[:tokens]
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden_size] → [R, vocab], in the model's dtype."""
+        rows = len(hidden)
+        if missing := -rows % self._token_multiple:
+            hidden = F.pad(hidden, (0, 0, 0, missing))
+        return self.model.compute_logits(hidden)[:rows]
 
     @torch.inference_mode()
     def mixed(
@@ -117,14 +124,12 @@ class ModelRunner:
             decoded, chunk = self._graphs.mixed(decode, prefill)
         else:
             padded = prefill.pad_tokens(self._token_multiple, beside=count)
-            hidden = self._forward([Part(decode), self._part(padded)])
+            hidden = self._forward([Part(decode, width=1), self._part(padded)])
             decoded, chunk = hidden[:count], hidden[count:]
-        wanted = torch.cat((decoded, chunk[last]))
-        missing = -len(wanted) % self._token_multiple
-        logits = self.model.compute_logits(F.pad(wanted, (0, 0, 0, missing)))
+        logits = self.compute_logits(torch.cat((decoded, chunk[last])))
         return (
             ModelOutput(logits[:count], decode.positions),
-            ModelOutput(logits[count : len(wanted)], prefill.positions[last]),
+            ModelOutput(logits[count:], prefill.positions[last]),
         )
 
     def _last_tokens(self, inputs: ModelInputs, rows: npt.NDArray[np.int64]) -> Tensor:
@@ -153,6 +158,7 @@ class ModelRunner:
                 tuple(part.inputs.context_lens.tolist()),
                 part.inputs.block_tables,
                 part.tiles,
+                decode_width=part.width,
             )
             for part in parts
         ]

@@ -39,14 +39,16 @@ class StepOutput:
     Attributes:
         num_tokens: [B] int32, how many of the W tokens of each row are produced.
         token_ids: [B, W] int64.
-        failed: [B] bool, rows whose logits are not numbers; they produced nothing.
+        failed: [B] bool, rows whose logits are not numbers; they produced nothing after num_tokens.
         columns: name → [B, W, *tail]; entries past `num_tokens` are undefined.
+        num_drafts: [B] int32, proposed to each row; None if the step was without drafts.
     """
 
     num_tokens: torch.Tensor
     token_ids: torch.Tensor
     failed: torch.Tensor
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    num_drafts: torch.Tensor | None = None
 
     def fold(self, width: int) -> StepOutput:
         """R = B · width rows of at most one token each, [R, 1], as B rows of `width` columns.
@@ -83,6 +85,7 @@ class HostOutput:
     token_ids: npt.NDArray[np.int64]
     failed: npt.NDArray[np.bool_]
     columns: Mapping[str, npt.NDArray[Any]]
+    num_drafts: npt.NDArray[np.int32] | None = None
 
 
 class HostCopy:
@@ -97,6 +100,8 @@ class HostCopy:
             "failed": step.failed,
             **step.columns,
         }
+        if step.num_drafts is not None:
+            named["num_drafts"] = step.num_drafts
         # Widest elements first, so that each part starts at a multiple of its element's size.
         parts = sorted(named.items(), key=lambda item: -item[1].itemsize)
         self._layout = [(name, _numpy_dtype(values.dtype), values.shape) for name, values in parts]
@@ -120,7 +125,11 @@ class HostCopy:
             arrays[name] = buffer[start : start + size].view(dtype).reshape(shape)
             start += size
         return HostOutput(
-            arrays.pop("num_tokens"), arrays.pop("token_ids"), arrays.pop("failed"), arrays
+            num_tokens=arrays.pop("num_tokens"),
+            token_ids=arrays.pop("token_ids"),
+            failed=arrays.pop("failed"),
+            num_drafts=arrays.pop("num_drafts", None),
+            columns=arrays,
         )
 
 
@@ -154,6 +163,9 @@ class RequestOutput:
         columns: name → [num_generated, *tail], as asked for in the sampling parameters.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
         num_preemptions: how often the row lost its KV to others and was recomputed.
+        num_forwards: of the model, that yielded its tokens.
+        num_draft_tokens: proposed for it, in all those forwards.
+        num_accepted_tokens: of its tokens, how many were drafts.
     """
 
     request_id: str
@@ -166,3 +178,6 @@ class RequestOutput:
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_forwards: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

@@ -105,6 +105,9 @@ class Requests:
             columns={name: buffer.array() for name, buffer in seq.columns.items()},
             num_cached_tokens=seq.num_cached_tokens,
             num_preemptions=seq.num_preemptions,
+            num_forwards=seq.num_forwards,
+            num_draft_tokens=seq.num_draft_tokens,
+            num_accepted_tokens=seq.num_accepted_tokens,
         )
 
     def _check_prompt(self, prompt: list[int], params: SamplingParams) -> None:

@@ -30,6 +30,7 @@ class RowTable:
         epochs: [C] int64.
         num_tokens: [C] int64, committed tokens, those of the prompt included.
         launched: [C] int64, steps launched and not read; each yields at least one token.
+        pending: [C] int64, tokens that those steps yield at most.
         prompt_lens: [C] int64.
         max_tokens: [C] int64, prompt and output tokens at most.
         exact: [C] bool, rows that get exactly that long.
@@ -43,6 +44,7 @@ class RowTable:
         self.epochs = np.zeros(capacity, np.int64)
         self.num_tokens = np.zeros(capacity, np.int64)
         self.launched = np.zeros(capacity, np.int64)
+        self.pending = np.zeros(capacity, np.int64)
         self.prompt_lens = np.zeros(capacity, np.int64)
         self.max_tokens = np.zeros(capacity, np.int64)
         self.exact = np.zeros(capacity, np.bool_)
@@ -53,6 +55,9 @@ class RowTable:
         self._first_stop = np.zeros(capacity, np.int64)  # num_tokens from which stops count
         self._stop_ids = np.full((capacity, 1), -1, np.int64)
         self._has_strings = np.zeros(capacity, np.bool_)
+        self._forwards = np.zeros(capacity, np.int64)
+        self._drafts = np.zeros(capacity, np.int64)
+        self._accepted = np.zeros(capacity, np.int64)
         self._logged = np.zeros(capacity, np.int64)
         self._log = np.zeros((capacity, _LOG_TOKENS), np.int64)
         self._column_logs: dict[str, npt.NDArray[Any]] = {}
@@ -76,7 +81,7 @@ class RowTable:
         self.occupied[slot] = True
         seq.slot = slot
         self.num_tokens[slot] = seq.num_tokens
-        self.launched[slot] = 1
+        self.launched[slot] = self.pending[slot] = 1
         self.prompt_lens[slot] = seq.num_prompt_tokens
         self.max_tokens[slot] = seq.max_tokens
         self.exact[slot] = seq.stop.exact_length
@@ -90,12 +95,16 @@ class RowTable:
         self._stop_ids[slot] = -1
         self._stop_ids[slot, : len(ids)] = ids
         self._has_strings[slot] = bool(seq.stop.strings)
+        self._forwards[slot] = self._drafts[slot] = self._accepted[slot] = 0
 
     def remove(self, seq: Sequence) -> None:
         """Move what is known of the row to its Sequence and free its slot."""
         slot = seq.slot
         assert slot is not None and self._seqs[slot] is seq
         self._flush(slot)
+        seq.num_forwards += int(self._forwards[slot])
+        seq.num_draft_tokens += int(self._drafts[slot])
+        seq.num_accepted_tokens += int(self._accepted[slot])
         self._seqs[slot] = seq.slot = None
         self.occupied[slot] = False
         self.epochs[slot] += 1
@@ -120,6 +129,7 @@ class RowTable:
         index = np.flatnonzero(self.epochs[slots] == epochs)
         slots = slots[index]
         self.launched[slots] -= 1
+        self.pending[slots] -= step.token_ids.shape[1]
         counts, by_id, ended = self._stops(slots, step.token_ids[index], step.num_tokens[index])
         strings: dict[int, str] = {}
         for i in np.flatnonzero(self._has_strings[slots]).tolist():
@@ -136,6 +146,7 @@ class RowTable:
             ended[i] = True
         self._append(slots, index, counts, step)
         self.num_committed += int(counts.sum())
+        self._count(slots, index, counts, step)
         finished = []
         for i in np.flatnonzero(ended | step.failed[index]).tolist():
             seq = self[slots[i]]
@@ -195,6 +206,20 @@ class RowTable:
             self.num_tokens[into] += 1
             for slot in into[self._logged[into] == _LOG_TOKENS].tolist():
                 self._flush(slot)
+
+    def _count(
+        self,
+        slots: Slots,
+        index: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        step: HostOutput,
+    ) -> None:
+        """What the tokens cost."""
+        self._forwards[slots] += 1
+        if step.num_drafts is not None:
+            self._drafts[slots] += step.num_drafts[index]
+            # The last token of a step was drawn, those before it were drafts; a stop may cut it.
+            self._accepted[slots] += np.minimum(counts, np.maximum(step.num_tokens[index] - 1, 0))
 
     def _fit_log(self, name: str, values: npt.NDArray[Any]) -> None:
         """Room for a column's values [B, W, *tail]; a batch's tail is its widest row's."""

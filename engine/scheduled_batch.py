@@ -40,12 +40,16 @@ class DecodeBatch:
         slots, epochs: of B rows.
         keep: where each of them stood among the rows of the previous steps, None if nothing moved.
         new_blocks: (row, index in its block table, block) for each block reserved since.
+        width: tokens of each row in the forward.
+        context_lens: [B], tokens of each row in the KV cache after the forward, at most.
     """
 
     slots: Slots
     epochs: npt.NDArray[np.int64]
     keep: npt.NDArray[np.int64] | None
     new_blocks: list[tuple[int, int, int]]
+    width: int
+    context_lens: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

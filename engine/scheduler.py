@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import numpy as np
@@ -52,7 +52,8 @@ class Scheduler:
         max_batched_tokens: tokens per prefill batch at most.
         chunk_tokens, chunk_rows: of a prefill beside decoding rows, at most; with 0 tokens prompts
             are prefilled alone.
-        num_slots: KV slots that a row's decode step may write.
+        step_width: from a number of decoding rows to the tokens of each in their next forward: it
+            writes that many KV slots and yields up to as many tokens.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Scheduler:
         max_batched_tokens: int,
         chunk_tokens: int,
         chunk_rows: int,
-        num_slots: int,
+        step_width: Callable[[int], int],
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
@@ -71,7 +72,7 @@ class Scheduler:
         self.chunk_rows = chunk_rows
         self.num_preemptions = 0
         self.num_cached_tokens = 0
-        self._num_slots = num_slots
+        self._step_width = step_width
         self._lengths = LengthPredictor()
         self._waiting: deque[Sequence] = deque()
         self._prefilling: Sequence | None = None  # the row that the last prefill batch cut
@@ -112,21 +113,20 @@ class Scheduler:
         """The next batch, which the caller launches before anything else. None if there is none
         until the launched steps are read.
         """
-        if self._is_prefill_urgent():
+        width = self._step_width(int(self._staying().sum()))
+        # Beside rows of one token only: steps with drafts leave no room in their products.
+        chunk_tokens = self.chunk_tokens if width == 1 else 0
+        if self._is_prefill_urgent(chunk_tokens):
             prefill = self._prefill_batch(self.max_batched_tokens, self.max_num_seqs)
             if prefill.seqs:
                 return prefill
-        decode = self._decode_batch()
-        if (
-            decode is None
-            or not self.chunk_tokens
-            or not self._is_worthwhile(self.chunk_tokens // 2)
-        ):
+        decode = self._decode_batch(width)
+        if decode is None or not chunk_tokens or not self._is_worthwhile(chunk_tokens // 2):
             return decode
-        prefill = self._prefill_batch(self.chunk_tokens, self.chunk_rows)
+        prefill = self._prefill_batch(chunk_tokens, self.chunk_rows)
         return MixedBatch(decode, prefill) if prefill.seqs else decode
 
-    def _is_prefill_urgent(self) -> bool:
+    def _is_prefill_urgent(self, chunk_tokens: int) -> bool:
         """A prefill alone: nothing decodes, or so much can start that chunks would take long."""
         last_wave = self._is_last_wave()
         if last_wave:
@@ -141,11 +141,11 @@ class Scheduler:
             )
         if not self._staying().any():
             return True
-        if not self.chunk_tokens:
+        if not chunk_tokens:
             return self._is_worthwhile(_WORTHWHILE_TOKENS)
         if last_wave and self._can_start_by_chunks():
             return False
-        return self._startable_tokens() >= _URGENT_CHUNKS * self.chunk_tokens
+        return self._startable_tokens() >= _URGENT_CHUNKS * chunk_tokens
 
     def _is_last_wave(self) -> bool:
         """No row that leaves is replaced any more, and it is known when each will."""
@@ -260,14 +260,12 @@ class Scheduler:
         stay &= ~self._table.ends_by_length(self._slots)
         return stay
 
-    def _decode_batch(self) -> DecodeBatch | None:
+    def _decode_batch(self, width: int) -> DecodeBatch | None:
         table = self._table
         keep = np.flatnonzero(self._staying())
         slots = self._slots[keep]
-        steps = table.launched[slots] + 1
-        needed = np.minimum(
-            table.num_tokens[slots] - 1 + steps * self._num_slots, table.max_tokens[slots]
-        )
+        needed = table.num_tokens[slots] - 1 + table.pending[slots] + width
+        needed = np.minimum(needed, table.max_tokens[slots])
         lacking = np.flatnonzero(needed > table.reserved[slots])
         if len(slots) < len(table) and self._lacks_blocks(slots[lacking], needed[lacking]):
             return None  # rows that end with the launched steps will free theirs
@@ -279,6 +277,8 @@ class Scheduler:
             seq = table[slots[row]]
             before = len(seq.block_table)
             while not self.block_manager.reserve(seq, needed[row]):
+                if self._give_back_lookahead(slots[:count], needed[:count]):
+                    continue
                 if self._prefilling is not None:  # no row joined later
                     self._preempt(self._prefilling)
                     continue
@@ -297,7 +297,19 @@ class Scheduler:
         moved = len(keep) < len(self._slots)
         self._slots, self._epochs = slots, table.epochs[slots]
         table.launched[slots] += 1
-        return DecodeBatch(slots, self._epochs, keep if moved else None, new_blocks)
+        table.pending[slots] += width
+        return DecodeBatch(
+            slots, self._epochs, keep if moved else None, new_blocks, width, needed[:count]
+        )
+
+    def _give_back_lookahead(self, slots: Slots, needed: npt.NDArray[np.int64]) -> bool:
+        """Free the blocks that were reserved for drafts and are not needed after all."""
+        reserved, size = self._table.reserved, self.block_manager.block_size
+        rows = np.flatnonzero(reserved[slots] - needed >= size)
+        for row in rows.tolist():
+            self.block_manager.trim(self._table[slots[row]], needed[row])
+            reserved[slots[row]] = self.block_manager.blocks_for(needed[row]) * size
+        return bool(len(rows))
 
     def _lacks_blocks(self, slots: Slots, needed: npt.NDArray[np.int64]) -> bool:
         missing = -(-(needed - self._table.reserved[slots]) // self.block_manager.block_size)

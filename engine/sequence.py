@@ -66,6 +66,8 @@ class Sequence:
         num_published_blocks: of its blocks, how many others may share.
         num_shared_tokens: of its computed tokens, those found in the prefix cache.
         num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
+        num_forwards, num_draft_tokens, num_accepted_tokens: as in `RequestOutput`, up to when the
+            row last decoded.
     """
 
     request_id: str
@@ -82,6 +84,9 @@ class Sequence:
     num_shared_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_forwards: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_text: str | None = None
     error: RequestError | None = None

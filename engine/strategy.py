@@ -2,18 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from batchgen.engine.model_inputs import ModelInputs
-from batchgen.engine.model_runner import ModelOutput
-from batchgen.engine.outputs import OutputColumn, StepOutput
+from batchgen.engine.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
 from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.scheduled_batch import DecodeBatch
+from batchgen.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much state a paradigm may need.
+
+    Attributes:
+        max_rows: decoding at once.
+        max_model_len: prompt and output tokens of a row.
+        vocab_size: of the model.
+    """
+
+    max_rows: int
+    max_model_len: int
+    vocab_size: int
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class JoiningRows:
+    """B rows whose prefill is complete.
+
+    Attributes:
+        seqs: as the host knows them, without the token that the prefill yields.
+        block_tables: [B, N] int64.
+        context_lens: [B], tokens of each row whose KV is computed.
+        sampling: before the prefill's token.
+    """
+
+    seqs: Rows[Sequence]
+    block_tables: Tensor
+    context_lens: npt.NDArray[np.int64]
+    sampling: SamplingInputs
 
 
 class StepInputs(Protocol):
@@ -22,16 +59,7 @@ class StepInputs(Protocol):
     @property
     def model_inputs(self) -> ModelInputs: ...
 
-    @property
-    def sampling(self) -> SamplingInputs: ...
-
-    def merge_prefill(
-        self,
-        block_tables: Tensor,
-        context_lens: npt.NDArray[np.int64],
-        sampling: SamplingInputs,
-        step: StepOutput,
-    ) -> None: ...
+    def merge_prefill(self, rows: JoiningRows, step: StepOutput) -> None: ...
 
     def reindex(self, batch: DecodeBatch) -> None: ...
 
@@ -41,16 +69,23 @@ class StepInputs(Protocol):
 class Strategy(Protocol):
     """A way to turn forwards into tokens.
 
+    A decode step: `step_inputs.reindex`, `propose`, the forward of `step_inputs.model_inputs`,
+    `decide`, `step_inputs.step_decode`. A prefill: the forward, `prefilled`; where rows are
+    complete, `first_tokens` and `step_inputs.merge_prefill`.
+
     Attributes:
         name: as the configuration calls it.
         columns: output columns it can produce besides the sampler's.
-        num_slots: KV slots that a row's decode step may write, and tokens that it may yield.
-        step_inputs: all that it remembers between steps.
+        counts: fields of `RequestOutput` that say what a row cost in this paradigm.
+        widths: tokens of a row in one decode forward, ascending from 1: all that can occur.
     """
 
     name: str
     columns: tuple[OutputColumn, ...]
-    num_slots: int
+    counts: tuple[str, ...]
+
+    @property
+    def widths(self) -> tuple[int, ...]: ...
 
     @property
     def step_inputs(self) -> StepInputs: ...
@@ -58,5 +93,32 @@ class Strategy(Protocol):
     def check(self, params: SamplingParams) -> None:
         """Raises ValueError, naming the option, if it cannot honour the parameters."""
 
-    def decide(self, output: ModelOutput, sampling: SamplingInputs) -> StepOutput:
-        """Turn the logits of a forward into tokens and columns, a row for each sampled row."""
+    def allocate(self, limits: Limits) -> None:
+        """Make what it keeps on the device; called once, before the KV cache takes the rest."""
+
+    def attach(self, runner: ModelRunner, draft: ModelRunner | None) -> None:
+        """Take the models that it may run or measure; called once, before the first step.
+
+        Args:
+            draft: of the draft model over a KV cache with the same blocks, if there is one.
+        """
+
+    def step_width(self, num_rows: int) -> int:
+        """Tokens of each of so many decoding rows in their next forward; one of `widths`. A row may
+        yield as many.
+        """
+
+    def prefilled(self, inputs: ModelInputs) -> None:
+        """The model has read these tokens of prompts."""
+
+    def first_tokens(self, output: ModelOutput, sampling: SamplingInputs) -> StepOutput:
+        """From the logits that end a prefill: one token for each row."""
+
+    def propose(self, batch: DecodeBatch) -> None:
+        """Complete the inputs of the step's forward."""
+
+    def decide(self, output: ModelOutput) -> StepOutput:
+        """From the logits of a decode forward, in the rows' order, to tokens and columns."""
+
+    def observe(self, step: HostOutput) -> None:
+        """See what a decode step came to, once the host has read it."""

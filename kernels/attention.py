@@ -1,10 +1,10 @@
-"""Causal attention of new tokens over the paged KV cache (PagedAttention, Kwon et al. 2023).
+"""Attention of new tokens over the paged KV cache (PagedAttention, Kwon et al. 2023).
 
-On a GPU two Triton kernels share the work: `attention_decode` for rows of few queries each,
-`attention_prefill` for all else. The PyTorch reference, which runs on CPUs, computes one fixed-size
-chunk of context after another and adds the chunks in order, so a token's result has the same bits
-whatever else is in the batch, however its row was chunked and however far other rows' contexts
-reach.
+It is causal, or causal over blocks of positions and full inside a block. On a GPU two Triton
+kernels share the work: `attention_decode` for rows of equally few queries, `attention_prefill` for
+all else. The PyTorch reference, which runs on CPUs, computes one fixed-size chunk of context after
+another and adds the chunks in order, so a token's result has the same bits whatever else is in the
+batch, however its row was chunked (into whole blocks) and however far other rows' contexts reach.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from torch import Tensor
 from batchgen.kernels.attention_decode import (
     MAX_QUERIES,
     DecodePlan,
+    most_splits,
     paged_attention_decode,
     plan_decode,
     split_length,
 )
 from batchgen.kernels.attention_prefill import (
     PrefillPlan,
+    cut_equal_tiles,
     paged_attention_prefill,
     plan_prefill,
+    tile_tokens,
 )
 from batchgen.kernels.kv_cache import KVCache
 
@@ -44,13 +47,22 @@ _CPU_GATHER_BYTES = 4 * 2**20
 class AttentionMetadata:
     """Which cached tokens the queries of each of the B rows may read; the same for all layers.
 
+    A query at position p reads the tokens of its row at positions below (p // L + 1) · L, where L
+    is the block length, and none past the row's last query of this part. So a block whose tokens
+    are to see each other must be in one part, as far as it has tokens; its keys and values stand in
+    the cache like all others.
+
     Attributes:
-        positions: [T] int64; a query reads the tokens of its row at positions up to its own.
+        positions: [T] int64, ascending within a row; several queries may have the same one.
         query_lens: [B] on the host; the rows' queries stand one after another.
         context_lens: [B] on the host; tokens in the cache, the queries' own included, or more.
         block_tables: [B, N] int64.
         tiles: of `attention_prefill`, where query_lens are not known yet: a captured graph reads
             what stands there at its replay. None lets them be cut from query_lens.
+        decode_width: W of a decode step. For a GPU only, where every row must have W queries then,
+            and each W is a kernel of its own, compiled at first use: name none that a job does not
+            keep to. None: 1 where all query_lens are 1, and else no decode step.
+        block_length: L; 1 is causal attention.
     """
 
     positions: Tensor
@@ -58,6 +70,8 @@ class AttentionMetadata:
     context_lens: tuple[int, ...]
     block_tables: Tensor
     tiles: Tensor | None = None
+    decode_width: int | None = None
+    block_length: int = 1
     _plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
 
@@ -100,8 +114,8 @@ def paged_attention(
     Args:
         q: [T, num_heads, head_dim]; num_heads is a multiple of the cache's (grouped queries).
         cache: already holds the keys and values of the T new tokens.
-        parts: of the T tokens, one part after another; each is computed by itself, so rows of one
-            query and rows of many are best apart.
+        parts: of the T tokens, one part after another; each is computed by itself, so decoding
+            rows and rows of prefill are best apart.
         scale: of the scores.
 
     Returns:
@@ -129,20 +143,31 @@ def _attend_part_triton(
     plan = meta._plans[shape]
     arguments = (q, cache, meta.positions, meta.block_tables, scale, plan)
     if isinstance(plan, DecodePlan):
-        paged_attention_decode(*arguments, out=out)
+        paged_attention_decode(*arguments, out=out, block_length=meta.block_length)
     else:
-        paged_attention_prefill(*arguments, out=out)
+        paged_attention_prefill(*arguments, out=out, block_length=meta.block_length)
 
 
 def _make_triton_plan(
     q: Tensor, cache: KVCache, meta: AttentionMetadata
 ) -> DecodePlan | PrefillPlan:
     kv_heads, _, block_size, head_dim = cache.key.shape
-    group = q.shape[1] // kv_heads
-    # Of one query a row only: each other width would be a kernel of its own, compiled in mid-job.
-    if meta.tiles is None and group <= MAX_QUERIES and set(meta.query_lens) == {1}:
-        split = split_length(len(meta.query_lens), kv_heads)
-        return plan_decode(meta.positions, meta.block_tables, 1, block_size, split_tokens=split)
+    rows, width, tiles = len(meta.query_lens), meta.decode_width, meta.tiles
+    if width is None and tiles is None and set(meta.query_lens) == {1}:
+        width = 1
+    if width is not None:
+        assert tiles is None and set(meta.query_lens) == {width}
+        if width * q.shape[1] // kv_heads <= MAX_QUERIES:
+            return plan_decode(
+                meta.positions,
+                meta.block_tables,
+                width,
+                block_size,
+                split_tokens=split_length(rows, kv_heads),
+                max_splits=most_splits(rows, kv_heads, width),
+            )
+        size = tile_tokens(q.shape[1], kv_heads, head_dim, q.dtype)
+        tiles = cut_equal_tiles(rows, width, size, q.device)
     return plan_prefill(
         meta.query_lens,
         q.device,
@@ -151,7 +176,7 @@ def _make_triton_plan(
         head_dim=head_dim,
         dtype=q.dtype,
         context_lens=meta.context_lens,
-        tiles=meta.tiles,
+        tiles=tiles,
     )
 
 
@@ -197,6 +222,8 @@ def _make_group(
     kv_heads, num_blocks, block_size, _ = cache.key.shape
     queries = width * num_heads // kv_heads
     limits = meta.positions[tokens].unflatten(0, (-1, width))
+    ends = (limits // meta.block_length + 1) * meta.block_length
+    limits = torch.minimum(ends - 1, limits[:, -1:])
     limits = limits.repeat_interleave(num_heads // kv_heads, dim=1)
     limits = F.pad(limits, (0, -queries % _ROW_MULTIPLE))
     per_chunk = CHUNK // block_size

@@ -6,7 +6,8 @@ heads that share a KV head are the rows of one tile, so keys and values are read
 
 Where a row is cut depends on its own context and the split length that the caller chose, so its
 result has the same bits in any batch. Nothing about contexts is known on the host: a captured graph
-stays right while they grow. The reference is `attention.paged_attention`.
+stays right while they grow. A kernel is compiled for every number of queries per row. The reference
+is `attention.paged_attention`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _ENOUGH_PROGRAMS = 128
 """So many (row, KV head) pairs fill a GPU. With fewer, contexts are cut shorter, which rounds
 differently: a row's bits depend on this side or that of the batch size, and on nothing else."""
 MAX_SPLITS = 32
-MAX_QUERIES = 64
-"""Most queries · heads of a group that share one tile."""
+MAX_QUERIES = 128
+"""Most queries · heads of a group that share one tile: what registers hold the sums of."""
 _SPLIT_MULTIPLE = tl.constexpr(128)
 """Longer splits are whole tiles: a multiple of every block_n."""
-_STAGE_BYTES = 64 * 1024
+_TILE_BYTES = 64 * 1024
 _COMBINE_ELEMENTS = 4096
 _INTERPRETED_PROGRAMS = 8
 _UNIT_FIELDS = tl.constexpr(4)
@@ -75,6 +76,16 @@ def split_length(num_rows: int, num_kv_heads: int) -> int:
     return SPLIT_TOKENS if few else _LONG_SPLIT_TOKENS
 
 
+def most_splits(num_rows: int, num_kv_heads: int, width: int) -> int:
+    """Splits of a row, at most, that suit a batch of so many rows.
+
+    Many rows of many queries are cut less often, and fill the GPU nevertheless: room for all their
+    partial results would be gigabytes.
+    """
+    few = num_rows * num_kv_heads < _ENOUGH_PROGRAMS
+    return MAX_SPLITS if few else max(MAX_SPLITS // width, 2)
+
+
 def plan_decode(
     positions: Tensor,
     block_tables: Tensor,
@@ -90,7 +101,8 @@ def plan_decode(
     `max_splits` equal splits, rounded up.
 
     Args:
-        positions: [B · W] int64, 0 or more: a query reads its row's tokens up to its position.
+        positions: [B · W] int64, 0 or more, ascending in a row, which may repeat the same one. The
+            last is the last token that any query of the row reads.
         block_tables: [B, N], only its shape matters.
         width: W, queries of every row.
         block_size: of the cache; tokens past N · block_size are not read.
@@ -105,9 +117,8 @@ def plan_decode(
     splits = torch.empty(rows, dtype=torch.int32, device=device)
     _plan_kernel[(rows,)](
         positions, units, count, splits, rows, room, capacity,
-        WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width), SPLIT=split_tokens,
-        MAX_SPLITS=max_splits, SPLITS_PAD=triton.next_power_of_2(max_splits), ROWS=256,
-        num_warps=4,
+        WIDTH=width, SPLIT=split_tokens, MAX_SPLITS=max_splits,
+        SPLITS_PAD=triton.next_power_of_2(max_splits), ROWS=256, num_warps=4,
     )  # fmt: skip
     return DecodePlan(units, count, splits, width, capacity)
 
@@ -121,8 +132,11 @@ def paged_attention_decode(
     plan: DecodePlan,
     config: DecodeConfig | None = None,
     out: Tensor | None = None,
+    *,
+    block_length: int = 1,
 ) -> Tensor:
-    """softmax(q·kᵀ·scale)·v of W queries per row, each over its row's context up to its position.
+    """softmax(q·kᵀ·scale)·v of W queries per row, each over its row's context up to the end of its
+    position's block, and to the row's last query at most.
 
     A query that sees a key of NaN comes out as NaN, and no other does. Cached values must be finite
     everywhere.
@@ -138,6 +152,7 @@ def paged_attention_decode(
         plan: `plan_decode` of the same positions and table shape.
         config: None for the one that suits the shapes.
         out: [B · W, num_heads, head_dim], contiguous; allocated if absent.
+        block_length: positions of a block; 1 is causal attention.
 
     Returns:
         out, in q's dtype; scores and sums are float32.
@@ -146,9 +161,11 @@ def paged_attention_decode(
     kv_heads, _, block_size, _ = cache.key.shape
     group = num_heads // kv_heads
     queries = plan.width * group
+    # A query alone in its row is the last one: no block goes beyond it.
+    blocked = block_length > 1 and plan.width > 1
     assert cache.key.is_contiguous() and cache.value.is_contiguous() and q.stride(2) == 1
     assert block_tables.stride(1) == 1 and queries <= MAX_QUERIES and q.dtype == cache.key.dtype
-    config = config or _config(head_dim, q.itemsize)
+    config = config or _config(head_dim, q.itemsize, queries)
     if out is None:
         out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     assert out.is_contiguous()
@@ -161,7 +178,8 @@ def paged_attention_decode(
     _decode_kernel[(_programs(q.device, config),)](
         q, *cache, positions, block_tables, plan.units, plan.count, out, partial, log_sums,
         scale, q.stride(0), q.stride(1), cache.key.stride(0), block_tables.stride(0),
-        **sizes, QUERIES_PAD=max(16, triton.next_power_of_2(queries)), DIM_PAD=dim_pad,
+        block_length, **sizes, BLOCKED=blocked,
+        QUERIES_PAD=max(16, triton.next_power_of_2(queries)), DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size, BLOCK_N=config.block_n,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", INTERPRETED=not q.is_cuda,
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -177,12 +195,18 @@ def paged_attention_decode(
     return out
 
 
-def _config(head_dim: int, itemsize: int) -> DecodeConfig:
-    """Tiles of about 64 KB of keys and values, two of them in flight on a multiprocessor: that, not
-    the arithmetic, sets the speed (measured on an H100)."""
+def _config(head_dim: int, itemsize: int, queries: int) -> DecodeConfig:
+    """Tiles of 32 or 64 KB of keys and values, two or three of them in flight on a multiprocessor:
+    that, not the arithmetic, sets the speed (measured on an H100)."""
     token_bytes = 2 * triton.next_power_of_2(head_dim) * itemsize
-    block_n = min(128, max(16, _STAGE_BYTES // token_bytes))
-    return DecodeConfig(block_n, num_warps=4, num_stages=2, programs_per_sm=2)
+    tile_bytes = _TILE_BYTES if itemsize == 2 and queries <= 32 else _TILE_BYTES // 2
+    block_n = min(128, max(16, tile_bytes // token_bytes))
+    # So many warps that the compiler for sm_90 spills nothing; fp32 has its FMAs' operands in
+    # registers too.
+    more = 2 if itemsize == 4 and queries > 32 else 1
+    if queries > 64:  # a multiprocessor's registers hold one program: it is to load further ahead
+        return DecodeConfig(block_n, num_warps=8 * more, num_stages=3, programs_per_sm=1)
+    return DecodeConfig(block_n, num_warps=4 * more, num_stages=2, programs_per_sm=2)
 
 
 def _programs(device: torch.device, config: DecodeConfig) -> int:
@@ -197,13 +221,11 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
-def _cut(positions, rows, num_rows, room, WIDTH, WIDTH_PAD, SPLIT, MAX_SPLITS):
+def _cut(positions, rows, num_rows, room, WIDTH, SPLIT, MAX_SPLITS):
     """Context, tokens of a split, and number of splits of each of `rows`, int32; 0 splits past the
     last row."""
-    queries = tl.arange(0, WIDTH_PAD)
-    mask = (rows < num_rows)[:, None] & (queries < WIDTH)[None, :]
-    last = tl.load(positions + rows[:, None] * WIDTH + queries[None, :], mask=mask, other=-1)
-    context = tl.minimum(tl.max(last, 1).to(tl.int32) + 1, room)
+    last = tl.load(positions + rows * WIDTH + WIDTH - 1, mask=rows < num_rows, other=-1)
+    context = tl.minimum(last.to(tl.int32) + 1, room)
     equal = tl.cdiv(tl.cdiv(context, MAX_SPLITS), _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
     length = tl.where(context <= MAX_SPLITS * SPLIT, SPLIT, tl.maximum(equal, SPLIT))
     return context, length, tl.cdiv(context, length)
@@ -212,14 +234,14 @@ def _cut(positions, rows, num_rows, room, WIDTH, WIDTH_PAD, SPLIT, MAX_SPLITS):
 @triton.jit(do_not_specialize=["num_rows", "room", "capacity"])
 def _plan_kernel(
     positions, units, count, splits, num_rows, room, capacity,
-    WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Writes the units of one row. Their places follow from the units of all rows, which each
     program works out for itself: by length, whole splits before last ones, then by row."""
     row = tl.program_id(0)
     own_row = row + tl.arange(0, 1)
-    own = _cut(positions, own_row, num_rows, room, WIDTH, WIDTH_PAD, SPLIT, MAX_SPLITS)
+    own = _cut(positions, own_row, num_rows, room, WIDTH, SPLIT, MAX_SPLITS)
     context, length, number = tl.max(own[0], 0), tl.max(own[1], 0), tl.max(own[2], 0)
     tail = context - (number - 1) * length
     whole_place = 0
@@ -227,9 +249,7 @@ def _plan_kernel(
     total = 0
     for first in range(0, num_rows, ROWS):
         rows = first + tl.arange(0, ROWS)
-        contexts, lengths, numbers = _cut(
-            positions, rows, num_rows, room, WIDTH, WIDTH_PAD, SPLIT, MAX_SPLITS
-        )
+        contexts, lengths, numbers = _cut(positions, rows, num_rows, room, WIDTH, SPLIT, MAX_SPLITS)
         before = rows < row
         present = (rows < num_rows).to(tl.int32)
         wholes = tl.maximum(numbers - 1, 0)
@@ -252,13 +272,14 @@ def _plan_kernel(
     tl.store(unit + 3, tl.where(number > 1, row * capacity + split, -1), mask=mask)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "block_length"])
 def _decode_kernel(
     q, key, value, positions, tables, units, count, out, partial, log_sums,
-    scale, q_token_stride, q_head_stride, kv_head_stride, table_stride,
+    scale, q_token_stride, q_head_stride, kv_head_stride, table_stride, block_length,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
-    QUERIES_PAD: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCKED: tl.constexpr, QUERIES_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Every program takes one (unit, KV head) of each round, from alternate ends: with the longest
     first, the programs' sums then differ by less than one unit."""
@@ -280,6 +301,8 @@ def _decode_kernel(
             token = row * WIDTH + query // GROUP
             head_of_query = head * GROUP + query % GROUP
             limit = tl.load(positions + token, mask=query < WIDTH * GROUP, other=-1).to(tl.int32)
+            if BLOCKED:  # the row's last query bounds it too, as the end of the last unit
+                limit = (limit // block_length + 1) * block_length - 1
             source = token * q_token_stride + head_of_query * q_head_stride
             queries = tl.load(q + source[:, None] + dim[None, :], mask=real, other=0.0)
             top, total_weight, sums = _attend_unit(

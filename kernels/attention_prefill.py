@@ -1,4 +1,4 @@
-"""Causal attention of many new tokens per row over the paged KV cache, in Triton.
+"""Attention of many new tokens per row over the paged KV cache, in Triton.
 
 FlashAttention-2 (Dao 2023) on ragged rows. One program computes a tile of consecutive tokens of one
 row for all query heads of one KV head: the heads of a token are neighbouring rows of its matrix
@@ -7,8 +7,8 @@ than a tile waste less.
 
 A query visits tiles of keys that begin at multiples of `block_n` in its row, in order, wherever
 its own tile begins. Keys that it may not see change no bit of its sums, so its result does not
-depend on the batch, nor on how its row was cut into chunks. The PyTorch reference is
-kernels/attention.py.
+depend on the batch, nor on how its row was cut into chunks (of whole blocks, where attention is
+full inside blocks). The PyTorch reference is kernels/attention.py.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -42,8 +42,8 @@ class PrefillPlan:
     """The tiles of one forward, shared by its layers.
 
     Attributes:
-        tiles: [num_tiles, 3] int32: row, first token in the batch, number of tokens; a tile of no
-            tokens is passed over.
+        tiles: [num_tiles, 3] int32: row, first token in the batch, and how many the row has from
+            there on, of which the tile takes as many as config allows; one of none is passed over.
         num_tokens: T, of all rows.
         num_rows: B.
         group: query heads per KV head.
@@ -87,7 +87,7 @@ def plan_prefill(
         device: of the forward.
         num_heads, num_kv_heads, head_dim, dtype: of the queries and the cache.
         context_lens: as for `cut_tiles`.
-        tiles: on the device, as `cut_tiles` would give them; cut if absent.
+        tiles: on the device, as `cut_tiles` or `cut_equal_tiles` give them; cut if absent.
         config: instead of the one for this shape.
     """
     group = num_heads // num_kv_heads
@@ -115,10 +115,10 @@ def _tile_tokens(config: PrefillConfig, group: int) -> int:
 def cut_tiles(
     query_lens: Sequence[int], size: int, context_lens: Sequence[int] | None = None
 ) -> Tensor:
-    """[num_tiles, 3] int32 on the host, those with the longest context first: none is left at last.
+    """`PrefillPlan.tiles` on the host, those with the longest context first: none is left at last.
 
     Args:
-        size: tokens of a tile, at most.
+        size: tokens of a tile, at most: `tile_tokens` of the kernel that is to run.
         context_lens: [B] tokens in the cache, the new ones included; only the order of the tiles
             depends on it. Without it rows count as having no cached prefix.
     """
@@ -127,10 +127,20 @@ def cut_tiles(
     counts = (lens + size - 1) // size
     row = torch.repeat_interleave(counts)
     offset = (torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]) * size
-    sizes = (lens[row] - offset).clamp(max=size)
+    remaining = lens[row] - offset
     first = (lens.cumsum(0) - lens)[row] + offset
-    order = ((contexts - lens)[row] + offset + sizes).argsort(descending=True, stable=True)
-    return torch.stack((row, first, sizes), 1)[order].to(torch.int32)
+    ends = (contexts - lens)[row] + offset + remaining.clamp(max=size)
+    order = ends.argsort(descending=True, stable=True)
+    return torch.stack((row, first, remaining), 1)[order].to(torch.int32)
+
+
+def cut_equal_tiles(num_rows: int, width: int, size: int, device: torch.device | str) -> Tensor:
+    """`cut_tiles` for rows of `width` tokens each, computed on the device: a graph that is captured
+    meanwhile keeps no address on the host."""
+    per_row = triton.cdiv(width, size)
+    tile = torch.arange(num_rows * per_row, dtype=torch.int32, device=device)
+    row, offset = tile // per_row, tile % per_row * size
+    return torch.stack((row, row * width + offset, width - offset), 1)
 
 
 def paged_attention_prefill(
@@ -141,19 +151,23 @@ def paged_attention_prefill(
     scale: float,
     plan: PrefillPlan,
     out: Tensor | None = None,
+    *,
+    block_length: int = 1,
 ) -> Tensor:
-    """softmax(q·kᵀ·scale)·v for each query over its row's cached context.
+    """softmax(q·kᵀ·scale)·v for each query over its row's cached context, up to the end of its
+    position's block and to the row's last query at most.
 
     Args:
         q: [T, num_heads, head_dim], the rows' queries one after another; a token's heads are
             contiguous, tokens may be further apart.
         cache: already holds the new tokens, in q's dtype; values are finite.
-        positions: [T] int64, consecutive within a row; a query reads positions up to its own.
+        positions: [T] int64, ascending within a row, which may repeat the same one.
         block_tables: [B, N] int32 or int64, rows may be further apart; entries past a row's last
             query are not read.
         scale: of the scores, positive.
         plan: of these rows and heads.
         out: [T, num_heads, head_dim], contiguous; allocated if absent.
+        block_length: positions of a block; 1 is causal attention.
 
     Returns:
         out, in q's dtype; scores and sums are float32. A query that reads a NaN key is NaN.
@@ -182,6 +196,8 @@ def paged_attention_prefill(
         q.stride(0),
         cache.key.stride(0),
         scale * math.log2(math.e),
+        block_length,
+        BLOCKED=block_length > 1,
         NUM_HEADS=num_heads,
         GROUP=plan.group,
         HEAD_DIM=head_dim,
@@ -216,7 +232,7 @@ def _attend_tile(
     table,
     page,
     start,
-    positions,
+    last_seen,
     limit,
     scale_log2,
     HEAD_DIM: tl.constexpr,
@@ -226,7 +242,8 @@ def _attend_tile(
     MASKED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add the keys at start … start + BLOCK_N; MASKED where some query may not see all of them.
+    """Add the keys at start … start + BLOCK_N; MASKED where some query may not see all of them: it
+    sees those up to `last_seen`, [BLOCK_M].
 
     Page numbers are loaded one tile ahead: if keys waited for a load of their own tile, Triton's
     pipeline would not start them an iteration or more before their use.
@@ -250,7 +267,7 @@ def _attend_tile(
     score = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), INTERPRETED)
     if MASKED:
         # Before the scaling: the fused multiply-subtract below then rounds as in full tiles.
-        score = tl.where(n[None, :] <= positions[:, None], score, float("-inf"))
+        score = tl.where(n[None, :] <= last_seen[:, None], score, float("-inf"))
     peak = tl.maximum(top, tl.max(score, 1) * scale_log2)
     weight = tl.exp2(score * scale_log2 - peak[:, None])
     rescale = tl.exp2(top - peak)
@@ -259,7 +276,7 @@ def _attend_tile(
     return acc, peak, total, page
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "block_length"])
 def _prefill_kernel(
     q_ptr,
     key_ptr,
@@ -272,6 +289,8 @@ def _prefill_kernel(
     q_stride,
     head_stride,
     scale_log2,
+    block_length,
+    BLOCKED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -287,10 +306,17 @@ def _prefill_kernel(
     tile = tiles_ptr + tl.program_id(0) // kv_heads * 3
     row = tl.load(tile).to(tl.int64)
     first = tl.load(tile + 1).to(tl.int64)
-    size = tl.load(tile + 2)
-    if size == 0:
+    remaining = tl.load(tile + 2)
+    if remaining == 0:
         return
-    begin = tl.load(positions_ptr + first).to(tl.int32)
+    size = tl.minimum(remaining, BLOCK_M // GROUP)
+    # Keys before `common` are seen by every query of the tile, and none from `limit` on.
+    common = tl.load(positions_ptr + first).to(tl.int32) + 1
+    limit = tl.load(positions_ptr + first + size - 1).to(tl.int32) + 1
+    if BLOCKED:
+        row_end = tl.load(positions_ptr + first + remaining - 1).to(tl.int32) + 1
+        common = tl.minimum(tl.cdiv(common, block_length) * block_length, row_end)
+        limit = tl.minimum(tl.cdiv(limit, block_length) * block_length, row_end)
 
     m = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
@@ -304,9 +330,7 @@ def _prefill_kernel(
     table = tables_ptr + row * table_stride
     key = key_ptr + kv_head.to(tl.int64) * head_stride
     value = value_ptr + kv_head.to(tl.int64) * head_stride
-    positions = begin + token
-    limit = begin + size
-    full = (begin + 1) // BLOCK_N * BLOCK_N  # keys before it are seen by every query of the tile
+    full = common // BLOCK_N * BLOCK_N
 
     # Every query sees position 0, so `top` is finite after the first tile of keys.
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -316,12 +340,17 @@ def _prefill_kernel(
     page = tl.load(table + n // BLOCK_SIZE, mask=n < limit, other=0)
     for start in tl.range(0, full, BLOCK_N):
         acc, top, total, page = _attend_tile(
-            acc, top, total, q, key, value, table, page, start, positions, limit, scale_log2,
+            acc, top, total, q, key, value, table, page, start, None, limit, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, INTERPRETED,
         )  # fmt: skip
+    # Not before: the loop above has no registers to spare.
+    last_seen = tl.load(positions_ptr + first + token, mask=token < size, other=0).to(tl.int32)
+    if BLOCKED:
+        block_end = (last_seen // block_length + 1) * block_length
+        last_seen = tl.minimum(block_end, limit) - 1
     for start in tl.range(full, limit, BLOCK_N):
         acc, top, total, page = _attend_tile(
-            acc, top, total, q, key, value, table, page, start, positions, limit, scale_log2,
+            acc, top, total, q, key, value, table, page, start, last_seen, limit, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, INTERPRETED,
         )  # fmt: skip
 

@@ -1,6 +1,8 @@
 """Times the attention kernels against the bandwidth of a copy measured in the same run.
 
     python scripts/bench_attention.py --section decode|prefill|all [--sweep]
+    python scripts/bench_attention.py --section decode --width 4
+    python scripts/bench_attention.py --section decode --block-length 32
 
 Needs a GPU. Every time is a median over replays of a captured CUDA graph.
 """
@@ -21,8 +23,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.errors import OutOfResources
 
 from batchgen.kernels.attention_decode import (
+    MAX_QUERIES,
     MAX_SPLITS,
     DecodeConfig,
+    most_splits,
     paged_attention_decode,
     plan_decode,
     split_length,
@@ -41,6 +45,18 @@ DTYPE = torch.bfloat16
 _CACHE_BYTES = 512 * 2**20
 """At least this much of KV is gone through before any is read again: many times the L2."""
 _REPLAYS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Of a decoding row: its last `width` tokens, which see each other in blocks."""
+
+    width: int = 1
+    block_length: int = 1
+
+    def __str__(self) -> str:
+        blocks = f" in blocks of {self.block_length}" if self.block_length > 1 else ""
+        return f"{self.width} queries a row{blocks}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +102,7 @@ class DecodeInputs:
     caches: list[KVCache]
     positions: Tensor
     tables: Tensor
+    queries: Queries
     kv_bytes: int
 
 
@@ -120,8 +137,11 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / graph_time(lambda: target.copy_(source)) / 1e3
 
 
-def decode_inputs(shape: DecodeShape, num_heads: int, kv_heads: int) -> DecodeInputs:
-    contexts = shape.contexts()
+def decode_inputs(
+    shape: DecodeShape, num_heads: int, kv_heads: int, queries: Queries
+) -> DecodeInputs:
+    width, length = queries.width, queries.block_length
+    contexts = [-(-context // length) * length for context in shape.contexts()]
     used = [-(-context // BLOCK_SIZE) for context in contexts]
     num_blocks = 1 + sum(used)
     kv_bytes = 2 * sum(contexts) * kv_heads * HEAD_DIM * DTYPE.itemsize
@@ -134,9 +154,9 @@ def decode_inputs(shape: DecodeShape, num_heads: int, kv_heads: int) -> DecodeIn
         KVCache(*(torch.randn(cache_shape, dtype=DTYPE, device="cuda") for _ in range(2)))
         for _ in range(-(-_CACHE_BYTES // kv_bytes))
     ]
-    q = torch.randn(shape.batch, num_heads, HEAD_DIM, dtype=DTYPE, device="cuda")
-    positions = torch.tensor(contexts, device="cuda") - 1
-    return DecodeInputs(q, caches, positions, tables.cuda(), kv_bytes)
+    q = torch.randn(shape.batch * width, num_heads, HEAD_DIM, dtype=DTYPE, device="cuda")
+    positions = torch.tensor(contexts).unsqueeze(1) - width + torch.arange(width)
+    return DecodeInputs(q, caches, positions.flatten().cuda(), tables.cuda(), queries, kv_bytes)
 
 
 def decode_time(
@@ -144,38 +164,49 @@ def decode_time(
 ) -> float:
     """Microseconds of one layer, combination of splits included; the plan, made once per forward,
     is not."""
-    tables, positions = inputs.tables, inputs.positions
-    split_tokens = split_tokens or split_length(len(tables), len(inputs.caches[0].key))
-    plan = plan_decode(positions, tables, 1, BLOCK_SIZE, split_tokens=split_tokens)
-    scale = HEAD_DIM**-0.5
+    tables, positions, queries = inputs.tables, inputs.positions, inputs.queries
+    rows, kv_heads = len(tables), len(inputs.caches[0].key)
+    plan = plan_decode(
+        positions, tables, queries.width, BLOCK_SIZE,
+        split_tokens=split_tokens or split_length(rows, kv_heads),
+        max_splits=most_splits(rows, kv_heads, queries.width),
+    )  # fmt: skip
+    scale, length = HEAD_DIM**-0.5, queries.block_length
 
     def layers() -> None:
         for cache in inputs.caches:
-            paged_attention_decode(inputs.q, cache, positions, tables, scale, plan, config)
+            paged_attention_decode(
+                inputs.q, cache, positions, tables, scale, plan, config, block_length=length
+            )
 
     return graph_time(layers, len(inputs.caches))
 
 
-def bench_decode(copy: float, sweep: bool) -> None:
+def bench_decode(copy: float, sweep: bool, queries: Queries) -> None:
     """Prints time, GB/s of keys and values, and share of the copy's for every shape."""
     for (num_heads, kv_heads), shape in itertools.product(HEADS, DECODE_SHAPES):
         torch.manual_seed(0)
-        inputs = decode_inputs(shape, num_heads, kv_heads)
-        name = f"decode {num_heads}/{kv_heads} heads, {shape}"
+        inputs = decode_inputs(shape, num_heads, kv_heads, queries)
+        name = f"decode {num_heads}/{kv_heads} heads, {queries}, {shape}"
         if sweep:
-            times = sorted(
-                (decode_time(inputs, config, split), str(config), split)
-                for config, split in decode_sweep()
-            )
-            for time, config, split in times[:8]:
+            for time, config, split in sorted(sweep_times(inputs))[:8]:
                 _report(f"{name}: {config}, split {split}", inputs.kv_bytes, time, copy)
         _report(name, inputs.kv_bytes, decode_time(inputs), copy)
     for batch in (1, 256, 512):
-        positions = torch.full((batch,), 850, device="cuda")
+        positions = torch.full((batch * queries.width,), 850, device="cuda")
         tables = torch.zeros(batch, 2048, dtype=torch.int64, device="cuda")
-        plan = functools.partial(plan_decode, positions, tables, 1, BLOCK_SIZE)
+        plan = functools.partial(plan_decode, positions, tables, queries.width, BLOCK_SIZE)
         time = graph_time(plan)
         print(f"decode plan of {batch} rows, at most {MAX_SPLITS} splits: {time:.1f} us")
+
+
+def sweep_times(inputs: DecodeInputs) -> Iterator[tuple[float, str, int]]:
+    """Of the configurations that fit in shared memory, which more queries leave less of."""
+    for config, split in decode_sweep():
+        try:
+            yield decode_time(inputs, config, split), str(config), split
+        except OutOfResources:
+            continue
 
 
 def decode_sweep() -> Iterator[tuple[DecodeConfig, int]]:
@@ -273,9 +304,8 @@ def flash_rate(shape: PrefillShape) -> float:
     return 2 * rows * shape.num_heads * HEAD_DIM * length * (length + 1) / time / 1e6
 
 
-def bench_prefill(copy: float, sweep: bool) -> None:
+def bench_prefill(sweep: bool) -> None:
     """Prints TFLOP/s for every shape, flops above the diagonal not counted."""
-    del copy  # bound by the tensor cores
     for shape in PREFILL_SHAPES:
         torch.manual_seed(0)
         name = f"prefill {shape.num_heads}/{shape.kv_heads} heads, {shape.name}"
@@ -288,22 +318,23 @@ def bench_prefill(copy: float, sweep: bool) -> None:
         print(f"{name}: {rate:.0f} TFLOP/s{flash}", flush=True)
 
 
-SECTIONS: dict[str, Callable[[float, bool], None]] = {
-    "decode": bench_decode,
-    "prefill": bench_prefill,
-}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--section", choices=[*SECTIONS, "all"], default="all")
+    parser.add_argument("--section", choices=["decode", "prefill", "all"], default="all")
     parser.add_argument("--sweep", action="store_true", help="try many configurations")
+    parser.add_argument("--block-length", type=int, default=1, help="of a decoding row's queries")
+    parser.add_argument("--width", type=int, help="queries of a decoding row; default: one block")
     args = parser.parse_args()
+    queries = Queries(args.width or args.block_length, args.block_length)
+    most = MAX_QUERIES // max(heads // kv_heads for heads, kv_heads in HEADS)
+    if not 1 <= queries.width <= most:
+        parser.error(f"the decode kernel takes 1 to {most} queries of a row")
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {copy:.0f} GB/s")
-    for name, section in SECTIONS.items():
-        if args.section in (name, "all"):
-            section(copy, args.sweep)
+    if args.section in ("decode", "all"):
+        bench_decode(copy, args.sweep, queries)
+    if args.section in ("prefill", "all"):
+        bench_prefill(args.sweep)
 
 
 if __name__ == "__main__":

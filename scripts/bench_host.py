@@ -36,7 +36,10 @@ from batchgen.strategies.ar.strategy import ARStrategy
 class FreeStrategy(ARStrategy):
     """Decides without looking at logits."""
 
-    def decide(self, output: ModelOutput, sampling: SamplingInputs) -> StepOutput:
+    def first_tokens(self, output: ModelOutput, sampling: SamplingInputs) -> StepOutput:
+        return self.decide(output)
+
+    def decide(self, output: ModelOutput) -> StepOutput:
         rows = len(output.positions)
         return StepOutput(
             torch.ones(rows, dtype=torch.int32),

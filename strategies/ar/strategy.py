@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from batchgen.engine.model_runner import ModelOutput
-from batchgen.engine.outputs import OutputColumn, StepOutput
+from batchgen.engine.outputs import StepOutput
 from batchgen.engine.sampler import sample
-from batchgen.engine.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling_params import SamplingParams
 from batchgen.strategies.ar.step_inputs import ARStepInputs
+from batchgen.strategies.base.strategy import BaseStrategy
 
 
-class ARStrategy:
+class ARStrategy(BaseStrategy):
     """One sampled token per row and step; every sampling option applies."""
 
     name = "ar"
-    columns: tuple[OutputColumn, ...] = ()
-    num_slots = 1
 
     def __init__(self) -> None:
-        self.step_inputs = ARStepInputs()
+        self._step_inputs = ARStepInputs()
 
-    def check(self, params: SamplingParams) -> None:
-        """Nothing is refused."""
+    @property
+    def step_inputs(self) -> ARStepInputs:
+        return self._step_inputs
 
-    def decide(self, output: ModelOutput, sampling: SamplingInputs) -> StepOutput:
-        return sample(output.logits, sampling, output.positions + 1)
+    def decide(self, output: ModelOutput) -> StepOutput:
+        return sample(output.logits, self.step_inputs.sampling, output.positions + 1)

@@ -6,15 +6,14 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.outputs import StepOutput
 from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.scheduled_batch import DecodeBatch
+from batchgen.engine.strategy import JoiningRows
 from batchgen.engine.transfer import upload
 
 
@@ -42,21 +41,8 @@ class StepInputs(ABC):
         return self._sampling
 
     @abstractmethod
-    def merge_prefill(
-        self,
-        block_tables: Tensor,
-        context_lens: npt.NDArray[np.int64],
-        sampling: SamplingInputs,
-        step: StepOutput,
-    ) -> None:
-        """Add rows whose prefill is complete.
-
-        Args:
-            block_tables: [B, N] int64, of the rows.
-            context_lens: [B], tokens of each row whose KV is computed.
-            sampling: their sampling rows, before `step`.
-            step: what they produced.
-        """
+    def merge_prefill(self, rows: JoiningRows, step: StepOutput) -> None:
+        """Add rows whose prefill is complete and produced the one token each of `step`."""
 
     @abstractmethod
     def step_decode(self, step: StepOutput) -> None:
@@ -67,6 +53,7 @@ class StepInputs(ABC):
         if batch.keep is not None:
             self._model_inputs = self.model_inputs.index_select(batch.keep)
             self._sampling = self.sampling.index_select(batch.keep)
+        self._model_inputs = replace(self.model_inputs, context_lens=batch.context_lens)
         if batch.new_blocks:
             tables = self.model_inputs.block_tables
             new = np.array(batch.new_blocks, np.int64)
@@ -78,7 +65,17 @@ class StepInputs(ABC):
             tables[rows, columns] = blocks
             self._model_inputs = replace(self.model_inputs, block_tables=tables)
 
-    def _add_rows(self, inputs: ModelInputs, sampling: SamplingInputs) -> None:
+    def _add_rows(self, rows: JoiningRows, step: StepOutput) -> None:
+        """Rows whose next forward begins with the token that they just produced."""
+        positions = upload(rows.context_lens, torch.int64, step.token_ids.device)
+        inputs = ModelInputs(
+            input_ids=step.token_ids[:, 0],
+            positions=positions,
+            block_tables=rows.block_tables,
+            query_lens=np.ones_like(rows.context_lens),
+            context_lens=rows.context_lens + 1,
+        )
+        sampling = rows.sampling.append(step.token_ids, step.num_tokens, positions)
         if self._model_inputs is None or self._sampling is None:
             self._model_inputs, self._sampling = inputs, sampling
         else:

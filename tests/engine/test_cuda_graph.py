@@ -91,7 +91,8 @@ class Toy(Model):
 
     device = CPU
 
-    def __init__(self) -> None:
+    def __init__(self, tile: int) -> None:
+        self._tile = tile
         self._cache = torch.rand(NUM_BLOCKS * BLOCK_SIZE, dtype=torch.float64)
         self._cache[:BLOCK_SIZE] = 0
         self.last: tuple[Sequence[Part], OutputTokens | None, Tensor] | None = None
@@ -126,11 +127,15 @@ class Toy(Model):
         hidden = torch.full((len(inputs.input_ids), 1), float("nan"), dtype=torch.float64)
         if part.tiles is None:
             ends = inputs.query_lens.cumsum()
-            tiles = [(i, ends[i] - n, n) for i, n in enumerate(inputs.query_lens.tolist())]
+            tiles = [
+                (i, int(ends[i]) - n + start, n - start)
+                for i, n in enumerate(inputs.query_lens.tolist())
+                for start in range(0, n, self._tile)
+            ]
         else:
             tiles = [tuple(tile) for tile in part.tiles.tolist()]
         for row, first, count in tiles:
-            for token in range(first, first + count):
+            for token in range(first, first + min(count, self._tile)):
                 seen = torch.arange(int(inputs.positions[token]) + 1)
                 blocks = inputs.block_tables[row, seen // BLOCK_SIZE]
                 values = self._cache[blocks * BLOCK_SIZE + seen % BLOCK_SIZE]
@@ -337,7 +342,7 @@ def test_replays_of_a_toy_equal_its_eager_forwards(
     monkeypatch: pytest.MonkeyPatch, tile: int
 ) -> None:
     torch.manual_seed(0)
-    eager, captured = Toy(), Toy()
+    eager, captured = Toy(tile), Toy(tile)
     captured._cache.copy_(eager._cache)
     fake_cuda(monkeypatch, captured)
     before = captured.cells()
@@ -348,7 +353,7 @@ def test_replays_of_a_toy_equal_its_eager_forwards(
 
 
 def test_what_a_mixed_graph_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    toy = Toy()
+    toy = Toy(16)
     fake_cuda(monkeypatch, toy)
     graphs, batches = capture(toy, 16), Batches(random.Random(0), CPU)
     batches.start()

@@ -85,11 +85,11 @@ class Device:
     another row's KV, or KV not yet written or overwritten, is noticed.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int, seed: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, drafting: bool, seed: int) -> None:
         self.rows: list[DeviceRow] = []
         self._cells = [0] * (num_blocks * block_size)
         self._block_size = block_size
-        self._num_slots = num_slots
+        self._drafting = drafting
         self._rng = random.Random(seed)
 
     def launch(
@@ -104,7 +104,7 @@ class Device:
                 self._write(seq.token_ids[:end], start, seq.block_table)
         if decode is not None:
             for device_row in self.rows:
-                self._write_drafts(device_row)
+                self._write_drafts(device_row, decode.width)
             for device_row in self.rows:
                 tokens, limit = device_row.token_ids, device_row.row.seq.max_tokens
                 self._read(tokens[:limit], device_row.blocks)
@@ -113,7 +113,7 @@ class Device:
                 self._read(seq.token_ids[:end], seq.block_table)
         outputs: list[tuple[Part, HostOutput]] = []
         if decode is not None:
-            outputs.append((decode, self._generate(self.rows, self._num_slots)))
+            outputs.append((decode, self._generate(self.rows, decode.width)))
         if prefill is not None and prefill.completing:
             outputs.append((prefill, self._join(prefill, rows)))
         return outputs
@@ -124,13 +124,15 @@ class Device:
             self.rows = [self.rows[i] for i in batch.keep]
         assert len(self.rows) == len(batch.slots) == len(batch.epochs) > 0
         for i, place, block in batch.new_blocks:
-            assert place == len(self.rows[i].blocks)
-            self.rows[i].blocks.append(block)
+            # Blocks that were reserved for drafts may have been taken back.
+            blocks = self.rows[i].blocks
+            assert place == len(blocks) or (self._drafting and place < len(blocks))
+            blocks[place:] = [block]
 
-    def _write_drafts(self, device_row: DeviceRow) -> None:
+    def _write_drafts(self, device_row: DeviceRow, width: int) -> None:
         tokens, limit = device_row.token_ids, device_row.row.seq.max_tokens
-        assert self._num_slots > 1 or len(tokens) < limit, "a step after the last token"
-        draft = [*tokens, *[-1] * (self._num_slots - 1)]
+        assert self._drafting or len(tokens) < limit, "a step after the last token"
+        draft = [*tokens, *[-1] * (width - 1)]
         self._write(draft[:limit], len(tokens) - 1, device_row.blocks)
 
     def _join(self, batch: PrefillBatch, rows: dict[Sequence, Row]) -> HostOutput:
@@ -187,7 +189,7 @@ class Loop:
     max_batched_tokens: int = 16
     chunk_tokens: int = 8
     chunk_rows: int = 4
-    num_slots: int = 1
+    most_drafts: int = 0
     prefix_caching: bool = False
     scheduler: Scheduler = field(init=False)
     batches: list[ScheduledBatch] = field(default_factory=list)
@@ -200,11 +202,16 @@ class Loop:
             self.max_batched_tokens,
             self.chunk_tokens,
             self.chunk_rows,
-            self.num_slots,
+            self._step_width,
         )
-        self.device = Device(self.num_blocks, self.block_size, self.num_slots, seed=1)
+        drafting = self.most_drafts > 0
+        self.device = Device(self.num_blocks, self.block_size, drafting, seed=1)
+        self._rng = random.Random(self.most_drafts)
         self.live: dict[Sequence, Row] = {}
         self._launched: deque[list[tuple[Part, HostOutput]]] = deque()
+
+    def _step_width(self, num_rows: int) -> int:
+        return self._rng.randint(1, 1 + self.most_drafts)
 
     @property
     def capacity(self) -> int:
@@ -256,6 +263,7 @@ class Loop:
     def _check_batch(self, batch: ScheduledBatch) -> None:
         decode, prefill = parts_of(batch)
         parts = [part for part in (decode, prefill) if part is not None]
+        assert prefill is None or decode is None or decode.width == 1
         slots = [slot for part in parts for slot in part.slots.tolist()]
         assert len(set(slots)) == len(slots) == sum(len(part.epochs) for part in parts)
         if prefill is None:
@@ -309,7 +317,7 @@ LOOPS = st.builds(
     max_batched_tokens=st.integers(1, 60),
     chunk_tokens=st.integers(0, 30),
     chunk_rows=st.integers(1, 5),
-    num_slots=st.sampled_from([1, 1, 1, 3]),
+    most_drafts=st.sampled_from([0, 0, 2, 7]),
     prefix_caching=st.booleans(),
 )
 

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.attention_decode import (
+    MAX_SPLITS,
     DecodeConfig,
     DecodePlan,
+    most_splits,
     paged_attention_decode,
     plan_decode,
 )
@@ -48,6 +50,7 @@ class Case(NamedTuple):
     tables: Tensor
     scale: float
     width: int
+    block_length: int
 
     def rows(self, index: Sequence[int]) -> Case:
         tokens = [row * self.width + w for row in index for w in range(self.width)]
@@ -60,6 +63,8 @@ def make_case(
     ends: Sequence[int],
     *,
     width: int = 1,
+    block_length: int = 1,
+    repeats: int = 0,
     kv_heads: int = 2,
     group: int = 2,
     head_dim: int = 32,
@@ -68,7 +73,10 @@ def make_case(
     spare: int = 3,
     seed: int = 0,
 ) -> Case:
-    """Keys that no row holds are NaN; table entries past a context are stale: of any block."""
+    """Keys that no row holds are NaN; table entries past a context are stale: of any block.
+
+    repeats: queries of a row that stand at its last position, besides the first that does.
+    """
     generator = torch.Generator().manual_seed(seed)
     used = [-(-end // block_size) for end in ends]
     num_blocks = 1 + sum(used) + 2
@@ -87,10 +95,13 @@ def make_case(
     key[:, ~held] = float("nan")
     q = torch.randn(len(ends) * width, kv_heads * group, head_dim, generator=generator).to(dtype)
     last = torch.tensor(ends).unsqueeze(1) - 1
-    positions = (last - width + 1 + torch.arange(width)).clamp(min=0).flatten()
+    first = last - width + 1 + repeats
+    positions = (first + torch.arange(width)).clamp(min=0).minimum(last).flatten()
     cache = KVCache(key.to(DEVICE), value.to(DEVICE))
     scale = head_dim**-0.5
-    return Case(q.to(DEVICE), cache, positions.to(DEVICE), tables.to(DEVICE), scale, width)
+    return Case(
+        q.to(DEVICE), cache, positions.to(DEVICE), tables.to(DEVICE), scale, width, block_length
+    )
 
 
 def plan_of(case: Case, split_tokens: int = SPLIT, max_splits: int = 8) -> DecodePlan:
@@ -102,7 +113,7 @@ def plan_of(case: Case, split_tokens: int = SPLIT, max_splits: int = 8) -> Decod
 
 def run(case: Case, config: DecodeConfig | None = SMALL, max_splits: int = 8) -> Tensor:
     plan = plan_of(case, max_splits=max_splits)
-    return paged_attention_decode(*case[:5], plan, config)
+    return paged_attention_decode(*case[:5], plan, config, block_length=case.block_length)
 
 
 def oracle(case: Case) -> Tensor:
@@ -110,10 +121,14 @@ def oracle(case: Case) -> Tensor:
     kv_heads, _, _, head_dim = case.cache.key.shape
     group = case.q.shape[1] // kv_heads
     out = torch.empty(case.q.shape, dtype=torch.float64, device=case.q.device)
+    lasts = case.positions.view(-1, case.width)[:, -1].tolist()
     for token, position in enumerate(case.positions.tolist()):
-        blocks = case.tables[token // case.width].long()
+        row = token // case.width
+        block_end = (position // case.block_length + 1) * case.block_length
+        seen = min(block_end, lasts[row] + 1)
+        blocks = case.tables[row].long()
         key, value = (
-            part[:, blocks].reshape(kv_heads, -1, head_dim)[:, : position + 1].double()
+            part[:, blocks].reshape(kv_heads, -1, head_dim)[:, :seen].double()
             for part in case.cache
         )
         q = case.q[token].double().view(kv_heads, group, head_dim)
@@ -135,18 +150,22 @@ def check(case: Case, config: DecodeConfig | None = SMALL, max_splits: int = 8) 
         st.integers(1, 40) | st.sampled_from([63, 64, 65, 127, 128, 129, 200, 300]),
         min_size=1, max_size=4,
     ),
-    width=st.sampled_from([1, 1, 2, 3, 8]),
-    group=st.sampled_from([1, 2, 3, 4, 8]),
+    width=st.integers(1, 8) | st.sampled_from([16, 32]),
+    block_length=st.sampled_from([1, 2, 3, 4, 8, 32, 64]),
+    repeats=st.sampled_from([0, 0, 1, 5]),
+    group=st.sampled_from([1, 2, 3, 4]),
     kv_heads=st.integers(1, 3),
     block_size=st.sampled_from([1, 2, 4, 8, 16, 32, 64]),
     head_dim=st.sampled_from([16, 32, 64, 80, 96]),
     dtype=st.sampled_from(list(TOLERANCE)),
     seed=st.integers(0, 99),
 )  # fmt: skip
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=20)
 def test_matches_float64(
     ends: list[int],
     width: int,
+    block_length: int,
+    repeats: int,
     group: int,
     kv_heads: int,
     block_size: int,
@@ -156,8 +175,8 @@ def test_matches_float64(
 ) -> None:
     check(
         make_case(
-            ends, width=width, group=group, kv_heads=kv_heads, block_size=block_size,
-            head_dim=head_dim, dtype=dtype, seed=seed,
+            ends, width=width, block_length=block_length, repeats=repeats, group=group,
+            kv_heads=kv_heads, block_size=block_size, head_dim=head_dim, dtype=dtype, seed=seed,
         )
     )  # fmt: skip
 
@@ -168,8 +187,34 @@ def test_own_config_of_large_heads(head_dim: int, dtype: torch.dtype) -> None:
     check(make_case([70, 5], head_dim=head_dim, group=4, dtype=dtype), config=None)
 
 
-def test_widest_tile() -> None:
-    check(make_case([150, 17], width=16, group=4), config=None)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("width", "group", "block_length"),
+    [(2, 8, 1), (4, 8, 1), (8, 8, 1), (8, 16, 1), (32, 4, 32), (64, 2, 64)],
+)
+def test_own_config_of_many_queries(
+    width: int, group: int, block_length: int, dtype: torch.dtype
+) -> None:
+    case = make_case([150, 64], width=width, group=group, block_length=block_length, dtype=dtype)
+    check(case, config=None)
+
+
+def test_the_only_query_of_a_row_sees_no_more_of_its_block() -> None:
+    case = make_case([70, 5], dtype=torch.bfloat16)
+    assert torch.equal(run(case._replace(block_length=32)), run(case))
+
+
+def test_a_block_that_lies_across_two_splits_is_full() -> None:
+    case = make_case([130], width=24, block_length=24, group=1)  # of positions 120 and on
+    nan_key = case.tables[0, 128 // 16]
+    case.cache.key[:, nan_key, 0] = float("nan")
+    seeing = (case.positions >= 120).tolist()
+    assert run(case).isnan().all(-1).all(-1).tolist() == seeing and not all(seeing)
+
+
+def test_many_rows_of_many_queries_are_cut_less_often() -> None:
+    assert [most_splits(64, 8, width) for width in (1, 4, 32)] == [MAX_SPLITS, MAX_SPLITS // 4, 2]
+    assert most_splits(2, 8, 32) == MAX_SPLITS
 
 
 def test_long_contexts_have_equal_splits() -> None:
@@ -182,9 +227,10 @@ def test_combines_more_splits_than_a_chunk() -> None:
     check(make_case([64 * 17 + 1], head_dim=96, group=8), max_splits=32)
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_row_has_the_same_bits_alone(width: int) -> None:
-    case = make_case([1, 65, 300, 64, 129, 700], width=width, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("width", "block_length"), [(1, 1), (3, 1), (4, 4)])
+def test_row_has_the_same_bits_alone(width: int, block_length: int) -> None:
+    ends = [1, 65, 300, 64, 129, 700]
+    case = make_case(ends, width=width, block_length=block_length, dtype=torch.bfloat16)
     together = run(case).unflatten(0, (-1, width))
     for row in range(6):
         assert torch.equal(run(case.rows([row])), together[row])
@@ -262,8 +308,8 @@ def test_plan_covers_every_context_once(ends: list[int], width: int, max_splits:
 
 
 def test_plan_of_more_rows_than_a_pass() -> None:
-    ends = [1 + 7 * row % 200 for row in range(300)]
-    tables = torch.zeros(300, 13, dtype=torch.int64, device=DEVICE)
+    ends = [1 + 7 * row % 200 for row in range(260)]
+    tables = torch.zeros(260, 13, dtype=torch.int64, device=DEVICE)
     positions = torch.tensor(ends, device=DEVICE) - 1
     plan = plan_decode(positions, tables, 1, 16, split_tokens=SPLIT)
     units = plan.units[: plan.count.item()]
@@ -274,24 +320,34 @@ def test_plan_of_more_rows_than_a_pass() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [2, 4])
-def test_real_sizes_in_a_graph_whose_contexts_grow(group: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "block_length"), [(1, 1), (2, 1), (4, 1), (8, 1), (4, 4), (8, 8), (32, 32)]
+)
+def test_real_sizes_in_a_graph_whose_contexts_grow(
+    group: int, width: int, block_length: int
+) -> None:
     ends = [1, 100, 512, 513, 1024, 2000, 16384, 20000]
     case = make_case(
-        ends, kv_heads=8, group=group, head_dim=128, dtype=torch.bfloat16, block_size=16
-    )
+        ends, width=width, block_length=block_length, kv_heads=8, group=group, head_dim=128,
+        dtype=torch.bfloat16, block_size=16,
+    )  # fmt: skip
     positions = torch.zeros_like(case.positions)
     graph = torch.cuda.CUDAGraph()
 
     def forward() -> Tensor:
-        plan = plan_decode(positions, case.tables, 1, 16)
-        return paged_attention_decode(case.q, case.cache, positions, *case[3:5], plan)
+        plan = plan_decode(positions, case.tables, width, 16)
+        return paged_attention_decode(
+            case.q, case.cache, positions, *case[3:5], plan, block_length=block_length
+        )
 
     forward()
     with torch.cuda.graph(graph):
         out = forward()
-    for shorter in (case.positions // 2, case.positions):
+    middles = torch.tensor(ends, device=DEVICE).repeat_interleave(width) // 2
+    for shorter in ((case.positions - middles).clamp(min=0), case.positions):
         positions.copy_(shorter)
         graph.replay()
+        assert torch.equal(out, forward())
         expected = oracle(case._replace(positions=shorter))
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-2)
 

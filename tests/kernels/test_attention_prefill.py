@@ -14,6 +14,8 @@ from torch import Tensor
 from batchgen.kernels.attention_prefill import (
     PrefillConfig,
     PrefillPlan,
+    cut_equal_tiles,
+    cut_tiles,
     paged_attention_prefill,
     plan_prefill,
 )
@@ -28,7 +30,12 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch: what the kernel takes, on DEVICE. prefixes: cached tokens before the new ones."""
+    """A batch: what the kernel takes, on DEVICE.
+
+    Attributes:
+        prefixes: cached tokens before the new ones.
+        repeats: new tokens of a row that stand at its last position, besides the first that does.
+    """
 
     query_lens: tuple[int, ...]
     prefixes: tuple[int, ...]
@@ -36,10 +43,13 @@ class Rows:
     cache: KVCache
     positions: Tensor
     tables: Tensor
+    repeats: int
+    block_length: int = 1
 
     @property
     def contexts(self) -> list[int]:
-        return [p + n for p, n in zip(self.prefixes, self.query_lens, strict=True)]
+        rows = zip(self.prefixes, self.query_lens, strict=True)
+        return [p + max(n - self.repeats, min(n, 1)) for p, n in rows]
 
     def plan(self, config: PrefillConfig | None = TINY) -> PrefillPlan:
         return plan_prefill(
@@ -57,8 +67,9 @@ class Rows:
         out = torch.full(self.q.shape, NAN, dtype=self.q.dtype, device=DEVICE)
         plan, scale = self.plan(config), self.q.shape[2] ** -0.5
         return paged_attention_prefill(
-            self.q, self.cache, self.positions, self.tables, scale, plan, out
-        )
+            self.q, self.cache, self.positions, self.tables, scale, plan, out,
+            block_length=self.block_length,
+        )  # fmt: skip
 
     def slots(self, row: int, count: int) -> Tensor:
         """Of the row's first tokens in the cache seen as [kv_heads, slots, head_dim]."""
@@ -89,6 +100,8 @@ def make_rows(
     dtype: torch.dtype = torch.float32,
     table_dtype: torch.dtype = torch.int64,
     spare_columns: int = 0,
+    repeats: int = 0,
+    block_length: int = 1,
     seed: int = 0,
 ) -> Rows:
     """Rows whose blocks lie in random order; all that they do not own is NaN, keys and values.
@@ -98,7 +111,8 @@ def make_rows(
     """
     generator = torch.Generator().manual_seed(seed)
     num_heads, kv_heads = heads
-    contexts = [p + n for p, n in zip(prefixes, query_lens, strict=True)]
+    pairs = [*zip(prefixes, query_lens, strict=True)]
+    contexts = [p + max(n - repeats, min(n, 1)) for p, n in pairs]
     needed = [-(-c // block_size) for c in contexts]
     order = torch.randperm(sum(needed), generator=generator) + 1
     tables = torch.full((len(needed), max(needed) + spare_columns), 2**30, dtype=table_dtype)
@@ -113,14 +127,18 @@ def make_rows(
             cached.view(kv_heads, -1, head_dim)[:, slots] = new.to(dtype)
     # Heads of q as a slice of a wider projection.
     q = torch.randn((sum(query_lens), num_heads + 2 * kv_heads, head_dim), generator=generator)
-    pairs = zip(prefixes, contexts, strict=True)
+    positions = [
+        torch.arange(p, p + n).clamp(max=c - 1) for (p, n), c in zip(pairs, contexts, strict=True)
+    ]
     return Rows(
         tuple(query_lens),
         tuple(prefixes),
         q.to(DEVICE, dtype)[:, :num_heads],
         KVCache(key.to(DEVICE), value.to(DEVICE)),
-        torch.cat([torch.arange(p, c) for p, c in pairs]).to(DEVICE),
+        torch.cat(positions).to(DEVICE),
         tables.to(DEVICE)[:, : max(needed)],
+        repeats,
+        block_length,
     )
 
 
@@ -129,6 +147,7 @@ def oracle(rows: Rows) -> Tensor:
     kv_heads, _, _, dim = rows.cache.key.shape
     group = rows.q.shape[1] // kv_heads
     outs = []
+    positions = rows.positions.split(rows.query_lens)
     for row, q in enumerate(rows.q.double().split(rows.query_lens)):
         slots = rows.slots(row, rows.contexts[row])
         key, value = (
@@ -136,8 +155,10 @@ def oracle(rows: Rows) -> Tensor:
             for c in rows.cache
         )
         score = torch.einsum("thd,hcd->htc", q, key) * dim**-0.5
-        seen = torch.ones(score.shape[1:], dtype=torch.bool, device=DEVICE)
-        score.masked_fill_(~seen.tril(rows.prefixes[row]), -float("inf"))
+        # The row ends with its last query, and so do the keys here.
+        ends = (positions[row] // rows.block_length + 1) * rows.block_length
+        hidden = torch.arange(len(slots), device=DEVICE) >= ends.unsqueeze(1)
+        score.masked_fill_(hidden, -float("inf"))
         outs.append(torch.einsum("htc,hcd->thd", score.softmax(-1), value))
     return torch.cat(outs)
 
@@ -149,7 +170,7 @@ def assert_right(rows: Rows, config: PrefillConfig | None = TINY) -> None:
     )
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_equals_float64(data: st.DataObject) -> None:
     lens = data.draw(st.lists(st.integers(1, 40) | st.just(1), min_size=1, max_size=4))
@@ -166,6 +187,8 @@ def test_equals_float64(data: st.DataObject) -> None:
         dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
         table_dtype=data.draw(st.sampled_from([torch.int32, torch.int64])),
         spare_columns=data.draw(st.integers(0, 3)),
+        repeats=data.draw(st.sampled_from([0, 0, 1, 3, 20])),
+        block_length=data.draw(st.sampled_from([1, 1, 2, 3, 4, 8, 32, 64])),
         seed=data.draw(st.integers(0, 99)),
     )
     assert_right(rows, replace(TINY, block_n=data.draw(st.sampled_from([16, 32]))))
@@ -194,13 +217,21 @@ def test_plan_covers_each_token_once_and_begins_with_the_longest_context() -> No
     assert plan.tiles.dtype == torch.int32 and plan.num_tokens == 40
     begins = [0, 9, 9, 10]
     covered, lasts = [], []
-    for row, first, size in plan.tiles.tolist():
-        assert 1 <= size <= 16 // 3
+    for row, first, remaining in plan.tiles.tolist():
+        assert first + remaining == begins[row] + lens[row]
+        size = min(remaining, 16 // 3)
         covered += [(row, token) for token in range(first, first + size)]
         lasts.append(contexts[row] - lens[row] + first + size - begins[row])
     expected = [(row, begins[row] + i) for row, n in enumerate(lens) for i in range(n)]
     assert sorted(covered) == expected
     assert lasts == sorted(lasts, reverse=True)
+
+
+@pytest.mark.parametrize("width", [1, 5, 12])
+def test_tiles_of_equal_rows_are_those_of_the_host(width: int) -> None:
+    ours = cut_equal_tiles(3, width, 5, DEVICE)
+    assert ours.dtype == torch.int32
+    assert sorted(ours.tolist()) == sorted(cut_tiles([width] * 3, 5).tolist())
 
 
 def test_no_rows() -> None:
@@ -231,6 +262,15 @@ def test_chunks_and_batch_mates_change_no_bit(dtype: torch.dtype) -> None:
         assert torch.equal(torch.cat(chunks), prompt)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_of_whole_blocks_change_no_bit(dtype: torch.dtype) -> None:
+    rows = make_rows([1, 75, 20], [30, 0, 17], dtype=dtype, heads=(6, 2), block_length=12)
+    prompt = rows.run().split(rows.query_lens)[1]
+    for border in (12, 48):
+        chunks = [rows.part(1, 0, border).run(), rows.part(1, border, 75).run()]
+        assert torch.equal(torch.cat(chunks), prompt)
+
+
 def test_a_nan_key_reaches_only_the_queries_that_read_it() -> None:
     rows = make_rows([40, 20], [10, 0])
     clean = rows.run()
@@ -255,8 +295,10 @@ def test_large_scores() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(32, 8), (16, 8), (10, 2)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_real_sizes(heads: tuple[int, int], head_dim: int) -> None:
+@pytest.mark.parametrize("block_length", [1, 3, 9])
+def test_real_sizes(heads: tuple[int, int], head_dim: int, block_length: int) -> None:
     shape = {"heads": heads, "head_dim": head_dim, "dtype": torch.bfloat16}
+    shape["block_length"] = block_length  # a divisor of where the row is cut below
     rows = make_rows([1000, 1, 700, 1300], [0, 900, 513, 64], **shape)  # type: ignore[arg-type]
     assert_right(rows, None)
     whole = rows.run(None)

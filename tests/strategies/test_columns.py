@@ -26,8 +26,13 @@ class PlacedStrategy(ARStrategy):
     name = "placed"
     columns = (PLACE,)
 
-    def decide(self, output: ModelOutput, sampling: SamplingInputs) -> StepOutput:
-        step = super().decide(output, sampling)
+    def first_tokens(self, output: ModelOutput, sampling: SamplingInputs) -> StepOutput:
+        return self._with_place(output, super().first_tokens(output, sampling))
+
+    def decide(self, output: ModelOutput) -> StepOutput:
+        return self._with_place(output, super().decide(output))
+
+    def _with_place(self, output: ModelOutput, step: StepOutput) -> StepOutput:
         place = torch.stack([output.positions, output.positions + 1], dim=-1).unsqueeze(1)
         return replace(step, columns={**step.columns, PLACE.name: place})
 

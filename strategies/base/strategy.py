@@ -1,0 +1,52 @@
+"""What most paradigms do alike: nothing besides sampling."""
+
+from __future__ import annotations
+
+from batchgen.engine.model_inputs import ModelInputs
+from batchgen.engine.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
+from batchgen.engine.sampler import sample
+from batchgen.engine.sampling_inputs import SamplingInputs
+from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.scheduled_batch import DecodeBatch
+from batchgen.engine.strategy import Limits
+
+
+class BaseStrategy:
+    """A paradigm of one token per row and step that refuses no option and keeps no extra state.
+
+    `engine.strategy.Strategy` says what each method is for.
+    """
+
+    name: str
+    columns: tuple[OutputColumn, ...] = ()
+    counts: tuple[str, ...] = ()
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (1,)
+
+    def check(self, params: SamplingParams) -> None:
+        """Nothing is refused."""
+
+    def allocate(self, limits: Limits) -> None:
+        """Nothing is kept."""
+
+    def attach(self, runner: ModelRunner, draft: ModelRunner | None) -> None:
+        if draft is not None:
+            raise ValueError(f"strategy {self.name} has no use for a draft model")
+
+    def step_width(self, num_rows: int) -> int:
+        return 1
+
+    def prefilled(self, inputs: ModelInputs) -> None:
+        """Nothing to do."""
+
+    def first_tokens(self, output: ModelOutput, sampling: SamplingInputs) -> StepOutput:
+        return sample(output.logits, sampling, output.positions + 1)
+
+    def propose(self, batch: DecodeBatch) -> None:
+        """Nothing to add."""
+
+    def observe(self, step: HostOutput) -> None:
+        """Nothing to learn."""
