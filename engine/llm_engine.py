@@ -14,7 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.cuda_graph import CHUNK_ROWS
 from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.memory import MemoryPlan, allocate_kv, graph_shapes, plan_memory
+from batchgen.engine.memory import (
+    MemoryPlan,
+    ModelUse,
+    allocate_kv,
+    graph_shapes,
+    plan_memory,
+)
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
@@ -31,7 +37,7 @@ from batchgen.engine.scheduled_batch import (
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.step_timing import StepTimer, timed
-from batchgen.engine.strategy import JoiningRows, Strategy
+from batchgen.engine.strategy import JoiningRows, Limits, Strategy
 from batchgen.engine.transfer import upload
 
 
@@ -44,6 +50,7 @@ class EngineStats:
         cached_tokens: that did not, because the prefix cache had them.
         generated_tokens: of finished and running requests.
         decode_rows: rows summed over decode steps; divided by steps, the mean batch.
+        draft_tokens: proposed; accepted_tokens: of the generated tokens, those that were drafts.
     """
 
     prefill_steps: int = 0
@@ -52,6 +59,8 @@ class EngineStats:
     decode_steps: int = 0
     decode_rows: int = 0
     generated_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     peak_kv_usage: float = 0.0
 
@@ -70,13 +79,15 @@ class LLMEngine:
         strategy: the decoding paradigm.
         config: batch and memory sizes.
         timer: measures the steps.
+        draft: a smaller model for a strategy that drafts with one, on the same device; its weights
+            are packed in place.
 
     Attributes:
         memory: what the device's memory is used for.
 
     Raises:
-        ValueError: the model or device does not allow the configuration, or the KV cache does not
-            fit.
+        ValueError: the model or device does not allow the configuration, the KV cache does not
+            fit, or the draft model does not go with the model.
     """
 
     def __init__(
@@ -87,6 +98,7 @@ class LLMEngine:
         strategy: Strategy,
         config: EngineConfig,
         timer: StepTimer | None = None,
+        draft: DenseForCausalLM | None = None,
     ) -> None:
         model.pack()
         self.config = config.resolve(model.device, model.num_parameters * model.dtype.itemsize)
@@ -96,16 +108,16 @@ class LLMEngine:
         self.strategy = strategy
         self.stats = EngineStats()
         self._timer = timer
-        self.memory: MemoryPlan = plan_memory(model, self.config, self.max_model_len)
+        limits = Limits(config.max_num_seqs, self.max_model_len, self.vocab_size, model.device)
+        strategy.allocate(limits)
+        uses = [ModelUse(model, strategy.widths)]
+        if draft is not None:
+            _check_draft(draft, self.vocab_size, self.max_model_len)
+            draft.pack()
+            uses.append(ModelUse(draft, strategy.draft_widths))
+        self.memory: MemoryPlan = plan_memory(uses, self.config, self.max_model_len)
         self._block_manager = BlockManager(
             self.memory.num_blocks, config.block_size, config.prefix_caching
-        )
-        kv_caches = allocate_kv(
-            model.config,
-            self.memory.num_blocks,
-            config.block_size,
-            dtype=model.dtype,
-            device=model.device,
         )
         self._requests = Requests(
             tokenizer,
@@ -115,10 +127,9 @@ class LLMEngine:
             max_model_len=self.max_model_len,
             kv_capacity=self._block_manager.capacity,
         )
-        self._runner = ModelRunner(model, kv_caches)
         assert self.config.max_batched_tokens is not None and self.config.chunk_tokens is not None
-        if self.config.cuda_graph:
-            self._runner.capture(graph_shapes(model, self.config, self.max_model_len))
+        self._runner, *others = [self._make_runner(use) for use in uses]
+        strategy.attach(self._runner, others[0] if others else None)
         self.scheduler = Scheduler(
             self._block_manager,
             config.max_num_seqs,
@@ -130,6 +141,21 @@ class LLMEngine:
         self._live: dict[str, Sequence] = {}
         # The parts of each batch that was launched and not read.
         self._launched: deque[list[tuple[PrefillBatch | DecodeBatch, HostCopy]]] = deque()
+
+    def _make_runner(self, use: ModelUse) -> ModelRunner:
+        """A model over a KV cache of all blocks."""
+        model, config = use.model, self.config
+        kv_caches = allocate_kv(
+            model.config,
+            self.memory.num_blocks,
+            config.block_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        runner = ModelRunner(model, kv_caches)
+        if config.cuda_graph:
+            runner.capture(graph_shapes(use, config, self.max_model_len))
+        return runner
 
     def add_request(
         self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams
@@ -183,6 +209,8 @@ class LLMEngine:
                     self.strategy.observe(step)
                 finished += self.scheduler.update(part, step)
         self.stats.generated_tokens = self.scheduler.num_generated_tokens
+        self.stats.draft_tokens = self.scheduler.num_draft_tokens
+        self.stats.accepted_tokens = self.scheduler.num_accepted_tokens
         for seq in finished:
             del self._live[seq.request_id]
         return [self._requests.output(seq) for seq in finished]
@@ -227,9 +255,8 @@ class LLMEngine:
             return []
         seqs = [batch.seqs[i] for i in batch.completing]
         tables = inputs.block_tables[upload(rows, torch.int64, self._runner.device)]
-        sampling = self._sampling_inputs(seqs)
-        step = self.strategy.first_tokens(output, sampling)
-        joining = JoiningRows(seqs, tables, inputs.context_lens[rows], sampling)
+        joining = JoiningRows(seqs, tables, inputs.context_lens[rows], self._sampling_inputs(seqs))
+        step = self.strategy.first_tokens(output, joining)
         self.strategy.step_inputs.merge_prefill(joining, step)
         return [(batch, step)]
 
@@ -256,6 +283,19 @@ class LLMEngine:
             prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
             stats.prefill_steps += 1
             stats.prefill_tokens += sum(prefill.lengths)
+
+
+def _check_draft(draft: DenseForCausalLM, vocab_size: int, max_model_len: int) -> None:
+    if draft.config.vocab_size != vocab_size:
+        raise ValueError(
+            f"the draft model's vocabulary has {draft.config.vocab_size} ids and the model's has "
+            f"{vocab_size}: choose a draft model with the same tokenizer"
+        )
+    if draft.config.max_position_embeddings < max_model_len:
+        raise ValueError(
+            f"the draft model has positions for {draft.config.max_position_embeddings} tokens and "
+            f"rows may get {max_model_len}: lower max_model_len or choose another draft model"
+        )
 
 
 def _prefill_inputs(batch: PrefillBatch, device: torch.device) -> ModelInputs:

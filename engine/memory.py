@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -82,24 +83,35 @@ class MemoryPlan:
         return ", ".join(parts) + ("" if self.total is None else f" of {gib(self.total)}")
 
 
-def plan_memory(model: DenseForCausalLM, config: EngineConfig, max_model_len: int) -> MemoryPlan:
+class ModelUse(NamedTuple):
+    """A model, and how many tokens of a row it reads in one decode forward (all that can occur)."""
+
+    model: DenseForCausalLM
+    widths: tuple[int, ...]
+
+
+def plan_memory(uses: Sequence[ModelUse], config: EngineConfig, max_model_len: int) -> MemoryPlan:
     """Blocks of the KV cache: as given, else what free memory allows after all else, and no more
     than all rows in flight at full length can fill.
 
     Args:
-        config: resolved for the model's device.
+        uses: the models that run, on one device; each has a KV cache of the same blocks.
+        config: resolved for the models' device.
 
     Raises:
         ValueError: there is no room for one row of `max_model_len` tokens if that was asked for,
             or for one block.
     """
-    per_block = kv_bytes_per_block(model.config, config.block_size, model.dtype)
+    device = uses[0].model.device
+    per_block = sum(
+        kv_bytes_per_block(model.config, config.block_size, model.dtype) for model, _ in uses
+    )
     row_blocks = -(-max_model_len // config.block_size)
     work_space, total = 0, None
-    if model.device.type == "cuda":
-        total = torch.cuda.get_device_properties(model.device).total_memory
-        work_space = _work_space(model, config, max_model_len)
-        room = _free_cuda_bytes(model.device, config) - work_space
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        work_space = sum(_work_space(use, config, max_model_len) for use in uses)
+        room = _free_cuda_bytes(device, config) - work_space
         advice = "raise gpu_memory_utilization, lower max_batched_tokens or free the GPU"
     else:
         room = int(_available_cpu_bytes() * _CPU_SHARE)
@@ -121,7 +133,7 @@ def plan_memory(model: DenseForCausalLM, config: EngineConfig, max_model_len: in
             f"{advice}, or lower max_model_len"
         )
     return MemoryPlan(
-        weights=model.num_parameters * model.dtype.itemsize,
+        weights=sum(model.num_parameters * model.dtype.itemsize for model, _ in uses),
         work_space=work_space,
         kv_cache=num_blocks * per_block,
         num_blocks=num_blocks,
@@ -130,12 +142,13 @@ def plan_memory(model: DenseForCausalLM, config: EngineConfig, max_model_len: in
     )
 
 
-def graph_shapes(model: DenseForCausalLM, config: EngineConfig, max_model_len: int) -> GraphShapes:
+def graph_shapes(use: ModelUse, config: EngineConfig, max_model_len: int) -> GraphShapes:
     """What is captured as CUDA graphs.
 
     Args:
         config: resolved for the model's device.
     """
+    model = use.model
     assert config.max_batched_tokens is not None and config.chunk_tokens is not None
     max_blocks = -(-max_model_len // config.block_size)
     short_blocks = split_length(config.max_num_seqs, model.config.num_kv_heads) // config.block_size
@@ -147,6 +160,7 @@ def graph_shapes(model: DenseForCausalLM, config: EngineConfig, max_model_len: i
             model.config.num_layers, model.num_parameters, config.max_batched_tokens
         ),
         short_blocks=short_blocks if short_blocks < max_blocks else 0,
+        widths=use.widths,
     )
 
 
@@ -168,10 +182,11 @@ def _free_cuda_bytes(device: torch.device, config: EngineConfig) -> int:
     return free - int(total * (1 - config.gpu_memory_utilization))
 
 
-def _work_space(model: DenseForCausalLM, config: EngineConfig, max_model_len: int) -> int:
+def _work_space(use: ModelUse, config: EngineConfig, max_model_len: int) -> int:
     """Bytes that a step needs besides weights and cache: the largest prefill, measured on the
     scratch block alone, the costliest sampling, and the largest decode step for the graphs' pool.
     """
+    model, width = use.model, max(use.widths)
     kv_caches = allocate_kv(
         model.config, 2, config.block_size, dtype=model.dtype, device=model.device
     )
@@ -179,18 +194,19 @@ def _work_space(model: DenseForCausalLM, config: EngineConfig, max_model_len: in
     prefill = _peak(model.device, lambda: _largest_prefill(runner, config, max_model_len))
     rows, blocks = config.max_num_seqs, -(-max_model_len // config.block_size)
     assert config.max_batched_tokens is not None
-    tokens = rows + (config.chunk_tokens or 0)
-    inputs = _scratch_inputs(np.ones(tokens, np.int64), (tokens, blocks), model.device)
+    more = config.chunk_tokens or 0 if width == 1 else 0
+    lens = np.full(rows + more, width)
+    inputs = _scratch_inputs(lens, (len(lens), blocks), model.device)
     decode = _peak(model.device, lambda: runner.decode(inputs))
     graphs = 0
     if config.cuda_graph:
-        shapes = graph_shapes(model, config, max_model_len)
+        shapes = graph_shapes(use, config, max_model_len)
         graphs = decode + 3 * inputs.block_tables.nbytes + len(shapes) * _GRAPH_BYTES
         if shapes.prefill_tokens:
             graphs += prefill * shapes.prefill_tokens // config.max_batched_tokens
     # The logits and their float32 copy for penalties; histories, of which joining rows make copies.
-    sampling = config.max_num_seqs * model.config.vocab_size * (model.dtype.itemsize + 4)
-    sampling += config.max_num_seqs * max_model_len * 3 * 8
+    sampling = rows * width * model.config.vocab_size * (model.dtype.itemsize + 4)
+    sampling += rows * max_model_len * 3 * 8
     return max(prefill, decode) + graphs + sampling + _LIBRARY_BYTES
 
 

@@ -26,6 +26,7 @@ class RowTable:
 
     Attributes:
         num_committed: generated tokens since the start.
+        num_drafts, num_accepted: draft tokens proposed, and committed, since the start.
         occupied: [C] bool, the slots in use. What follows is undefined elsewhere.
         epochs: [C] int64.
         num_tokens: [C] int64, committed tokens, those of the prompt included.
@@ -40,6 +41,8 @@ class RowTable:
 
     def __init__(self, capacity: int) -> None:
         self.num_committed = 0
+        self.num_drafts = 0
+        self.num_accepted = 0
         self.occupied = np.zeros(capacity, np.bool_)
         self.epochs = np.zeros(capacity, np.int64)
         self.num_tokens = np.zeros(capacity, np.int64)
@@ -217,9 +220,13 @@ class RowTable:
         """What the tokens cost."""
         self._forwards[slots] += 1
         if step.num_drafts is not None:
-            self._drafts[slots] += step.num_drafts[index]
+            drafts = step.num_drafts[index]
             # The last token of a step was drawn, those before it were drafts; a stop may cut it.
-            self._accepted[slots] += np.minimum(counts, np.maximum(step.num_tokens[index] - 1, 0))
+            accepted = np.minimum(counts, np.maximum(step.num_tokens[index] - 1, 0))
+            self._drafts[slots] += drafts
+            self._accepted[slots] += accepted
+            self.num_drafts += int(drafts.sum())
+            self.num_accepted += int(accepted.sum())
 
     def _fit_log(self, name: str, values: npt.NDArray[Any]) -> None:
         """Room for a column's values [B, W, *tail]; a batch's tail is its widest row's."""

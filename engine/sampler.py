@@ -103,16 +103,33 @@ def sample(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> StepO
         token_ids = processed.argmax(-1)
     else:
         token_ids = kernels.sample(processed, sampling.seeds, positions, sampling.greedy)
+    failed = ~logits.amax(-1).isfinite()  # a NaN anywhere in a row is its maximum
+    return _step_output(token_ids, failed, describe(logits, processed, sampling, token_ids))
+
+
+def describe(
+    logits: Tensor, processed: Tensor, sampling: SamplingInputs, token_ids: Tensor
+) -> dict[str, Tensor]:
+    """The columns that any row asks for.
+
+    Args:
+        logits: [R, V], as the model gave them.
+        processed: [R, V], what `process` made of them.
+        token_ids: [R] int64, the tokens that were chosen.
+
+    Returns:
+        name → [R, *tail].
+    """
     source = logits
     if sampling.any_processed_logprobs:
         source = torch.where(sampling.processed_logprobs.unsqueeze(1), processed, logits)
-    logprobs = top = None
+    columns: dict[str, Tensor] = {}
     if sampling.any_logprobs:
-        logprobs = kernels.logprobs_of(source, token_ids)
+        columns[LOGPROBS.name] = kernels.logprobs_of(source, token_ids)
     if sampling.max_top_logprobs:
-        top = kernels.top_logprobs(source, sampling.max_top_logprobs)
-    failed = ~logits.amax(-1).isfinite()  # a NaN anywhere in a row is its maximum
-    return _step_output(token_ids, failed, logprobs, top)
+        ids, values = kernels.top_logprobs(source, sampling.max_top_logprobs)
+        columns |= {TOP_LOGPROB_IDS.name: ids, TOP_LOGPROBS.name: values}
+    return columns
 
 
 def sample_fused(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> StepOutput:
@@ -137,9 +154,11 @@ def sample_fused(logits: Tensor, sampling: SamplingInputs, positions: Tensor) ->
         sampling.greedy,
         sampling.processed_logprobs if sampling.any_logprobs else None,
     )
-    top = None
+    columns: dict[str, Tensor] = {}
+    if drawn.logprobs is not None:
+        columns[LOGPROBS.name] = drawn.logprobs
     if sampling.max_top_logprobs:
-        top = top_logprobs_triton.top_logprobs(
+        ids, values = top_logprobs_triton.top_logprobs(
             penalised,
             logits,
             sampling.temperature,
@@ -147,22 +166,15 @@ def sample_fused(logits: Tensor, sampling: SamplingInputs, positions: Tensor) ->
             sampling.processed_logprobs,
             sampling.max_top_logprobs,
         )
-    return _step_output(drawn.token_ids, drawn.failed, drawn.logprobs, top)
+        columns |= {TOP_LOGPROB_IDS.name: ids, TOP_LOGPROBS.name: values}
+    return _step_output(drawn.token_ids, drawn.failed, columns)
 
 
-def _step_output(
-    token_ids: Tensor, failed: Tensor, logprobs: Tensor | None, top: tuple[Tensor, Tensor] | None
-) -> StepOutput:
-    """One token per row, with log-probabilities [R] and the most likely ids and values [R, K]."""
-    columns: dict[str, Tensor] = {}
-    if logprobs is not None:
-        columns[LOGPROBS.name] = logprobs.unsqueeze(1)
-    if top is not None:
-        columns[TOP_LOGPROB_IDS.name] = top[0].unsqueeze(1)
-        columns[TOP_LOGPROBS.name] = top[1].unsqueeze(1)
+def _step_output(token_ids: Tensor, failed: Tensor, columns: dict[str, Tensor]) -> StepOutput:
+    """One token per row, [R], with its columns [R, *tail]."""
     return StepOutput(
         num_tokens=(~failed).int(),
         token_ids=token_ids.unsqueeze(1),
         failed=failed,
-        columns=columns,
+        columns={name: values.unsqueeze(1) for name, values in columns.items()},
     )

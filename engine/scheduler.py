@@ -87,6 +87,16 @@ class Scheduler:
         return self._table.num_committed
 
     @property
+    def num_draft_tokens(self) -> int:
+        """Proposed since the start."""
+        return self._table.num_drafts
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Of the committed tokens, those that were drafts."""
+        return self._table.num_accepted
+
+    @property
     def running(self) -> list[Sequence]:
         """The rows that own blocks."""
         cut = [] if self._prefilling is None else [self._prefilling]

@@ -78,6 +78,7 @@ class Strategy(Protocol):
         columns: output columns it can produce besides the sampler's.
         counts: fields of `RequestOutput` that say what a row cost in this paradigm.
         widths: tokens of a row in one decode forward, ascending from 1: all that can occur.
+        draft_widths: the same of the draft model, if it takes one.
     """
 
     name: str
@@ -86,6 +87,9 @@ class Strategy(Protocol):
 
     @property
     def widths(self) -> tuple[int, ...]: ...
+
+    @property
+    def draft_widths(self) -> tuple[int, ...]: ...
 
     @property
     def step_inputs(self) -> StepInputs: ...
@@ -111,7 +115,7 @@ class Strategy(Protocol):
     def prefilled(self, inputs: ModelInputs) -> None:
         """The model has read these tokens of prompts."""
 
-    def first_tokens(self, output: ModelOutput, sampling: SamplingInputs) -> StepOutput:
+    def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         """From the logits that end a prefill: one token for each row."""
 
     def propose(self, batch: DecodeBatch) -> None:

@@ -64,16 +64,19 @@ class NgramIndex:
         max_n: int,
         pool: bool,
         device: torch.device | str,
+        most_entries: int | None = None,
     ) -> NgramIndex:
         """An empty index.
 
         The table has two entries for each n-gram that full slots hold, at least 4 · S · H and 2¹⁰,
-        at most 2²⁴ (128 MiB). In a table that is too small, recent n-grams displace old ones.
+        at most 2²⁴ (128 MiB) or `most_entries`, a power of two. In a table that is too small,
+        recent n-grams displace old ones.
         """
         assert 1 <= min_n <= max_n <= _LARGEST_N
         keys = (max_n - min_n + 1) * (1 + pool)
         wanted = 2 * max(keys, 2) * num_slots * max_len
         size = min(max(1 << (wanted - 1).bit_length(), _LEAST_ENTRIES), _MOST_ENTRIES)
+        size = min(size, most_entries or size)
         return cls(
             tokens=torch.zeros(num_slots, max_len, dtype=torch.int32, device=device),
             lengths=torch.zeros(num_slots, dtype=torch.int32, device=device),

@@ -28,15 +28,15 @@ from batchgen.engine.loader import load_model
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.outputs import StepOutput
-from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.strategy import JoiningRows
 from batchgen.strategies.ar.strategy import ARStrategy
 
 
 class FreeStrategy(ARStrategy):
     """Decides without looking at logits."""
 
-    def first_tokens(self, output: ModelOutput, sampling: SamplingInputs) -> StepOutput:
+    def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         return self.decide(output)
 
     def decide(self, output: ModelOutput) -> StepOutput:

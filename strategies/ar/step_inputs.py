@@ -16,7 +16,7 @@ class ARStepInputs(StepInputs):
         self._add_rows(rows, step)
 
     def step_decode(self, step: StepOutput) -> None:
-        inputs = self.model_inputs
+        inputs = self.newest
         positions = inputs.positions + 1
         self._sampling = self.sampling.append(step.token_ids, step.num_tokens, positions)
-        self._model_inputs = replace(inputs, input_ids=step.token_ids[:, 0], positions=positions)
+        self._newest = replace(inputs, input_ids=step.token_ids[:, 0], positions=positions)

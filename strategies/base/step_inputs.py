@@ -26,14 +26,19 @@ class StepInputs(ABC):
     """
 
     def __init__(self) -> None:
-        self._model_inputs: ModelInputs | None = None
+        self._newest: ModelInputs | None = None
         self._sampling: SamplingInputs | None = None
+
+    @property
+    def newest(self) -> ModelInputs:
+        """The rows with the newest token of each."""
+        assert self._newest is not None, "no row was prefilled yet"
+        return self._newest
 
     @property
     def model_inputs(self) -> ModelInputs:
         """What the next decode forward reads."""
-        assert self._model_inputs is not None, "no row was prefilled yet"
-        return self._model_inputs
+        return self.newest
 
     @property
     def sampling(self) -> SamplingInputs:
@@ -51,11 +56,11 @@ class StepInputs(ABC):
     def reindex(self, batch: DecodeBatch) -> None:
         """Drop the rows that left and extend the block tables of those that stay."""
         if batch.keep is not None:
-            self._model_inputs = self.model_inputs.index_select(batch.keep)
+            self._newest = self.newest.index_select(batch.keep)
             self._sampling = self.sampling.index_select(batch.keep)
-        self._model_inputs = replace(self.model_inputs, context_lens=batch.context_lens)
+        self._newest = replace(self.newest, context_lens=batch.context_lens)
         if batch.new_blocks:
-            tables = self.model_inputs.block_tables
+            tables = self.newest.block_tables
             new = np.array(batch.new_blocks, np.int64)
             width = 1 + int(new[:, 1].max())
             if width > tables.shape[1]:
@@ -63,7 +68,7 @@ class StepInputs(ABC):
                 tables = F.pad(tables, (0, 2 * width - tables.shape[1]))
             rows, columns, blocks = upload(new, torch.int64, tables.device).unbind(1)
             tables[rows, columns] = blocks
-            self._model_inputs = replace(self.model_inputs, block_tables=tables)
+            self._newest = replace(self.newest, block_tables=tables)
 
     def _add_rows(self, rows: JoiningRows, step: StepOutput) -> None:
         """Rows whose next forward begins with the token that they just produced."""
@@ -76,8 +81,8 @@ class StepInputs(ABC):
             context_lens=rows.context_lens + 1,
         )
         sampling = rows.sampling.append(step.token_ids, step.num_tokens, positions)
-        if self._model_inputs is None or self._sampling is None:
-            self._model_inputs, self._sampling = inputs, sampling
+        if self._newest is None or self._sampling is None:
+            self._newest, self._sampling = inputs, sampling
         else:
-            self._model_inputs = ModelInputs.concat([self._model_inputs, inputs])
+            self._newest = ModelInputs.concat([self._newest, inputs])
             self._sampling = SamplingInputs.concat([self._sampling, sampling])

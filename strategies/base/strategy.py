@@ -6,10 +6,9 @@ from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
 from batchgen.engine.sampler import sample
-from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.scheduled_batch import DecodeBatch
-from batchgen.engine.strategy import Limits
+from batchgen.engine.strategy import JoiningRows, Limits
 
 
 class BaseStrategy:
@@ -25,6 +24,10 @@ class BaseStrategy:
     @property
     def widths(self) -> tuple[int, ...]:
         return (1,)
+
+    @property
+    def draft_widths(self) -> tuple[int, ...]:
+        return ()
 
     def check(self, params: SamplingParams) -> None:
         """Nothing is refused."""
@@ -42,8 +45,8 @@ class BaseStrategy:
     def prefilled(self, inputs: ModelInputs) -> None:
         """Nothing to do."""
 
-    def first_tokens(self, output: ModelOutput, sampling: SamplingInputs) -> StepOutput:
-        return sample(output.logits, sampling, output.positions + 1)
+    def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
+        return sample(output.logits, rows.sampling, output.positions + 1)
 
     def propose(self, batch: DecodeBatch) -> None:
         """Nothing to add."""

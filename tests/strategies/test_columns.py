@@ -15,8 +15,8 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loader import load_model
 from batchgen.engine.model_runner import ModelOutput
 from batchgen.engine.outputs import OutputColumn, StepOutput
-from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.strategy import JoiningRows
 from batchgen.strategies.ar.strategy import ARStrategy
 
 PLACE = OutputColumn("place", np.dtype(np.int64), (2,))
@@ -26,8 +26,8 @@ class PlacedStrategy(ARStrategy):
     name = "placed"
     columns = (PLACE,)
 
-    def first_tokens(self, output: ModelOutput, sampling: SamplingInputs) -> StepOutput:
-        return self._with_place(output, super().first_tokens(output, sampling))
+    def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
+        return self._with_place(output, super().first_tokens(output, rows))
 
     def decide(self, output: ModelOutput) -> StepOutput:
         return self._with_place(output, super().decide(output))

@@ -1,0 +1,188 @@
+"""Speculative decoding: a proposer drafts tokens, one forward verifies them all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from batchgen.engine.model_inputs import ModelInputs
+from batchgen.engine.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
+from batchgen.engine.sampler import sample
+from batchgen.engine.scheduled_batch import DecodeBatch
+from batchgen.engine.strategy import JoiningRows, Limits
+from batchgen.engine.transfer import upload
+from batchgen.strategies.ar_spec.controller import StepCosts, best_drafts
+from batchgen.strategies.ar_spec.proposers import DraftProposer, NgramProposer, Proposer
+from batchgen.strategies.ar_spec.step_inputs import SpecStepInputs
+from batchgen.strategies.ar_spec.verifiers import VERIFIERS
+from batchgen.strategies.base.strategy import BaseStrategy
+
+DRAFT_ACCEPTED = OutputColumn("draft_accepted", np.dtype(np.bool_))
+"""Whether the token was a draft."""
+STEP_MAP = OutputColumn("step_map", np.dtype(np.int32))
+"""Which of the row's forwards committed the token, from 1."""
+
+_MOST_DRAFTS = 7
+_LENGTHS = (0, 1, 2, 3, 5)
+"""Numbers of drafts to choose from, besides the largest: each has kernels of its own."""
+
+
+class ARSpecStrategy(BaseStrategy):
+    """The tokens of `ar` in fewer forwards.
+
+    Args:
+        proposer: `ngram` looks up where the row's last tokens stood before, `draft` runs a smaller
+            model.
+        num_spec_tokens: drafts of a row and step, at most.
+        verifier: `pathwise` gives the very tokens of `ar`; `rejection` gives others of the same law
+            and accepts a draft model's more often at high temperatures.
+        adaptive: choose the number of drafts step by step, down to none, from the batch's size, the
+            cost of a forward and how often drafts held; else always num_spec_tokens.
+        ngram_min, ngram_max: tokens that must match, of the longest match at most so many.
+        ngram_pool: look at the tokens of other rows, too.
+        draft_model: for whoever builds the engine: hub name or path of the draft model.
+        acceptance_floor: a job of which a smaller share of the drafts held says so at its end.
+
+    Raises:
+        ValueError: an option is out of range or does not go with another.
+    """
+
+    name = "ar_spec"
+    columns = (DRAFT_ACCEPTED, STEP_MAP)
+    counts = ("num_forwards", "num_draft_tokens", "num_accepted_tokens")
+
+    def __init__(
+        self,
+        proposer: Literal["ngram", "draft"] = "ngram",
+        num_spec_tokens: int = 3,
+        verifier: Literal["pathwise", "rejection"] = "pathwise",
+        adaptive: bool = True,
+        ngram_min: int = 2,
+        ngram_max: int = 4,
+        ngram_pool: bool = False,
+        draft_model: str | None = None,
+        acceptance_floor: float = 0.2,
+    ) -> None:
+        checks = (
+            ("proposer", proposer in ("ngram", "draft"), "ngram or draft", proposer),
+            (
+                "num_spec_tokens",
+                1 <= num_spec_tokens <= _MOST_DRAFTS,
+                f"1 to {_MOST_DRAFTS}",
+                num_spec_tokens,
+            ),
+            ("verifier", verifier in VERIFIERS, " or ".join(VERIFIERS), verifier),
+            ("ngram_min", 1 <= ngram_min <= ngram_max, "1 to ngram_max", ngram_min),
+            ("ngram_max", ngram_max <= 8, "at most 8", ngram_max),
+            ("acceptance_floor", 0 <= acceptance_floor <= 1, "from 0 to 1", acceptance_floor),
+        )
+        for name, ok, allowed, given in checks:
+            if not ok:
+                raise ValueError(f"{name} must be {allowed}, got {given!r}")
+        if draft_model is not None and proposer != "draft":
+            raise ValueError(f"draft_model is set, but proposer is {proposer}: set it to draft")
+        if ngram_pool and proposer != "ngram":
+            raise ValueError("ngram_pool is true, but the proposer is not ngram: leave it false")
+        if verifier == "rejection" and adaptive:
+            raise ValueError(
+                "verifier rejection needs adaptive=false: its tokens depend on how many drafts a "
+                "step has, so a choice by the batch's size would make them depend on other rows"
+            )
+        if verifier == "rejection" and ngram_pool:
+            raise ValueError(
+                "verifier rejection needs ngram_pool=false: its tokens depend on the drafts, which "
+                "would depend on other rows"
+            )
+        self.proposer_name = proposer
+        self.draft_model = draft_model
+        self.acceptance_floor = acceptance_floor
+        self.num_spec_tokens = num_spec_tokens
+        self._verify = VERIFIERS[verifier]
+        self._rejection = verifier == "rejection"
+        self._adaptive = adaptive
+        self._ngram = (ngram_min, ngram_max, ngram_pool)
+        self._lengths = (*(k for k in _LENGTHS if k < num_spec_tokens), num_spec_tokens)
+        self._proposer: Proposer = NgramProposer()
+        self._costs: StepCosts | None = None
+        self._draft_costs: StepCosts | None = None
+        self._step_inputs = SpecStepInputs()
+
+    @property
+    def step_inputs(self) -> SpecStepInputs:
+        return self._step_inputs
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(1 + k for k in self._lengths)
+
+    @property
+    def draft_widths(self) -> tuple[int, ...]:
+        """Tokens of a row in one forward of the draft model."""
+        return DraftProposer.widths
+
+    def allocate(self, limits: Limits) -> None:
+        self._step_inputs.allocate(limits, *self._ngram, indexed=self.proposer_name == "ngram")
+        self._max_rows = limits.max_rows
+
+    def attach(self, runner: ModelRunner, draft: ModelRunner | None) -> None:
+        if (draft is not None) != (self.proposer_name == "draft"):
+            has = "no draft model" if draft is None else "a draft model"
+            raise ValueError(f"proposer is {self.proposer_name}, but there is {has}")
+        if draft is not None:
+            self._proposer = DraftProposer(draft, own_law=self._rejection)
+        if self._adaptive:
+            self._costs = StepCosts.measure(runner, self._max_rows, self.widths)
+            if draft is not None:
+                self._draft_costs = StepCosts.measure(draft, self._max_rows, (1,))
+
+    def step_width(self, num_rows: int) -> int:
+        if self._costs is None:
+            return 1 + self.num_spec_tokens
+        acceptance = self.step_inputs.acceptance
+        return 1 + best_drafts(num_rows, self._lengths, acceptance, self._costs, self._draft_costs)
+
+    def prefilled(self, inputs: ModelInputs) -> None:
+        self._proposer.prefilled(inputs)
+
+    def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
+        step = super().first_tokens(output, rows)
+        steps = [seq.num_forwards for seq in rows.seqs]
+        return _with_columns(step, upload(steps, torch.int32, output.positions.device))
+
+    def propose(self, batch: DecodeBatch) -> None:
+        state = self.step_inputs
+        if batch.width == 1:
+            state.acceptance.skipped += 1
+            self._proposer.skipped(state)
+        else:
+            state.acceptance.skipped = 0
+            state.set_drafts(self._proposer.propose(state, batch.width - 1))
+
+    def decide(self, output: ModelOutput) -> StepOutput:
+        state = self.step_inputs
+        drafts, steps = state.drafts, state.rows.steps
+        if drafts is None:
+            return _with_columns(sample(output.logits, state.sampling, output.positions + 1), steps)
+        step = self._verify(state, output, drafts)
+        return _with_columns(replace(step, num_drafts=drafts.counts), steps)
+
+    def observe(self, step: HostOutput) -> None:
+        if step.num_drafts is not None:
+            k = step.token_ids.shape[1] - 1
+            self.step_inputs.acceptance.observe(step.num_tokens - 1, k)
+
+
+def _with_columns(step: StepOutput, steps: torch.Tensor) -> StepOutput:
+    """With what speculation knows of the tokens; steps: [B] int32, the rows' forwards before."""
+    place = torch.arange(step.token_ids.shape[1], device=steps.device)
+    # The last token of a row that did not fail is the model's own.
+    num_drafts = step.num_tokens - (~step.failed).int()
+    columns = {
+        DRAFT_ACCEPTED.name: place < num_drafts.unsqueeze(1),
+        STEP_MAP.name: (steps + 1).unsqueeze(1).expand(-1, len(place)),
+    }
+    return replace(step, columns={**step.columns, **columns})
