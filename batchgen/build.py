@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
+from pkgutil import resolve_name
 
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+import yaml
 
-from batchgen.config import COMMON_COLUMNS, JobConfig, StrategyConfig, sampling_params
+from batchgen.config import (
+    COMMON_COLUMNS,
+    JobConfig,
+    StrategyConfig,
+    sampling_params,
+    strategy_options,
+)
 from batchgen.dataset import open_dataset
+from batchgen.draft_model import open_draft
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.requests import check_params, output_columns
 from batchgen.engine.strategy import Strategy
@@ -18,7 +26,9 @@ from batchgen.fingerprint import fingerprint_files
 from batchgen.job import JobParts
 from batchgen.model_source import model_files
 from batchgen.open_model import open_model
+from batchgen.progress import Speculation
 from batchgen.prompts import build_prompt
+from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 
 
 def job_parts(config: JobConfig) -> JobParts:
@@ -27,10 +37,9 @@ def job_parts(config: JobConfig) -> JobParts:
     Raises:
         ConfigError: a user's mistake in any of them.
     """
+    strategy = build_strategy(config.strategy)
     with _named("model"):
         model = open_model(config.model.path, config.model.revision, config.model.load_format)
-    with _named("strategy"):
-        strategy = build_strategy(config.strategy)
     _check_columns(config.output.columns, strategy)
     params = sampling_params(config)
     with _named("sampling"):
@@ -43,50 +52,80 @@ def job_parts(config: JobConfig) -> JobParts:
         columns=source.columns,
     )
 
-    def build_engine() -> LLMEngine:
-        with _named("model"):
-            weights = model.load(config.model.dtype, config.engine.device)
-        with _named("engine"):
-            return model.engine(weights, strategy, config.engine)
-
     with _named("engine"):
         dtype = model.dtype(config.model.dtype, config.engine.device)
         max_model_len = config.engine.model_len(model.config.max_position_embeddings)
+    draft = open_draft(strategy, model, max_model_len)
+
+    def build_engine() -> LLMEngine:
+        with _named("model"):
+            weights = model.load(config.model.dtype, config.engine.device)
+        with _named("strategy.draft_model"):
+            draft_weights = None if draft is None else draft.load_beside(weights)
+        with _named("engine"):
+            return model.engine(weights, strategy, config.engine, draft_weights)
+
+    fingerprints = {
+        "model": fingerprint_files(model_files(model.path)),
+        # `auto` may mean another dtype on another machine, and that gives other tokens.
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    if draft is not None:
+        fingerprints["draft_model"] = fingerprint_files(model_files(draft.path))
     return JobParts(
         source=source,
         prompt=prompt,
         bos_id=None if model.tokenizer is None else model.tokenizer.bos_token_id,
         max_model_len=max_model_len,
         columns=output_columns(params, strategy),
-        # `auto` may mean another dtype on another machine, and that gives other tokens.
-        fingerprints={
-            "model": fingerprint_files(model_files(model.path)),
-            "dtype": str(dtype).removeprefix("torch."),
-        },
+        fingerprints=fingerprints,
         build_engine=build_engine,
+        counts=strategy.counts,
+        speculation=_speculation(strategy),
     )
 
 
 def build_strategy(config: StrategyConfig) -> Strategy:
     """Raises ConfigError if the class cannot be imported or does not take the options."""
     try:
-        strategy: Strategy = instantiate({"_target_": config.target, **config.options})
-    except InstantiationException as error:
-        reason = " ".join(str(error.__cause__ or error).split())
-        raise ConfigError(f"strategy {config.target} cannot be built: {reason}") from error
+        cls = resolve_name(config.target)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"strategy._target_: {config.target} is not there: {error}") from error
+    if not isinstance(cls, type):
+        raise ConfigError(f"strategy._target_: {config.target} is not a Strategy")
+    with _named("strategy"):
+        strategy: Strategy = cls(**strategy_options(cls, config.options))
     if not hasattr(strategy, "step_inputs"):
         raise ConfigError(f"strategy._target_: {config.target} is not a Strategy")
     return strategy
+
+
+def _speculation(strategy: Strategy) -> Speculation | None:
+    if not isinstance(strategy, ARSpecStrategy):
+        return None
+    return Speculation(strategy.proposer_name, strategy.acceptance_floor)
 
 
 def _check_columns(columns: tuple[str, ...], strategy: Strategy) -> None:
     known = [*COMMON_COLUMNS, *(column.name for column in strategy.columns)]
     for name in columns:
         if name not in known:
+            others = ", ".join(f"strategy={other}" for other in _choices_with(name))
             raise ConfigError(
-                f"output.columns has no column {name!r} with strategy {strategy.name}: choose "
-                f"among {', '.join(known)}"
+                f"output.columns has no column {name!r} with strategy {strategy.name}: "
+                + (f"it comes with {others}; " if others else "")
+                + f"choose among {', '.join(known)}"
             )
+
+
+def _choices_with(column: str) -> list[str]:
+    """The choices of conf/strategy that have the column."""
+    names = []
+    for file in files("batchgen.conf").joinpath("strategy").iterdir():
+        strategy = resolve_name(yaml.safe_load(file.read_text(encoding="utf-8"))["_target_"])
+        if column in (declared.name for declared in strategy.columns):
+            names.append(file.name.removesuffix(".yaml"))
+    return sorted(names)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from batchgen.job_folder import JobFolder
 from batchgen.manifest import Manifest, write_atomic
 from batchgen.metrics import Metrics, Totals
 from batchgen.output_schema import PROMPT_TOKEN_IDS, OutputSchema
-from batchgen.progress import Progress, show_memory, summary
+from batchgen.progress import Progress, Speculation, show_memory, summary
 from batchgen.prompts import Prompt, fit_prompt
 from batchgen.shards import shard_files
 from batchgen.signals import JobStopped, StopSignals
@@ -38,6 +38,8 @@ class JobParts:
         columns: the per-token columns that the engine will give for this job's parameters.
         fingerprints: of the model's files and the tokenizer, by name.
         build_engine: loads the weights; called last, and only if there are rows to compute.
+        counts: the fields of `RequestOutput` that say what a row cost, which become columns.
+        speculation: of a strategy that drafts; its remark ends the job's summary.
     """
 
     source: RowSource
@@ -47,6 +49,8 @@ class JobParts:
     columns: Sequence[OutputColumn]
     fingerprints: Mapping[str, str]
     build_engine: Callable[[], Engine]
+    counts: Sequence[str] = ()
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,10 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
     output, source = config.output, parts.source
     prompt = _fitted_prompt(config, parts)
     schema = OutputSchema.build(
-        source.schema, parts.columns, prompt_token_ids=PROMPT_TOKEN_IDS in output.columns
+        source.schema,
+        parts.columns,
+        parts.counts,
+        prompt_token_ids=PROMPT_TOKEN_IDS in output.columns,
     )
     fingerprints = {"dataset": source.fingerprint, **parts.fingerprints}
     manifest = Manifest.build(identity(config), fingerprints)
@@ -110,7 +117,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
         todo = Todo(source, writer)
         is_done = todo.is_empty()
         if is_done and metrics.was_complete:
-            return _already_complete(folder)
+            return _already_complete(parts, folder)
         with _recorded(metrics, folder.path):
             if not is_done:
                 total = None if source.num_rows is None else source.num_rows * samples
@@ -124,7 +131,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                         return _stopped(writer, metrics, signals, folder.path)
             signals.deferred = True
             writer.finish(todo.num_rows)
-            return _complete(config, folder, schema, manifest, metrics)
+            return _complete(config, parts, folder, schema, manifest, metrics)
 
 
 def _fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[int]]:
@@ -195,21 +202,28 @@ def _stopped(
 
 
 def _complete(
-    config: JobConfig, folder: JobFolder, schema: OutputSchema, manifest: Manifest, metrics: Metrics
+    config: JobConfig,
+    parts: JobParts,
+    folder: JobFolder,
+    schema: OutputSchema,
+    manifest: Manifest,
+    metrics: Metrics,
 ) -> JobResult:
     folder.remove_journal()
-    totals = metrics.totals = Totals.read(list(shard_files(folder.data).values()))
+    totals = metrics.totals = Totals.read(list(shard_files(folder.data).values()), parts.counts)
     card = dataset_card(resolved(config), manifest.fingerprints, schema.arrow, totals)
     write_atomic(folder.path / "README.md", card)
     metrics.save("complete")
-    return JobResult(totals.error_rows, None, summary(totals, str(folder.path), metrics))
+    message = summary(totals, str(folder.path), metrics, parts.speculation)
+    return JobResult(totals.error_rows, None, message)
 
 
-def _already_complete(folder: JobFolder) -> JobResult:
+def _already_complete(parts: JobParts, folder: JobFolder) -> JobResult:
     folder.remove_journal()
-    totals = Totals.read(list(shard_files(folder.data).values()))
+    totals = Totals.read(list(shard_files(folder.data).values()), parts.counts)
     message = "This job is complete already; nothing was computed.\n"
-    return JobResult(totals.error_rows, None, message + summary(totals, str(folder.path)))
+    table = summary(totals, str(folder.path), speculation=parts.speculation)
+    return JobResult(totals.error_rows, None, message + table)
 
 
 def _resume(folder: Path) -> str:

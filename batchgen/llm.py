@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -9,11 +10,13 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
+from batchgen.draft_model import open_draft
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loader import LoadFormat
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.strategy import Strategy
 from batchgen.fingerprint import derive_seed
 from batchgen.open_model import DeviceName, DtypeName, open_model
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -36,6 +39,8 @@ class LLM:
         dtype: `auto` is the checkpoint's on a GPU and float32 on a CPU.
         device: `auto` is a GPU if there is one.
         load_format: `dummy` makes random weights from the configuration alone.
+        strategy: the decoding paradigm, `ARStrategy()` unless given. It holds the state of its
+            rows, so the LLM works with a copy: one object can be given to several.
         config: batch and memory sizes.
 
     Raises:
@@ -51,13 +56,18 @@ class LLM:
         dtype: DtypeName = "auto",
         device: DeviceName = "auto",
         load_format: LoadFormat = "auto",
+        strategy: Strategy | None = None,
         config: EngineConfig | None = None,
     ) -> None:
         opened = open_model(model, revision, load_format)
+        config = config or EngineConfig()
+        strategy = ARStrategy() if strategy is None else copy.deepcopy(strategy)
+        max_model_len = config.model_len(opened.config.max_position_embeddings)
+        draft = open_draft(strategy, opened, max_model_len)
+        weights = opened.load(dtype, device)
+        draft_weights = None if draft is None else draft.load_beside(weights)
         self.tokenizer: PreTrainedTokenizerBase | None = opened.tokenizer
-        self.engine: LLMEngine = opened.engine(
-            opened.load(dtype, device), ARStrategy(), config or EngineConfig()
-        )
+        self.engine: LLMEngine = opened.engine(weights, strategy, config, draft_weights)
 
     def generate(
         self,

@@ -5,7 +5,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -49,7 +49,11 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts over the shards of a complete job; the only source is the shards themselves."""
+    """Counts over the shards of a complete job; the only source is the shards themselves.
+
+    Attributes:
+        counts: sums of what the strategy counts for each row (`OutputSchema.counts`).
+    """
 
     rows: int
     error_rows: int
@@ -57,25 +61,30 @@ class Totals:
     errors: Mapping[str, int]
     prompt_tokens: int
     generated_tokens: int
+    counts: Mapping[str, int]
 
     @classmethod
-    def read(cls, shards: list[Path]) -> "Totals":
-        """Count the rows of all shards; only the small columns are read."""
+    def read(cls, shards: list[Path], counts: Sequence[str]) -> "Totals":
+        """Count the rows of all shards; only the small columns are read.
+
+        Args:
+            counts: names of further columns to sum.
+        """
         reasons: dict[str, int] = {}
         errors: dict[str, int] = {}
-        rows = prompt = generated = 0
+        sums = dict.fromkeys(["num_prompt_tokens", "num_generated_tokens", *counts], 0)
+        rows = 0
         for path in shards:
             table = pq.read_table(
-                path,
-                columns=["finish_reason", "error", "num_prompt_tokens", "num_generated_tokens"],
-                partitioning=None,
+                path, columns=["finish_reason", "error", *sums], partitioning=None
             )
             rows += table.num_rows
-            prompt += pc.sum(table["num_prompt_tokens"]).as_py() or 0
-            generated += pc.sum(table["num_generated_tokens"]).as_py() or 0
+            for name in sums:
+                sums[name] += pc.sum(table[name]).as_py() or 0
             _count(reasons, table["finish_reason"])
             _count(errors, pc.struct_field(table["error"], "type").drop_null())
-        return cls(rows, sum(errors.values()), reasons, errors, prompt, generated)
+        prompt, generated = sums.pop("num_prompt_tokens"), sums.pop("num_generated_tokens")
+        return cls(rows, sum(errors.values()), reasons, errors, prompt, generated, sums)
 
 
 class Metrics:

@@ -63,11 +63,32 @@ class OpenedModel:
             load_format=self.load_format,
         )
 
+    def load_beside(self, model: DenseForCausalLM) -> DenseForCausalLM:
+        """With its weights, on the device and in the dtype of another model.
+
+        Raises:
+            ValueError: a tensor is missing or wrong.
+        """
+        return load_model(
+            self.path, device=model.device, dtype=model.dtype, load_format=self.load_format
+        )
+
     def engine(
-        self, model: DenseForCausalLM, strategy: Strategy, config: EngineConfig
+        self,
+        model: DenseForCausalLM,
+        strategy: Strategy,
+        config: EngineConfig,
+        draft: DenseForCausalLM | None = None,
     ) -> LLMEngine:
-        """Raises ValueError if the configuration does not suit the model or the device's memory."""
-        return LLMEngine(model, self.tokenizer, self.eos_token_ids, strategy, config)
+        """Of the model with its weights.
+
+        Args:
+            draft: the draft model with its weights, for a strategy that drafts with one.
+
+        Raises:
+            ValueError: the configuration does not suit the models or the device's memory.
+        """
+        return LLMEngine(model, self.tokenizer, self.eos_token_ids, strategy, config, draft=draft)
 
 
 def open_model(model: str, revision: str | None, load_format: LoadFormat) -> OpenedModel:

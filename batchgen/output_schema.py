@@ -34,6 +34,12 @@ _AFTER = (
     ("num_generated_tokens", pa.int32(), "length of token_ids"),
 )
 PROMPT_TOKEN_IDS = "prompt_token_ids"
+_COUNTS = {
+    "num_forwards": "forwards of the model that yielded token_ids",
+    "num_draft_tokens": "tokens that were drafted for the row in those forwards",
+    "num_accepted_tokens": "of token_ids, how many were drafts",
+}
+"""What `Strategy.counts` may name, and what it means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +62,25 @@ class OutputSchema:
         arrow: of journal and shards; every field's metadata says what it means.
         passthrough: names of the input columns that are copied into every row.
         columns: the per-token columns, in their order.
+        counts: the fields of `RequestOutput` that are columns too.
     """
 
     arrow: pa.Schema
     passthrough: tuple[str, ...]
     columns: tuple[OutputColumn, ...]
+    counts: tuple[str, ...]
 
     @staticmethod
     def build(
-        passthrough: pa.Schema, columns: Sequence[OutputColumn], prompt_token_ids: bool
+        passthrough: pa.Schema,
+        columns: Sequence[OutputColumn],
+        counts: Sequence[str],
+        prompt_token_ids: bool,
     ) -> "OutputSchema":
         """The schema of a job.
+
+        Args:
+            counts: what the strategy tells of each row.
 
         Raises:
             ConfigError: an input column has the name of an output column.
@@ -77,9 +91,12 @@ class OutputSchema:
             for name, type, meaning in _AFTER
             if prompt_token_ids or name != PROMPT_TOKEN_IDS
         ]
+        not_run = "; null if the row failed before its first"
+        after += [_field(name, pa.int32(), _COUNTS[name] + not_run) for name in counts]
         after += [_column_field(column) for column in columns]
         # Also columns that this job does not write: a name means the same in every output.
-        taken = {name for name, *_ in _BEFORE + _AFTER} | {column.name for column in columns}
+        taken = {name for name, *_ in _BEFORE + _AFTER} | {*_COUNTS}
+        taken |= {column.name for column in columns}
         clashes = [name for name in passthrough.names if name in taken]
         if clashes:
             raise ConfigError(
@@ -90,7 +107,7 @@ class OutputSchema:
         # Without the metadata of the input's schema: it describes only the input's columns.
         given = [_field(f.name, f.type, "as in the input") for f in passthrough]
         schema = pa.schema(before + given + after, metadata={"batchgen.schema": SCHEMA_VERSION})
-        return OutputSchema(schema, tuple(passthrough.names), tuple(columns))
+        return OutputSchema(schema, tuple(passthrough.names), tuple(columns), tuple(counts))
 
     @property
     def token_bytes(self) -> int:
@@ -120,6 +137,8 @@ class OutputSchema:
         }
         for name in self.passthrough:
             values[name] = [row.fields[name] for row in rows]
+        for name in self.counts:
+            values[name] = [getattr(o, name) if o else None for o in outputs]
         for column in self.columns:
             values[column.name] = _lists(column, outputs)
         if PROMPT_TOKEN_IDS in self.arrow.names:

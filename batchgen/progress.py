@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TextIO
 
 from tqdm import tqdm
@@ -77,7 +78,47 @@ def show_memory(plan: "MemoryPlan") -> None:
     print(f"memory: {plan}", file=sys.stderr, flush=True)
 
 
-def summary(totals: Totals, folder: str, metrics: Metrics | None = None) -> str:
+@dataclass(frozen=True)
+class Speculation:
+    """What a job must know of it to say whether it was of use.
+
+    Attributes:
+        acceptance_floor: share of drafts that held, below which it was not.
+    """
+
+    proposer: str
+    acceptance_floor: float
+
+    def remark(self, counts: Mapping[str, int]) -> str | None:
+        """A sentence for the user of a job that did not gain from its drafts.
+
+        Args:
+            counts: the sums of all rows.
+        """
+        proposed, accepted = counts["num_draft_tokens"], counts["num_accepted_tokens"]
+        if not counts["num_forwards"]:
+            return None
+        if not proposed:
+            why = "none would have saved time"
+            if self.proposer == "ngram":
+                why += ", or no text came twice"
+            return f"No drafts were proposed: {why}. strategy=ar is as fast here."
+        if accepted >= self.acceptance_floor * proposed:
+            return None
+        other = "draft with a draft model" if self.proposer == "ngram" else "ngram"
+        return (
+            f"Only {accepted / proposed:.1%} of the drafts held, and strategy.acceptance_floor is "
+            f"{self.acceptance_floor:.1%}: use strategy=ar, another proposer "
+            f"(strategy.proposer={other}), or fewer drafts (strategy.num_spec_tokens)."
+        )
+
+
+def summary(
+    totals: Totals,
+    folder: str,
+    metrics: Metrics | None = None,
+    speculation: Speculation | None = None,
+) -> str:
     """The table at the end of a job; with `metrics` if it was this attempt that completed it."""
     lines = [
         ("rows", f"{totals.rows:,}"),
@@ -86,6 +127,7 @@ def summary(totals: Totals, folder: str, metrics: Metrics | None = None) -> str:
         ("prompt tokens", f"{totals.prompt_tokens:,}"),
         ("generated tokens", f"{totals.generated_tokens:,}"),
     ]
+    lines += _speculated(totals)
     if metrics is not None:
         attempt = metrics.attempt
         if attempt.rows_resumed:
@@ -94,7 +136,20 @@ def summary(totals: Totals, folder: str, metrics: Metrics | None = None) -> str:
         lines += [("time", seconds), ("speed", f"{metrics.tokens_per_s:,.1f} tokens/s")]
     lines.append(("output", folder))
     width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+    table = [f"{name:<{width}}  {value}" for name, value in lines]
+    remark = None if speculation is None else speculation.remark(totals.counts)
+    return "\n".join(table if remark is None else [*table, remark])
+
+
+def _speculated(totals: Totals) -> list[tuple[str, str]]:
+    """What the strategy counts of forwards and drafts, if it does."""
+    lines = []
+    if proposed := totals.counts.get("num_draft_tokens", 0):
+        share = totals.counts["num_accepted_tokens"] / proposed
+        lines.append(("drafts", f"{proposed:,} proposed, {share:.1%} accepted"))
+    if forwards := totals.counts.get("num_forwards", 0):
+        lines.append(("tokens per forward", f"{totals.generated_tokens / forwards:.2f} of a row"))
+    return lines
 
 
 def _counts(counts: Mapping[str, int]) -> str:

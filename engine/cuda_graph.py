@@ -323,7 +323,8 @@ def _fill_rows(fixed: ModelInputs, inputs: ModelInputs, size: int) -> None:
     fixed.positions[:tokens].copy_(inputs.positions)
     _fill_tables(fixed.block_tables, inputs.block_tables)
     if rows < size:
-        fixed.positions[tokens : size * (tokens // rows)].zero_()
+        width = tokens // max(rows, 1)
+        fixed.positions[tokens : size * max(width, 1)].zero_()
         fixed.block_tables[rows:size, 0].zero_()
 
 

@@ -50,26 +50,6 @@ class StepOutput:
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_drafts: torch.Tensor | None = None
 
-    def fold(self, width: int) -> StepOutput:
-        """R = B · width rows of at most one token each, [R, 1], as B rows of `width` columns.
-
-        Args:
-            width: positions per row, which stand one after another.
-
-        Returns:
-            token_ids [B, width] and columns [B, width, *tail] are views. num_tokens counts the
-            positions before a row's first one that failed, and `failed` says that there is one.
-            The caller decides what that means: it harms no row that takes fewer tokens.
-        """
-        num_tokens = self.num_tokens.view(-1, width).cumprod(1, dtype=torch.int32)
-        num_tokens = num_tokens.sum(1, dtype=torch.int32)
-        return StepOutput(
-            num_tokens=num_tokens,
-            token_ids=self.token_ids.view(-1, width),
-            failed=num_tokens < width,
-            columns={k: v.view(-1, width, *v.shape[2:]) for k, v in self.columns.items()},
-        )
-
     @classmethod
     def empty(cls, device: torch.device) -> StepOutput:
         """Of no rows."""

@@ -195,20 +195,19 @@ class RowTable:
     ) -> None:
         for name, values in step.columns.items():
             self._fit_log(name, values)
-        for offset in range(step.token_ids.shape[1]):
-            rows = np.flatnonzero(counts > offset)
-            into, source = slots[rows], index[rows]
-            place = self._logged[into]
-            self._log[into, place] = step.token_ids[source, offset]
-            for name, values in step.columns.items():
-                # A log may be wider than this batch's widest row.
-                tail = (slice(size) for size in values.shape[2:])
-                index_of: tuple[Any, ...] = (into, place, *tail)
-                self._column_logs[name][index_of] = values[source, offset]
-            self._logged[into] += 1
-            self.num_tokens[into] += 1
-            for slot in into[self._logged[into] == _LOG_TOKENS].tolist():
-                self._flush(slot)
+        for slot in slots[self._logged[slots] + counts > _LOG_TOKENS].tolist():
+            self._flush(slot)
+        rows, offsets = np.nonzero(np.arange(step.token_ids.shape[1]) < counts[:, None])
+        into, source = slots[rows], index[rows]
+        place = self._logged[into] + offsets
+        self._log[into, place] = step.token_ids[source, offsets]
+        for name, values in step.columns.items():
+            # A log may be wider than this batch's widest row.
+            tail = (slice(size) for size in values.shape[2:])
+            index_of: tuple[Any, ...] = (into, place, *tail)
+            self._column_logs[name][index_of] = values[source, offsets]
+        self._logged[slots] += counts
+        self.num_tokens[slots] += counts
 
     def _count(
         self,

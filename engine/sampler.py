@@ -92,9 +92,8 @@ def sample(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> StepO
             ends before it.
 
     Returns:
-        R rows of W = 1, or no token where the logits hold NaN or infinity; `StepOutput.fold` makes
-        B rows of them. Columns have the batch's largest K of top_logprobs; what a row did not ask
-        for is undefined.
+        R rows of W = 1, or no token where the logits hold NaN or infinity. Columns have the batch's
+        largest K of top_logprobs; what a row did not ask for is undefined.
     """
     if logits.is_cuda:
         return sample_fused(logits, sampling, positions)

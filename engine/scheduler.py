@@ -252,16 +252,20 @@ class Scheduler:
         tokens = table.num_tokens[slots] + table.launched[slots]
         tokens = np.append(tokens, seq.num_tokens)
         prompts = np.append(table.prompt_lens[slots], seq.num_prompt_tokens)
-        limits = np.append(table.max_tokens[slots], seq.max_tokens) - prompts
+        longest = np.append(table.max_tokens[slots], seq.max_tokens)
+        size = self.block_manager.block_size
+        if (-(-longest // size)).sum() * size <= self.block_manager.capacity:
+            return True  # whatever they do
+        limits = longest - prompts
         exact = np.append(table.exact[slots], seq.stop.exact_length)
         generated = tokens - prompts
         remaining = self._lengths.predict(generated, limits, exact) - generated
         if self.chunk_tokens:  # the others go on while the row is prefilled beside them
             remaining[-1] += seq.num_tokens // self.chunk_tokens
         # What a row shares is counted with the row that computed it.
-        prefix = len(self.block_manager.find_prefix(seq)) * self.block_manager.block_size
+        prefix = len(self.block_manager.find_prefix(seq)) * size
         shared = np.append(table.shared[slots], prefix)
-        peak = peak_tokens(tokens - shared + self.block_manager.block_size, remaining)
+        peak = peak_tokens(tokens - shared + size, remaining)
         return peak <= self.block_manager.capacity
 
     def _staying(self) -> npt.NDArray[np.bool_]:

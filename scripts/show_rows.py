@@ -18,7 +18,10 @@ def main() -> None:
     for row in data.head(arguments.rows).to_pylist():
         answer = row["text"] if row["error"] is None else f"ERROR {row['error']}"
         asked = row.get("question", f"row {row['row_id']}")
-        print(f"\n  {asked}\n  → {answer.strip()}  [{row['finish_reason']}]")
+        cost = ""
+        if row.get("num_forwards") is not None:
+            cost = f", {row['num_generated_tokens']} tokens in {row['num_forwards']} forwards"
+        print(f"\n  {asked}\n  → {answer.strip()}  [{row['finish_reason']}{cost}]")
     print(f"\n{data.count_rows()} rows in {arguments.folder / 'data'}")
 
 

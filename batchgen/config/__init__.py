@@ -13,7 +13,14 @@ from batchgen.config.groups import (
     TextPromptConfig,
     TokensPromptConfig,
 )
-from batchgen.config.load import COMMON_COLUMNS, identity, load_config, resolved, sampling_params
+from batchgen.config.load import (
+    COMMON_COLUMNS,
+    identity,
+    load_config,
+    resolved,
+    sampling_params,
+    strategy_options,
+)
 
 __all__ = [
     "COMMON_COLUMNS",
@@ -32,4 +39,5 @@ __all__ = [
     "load_config",
     "resolved",
     "sampling_params",
+    "strategy_options",
 ]

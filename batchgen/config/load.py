@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -86,6 +87,26 @@ def sampling_params(config: JobConfig) -> SamplingParams:
         raise ConfigError(f"sampling.{error}") from None
 
 
+def strategy_options(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as the class's constructor declares them, by name and with a type.
+
+    Raises:
+        ConfigError: the constructor has no such parameter, lacks one, or declares another type.
+    """
+    parameters = {
+        name: parameter
+        for name, parameter in inspect.signature(cls, eval_str=True).parameters.items()
+        if parameter.kind
+        in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    }
+    required = [name for name, p in parameters.items() if p.default is inspect.Parameter.empty]
+    _check_keys(options, known=list(parameters), required=required, prefix="strategy.")
+    return {
+        name: _convert(value, parameters[name].annotation, f"strategy.{name}")
+        for name, value in options.items()
+    }
+
+
 def resolved(config: JobConfig) -> dict[str, dict[str, Any]]:
     """The configuration as plain values under the keys that users write."""
     groups = dataclasses.asdict(config)
@@ -147,7 +168,8 @@ def _check_keys(
 ) -> None:
     for key, value in values.items():
         if key not in known:
-            raise ConfigError(f"{prefix}{key} is not a key: choose among {', '.join(known)}")
+            choice = f"choose among {', '.join(known)}" if known else "there are none"
+            raise ConfigError(f"{prefix}{key} is not a key: {choice}")
         if value == MISSING:
             raise ConfigError(f"{prefix}{key} has no value: set it with {prefix}{key}=…")
     for key in required:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ _PROBE_EVERY = 64
 """Steps without drafts after which one tries again whether they hold by now."""
 _WORTHWHILE = 1.03
 """The gain below which a measurement's error could make drafts a loss."""
-_CPU_ROWS = 64
+_CPU_ROWS = 16
 _RUNS = 3
 
 
@@ -34,8 +35,9 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.skipped = 0
-        self._offered = np.zeros(0)
-        self._held = np.zeros(0)
+        # By place: rows that had room for a draft there, and those whose drafts held up to it.
+        self._offered: list[float] = []
+        self._held: list[float] = []
 
     def observe(self, accepted: npt.NDArray[np.int32], k: int) -> None:
         """Learn from a step of k places for drafts in each row, filled or not.
@@ -43,27 +45,31 @@ class Acceptance:
         Args:
             accepted: [B], how many a row kept; less than 0 where it failed.
         """
-        missing = k - len(self._offered)
-        if missing > 0:
-            self._offered, self._held = (
-                np.pad(counts, (0, missing)) for counts in (self._offered, self._held)
-            )
-        self._offered *= _DECAY
-        self._held *= _DECAY
-        self._offered[:k] += len(accepted)
-        self._held[:k] += (accepted[:, None] > np.arange(k)).sum(0)
+        missing = [0.0] * (k - len(self._offered))
+        self._offered += missing
+        self._held += missing
+        held = float(len(accepted))
+        counts = np.bincount(np.maximum(accepted, 0), minlength=k + 1).tolist()
+        for j in range(len(self._offered)):
+            self._offered[j] *= _DECAY
+            self._held[j] *= _DECAY
+            if j < k:
+                held -= counts[j]
+                self._offered[j] += len(accepted)
+                self._held[j] += held
 
-    def survival(self, k: int) -> npt.NDArray[np.float64]:
+    def survival(self, k: int) -> list[float]:
         """[k]: how likely all drafts up to each place hold."""
-        before, out = 1.0, np.empty(k)
+        before, ratio = 1.0, _PRIOR
+        out: list[float] = []
         for j in range(k):
-            offered, held = (
-                (self._offered[j], self._held[j]) if j < len(self._offered) else (0.0, 0.0)
-            )
-            # Where little is known, a draft holds as often as the one before it did.
-            expected = before * (out[0] if j else _PRIOR)
-            out[j] = min(before, (held + _PRIOR_ROWS * expected) / (offered + _PRIOR_ROWS))
-            before = out[j]
+            known = j < len(self._offered)
+            offered, held = (self._offered[j], self._held[j]) if known else (0.0, 0.0)
+            # Where little is known, a draft holds as often as the first does.
+            share = (held + _PRIOR_ROWS * before * ratio) / (offered + _PRIOR_ROWS)
+            before = min(before, share)
+            out.append(before)
+            ratio = out[0]
         return out
 
 
@@ -78,16 +84,17 @@ class StepCosts:
     @classmethod
     def measure(cls, runner: ModelRunner, max_rows: int, widths: Sequence[int]) -> StepCosts:
         """Time decode forwards on the scratch block, with the head; contexts are empty."""
+        # A CPU's time grows with the tokens from few rows on, and is not to be wasted here.
+        cpu = runner.device.type == "cpu"
         rows = [n for n in (1, 8, 32, 64, 128) if n < max_rows]
         shapes = [(n, 1) for n in [*rows, max_rows]] + [(max_rows, w) for w in widths if w > 1]
-        if runner.device.type == "cpu":
-            few = min(max_rows, _CPU_ROWS)
-            shapes = [(n, 1) for n in rows if n < few] + [(few, 1)]
+        if cpu:
+            shapes = [(1, 1), (min(max_rows, _CPU_ROWS), 1)]
         times: dict[int, float] = {}
         for n, width in shapes:
             inputs = _scratch_rows(n, width, runner.device)
             runner.decode(inputs)
-            times[n * width] = min(_seconds(runner, inputs) for _ in range(_RUNS))
+            times[n * width] = min(_seconds(runner, inputs) for _ in range(1 if cpu else _RUNS))
         return cls(sorted(times), [times[tokens] for tokens in sorted(times)])
 
     def __call__(self, tokens: int) -> float:
@@ -98,37 +105,51 @@ class StepCosts:
         return float(seconds[-1] + slope * (tokens - known[-1]))
 
 
-def best_drafts(
-    num_rows: int,
-    lengths: Sequence[int],
-    acceptance: Acceptance,
-    costs: StepCosts,
-    draft_costs: StepCosts | None,
-) -> int:
-    """Which of the numbers of drafts yields most tokens per second.
+class DraftBudget:
+    """Which number of drafts yields most tokens per second.
 
     Args:
-        lengths: ascending from 0.
+        lengths: to choose from, ascending from 0.
         costs: of the model.
         draft_costs: of the draft model, one forward of all rows for each draft.
     """
-    if not num_rows:
-        return 0
-    drafting = draft_costs(num_rows) if draft_costs is not None else 0.0
-    plain = costs(num_rows)
 
-    def gain(k: int, survival: npt.NDArray[np.float64]) -> float:
-        seconds = costs(num_rows * (1 + k)) + k * drafting
-        return float((1 + survival[:k].sum()) * plain / seconds)
+    def __init__(
+        self, lengths: Sequence[int], costs: StepCosts, draft_costs: StepCosts | None
+    ) -> None:
+        self._lengths = lengths
+        self._costs = costs
+        self._draft_costs = draft_costs
+        self._speeds: dict[int, list[float]] = {}
 
-    most = lengths[-1]
-    survival = acceptance.survival(most)
-    best = max(lengths, key=lambda k: gain(k, survival))
-    if best and gain(best, survival) > _WORTHWHILE:
-        return best
-    fewest = lengths[min(1, len(lengths) - 1)]
-    hopeless = gain(fewest, np.ones(most)) <= _WORTHWHILE
-    return fewest if not hopeless and acceptance.skipped >= _PROBE_EVERY else 0
+    def choose(self, num_rows: int, acceptance: Acceptance) -> int:
+        """Drafts of each of so many rows in the next step."""
+        if not num_rows:
+            return 0
+        if num_rows not in self._speeds:
+            self._speeds[num_rows] = self._speeds_of(num_rows)
+        speeds, most = self._speeds[num_rows], self._lengths[-1]
+        gains = _gains(self._lengths, speeds, acceptance.survival(most))
+        best = max(range(len(gains)), key=gains.__getitem__)
+        if gains[best] > _WORTHWHILE:
+            return self._lengths[best]
+        hopeful = _gains(self._lengths, speeds, [1.0] * most)[1] > _WORTHWHILE
+        probe = hopeful and acceptance.skipped >= _PROBE_EVERY
+        return self._lengths[1] if probe else 0
+
+    def _speeds_of(self, num_rows: int) -> list[float]:
+        """Steps with each number of drafts in the time of one without, as a share."""
+        plain = self._costs(num_rows)
+        drafting = self._draft_costs(num_rows) if self._draft_costs is not None else 0.0
+        return [plain / (self._costs(num_rows * (1 + k)) + k * drafting) for k in self._lengths]
+
+
+def _gains(
+    lengths: Sequence[int], speeds: Sequence[float], survival: Sequence[float]
+) -> list[float]:
+    """Tokens per second with so many drafts, relative to none."""
+    expected = list(itertools.accumulate(survival, initial=1.0))
+    return [expected[k] * speed for k, speed in zip(lengths, speeds, strict=True)]
 
 
 def _scratch_rows(rows: int, width: int, device: torch.device) -> ModelInputs:

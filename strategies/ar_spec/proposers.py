@@ -82,18 +82,19 @@ class DraftProposer:
         # Two tokens: if all drafts of the last step held, the last of them was never read.
         hidden = self._read(state, 2, 2).unflatten(0, (-1, 2))[:, 1]
         state.draft_lag = 2
-        positions = state.positions_ahead(1 + k)
+        positions = state.positions_ahead(1 + k).T.contiguous()
         drafts: list[Tensor] = []
         laws: list[Tensor] = []
         for j in range(k):
-            token_ids = self._draw(state, hidden, positions[:, j], laws)
+            token_ids = self._draw(state, hidden, positions[j], laws)
             drafts.append(token_ids)
             if j + 1 < k:
                 # Later drafts have this one in their history, as the model will have.
-                ones = torch.ones_like(token_ids)
-                state.sampling.append(token_ids.unsqueeze(1), ones, state.newest.positions + 1 + j)
+                if state.sampling.any_penalties:
+                    ones = torch.ones_like(token_ids)
+                    state.sampling.append(token_ids.unsqueeze(1), ones, positions[j] + 1)
                 hidden = self._runner.hidden_states(
-                    _with_tokens(state.newest, token_ids, positions[:, j + 1], 1)
+                    _with_tokens(state.newest, token_ids, positions[j + 1], 1)
                 )
         counts = torch.full_like(token_ids, k, dtype=torch.int32)
         probs = torch.stack(laws, 1) if self._own_law else None

@@ -18,6 +18,7 @@ from batchgen.engine.scheduled_batch import DecodeBatch
 from batchgen.engine.strategy import JoiningRows, Limits
 from batchgen.engine.transfer import upload
 from batchgen.kernels.ngram import NgramIndex
+from batchgen.kernels.speculation import advance, place_drafts
 from batchgen.strategies.ar_spec.controller import Acceptance
 from batchgen.strategies.base.step_inputs import StepInputs
 
@@ -74,6 +75,7 @@ class SpecStepInputs(StepInputs):
         self._free_slots: deque[int] = deque()
         self._rows: SpecRows | None = None
         self._drafts: Drafts | None = None
+        self._wide: ModelInputs | None = None
         self._repeated: dict[int, SamplingInputs] = {}
 
     def allocate(
@@ -115,16 +117,7 @@ class SpecStepInputs(StepInputs):
 
     @property
     def model_inputs(self) -> ModelInputs:
-        inputs, drafts = self.newest, self._drafts
-        if drafts is None:
-            return inputs
-        width = 1 + drafts.token_ids.shape[1]
-        return replace(
-            inputs,
-            input_ids=torch.cat((inputs.input_ids.unsqueeze(1), drafts.token_ids), 1).flatten(),
-            positions=self.positions_ahead(width).flatten(),
-            query_lens=np.full_like(inputs.query_lens, width),
-        )
+        return self.newest if self._wide is None else self._wide
 
     def positions_ahead(self, width: int) -> Tensor:
         """[B, width]: the position of each row's newest token and those after it, none past the
@@ -171,28 +164,28 @@ class SpecStepInputs(StepInputs):
             self._free_slots.extend(np.setdiff1d(self.rows.slots, stay.slots).tolist())
             self._rows = stay
             self._repeated.clear()
-        self._drafts = None
+        self._drafts = self._wide = None
 
     def set_drafts(self, drafts: Drafts) -> None:
         """The next forward reads them, and each verified position counts those before it."""
-        room = self.rows.limits - self.newest.positions - 1
-        counts = drafts.counts.minimum(room.clamp(min=0)).int()
-        self._drafts = replace(drafts, counts=counts)
-        self._sampling = self.sampling.append(
-            drafts.token_ids,
-            torch.full_like(counts, drafts.token_ids.shape[1]),
-            self.newest.positions + 1,
+        rows, k = self.newest, drafts.token_ids.shape[1]
+        input_ids, positions, counts = place_drafts(
+            rows.input_ids, drafts.token_ids, drafts.counts, rows.positions, self.rows.limits
         )
+        self._drafts = replace(drafts, counts=counts)
+        query_lens = np.full_like(rows.query_lens, 1 + k)
+        self._wide = replace(rows, input_ids=input_ids, positions=positions, query_lens=query_lens)
+        if self.sampling.any_penalties:
+            all_of_them = torch.full_like(counts, k)
+            self.sampling.append(drafts.token_ids, all_of_them, rows.positions + 1)
 
     def step_decode(self, step: StepOutput) -> None:
         inputs, rows = self.newest, self.rows
         starts = inputs.positions + 1
         self._sampling = self.sampling.append(step.token_ids, step.num_tokens, starts)
         self.store.append(rows.slots_there, starts, step.token_ids, step.num_tokens)
-        last = (step.num_tokens - 1).clamp(min=0).long().unsqueeze(1)
-        self._newest = replace(
-            inputs,
-            input_ids=step.token_ids.gather(1, last).squeeze(1),
-            positions=(inputs.positions + step.num_tokens).minimum(rows.limits),
+        input_ids, positions, steps = advance(
+            step.token_ids, step.num_tokens, inputs.positions, rows.limits, rows.steps
         )
-        self._rows = replace(rows, steps=rows.steps + 1)
+        self._newest = replace(inputs, input_ids=input_ids, positions=positions)
+        self._rows = replace(rows, steps=steps)

@@ -12,10 +12,11 @@ from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
 from batchgen.engine.sampler import sample
+from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.scheduled_batch import DecodeBatch
 from batchgen.engine.strategy import JoiningRows, Limits
 from batchgen.engine.transfer import upload
-from batchgen.strategies.ar_spec.controller import StepCosts, best_drafts
+from batchgen.strategies.ar_spec.controller import DraftBudget, StepCosts
 from batchgen.strategies.ar_spec.proposers import DraftProposer, NgramProposer, Proposer
 from batchgen.strategies.ar_spec.step_inputs import SpecStepInputs
 from batchgen.strategies.ar_spec.verifiers import VERIFIERS
@@ -52,8 +53,8 @@ class ARSpecStrategy(BaseStrategy):
     """
 
     name = "ar_spec"
-    columns = (DRAFT_ACCEPTED, STEP_MAP)
-    counts = ("num_forwards", "num_draft_tokens", "num_accepted_tokens")
+    columns: tuple[OutputColumn, ...] = (DRAFT_ACCEPTED, STEP_MAP)
+    counts: tuple[str, ...] = ("num_forwards", "num_draft_tokens", "num_accepted_tokens")
 
     def __init__(
         self,
@@ -107,8 +108,7 @@ class ARSpecStrategy(BaseStrategy):
         self._ngram = (ngram_min, ngram_max, ngram_pool)
         self._lengths = (*(k for k in _LENGTHS if k < num_spec_tokens), num_spec_tokens)
         self._proposer: Proposer = NgramProposer()
-        self._costs: StepCosts | None = None
-        self._draft_costs: StepCosts | None = None
+        self._budget: DraftBudget | None = None
         self._step_inputs = SpecStepInputs()
 
     @property
@@ -135,15 +135,16 @@ class ARSpecStrategy(BaseStrategy):
         if draft is not None:
             self._proposer = DraftProposer(draft, own_law=self._rejection)
         if self._adaptive:
-            self._costs = StepCosts.measure(runner, self._max_rows, self.widths)
+            costs = StepCosts.measure(runner, self._max_rows, self.widths)
+            draft_costs = None
             if draft is not None:
-                self._draft_costs = StepCosts.measure(draft, self._max_rows, (1,))
+                draft_costs = StepCosts.measure(draft, self._max_rows, (1,))
+            self._budget = DraftBudget(self._lengths, costs, draft_costs)
 
     def step_width(self, num_rows: int) -> int:
-        if self._costs is None:
+        if self._budget is None:
             return 1 + self.num_spec_tokens
-        acceptance = self.step_inputs.acceptance
-        return 1 + best_drafts(num_rows, self._lengths, acceptance, self._costs, self._draft_costs)
+        return 1 + self._budget.choose(num_rows, self.step_inputs.acceptance)
 
     def prefilled(self, inputs: ModelInputs) -> None:
         self._proposer.prefilled(inputs)
@@ -151,7 +152,8 @@ class ARSpecStrategy(BaseStrategy):
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         step = super().first_tokens(output, rows)
         steps = [seq.num_forwards for seq in rows.seqs]
-        return _with_columns(step, upload(steps, torch.int32, output.positions.device))
+        steps_there = upload(steps, torch.int32, output.positions.device)
+        return _with_columns(step, steps_there, rows.sampling)
 
     def propose(self, batch: DecodeBatch) -> None:
         state = self.step_inputs
@@ -166,9 +168,10 @@ class ARSpecStrategy(BaseStrategy):
         state = self.step_inputs
         drafts, steps = state.drafts, state.rows.steps
         if drafts is None:
-            return _with_columns(sample(output.logits, state.sampling, output.positions + 1), steps)
-        step = self._verify(state, output, drafts)
-        return _with_columns(replace(step, num_drafts=drafts.counts), steps)
+            step = sample(output.logits, state.sampling, output.positions + 1)
+        else:
+            step = replace(self._verify(state, output, drafts), num_drafts=drafts.counts)
+        return _with_columns(step, steps, state.sampling)
 
     def observe(self, step: HostOutput) -> None:
         if step.num_drafts is not None:
@@ -176,8 +179,14 @@ class ARSpecStrategy(BaseStrategy):
             self.step_inputs.acceptance.observe(step.num_tokens - 1, k)
 
 
-def _with_columns(step: StepOutput, steps: torch.Tensor) -> StepOutput:
-    """With what speculation knows of the tokens; steps: [B] int32, the rows' forwards before."""
+def _with_columns(step: StepOutput, steps: torch.Tensor, sampling: SamplingInputs) -> StepOutput:
+    """With what speculation knows of the tokens, if a row asks for it.
+
+    Args:
+        steps: [B] int32, the rows' forwards before.
+    """
+    if not any(params.columns for params in sampling.params):
+        return step
     place = torch.arange(step.token_ids.shape[1], device=steps.device)
     # The last token of a row that did not fail is the model's own.
     num_drafts = step.num_tokens - (~step.failed).int()

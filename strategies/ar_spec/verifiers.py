@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 from batchgen.engine.model_runner import ModelOutput
 from batchgen.engine.outputs import StepOutput
 from batchgen.engine.sampler import describe, process, sample
 from batchgen.kernels.rejection import verify
+from batchgen.kernels.speculation import accept_drafts
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 
 Verifier = Callable[[SpecStepInputs, ModelOutput, Drafts], StepOutput]
@@ -23,16 +22,25 @@ def pathwise(state: SpecStepInputs, output: ModelOutput, drafts: Drafts) -> Step
     So each token is the one that decoding without drafts yields, at any temperature and with every
     option. A draft of a point mass is accepted as often as by rejection.
     """
-    k = drafts.token_ids.shape[1]
-    sampling = state.repeated(1 + k)
-    step = sample(output.logits, sampling, output.positions + 1).fold(1 + k)
-    offered = torch.arange(k, device=drafts.counts.device) < drafts.counts.unsqueeze(1)
-    held = (step.token_ids[:, :k] == drafts.token_ids) & offered
-    accepted = held.cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
-    # Without drafts the row would fail after the tokens before its first broken logits.
-    failed = accepted + 1 > step.num_tokens
-    num_tokens = (accepted + 1).minimum(step.num_tokens)
-    return replace(step, num_tokens=num_tokens, failed=failed)
+    width = 1 + drafts.token_ids.shape[1]
+    step = sample(output.logits, state.repeated(width), output.positions + 1)
+    return keep_held(step, drafts)
+
+
+def keep_held(step: StepOutput, drafts: Drafts) -> StepOutput:
+    """Of the B · (k + 1) tokens that were sampled after each run of drafts, those after runs that
+    hold: the drafts that were sampled too, and one token more.
+
+    A row fails after the tokens before its first broken logits, as it would without drafts.
+    """
+    num_tokens, failed = accept_drafts(
+        step.token_ids, step.num_tokens, drafts.token_ids, drafts.counts
+    )
+    width = 1 + drafts.token_ids.shape[1]
+    columns = {
+        name: values.view(-1, width, *values.shape[2:]) for name, values in step.columns.items()
+    }
+    return StepOutput(num_tokens, step.token_ids.view(-1, width), failed, columns)
 
 
 def rejection(state: SpecStepInputs, output: ModelOutput, drafts: Drafts) -> StepOutput:

@@ -1,7 +1,31 @@
 """Makes helpers beside the tests and the scripts importable; no test folder is a package."""
 
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 _TESTS = Path(__file__).parent
 sys.path[:0] = [str(_TESTS), str(_TESTS.parents[1] / "scripts")]
+
+
+@pytest.fixture(scope="session")
+def model(tiny_model: Callable[..., Path]) -> Path:
+    """A folder with weights, configuration and a tokenizer of bytes."""
+    from real_job import VOCAB, save_tokenizer
+
+    folder = tiny_model("llama", **VOCAB)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """A file with the ROWS of real_job."""
+    from real_job import ROWS
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path

@@ -320,5 +320,7 @@ def test_jobs_of_a_sweep_have_their_own_folders(tmp_path: Path) -> None:
 
 
 def test_a_strategy_that_cannot_be_imported_says_why() -> None:
-    with pytest.raises(ConfigError, match=r"^strategy no_such\.X cannot be built: .*No module"):
+    with pytest.raises(
+        ConfigError, match=r"^strategy\._target_: no_such\.X is not there: No module"
+    ):
         build_strategy(StrategyConfig(target="no_such.X"))

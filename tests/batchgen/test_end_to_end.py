@@ -2,71 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from hydra import compose, initialize_config_module
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from real_job import ROWS, contents, overrides, run
 
 from batchgen import LLM, SamplingParams
 from batchgen.__main__ import report
-from batchgen.build import job_parts
-from batchgen.config import load_config
 from batchgen.fingerprint import derive_seed
-from batchgen.job import JobResult, run_job
-
-CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-ROWS = [{"id": f"r{i}", "q": f"What is {i} + {i}?" + " Please." * (i % 4)} for i in range(11)]
-
-
-@pytest.fixture(scope="session")
-def model(tiny_model: Callable[..., Path]) -> Path:
-    """A folder with weights, configuration and a tokenizer of bytes."""
-    folder = tiny_model("llama", vocab_size=257, eos_token_id=256)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens(["<eos>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>")
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def rows(tmp_path: Path) -> Path:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return path
-
-
-def overrides(model: Path, rows: Path, out: Path, *more: str) -> list[str]:
-    return [
-        "model=hf", f"model.path={model}", "dataset=files", f"dataset.path={rows}",
-        "dataset.id_column=id", "prompt.user='{{ q }}'", "sampling=sample", "sampling.n=2",
-        "sampling.max_new_tokens=12", "sampling.seed=3", "engine.kv_cache_gib=0.01",
-        "engine.device=cpu", "output.rows_per_shard=4", f"output.dir={out}", *more,
-    ]  # fmt: skip
-
-
-def run(arguments: list[str]) -> JobResult:
-    with initialize_config_module("batchgen.conf", version_base="1.3"):
-        config = load_config(compose("config", overrides=arguments))
-    return run_job(config, job_parts(config))
-
-
-def contents(folder: Path) -> dict[str, str]:
-    """Digest of every file of a job's folder; .lock names its last holder."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
 def test_rows_are_those_of_the_python_interface(model: Path, rows: Path, tmp_path: Path) -> None:
@@ -182,7 +129,12 @@ MISTAKES: list[tuple[str, list[str], str]] = [
     ("memory", ["engine.kv_cache_gib=0.0000001"], "raise kv_cache_gib"),
     ("block", ["engine.block_size=3"], "engine.block_size must be a power of 2"),
     ("cuda", ["engine.device=cuda"], "PyTorch sees no GPU"),
-    ("column", ["output.columns=[step_map]"], "output.columns has no column 'step_map'"),
+    (
+        "column of another strategy",
+        ["output.columns=[step_map]"],
+        "output.columns has no column 'step_map' with strategy ar: it comes with strategy=ar_spec;",
+    ),
+    ("column", ["output.columns=[nope]"], "'nope' with strategy ar: choose among logprobs, top_"),
     ("top", ["output.columns=[top_logprobs]", "output.top_logprobs=101"], "top_logprobs"),
     ("strategy", ["strategy._target_=batchgen.nope.Strategy"], "strategy"),
     ("no strategy", ["strategy._target_=os.getcwd"], "os.getcwd is not a Strategy"),

@@ -17,7 +17,7 @@ from batchgen.errors import ConfigError, JobError
 from batchgen.output_schema import FinishedRow, OutputSchema
 from batchgen.writer import OutputWriter
 
-SCHEMA = OutputSchema.build(FakeSource.schema, (LOGPROBS, TOP_LOGPROBS), prompt_token_ids=True)
+SCHEMA = OutputSchema.build(FakeSource.schema, (LOGPROBS, TOP_LOGPROBS), (), prompt_token_ids=True)
 ROWS, SAMPLES, PER_SHARD = 23, 3, 5
 
 
@@ -203,7 +203,7 @@ def test_a_dataset_that_grew_or_shrank_is_noticed(tmp_path: Path) -> None:
 def test_input_columns_may_not_have_the_names_of_output_columns() -> None:
     given = pa.schema([("text", pa.string()), ("x", pa.int8()), ("logprobs", pa.string())])
     with pytest.raises(ConfigError, match=r"'text', 'logprobs' .*dataset\.columns"):
-        OutputSchema.build(given, (LOGPROBS,), prompt_token_ids=False)
+        OutputSchema.build(given, (LOGPROBS,), (), prompt_token_ids=False)
 
 
 def test_every_field_says_what_it_is() -> None:

@@ -271,8 +271,8 @@ def outputs_of(
     prefill: ModelInputs, rng: random.Random
 ) -> tuple[Tensor, ModelInputs, OutputTokens]:
     """The last tokens of some of the rows: where they stand, and as rows."""
-    count = rng.randint(1, prefill.num_rows)
-    rows = np.array(sorted(rng.sample(range(prefill.num_rows), count)))
+    count = rng.choice([0, rng.randint(1, prefill.num_rows)])
+    rows = np.array(sorted(rng.sample(range(prefill.num_rows), count)), np.int64)
     last = torch.as_tensor(prefill.query_lens.cumsum()[rows] - 1, device=prefill.positions.device)
     inputs = ModelInputs(
         prefill.input_ids[last],

@@ -105,6 +105,16 @@ def verify_inputs(
     return repeated
 
 
+def fold(step: StepOutput, width: int) -> StepOutput:
+    """B · width rows of one token as B rows of `width`."""
+    return StepOutput(
+        step.num_tokens.view(-1, width).sum(1),
+        step.token_ids.view(-1, width),
+        step.failed.view(-1, width).any(1),
+        {k: values.view(-1, width, *values.shape[2:]) for k, values in step.columns.items()},
+    )
+
+
 def row_of(step: StepOutput, i: int, j: int, params: SamplingParams) -> dict[str, Tensor]:
     """What row i asked for at its j-th position, each column cut to its own shape."""
     out = {"token_ids": step.token_ids[i, j]}
@@ -133,7 +143,7 @@ def test_many_positions_equal_each_one_alone(
     sampling = verify_inputs(rows, drafts, rng)
     positions = (rows.positions.unsqueeze(1) + torch.arange(width)).flatten()
     processed = process(logits, sampling, positions)
-    step = sample(logits, sampling, positions).fold(width)
+    step = fold(sample(logits, sampling, positions), width)
     assert torch.equal(logits, before)
     assert step.num_tokens.tolist() == [width] * count and not step.failed.any()
     for r, position in enumerate(positions):
@@ -157,9 +167,9 @@ def test_the_fused_kernels_sample_many_positions(
     drafts = torch.from_numpy(rng.integers(0, vocab, (count, width - 1)))
     logits = normal(rng, count * width, vocab).to([torch.float32, torch.bfloat16][half])
     positions = (rows.positions.unsqueeze(1) + torch.arange(width)).flatten()
-    expected = sample(logits, verify_inputs(rows, drafts, rng), positions).fold(width)
+    expected = fold(sample(logits, verify_inputs(rows, drafts, rng), positions), width)
     sampling = verify_inputs(rows, drafts, rng, DEVICE)
-    step = sample_fused(logits.to(DEVICE), sampling, positions.to(DEVICE)).fold(width)
+    step = fold(sample_fused(logits.to(DEVICE), sampling, positions.to(DEVICE)), width)
     for i, params in enumerate(rows.params):
         for j in range(width):
             for name, values in row_of(expected, i, j, params).items():
@@ -195,7 +205,7 @@ def test_verifying_drafts_yields_the_tokens_of_one_step_at_a_time(
         positions = rows.positions + places[:, 0]
         sampling.append(drafts, ones * (width - 1), positions)
         lines = logits.gather(1, places.unsqueeze(2).expand(-1, -1, vocab)).flatten(0, 1)
-        step = sample(lines, repeated, (positions.unsqueeze(1) + order).flatten()).fold(width)
+        step = fold(sample(lines, repeated, (positions.unsqueeze(1) + order).flatten()), width)
         accepted = (step.token_ids[:, :-1] == drafts).long().cumprod(1).sum(1)
         sampling.append(step.token_ids, accepted + 1, positions)
         found.scatter_(1, places, step.token_ids)
@@ -225,20 +235,3 @@ def test_repeated_inputs_share_the_history_and_have_their_own_rows() -> None:
         SamplingInputs.concat([sampling, repeated])
     nobody = sampling.index_select(np.array([], dtype=np.int64))
     assert nobody.repeat(3).index_select(np.array([], dtype=np.int64)).width == 1
-
-
-def test_fold_counts_up_to_the_first_failure() -> None:
-    failed = torch.tensor([[0, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 1]]).bool()
-    logits = torch.where(failed.flatten().unsqueeze(1), INF, torch.zeros(12, 6))
-    params = SamplingParams(logprobs=True, top_logprobs=2)
-    rows = Rows([params] * 4, [1] * 4, [[1]] * 4)
-    flat = sample(logits, rows.build().repeat(3), torch.arange(12))
-    step = flat.fold(3)
-    assert step.num_tokens.tolist() == [3, 1, 0, 2] and step.num_tokens.dtype == torch.int32
-    assert step.failed.tolist() == [False, True, True, True]
-    assert step.token_ids.shape == step.columns["logprobs"].shape == (4, 3)
-    assert step.columns["top_logprobs"].shape == (4, 3, 2)
-    assert torch.equal(step.token_ids.flatten(), flat.token_ids.flatten())
-    assert torch.equal(
-        step.columns["top_logprobs"].flatten(0, 1), flat.columns["top_logprobs"][:, 0]
-    )

@@ -785,3 +785,15 @@ def test_the_rest_of_a_cut_prompt_counts_as_backlog(depth: int, waiting: int) ->
         loop.add(row)
     assert len(loop.run()) == 3 + waiting
     assert kinds(loop, 1).startswith("PPP")
+
+
+@pytest.mark.parametrize("prompt_len", [1, 7, 8, 9])
+def test_rows_that_fit_whatever_they_do_start_together(prompt_len: int) -> None:
+    rows, limit = 6, 11
+    blocks = -(-(prompt_len + limit) // 4)
+    loop = Loop(num_blocks=rows * blocks + 1, max_num_seqs=rows, max_batched_tokens=100)
+    made = [Row.make(str(i), [i] * prompt_len, limit, limit, seed=i) for i in range(rows)]
+    for row in made:
+        loop.add(row)
+    check_finished(made, loop.run())
+    assert len(loop.batches) == limit and loop.scheduler.num_preemptions == 0

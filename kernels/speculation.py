@@ -1,0 +1,206 @@
+"""The bookkeeping of speculative decoding, a launch for each part: on a small model a step takes
+the device less than the host needs for the launches of some dozens of small operations.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS = 128
+
+
+def place_drafts(
+    newest: Tensor, drafts: Tensor, counts: Tensor, positions: Tensor, limits: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the next forward of B rows reads: each row's newest token, then its k drafts.
+
+    Args:
+        newest: [B] int64, tokens.
+        drafts: [B, k] int64.
+        counts: [B] int32, how many of them count.
+        positions: [B] int64, of the newest tokens.
+        limits: [B] int64, the last position that a row can have; later ones become it.
+
+    Returns:
+        input_ids and positions, [B · (k + 1)] int64 each, and counts [B] int32 without the drafts
+        that no token could follow any more.
+    """
+    run = place_drafts_triton if newest.is_cuda else place_drafts_reference
+    return run(newest, drafts, counts, positions, limits)
+
+
+def place_drafts_reference(
+    newest: Tensor, drafts: Tensor, counts: Tensor, positions: Tensor, limits: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`place_drafts` in PyTorch."""
+    ahead = positions.unsqueeze(1) + torch.arange(1 + drafts.shape[1], device=drafts.device)
+    ahead = ahead.minimum(limits.unsqueeze(1))
+    input_ids = torch.cat((newest.unsqueeze(1), drafts), 1)
+    room = (limits - positions - 1).clamp(min=0)
+    return input_ids.flatten(), ahead.flatten(), counts.minimum(room).int()
+
+
+def place_drafts_triton(
+    newest: Tensor, drafts: Tensor, counts: Tensor, positions: Tensor, limits: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`place_drafts` in one launch."""
+    rows, k = drafts.shape
+    assert all(values.is_contiguous() for values in (newest, drafts, counts, positions, limits))
+    input_ids = torch.empty(rows * (1 + k), dtype=torch.int64, device=newest.device)
+    ahead, kept = torch.empty_like(input_ids), torch.empty_like(counts)
+    _place[(triton.cdiv(rows, _ROWS),)](
+        newest, drafts, counts, positions, limits, input_ids, ahead, kept, rows,
+        K=k, ROWS=_ROWS, num_warps=4,
+    )  # fmt: skip
+    return input_ids, ahead, kept
+
+
+def accept_drafts(
+    token_ids: Tensor, valid: Tensor, drafts: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How many of the sampled tokens follow drafts that were sampled too.
+
+    Args:
+        token_ids: [B · (k + 1)] int64 or any shape of as many, sampled after each run of drafts.
+        valid: as many int32, 0 where the logits were not numbers.
+        drafts: [B, k] int64.
+        counts: [B] int32, how many of them count.
+
+    Returns:
+        num_tokens [B] int32: the drafts that held and one more, fewer where a sampled token among
+        them is not valid; failed [B] bool: where that is so.
+    """
+    run = accept_drafts_triton if drafts.is_cuda else accept_drafts_reference
+    return run(token_ids, valid, drafts, counts)
+
+
+def accept_drafts_reference(
+    token_ids: Tensor, valid: Tensor, drafts: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`accept_drafts` in PyTorch."""
+    rows, k = drafts.shape
+    offered = torch.arange(k, device=drafts.device) < counts.unsqueeze(1)
+    held = (token_ids.view(rows, k + 1)[:, :k] == drafts) & offered
+    wanted = 1 + held.cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
+    known = valid.view(rows, k + 1).cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
+    return wanted.minimum(known), wanted > known
+
+
+def accept_drafts_triton(
+    token_ids: Tensor, valid: Tensor, drafts: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`accept_drafts` in one launch."""
+    rows, k = drafts.shape
+    assert token_ids.is_contiguous() and valid.is_contiguous() and drafts.stride(1) == 1
+    num_tokens = torch.empty(rows, dtype=torch.int32, device=drafts.device)
+    failed = torch.empty(rows, dtype=torch.bool, device=drafts.device)
+    _accept[(triton.cdiv(rows, _ROWS),)](
+        token_ids, valid, drafts, counts, num_tokens, failed, rows, drafts.stride(0),
+        K=k, ROWS=_ROWS, num_warps=4,
+    )  # fmt: skip
+    return num_tokens, failed
+
+
+def advance(
+    token_ids: Tensor, num_tokens: Tensor, positions: Tensor, limits: Tensor, steps: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """B rows after a step: the newest token of each, its position, and one step more.
+
+    Args:
+        token_ids: [B, W] int64.
+        num_tokens: [B] int32, how many of them the row keeps; a row of none gets its first.
+        positions, limits: [B] int64, as for `place_drafts`, before the step.
+        steps: [B] int32.
+    """
+    run = advance_triton if token_ids.is_cuda else advance_reference
+    return run(token_ids, num_tokens, positions, limits, steps)
+
+
+def advance_reference(
+    token_ids: Tensor, num_tokens: Tensor, positions: Tensor, limits: Tensor, steps: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`advance` in PyTorch."""
+    last = (num_tokens - 1).clamp(min=0).long().unsqueeze(1)
+    newest = token_ids.gather(1, last).squeeze(1)
+    return newest, (positions + num_tokens).minimum(limits), steps + 1
+
+
+def advance_triton(
+    token_ids: Tensor, num_tokens: Tensor, positions: Tensor, limits: Tensor, steps: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`advance` in one launch."""
+    rows = len(token_ids)
+    assert token_ids.stride(1) == 1
+    newest, moved = torch.empty_like(positions), torch.empty_like(positions)
+    counted = torch.empty_like(steps)
+    _advance[(triton.cdiv(rows, _ROWS),)](
+        token_ids, num_tokens, positions, limits, steps, newest, moved, counted, rows,
+        token_ids.stride(0), ROWS=_ROWS, num_warps=4,
+    )  # fmt: skip
+    return newest, moved, counted
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _place(
+    newest, drafts, counts, positions, limits, input_ids, ahead, kept, num_rows,
+    K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = row < num_rows
+    position = tl.load(positions + row, mask=mask, other=0)
+    limit = tl.load(limits + row, mask=mask, other=0)
+    target = row * (K + 1)
+    tl.store(input_ids + target, tl.load(newest + row, mask=mask, other=0), mask=mask)
+    tl.store(ahead + target, tl.minimum(position, limit), mask=mask)
+    for j in tl.static_range(K):
+        draft = tl.load(drafts + row * K + j, mask=mask, other=0)
+        tl.store(input_ids + target + 1 + j, draft, mask=mask)
+        tl.store(ahead + target + 1 + j, tl.minimum(position + 1 + j, limit), mask=mask)
+    room = tl.maximum(limit - position - 1, 0)
+    count = tl.load(counts + row, mask=mask, other=0)
+    tl.store(kept + row, tl.minimum(count.to(tl.int64), room).to(tl.int32), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "draft_stride"])
+def _accept(
+    token_ids, valid, drafts, counts, num_tokens, failed, num_rows, draft_stride,
+    K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = row < num_rows
+    count = tl.load(counts + row, mask=mask, other=0)
+    wanted = tl.full((ROWS,), 1, tl.int32)
+    known = tl.load(valid + row * (K + 1), mask=mask, other=0)
+    holds = tl.full((ROWS,), 1, tl.int32)
+    sound = known
+    for j in tl.static_range(K):
+        token = tl.load(token_ids + row * (K + 1) + j, mask=mask, other=-1)
+        draft = tl.load(drafts + row * draft_stride + j, mask=mask, other=-2)
+        holds = holds & ((token == draft) & (j < count)).to(tl.int32)
+        wanted += holds
+        sound = sound & tl.load(valid + row * (K + 1) + 1 + j, mask=mask, other=0)
+        known += sound
+    tl.store(num_tokens + row, tl.minimum(wanted, known), mask=mask)
+    tl.store(failed + row, wanted > known, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "token_stride"])
+def _advance(
+    token_ids, num_tokens, positions, limits, steps, newest, moved, counted, num_rows,
+    token_stride, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = row < num_rows
+    count = tl.load(num_tokens + row, mask=mask, other=0)
+    last = tl.maximum(count - 1, 0)
+    token = tl.load(token_ids + row * token_stride + last, mask=mask, other=0)
+    tl.store(newest + row, token, mask=mask)
+    position = tl.load(positions + row, mask=mask, other=0) + count
+    limit = tl.load(limits + row, mask=mask, other=0)
+    tl.store(moved + row, tl.minimum(position, limit), mask=mask)
+    tl.store(counted + row, tl.load(steps + row, mask=mask, other=0) + 1, mask=mask)
