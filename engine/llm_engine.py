@@ -221,7 +221,8 @@ class LLMEngine:
         if isinstance(batch, PrefillBatch):
             with timed(self._timer, "prefill", len(batch.seqs)):
                 inputs, rows = _prefill_inputs(batch, device), np.array(batch.completing, np.int64)
-                return self._join(batch, inputs, rows, self._runner.prefill(inputs, rows))
+                output = self._runner.prefill(inputs, rows, self.strategy.needs_hidden)
+                return self._join(batch, inputs, rows, output)
         if isinstance(batch, DecodeBatch):
             with timed(self._timer, "decode", len(batch.slots)):
                 state.reindex(batch)
@@ -250,12 +251,21 @@ class LLMEngine:
         output: ModelOutput,
     ) -> list[tuple[PrefillBatch | DecodeBatch, StepOutput]]:
         """Decide on the first tokens of the rows whose prefill is complete; they decode next."""
-        self.strategy.prefilled(inputs)
+        hidden = output.hidden if self.strategy.needs_hidden else None
+        self.strategy.prefilled(batch, inputs, hidden)
         if not batch.completing:
             return []
         seqs = [batch.seqs[i] for i in batch.completing]
-        tables = inputs.block_tables[upload(rows, torch.int64, self._runner.device)]
-        joining = JoiningRows(seqs, tables, inputs.context_lens[rows], self._sampling_inputs(seqs))
+        device = self._runner.device
+        if hidden is not None:
+            hidden = hidden[upload(inputs.query_lens.cumsum()[rows] - 1, torch.int64, device)]
+        joining = JoiningRows(
+            seqs,
+            inputs.block_tables[upload(rows, torch.int64, device)],
+            inputs.context_lens[rows],
+            self._sampling_inputs(seqs),
+            hidden,
+        )
         step = self.strategy.first_tokens(output, joining)
         self.strategy.step_inputs.merge_prefill(joining, step)
         return [(batch, step)]

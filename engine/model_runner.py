@@ -27,10 +27,15 @@ does not depend on what else is in the batch. Measured: any multiple of 4 will d
 
 
 class ModelOutput(NamedTuple):
-    """logits: [R, vocab] in the model's dtype; positions: [R], of the tokens they follow."""
+    """logits: [R, vocab] in the model's dtype; positions: [R], of the tokens they follow.
+
+    hidden: [T, hidden_size] of all tokens of the forward, valid until the next one; None where only
+    those of the R tokens were computed.
+    """
 
     logits: Tensor
     positions: Tensor
+    hidden: Tensor | None = None
 
 
 class ModelRunner:
@@ -57,11 +62,18 @@ class ModelRunner:
         self._graphs = ForwardGraphs(self._forward, shapes, self.block_size, tile, self.device)
 
     @torch.inference_mode()
-    def prefill(self, inputs: ModelInputs, rows: npt.NDArray[np.int64]) -> ModelOutput:
+    def prefill(
+        self, inputs: ModelInputs, rows: npt.NDArray[np.int64], all_hidden: bool = False
+    ) -> ModelOutput:
         """Run the tokens through the model, write their KV, and give the logits of the last token
-        of R of the B rows. The last layer computes those tokens only.
+        of R of the B rows. Unless all hidden states are wanted, the last layer computes those
+        tokens only.
         """
         last = self._last_tokens(inputs, rows)
+        if all_hidden:
+            hidden = self._forward([self._part(inputs.pad_tokens(self._token_multiple))])
+            hidden = hidden[: len(inputs.input_ids)]
+            return ModelOutput(self.compute_logits(hidden[last]), inputs.positions[last], hidden)
         wanted = ModelInputs(
             inputs.input_ids[last],
             inputs.positions[last],
@@ -91,7 +103,7 @@ class ModelRunner:
     def decode(self, inputs: ModelInputs) -> ModelOutput:
         """Run rows of equally many tokens, write their KV, and give the logits of every token."""
         hidden = self.hidden_states(inputs)
-        return ModelOutput(self.compute_logits(hidden), inputs.positions)
+        return ModelOutput(self.compute_logits(hidden), inputs.positions, hidden)
 
     @torch.inference_mode()
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
@@ -128,8 +140,8 @@ class ModelRunner:
             decoded, chunk = hidden[:count], hidden[count:]
         logits = self.compute_logits(torch.cat((decoded, chunk[last])))
         return (
-            ModelOutput(logits[:count], decode.positions),
-            ModelOutput(logits[count:], prefill.positions[last]),
+            ModelOutput(logits[:count], decode.positions, decoded),
+            ModelOutput(logits[count:], prefill.positions[last], chunk[: len(prefill.input_ids)]),
         )
 
     def _last_tokens(self, inputs: ModelInputs, rows: npt.NDArray[np.int64]) -> Tensor:

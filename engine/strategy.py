@@ -16,7 +16,7 @@ from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
 from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
-from batchgen.engine.scheduled_batch import DecodeBatch
+from batchgen.engine.scheduled_batch import DecodeBatch, PrefillBatch
 from batchgen.engine.sequence import Sequence
 
 
@@ -45,12 +45,14 @@ class JoiningRows:
         block_tables: [B, N] int64.
         context_lens: [B], tokens of each row whose KV is computed.
         sampling: before the prefill's token.
+        hidden: [B, hidden_size], of each row's last token, if the strategy needs hidden states.
     """
 
     seqs: Rows[Sequence]
     block_tables: Tensor
     context_lens: npt.NDArray[np.int64]
     sampling: SamplingInputs
+    hidden: Tensor | None = None
 
 
 class StepInputs(Protocol):
@@ -79,6 +81,7 @@ class Strategy(Protocol):
         counts: fields of `RequestOutput` that say what a row cost in this paradigm.
         widths: tokens of a row in one decode forward, ascending from 1: all that can occur.
         draft_widths: the same of the draft model, if it takes one.
+        needs_hidden: the hidden states of all tokens of a prefill.
     """
 
     name: str
@@ -90,6 +93,9 @@ class Strategy(Protocol):
 
     @property
     def draft_widths(self) -> tuple[int, ...]: ...
+
+    @property
+    def needs_hidden(self) -> bool: ...
 
     @property
     def step_inputs(self) -> StepInputs: ...
@@ -112,8 +118,8 @@ class Strategy(Protocol):
         yield as many.
         """
 
-    def prefilled(self, inputs: ModelInputs) -> None:
-        """The model has read these tokens of prompts."""
+    def prefilled(self, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None) -> None:
+        """The model has read these tokens of prompts; hidden: [T, hidden_size], if needed."""
 
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         """From the logits that end a prefill: one token for each row."""

@@ -55,7 +55,9 @@ class FreeRunner(ModelRunner):
     def decode(self, inputs: ModelInputs) -> ModelOutput:
         return ModelOutput(torch.empty(0), inputs.positions)
 
-    def prefill(self, inputs: ModelInputs, rows: npt.NDArray[np.int64]) -> ModelOutput:
+    def prefill(
+        self, inputs: ModelInputs, rows: npt.NDArray[np.int64], all_hidden: bool = False
+    ) -> ModelOutput:
         return ModelOutput(torch.empty(0), inputs.positions[self._last_tokens(inputs, rows)])
 
     def mixed(

@@ -11,6 +11,7 @@ from torch import Tensor
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.sampler import process, sample
+from batchgen.engine.scheduled_batch import PrefillBatch
 from batchgen.kernels.rejection import draw_drafts
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 
@@ -21,15 +22,27 @@ CATCH_UP_WIDTH = 8
 class Proposer(Protocol):
     """Attributes:
     widths: tokens of a row in one forward of its own model; none if it has none.
+    needs_hidden: it drafts from the model's hidden states, as heads for multi-token prediction do.
     """
 
     widths: tuple[int, ...]
+    needs_hidden: bool
 
-    def prefilled(self, inputs: ModelInputs) -> None:
-        """The model has read these tokens of prompts."""
+    def prefilled(
+        self, state: SpecStepInputs, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None
+    ) -> None:
+        """The model has read these tokens of prompts, chunks of the batch's rows.
+
+        Args:
+            hidden: [T, hidden_size] of them, if needed.
+        """
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
-        """The k tokens that may follow each row's newest, or fewer; k is at least 1."""
+        """The k tokens that may follow each row's newest, or fewer; k is at least 1.
+
+        Where hidden states are needed, `state.rows.hidden` has those that the newest tokens were
+        drawn from.
+        """
 
     def skipped(self, state: SpecStepInputs) -> None:
         """A step goes without drafts."""
@@ -39,9 +52,12 @@ class NgramProposer:
     """What followed the row's last tokens where they stood before (Saxena 2023)."""
 
     widths: tuple[int, ...] = ()
+    needs_hidden = False
 
-    def prefilled(self, inputs: ModelInputs) -> None:
-        """The store has the prompts."""
+    def prefilled(
+        self, state: SpecStepInputs, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None
+    ) -> None:
+        """The store gets the prompts."""
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
         return Drafts(*state.store.propose(state.rows.slots_there, k))
@@ -64,12 +80,15 @@ class DraftProposer:
     """
 
     widths: tuple[int, ...] = (1, 2, CATCH_UP_WIDTH)
+    needs_hidden = False
 
     def __init__(self, runner: ModelRunner, own_law: bool) -> None:
         self._runner = runner
         self._own_law = own_law
 
-    def prefilled(self, inputs: ModelInputs) -> None:
+    def prefilled(
+        self, state: SpecStepInputs, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None
+    ) -> None:
         self._runner.prefill(inputs, np.empty(0, np.int64))
 
     def skipped(self, state: SpecStepInputs) -> None:

@@ -36,12 +36,15 @@ class SpecRows(Batched):
         limits: [B] int64, the last position that each row can have. A step that was launched before
             its row was known to have ended stays within the row's blocks by it.
         steps: [B] int32, forwards that yielded the row's tokens so far.
+        hidden: [B, hidden_size], of the model where it yielded the newest token; [B, 0] unless the
+            proposer needs it.
     """
 
     slots: npt.NDArray[np.int64] = row()
     slots_there: Tensor = row()
     limits: Tensor = row()
     steps: Tensor = row()
+    hidden: Tensor = row()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +68,14 @@ class SpecStepInputs(StepInputs):
     Attributes:
         acceptance: how many of the drafts held lately.
         draft_lag: newest tokens of a row that a draft model has not read yet, at most.
+        hidden: [B · W, hidden_size] of the step under way, if the proposer needs it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.acceptance = Acceptance()
         self.draft_lag = 1
+        self.hidden: Tensor | None = None
         self._store: NgramIndex | None = None
         self._free_slots: deque[int] = deque()
         self._rows: SpecRows | None = None
@@ -142,7 +147,8 @@ class SpecStepInputs(StepInputs):
         # One launch more than storing them with the prompts, but the host does not know them yet.
         self.store.append(there[0], there[2], step.token_ids, step.num_tokens)
         self._add_rows(rows, step)
-        new = SpecRows(slots, there[0], there[1], steps)
+        hidden = steps.new_empty((count, 0)) if rows.hidden is None else rows.hidden
+        new = SpecRows(slots, there[0], there[1], steps, hidden)
         self._rows = new if self._rows is None else SpecRows.concat([self._rows, new])
         self._repeated.clear()
 
@@ -188,4 +194,9 @@ class SpecStepInputs(StepInputs):
             step.token_ids, step.num_tokens, inputs.positions, rows.limits, rows.steps
         )
         self._newest = replace(inputs, input_ids=input_ids, positions=positions)
-        self._rows = replace(rows, steps=steps)
+        hidden = rows.hidden
+        if self.hidden is not None:
+            wide = self.hidden.view(len(steps), -1, self.hidden.shape[1])
+            last = (step.num_tokens - 1).clamp(min=0).long()
+            hidden = wide[torch.arange(len(last), device=last.device), last]
+        self._rows = replace(rows, steps=steps, hidden=hidden)

@@ -13,7 +13,7 @@ from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
 from batchgen.engine.sampler import sample
 from batchgen.engine.sampling_inputs import SamplingInputs
-from batchgen.engine.scheduled_batch import DecodeBatch
+from batchgen.engine.scheduled_batch import DecodeBatch, PrefillBatch
 from batchgen.engine.strategy import JoiningRows, Limits
 from batchgen.engine.transfer import upload
 from batchgen.strategies.ar_spec.controller import DraftBudget, StepCosts
@@ -39,8 +39,8 @@ class ARSpecStrategy(BaseStrategy):
         proposer: `ngram` looks up where the row's last tokens stood before, `draft` runs a smaller
             model.
         num_spec_tokens: drafts of a row and step, at most.
-        verifier: `pathwise` gives the very tokens of `ar`; `rejection` gives others of the same law
-            and accepts a draft model's more often at high temperatures.
+        verifier: `pathwise` gives the very tokens of `ar`; `rejection` gives others of the same
+            law, which also depend on whether the row was preempted.
         adaptive: choose the number of drafts step by step, down to none, from the batch's size, the
             cost of a forward and how often drafts held; else always num_spec_tokens.
         ngram_min, ngram_max: tokens that must match, of the longest match at most so many.
@@ -146,8 +146,14 @@ class ARSpecStrategy(BaseStrategy):
             return 1 + self.num_spec_tokens
         return 1 + self._budget.choose(num_rows, self.step_inputs.acceptance)
 
-    def prefilled(self, inputs: ModelInputs) -> None:
-        self._proposer.prefilled(inputs)
+    @property
+    def needs_hidden(self) -> bool:
+        return self._proposer.needs_hidden
+
+    def prefilled(
+        self, batch: PrefillBatch, inputs: ModelInputs, hidden: torch.Tensor | None
+    ) -> None:
+        self._proposer.prefilled(self.step_inputs, batch, inputs, hidden)
 
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         step = super().first_tokens(output, rows)
@@ -167,6 +173,8 @@ class ARSpecStrategy(BaseStrategy):
     def decide(self, output: ModelOutput) -> StepOutput:
         state = self.step_inputs
         drafts, steps = state.drafts, state.rows.steps
+        if self.needs_hidden:
+            state.hidden = output.hidden
         if drafts is None:
             step = sample(output.logits, state.sampling, output.positions + 1)
         else:

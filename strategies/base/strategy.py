@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
 from batchgen.engine.sampler import sample
 from batchgen.engine.sampling_params import SamplingParams
-from batchgen.engine.scheduled_batch import DecodeBatch
+from batchgen.engine.scheduled_batch import DecodeBatch, PrefillBatch
 from batchgen.engine.strategy import JoiningRows, Limits
 
 
@@ -29,6 +31,10 @@ class BaseStrategy:
     def draft_widths(self) -> tuple[int, ...]:
         return ()
 
+    @property
+    def needs_hidden(self) -> bool:
+        return False
+
     def check(self, params: SamplingParams) -> None:
         """Nothing is refused."""
 
@@ -42,7 +48,7 @@ class BaseStrategy:
     def step_width(self, num_rows: int) -> int:
         return 1
 
-    def prefilled(self, inputs: ModelInputs) -> None:
+    def prefilled(self, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None) -> None:
         """Nothing to do."""
 
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:

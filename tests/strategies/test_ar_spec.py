@@ -276,7 +276,7 @@ def test_every_proposer_gives_the_rows_of_ar(
         assert_same(one, other)
     stats = engine.stats
     accepted = sum(output.num_accepted_tokens for output in outputs)
-    assert accepted > {"other": 3}.get(name, 20)
+    assert accepted > {"other": 3, "longer ngram": 5}.get(name, 15)
     assert name == "itself" or accepted < sum(output.num_draft_tokens for output in outputs)
     assert (stats.accepted_tokens, stats.generated_tokens) == (
         accepted,
@@ -286,7 +286,7 @@ def test_every_proposer_gives_the_rows_of_ar(
 
 
 # Shrinking an example of so many steps takes minutes and tells little more.
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(data=st.data())
 def test_any_schedule_and_drafts_give_the_rows_of_ar(
     tiny_models: Models,
@@ -419,3 +419,26 @@ def test_a_row_that_fails_keeps_what_it_had(
     outputs = run(make_engine(poisoned_models, strategy, config, draft), requests)
     for one, other in zip(expected, outputs, strict=True):
         assert_same(one, other)
+
+
+def test_a_perfect_draft_knows_the_blocks_that_others_generated(tiny_models: Models) -> None:
+    """A row that ends with an accepted draft leaves no block behind that the draft model has not
+    read."""
+    strategy = ARSpecStrategy("draft", 3, adaptive=False)
+    config = replace(SIMPLE, block_size=4, prefix_caching=True)
+    engine = make_engine(tiny_models, strategy, config, "itself")
+    # Every number of tokens that can be behind the last whole block, at every place of a step.
+    first = [
+        (list(range(20, 30 + i)), SamplingParams(seed=i, max_new_tokens=20 + j, ignore_eos=True))
+        for i, j in itertools.product(range(4), range(4))
+    ]
+    second = [
+        (
+            output.prompt_token_ids + output.token_ids,
+            SamplingParams(seed=100 + i, max_new_tokens=12, ignore_eos=True),
+        )
+        for i, output in enumerate(run(engine, first))
+    ]
+    for output in run(engine, second):
+        assert output.num_cached_tokens > 24
+        assert output.num_accepted_tokens == output.num_draft_tokens
