@@ -32,7 +32,9 @@ from batchgen.engine.loader import load_model
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
+from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 EOS = 2
@@ -68,6 +70,13 @@ RUNS = (
     (LLAMA, torch.float32),
     (QWEN3, torch.bfloat16),
 )
+
+STRATEGIES: dict[str, dict[str, Any] | None] = {
+    "ar": None,
+    "ngram": {"adaptive": False, "ngram_min": 1, "ngram_pool": True},
+    "draft": {"adaptive": False, "proposer": "draft", "verifier": "rejection"},
+}
+"""Options of `ar_spec`."""
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=3)
 PLAIN = [(1, GREEDY), (17, GREEDY), (33, SamplingParams(temperature=1.3, max_new_tokens=3))]
@@ -127,12 +136,14 @@ def make_model(sizes: dict[str, Any], dtype: torch.dtype, device: torch.device) 
     return model
 
 
-def run(model: DenseForCausalLM) -> list[RequestOutput]:
+def run(
+    model: DenseForCausalLM, strategy: Strategy, draft: DenseForCausalLM | None = None
+) -> list[RequestOutput]:
     """The outputs of all rows; first those without options, then those with every one."""
     config = EngineConfig(
-        max_num_seqs=len(EVERY_OPTION), max_batched_tokens=256, kv_cache_gib=0.01, cuda_graph=False
+        max_num_seqs=len(EVERY_OPTION), max_batched_tokens=256, kv_cache_gib=0.02, cuda_graph=False
     )
-    engine = LLMEngine(model, None, (EOS,), ARStrategy(), config)
+    engine = LLMEngine(model, None, (EOS,), strategy, config, draft=draft)
     outputs: dict[str, RequestOutput] = {}
     index = 0
     for rows in (PLAIN, EVERY_OPTION):
@@ -165,13 +176,17 @@ def main() -> None:
     launches = count_launches()
     problems = []
     for sizes, dtype in RUNS:
-        found = run(make_model(sizes, dtype, torch.device("cuda")))
-        torch.cuda.synchronize()
-        name = f"{sizes['model_type']} {str(dtype).removeprefix('torch.')}"
-        if dtype == torch.float32:
-            expected = run(make_model(sizes, dtype, torch.device("cpu")))
-            problems += [f"{name}, {problem}" for problem in differences(expected, found)]
-        problems += [f"{name}: {row.error}" for row in found if row.error is not None]
+        expected = run(make_model(sizes, torch.float32, torch.device("cpu")), ARStrategy())
+        for kind, options in STRATEGIES.items():
+            drafting = options is not None and options.get("proposer") == "draft"
+            model, draft = (make_model(sizes, dtype, torch.device("cuda")) for _ in range(2))
+            strategy = ARStrategy() if options is None else ARSpecStrategy(**options)
+            found = run(model, strategy, draft if drafting else None)
+            torch.cuda.synchronize()
+            name = f"{sizes['model_type']} {str(dtype).removeprefix('torch.')} {kind}"
+            if dtype == torch.float32:
+                problems += [f"{name}, {problem}" for problem in differences(expected, found)]
+            problems += [f"{name}: {row.error}" for row in found if row.error is not None]
     print(", ".join(f"{name} {count}" for name, count in launches.items()))
     problems += [f"{name} was never launched" for name, count in launches.items() if not count]
     for problem in problems:

@@ -112,7 +112,15 @@ OPTIONS: list[dict[str, Any]] = [
     {"min_p": 0.1, "top_logprobs": 7},
     {"temperature": 0.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "frequency_penalty": 0.7},
     {"temperature": 0.2, "min_new_tokens": 12, "stop_token_ids": tuple(range(0, VOCAB, 3))},
-    {"temperature": 0.5, "ignore_eos": True, "repetition_penalty": 0.6, "logprobs": True},
+    # Repeats itself, with a law that counts how often.
+    {
+        "temperature": 0.5,
+        "ignore_eos": True,
+        "repetition_penalty": 0.6,
+        "frequency_penalty": -0.2,
+        "logprobs": True,
+        "logprobs_mode": "processed",
+    },
     {"temperature": 0.1, "stop_token_ids": (1, 2, 3), "min_new_tokens": 2},
 ]
 
