@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -259,6 +259,9 @@ class LLMEngine:
         device = self._runner.device
         if hidden is not None:
             hidden = hidden[upload(inputs.query_lens.cumsum()[rows] - 1, torch.int64, device)]
+        state = self.strategy.step_inputs
+        if batch.keep is not None:
+            state.keep_rows(batch.keep)
         joining = JoiningRows(
             seqs,
             inputs.block_tables[upload(rows, torch.int64, device)],
@@ -267,8 +270,18 @@ class LLMEngine:
             hidden,
         )
         step = self.strategy.first_tokens(output, joining)
-        self.strategy.step_inputs.merge_prefill(joining, step)
-        return [(batch, step)]
+        if len(batch.slots) == len(seqs):
+            state.merge_prefill(joining, step)
+            return [(batch, step)]
+        resumed = np.array([seq.resumed for seq in seqs])
+        known = upload([seq.token_ids[-1] for seq in seqs], torch.int64, device)
+        mask = upload(resumed, torch.bool, device)
+        token_ids = torch.where(mask, known, step.token_ids[:, 0]).unsqueeze(1)
+        num_tokens = torch.where(mask, 1, step.num_tokens)
+        state.merge_prefill(joining, replace(step, token_ids=token_ids, num_tokens=num_tokens))
+        if resumed.all():
+            return []
+        return [(batch, step.index_select(np.flatnonzero(~resumed)))]
 
     def _sampling_inputs(self, seqs: list[Sequence]) -> SamplingInputs:
         return SamplingInputs.build(

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchgen.engine.transfer import upload
+
 FinishReason = Literal["stop", "length", "error"]
 Scope = Literal["output", "context"]
 
@@ -42,6 +44,8 @@ class StepOutput:
         failed: [B] bool, rows whose logits are not numbers; they produced nothing after num_tokens.
         columns: name → [B, W, *tail]; entries past `num_tokens` are undefined.
         num_drafts: [B] int32, proposed to each row; None if the step was without drafts.
+        unread_tokens: after the step, newest tokens of each row without KV in some model's cache,
+            at most.
     """
 
     num_tokens: torch.Tensor
@@ -49,6 +53,19 @@ class StepOutput:
     failed: torch.Tensor
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_drafts: torch.Tensor | None = None
+    unread_tokens: int = 1
+
+    def index_select(self, rows: npt.NDArray[np.int64]) -> StepOutput:
+        """Of these rows, in this order."""
+        index = upload(rows, torch.int64, self.token_ids.device)
+        return StepOutput(
+            self.num_tokens[index],
+            self.token_ids[index],
+            self.failed[index],
+            {name: values[index] for name, values in self.columns.items()},
+            None if self.num_drafts is None else self.num_drafts[index],
+            self.unread_tokens,
+        )
 
     @classmethod
     def empty(cls, device: torch.device) -> StepOutput:
@@ -66,6 +83,7 @@ class HostOutput:
     failed: npt.NDArray[np.bool_]
     columns: Mapping[str, npt.NDArray[Any]]
     num_drafts: npt.NDArray[np.int32] | None = None
+    unread_tokens: int = 1
 
 
 class HostCopy:
@@ -80,6 +98,7 @@ class HostCopy:
             "failed": step.failed,
             **step.columns,
         }
+        self._unread_tokens = step.unread_tokens
         if step.num_drafts is not None:
             named["num_drafts"] = step.num_drafts
         # Widest elements first, so that each part starts at a multiple of its element's size.
@@ -110,6 +129,7 @@ class HostCopy:
             failed=arrays.pop("failed"),
             num_drafts=arrays.pop("num_drafts", None),
             columns=arrays,
+            unread_tokens=self._unread_tokens,
         )
 
 

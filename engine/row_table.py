@@ -61,6 +61,7 @@ class RowTable:
         self._forwards = np.zeros(capacity, np.int64)
         self._drafts = np.zeros(capacity, np.int64)
         self._accepted = np.zeros(capacity, np.int64)
+        self._unread = np.zeros(capacity, np.int64)
         self._logged = np.zeros(capacity, np.int64)
         self._log = np.zeros((capacity, _LOG_TOKENS), np.int64)
         self._column_logs: dict[str, npt.NDArray[Any]] = {}
@@ -78,13 +79,14 @@ class RowTable:
         return [seq for seq in self._seqs if seq is not None]
 
     def add(self, seq: Sequence, reserved: int) -> None:
-        """Take in a row whose first token's step is launched; its blocks hold `reserved` tokens."""
+        """Take in a row whose prefill is launched; its blocks hold `reserved` tokens."""
         slot = self._free.pop()
         self._seqs[slot] = seq
         self.occupied[slot] = True
         seq.slot = slot
         self.num_tokens[slot] = seq.num_tokens
-        self.launched[slot] = self.pending[slot] = 1
+        self.launched[slot] = self.pending[slot] = 0 if seq.resumed else 1
+        self._unread[slot] = 1
         self.prompt_lens[slot] = seq.num_prompt_tokens
         self.max_tokens[slot] = seq.max_tokens
         self.exact[slot] = seq.stop.exact_length
@@ -105,6 +107,7 @@ class RowTable:
         slot = seq.slot
         assert slot is not None and self._seqs[slot] is seq
         self._flush(slot)
+        seq.num_computed_tokens = max(seq.num_tokens - int(self._unread[slot]), 0)
         seq.num_forwards += int(self._forwards[slot])
         seq.num_draft_tokens += int(self._drafts[slot])
         seq.num_accepted_tokens += int(self._accepted[slot])
@@ -218,10 +221,12 @@ class RowTable:
     ) -> None:
         """What the tokens cost."""
         self._forwards[slots] += 1
+        self._unread[slots] = step.unread_tokens
         if step.num_drafts is not None:
             drafts = step.num_drafts[index]
-            # The last token of a step was drawn, those before it were drafts; a stop may cut it.
-            accepted = np.minimum(counts, np.maximum(step.num_tokens[index] - 1, 0))
+            # The last token of a step was drawn, those before it were drafts; a stop may cut it,
+            # and a row that failed has none.
+            accepted = np.minimum(counts, step.num_tokens[index] - ~step.failed[index])
             self._drafts[slots] += drafts
             self._accepted[slots] += accepted
             self.num_drafts += int(drafts.sum())

@@ -19,9 +19,11 @@ class PrefillBatch:
         seqs: B rows.
         starts: first token of each row's chunk.
         lengths: tokens of each row's chunk.
-        completing: indices of the rows whose last known token is in the chunk. They yield a token
-            and join the decoding rows, in this order.
-        slots, epochs: of the completing rows.
+        completing: indices of the rows whose last token to prefill is in the chunk. They join the
+            decoding rows, in this order.
+        slots, epochs: of those among them that yield a token: all but resumed rows.
+        keep: where each of the rows that still decode stood among those of the previous steps, None
+            if nothing moved.
     """
 
     seqs: list[Sequence]
@@ -30,6 +32,7 @@ class PrefillBatch:
     completing: list[int]
     slots: Slots
     epochs: npt.NDArray[np.int64]
+    keep: npt.NDArray[np.int64] | None
 
 
 @dataclass(frozen=True, slots=True)

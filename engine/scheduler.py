@@ -209,7 +209,7 @@ class Scheduler:
             seq = self._prefilling or self._admit_next()
             if seq is None:
                 break
-            chunk = min(seq.num_tokens - seq.num_computed_tokens, budget)
+            chunk = min(seq.num_prefill_tokens - seq.num_computed_tokens, budget)
             budget -= chunk
             seqs.append(seq)
             starts.append(seq.num_computed_tokens)
@@ -218,15 +218,21 @@ class Scheduler:
             # Published before the forward, so that the next row admitted can share them.
             self.block_manager.publish(seq, seq.num_computed_tokens)
             self._prefilling = seq
-            if seq.num_computed_tokens == seq.num_tokens:
+            if seq.num_computed_tokens == seq.num_prefill_tokens:
                 self._prefilling = None
                 self._table.add(seq, len(seq.block_table) * self.block_manager.block_size)
                 completing.append(len(seqs) - 1)
-        slots = np.array([seqs[i].slot for i in completing], np.int64)
+        # Rows that ended leave with this batch: where rows yield one token only, none ever decodes.
+        alive = self._table.epochs[self._slots] == self._epochs
+        keep = None if alive.all() or not completing else np.flatnonzero(alive)
+        joined = np.array([seqs[i].slot for i in completing], np.int64)
+        stay = self._slots if keep is None else self._slots[keep]
+        if completing:
+            self._slots = np.append(stay, joined)
+            self._epochs = self._table.epochs[self._slots]
+        slots = joined[[not seqs[i].resumed for i in completing]]
         epochs = self._table.epochs[slots]
-        self._slots = np.append(self._slots, slots)
-        self._epochs = np.append(self._epochs, epochs)
-        return PrefillBatch(seqs, starts, lengths, completing, slots, epochs)
+        return PrefillBatch(seqs, starts, lengths, completing, slots, epochs, keep)
 
     def _admit_next(self) -> Sequence | None:
         """The first waiting row, with blocks for all its known tokens, if it can run now."""

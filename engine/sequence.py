@@ -106,6 +106,17 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def resumed(self) -> bool:
+        """It has tokens of its own already: it lost its KV to others."""
+        return self.num_generated > 0
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Known tokens that are read before it decodes. A resumed row goes on from its last token
+        as if nothing had happened, instead of drawing one from a prefill."""
+        return self.num_tokens - self.resumed
+
+    @property
     def max_tokens(self) -> int:
         """Prompt and output tokens at most; the row's KV never needs more."""
         return self.num_prompt_tokens + self.stop.max_new_tokens

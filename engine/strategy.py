@@ -41,7 +41,8 @@ class JoiningRows:
     """B rows whose prefill is complete.
 
     Attributes:
-        seqs: as the host knows them, without the token that the prefill yields.
+        seqs: as the host knows them, without the token that the prefill yields. A resumed row has
+            its newest token already, and its prefill yields that.
         block_tables: [B, N] int64.
         context_lens: [B], tokens of each row whose KV is computed.
         sampling: before the prefill's token.
@@ -62,6 +63,8 @@ class StepInputs(Protocol):
     def model_inputs(self) -> ModelInputs: ...
 
     def merge_prefill(self, rows: JoiningRows, step: StepOutput) -> None: ...
+
+    def keep_rows(self, keep: npt.NDArray[np.int64]) -> None: ...
 
     def reindex(self, batch: DecodeBatch) -> None: ...
 

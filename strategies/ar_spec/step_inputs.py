@@ -67,7 +67,7 @@ class SpecStepInputs(StepInputs):
 
     Attributes:
         acceptance: how many of the drafts held lately.
-        draft_lag: newest tokens of a row that a draft model has not read yet, at most.
+        draft_lag: newest tokens of a row that a draft model has not read, at most.
         hidden: [B · W, hidden_size] of the step under way, if the proposer needs it.
     """
 
@@ -91,8 +91,7 @@ class SpecStepInputs(StepInputs):
         Args:
             indexed: n-grams are looked up; else only the tokens are of use.
         """
-        # Rows join before the host knows which of the last step's ended.
-        slots = limits.max_rows * (_POOL_ROWS if pool else 2)
+        slots = limits.max_rows * (_POOL_ROWS if pool else 1)
         self._store = NgramIndex.allocate(
             slots,
             limits.max_model_len,
@@ -142,13 +141,14 @@ class SpecStepInputs(StepInputs):
         slots = np.array([self._free_slots.popleft() for _ in range(count)], np.int64)
         limits = [seq.max_tokens - 1 for seq in rows.seqs]
         there = upload(np.stack([slots, np.array(limits), rows.context_lens]), torch.int64, device)
-        steps = upload([seq.num_forwards + 1 for seq in rows.seqs], torch.int32, device)
+        steps = [seq.num_forwards + (not seq.resumed) for seq in rows.seqs]
         self._store_prompts(rows, there[0])
         # One launch more than storing them with the prompts, but the host does not know them yet.
         self.store.append(there[0], there[2], step.token_ids, step.num_tokens)
         self._add_rows(rows, step)
-        hidden = steps.new_empty((count, 0)) if rows.hidden is None else rows.hidden
-        new = SpecRows(slots, there[0], there[1], steps, hidden)
+        hidden = step.token_ids.new_empty((count, 0)) if rows.hidden is None else rows.hidden
+        steps_there = upload(steps, torch.int32, device)
+        new = SpecRows(slots, there[0], there[1], steps_there, hidden)
         self._rows = new if self._rows is None else SpecRows.concat([self._rows, new])
         self._repeated.clear()
 
@@ -163,13 +163,15 @@ class SpecStepInputs(StepInputs):
         self.store.reset(slots)
         self.store.append(slots, torch.zeros_like(slots), there, counts)
 
+    def keep_rows(self, keep: npt.NDArray[np.int64]) -> None:
+        super().keep_rows(keep)
+        slots = self.rows.slots
+        self._free_slots.extend(np.setdiff1d(slots, slots[keep]).tolist())
+        self._rows = self.rows.index_select(keep) if len(keep) else None
+        self._repeated.clear()
+
     def reindex(self, batch: DecodeBatch) -> None:
         super().reindex(batch)
-        if batch.keep is not None:
-            stay = self.rows.index_select(batch.keep)
-            self._free_slots.extend(np.setdiff1d(self.rows.slots, stay.slots).tolist())
-            self._rows = stay
-            self._repeated.clear()
         self._drafts = self._wide = None
 
     def set_drafts(self, drafts: Drafts) -> None:

@@ -39,8 +39,8 @@ class ARSpecStrategy(BaseStrategy):
         proposer: `ngram` looks up where the row's last tokens stood before, `draft` runs a smaller
             model.
         num_spec_tokens: drafts of a row and step, at most.
-        verifier: `pathwise` gives the very tokens of `ar`; `rejection` gives others of the same
-            law, which also depend on whether the row was preempted.
+        verifier: `pathwise` gives the very tokens of `ar`; `rejection` gives others of the same law
+            and accepts a draft model's more often at high temperatures.
         adaptive: choose the number of drafts step by step, down to none, from the batch's size, the
             cost of a forward and how often drafts held; else always num_spec_tokens.
         ngram_min, ngram_max: tokens that must match, of the longest match at most so many.
@@ -93,10 +93,10 @@ class ARSpecStrategy(BaseStrategy):
                 "verifier rejection needs adaptive=false: its tokens depend on how many drafts a "
                 "step has, so a choice by the batch's size would make them depend on other rows"
             )
-        if verifier == "rejection" and ngram_pool:
+        if verifier == "rejection" and proposer != "draft":
             raise ValueError(
-                "verifier rejection needs ngram_pool=false: its tokens depend on the drafts, which "
-                "would depend on other rows"
+                f"verifier rejection needs proposer=draft: what {proposer} finds depends on other "
+                "rows, and the tokens would with it; pathwise accepts such drafts as often"
             )
         self.proposer_name = proposer
         self.draft_model = draft_model
@@ -179,12 +179,13 @@ class ARSpecStrategy(BaseStrategy):
             step = sample(output.logits, state.sampling, output.positions + 1)
         else:
             step = replace(self._verify(state, output, drafts), num_drafts=drafts.counts)
+        step = replace(step, unread_tokens=state.draft_lag)
         return _with_columns(step, steps, state.sampling)
 
     def observe(self, step: HostOutput) -> None:
         if step.num_drafts is not None:
             k = step.token_ids.shape[1] - 1
-            self.step_inputs.acceptance.observe(step.num_tokens - 1, k)
+            self.step_inputs.acceptance.observe(step.num_tokens - ~step.failed, k)
 
 
 def _with_columns(step: StepOutput, steps: torch.Tensor, sampling: SamplingInputs) -> StepOutput:

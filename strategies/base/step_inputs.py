@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -53,11 +54,18 @@ class StepInputs(ABC):
     def step_decode(self, step: StepOutput) -> None:
         """Advance all rows by the tokens that they produced."""
 
+    def keep_rows(self, keep: npt.NDArray[np.int64]) -> None:
+        """Drop all rows but these, which are in order."""
+        if len(keep):
+            self._newest = self.newest.index_select(keep)
+            self._sampling = self.sampling.index_select(keep)
+        else:
+            self._newest = self._sampling = None
+
     def reindex(self, batch: DecodeBatch) -> None:
         """Drop the rows that left and extend the block tables of those that stay."""
         if batch.keep is not None:
-            self._newest = self.newest.index_select(batch.keep)
-            self._sampling = self.sampling.index_select(batch.keep)
+            self.keep_rows(batch.keep)
         self._newest = replace(self.newest, context_lens=batch.context_lens)
         if batch.new_blocks:
             tables = self.newest.block_tables

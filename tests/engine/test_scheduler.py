@@ -85,10 +85,13 @@ class Device:
     another row's KV, or KV not yet written or overwritten, is noticed.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, drafting: bool, seed: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, max_rows: int, drafting: bool, seed: int
+    ) -> None:
         self.rows: list[DeviceRow] = []
         self._cells = [0] * (num_blocks * block_size)
         self._block_size = block_size
+        self._max_rows = max_rows
         self._drafting = drafting
         self._rng = random.Random(seed)
 
@@ -115,7 +118,9 @@ class Device:
         if decode is not None:
             outputs.append((decode, self._generate(self.rows, decode.width)))
         if prefill is not None and prefill.completing:
-            outputs.append((prefill, self._join(prefill, rows)))
+            joined = self._join(prefill, rows)
+            if joined:
+                outputs.append((prefill, self._generate(joined, 1)))
         return outputs
 
     def _reindex(self, batch: DecodeBatch) -> None:
@@ -135,13 +140,17 @@ class Device:
         draft = [*tokens, *[-1] * (width - 1)]
         self._write(draft[:limit], len(tokens) - 1, device_row.blocks)
 
-    def _join(self, batch: PrefillBatch, rows: dict[Sequence, Row]) -> HostOutput:
+    def _join(self, batch: PrefillBatch, rows: dict[Sequence, Row]) -> list[DeviceRow]:
+        """Those of the rows that yield a token: a resumed row has its newest."""
+        if batch.keep is not None:
+            self.rows = [self.rows[i] for i in batch.keep]
         done = [batch.seqs[i] for i in batch.completing]
         for i in batch.completing:
-            assert batch.starts[i] + batch.lengths[i] == batch.seqs[i].num_tokens
+            assert batch.starts[i] + batch.lengths[i] == batch.seqs[i].num_prefill_tokens
         joined = [DeviceRow(rows[seq], list(seq.token_ids), list(seq.block_table)) for seq in done]
         self.rows += joined
-        return self._generate(joined, 1)
+        assert len(self.rows) <= self._max_rows, "rows that ended are never dropped"
+        return [row for row, seq in zip(joined, done, strict=True) if not seq.num_generated]
 
     def _generate(self, rows: list[DeviceRow], width: int) -> HostOutput:
         counts = np.array([self._rng.randint(1, width) for _ in rows], np.int32)
@@ -205,7 +214,7 @@ class Loop:
             self._step_width,
         )
         drafting = self.most_drafts > 0
-        self.device = Device(self.num_blocks, self.block_size, drafting, seed=1)
+        self.device = Device(self.num_blocks, self.block_size, self.max_num_seqs, drafting, seed=1)
         self._rng = random.Random(self.most_drafts)
         self.live: dict[Sequence, Row] = {}
         self._launched: deque[list[tuple[Part, HostOutput]]] = deque()
@@ -270,7 +279,7 @@ class Loop:
             return
         assert 0 < sum(prefill.lengths) <= self.max_batched_tokens
         assert len(prefill.seqs) == len(set(prefill.seqs))
-        assert len(prefill.slots) == len(prefill.completing)
+        assert len(prefill.slots) <= len(prefill.completing)
         # All but the last reach their end; that one may be cut where the batch is full.
         assert len(prefill.completing) >= len(prefill.seqs) - 1
         assert prefill.completing == list(range(len(prefill.completing)))
