@@ -198,19 +198,21 @@ class RowTable:
     ) -> None:
         for name, values in step.columns.items():
             self._fit_log(name, values)
-        for slot in slots[self._logged[slots] + counts > _LOG_TOKENS].tolist():
-            self._flush(slot)
-        rows, offsets = np.nonzero(np.arange(step.token_ids.shape[1]) < counts[:, None])
-        into, source = slots[rows], index[rows]
-        place = self._logged[into] + offsets
-        self._log[into, place] = step.token_ids[source, offsets]
-        for name, values in step.columns.items():
-            # A log may be wider than this batch's widest row.
-            tail = (slice(size) for size in values.shape[2:])
-            index_of: tuple[Any, ...] = (into, place, *tail)
-            self._column_logs[name][index_of] = values[source, offsets]
-        self._logged[slots] += counts
-        self.num_tokens[slots] += counts
+        for start in range(0, step.token_ids.shape[1], _LOG_TOKENS):
+            new = np.clip(counts - start, 0, _LOG_TOKENS)
+            for slot in slots[self._logged[slots] + new > _LOG_TOKENS].tolist():
+                self._flush(slot)
+            rows, offsets = np.nonzero(np.arange(_LOG_TOKENS) < new[:, None])
+            into, source = slots[rows], index[rows]
+            place = self._logged[into] + offsets
+            self._log[into, place] = step.token_ids[source, start + offsets]
+            for name, values in step.columns.items():
+                # A log may be wider than this batch's widest row.
+                tail = (slice(size) for size in values.shape[2:])
+                index_of: tuple[Any, ...] = (into, place, *tail)
+                self._column_logs[name][index_of] = values[source, start + offsets]
+            self._logged[slots] += new
+            self.num_tokens[slots] += new
 
     def _count(
         self,

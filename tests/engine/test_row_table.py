@@ -143,7 +143,8 @@ class World:
         return PlainRow(self.num_rows, seq, picks)
 
     def add_rows(self) -> None:
-        """Some rows begin, or begin again: their first step is launched with their coming."""
+        """Some rows begin: their first step is launched with their coming. Others begin again, and go
+        on from the token that they have."""
         coming = []
         while len(self.running) < self.capacity and self.rng.random() < 0.6:
             again = self.preempted and self.rng.random() < 0.7
@@ -152,7 +153,8 @@ class World:
             self.table.add(row.seq, reserved=17)
             row.device_tokens = len(row.output)
             self.running.append(row)
-            coming.append(row)
+            if not row.seq.resumed:
+                coming.append(row)
         if coming:
             self._launch(coming)
 
