@@ -143,8 +143,8 @@ class World:
         return PlainRow(self.num_rows, seq, picks)
 
     def add_rows(self) -> None:
-        """Some rows begin: their first step is launched with their coming. Others begin again, and go
-        on from the token that they have."""
+        """Some rows begin: their first step is launched with their coming. Others begin again, and
+        go on from the token that they have."""
         coming = []
         while len(self.running) < self.capacity and self.rng.random() < 0.6:
             again = self.preempted and self.rng.random() < 0.7
