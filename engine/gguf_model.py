@@ -49,8 +49,8 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     Raises:
         ValueError: unsupported architecture or rope, or a key that must exist does not.
     """
-    model = gguf_model_class(_get(file, "general.architecture", str), file.path)
-    prefix = model.gguf_architecture
+    prefix = _get(file, "general.architecture", str)
+    model = gguf_model_class(prefix, file.path)
     num_heads = _get(file, f"{prefix}.attention.head_count", int)
     hidden_size = _get(file, f"{prefix}.embedding_length", int)
     # The format defines the defaults.

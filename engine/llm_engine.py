@@ -87,7 +87,7 @@ class LLMEngine:
 
     Raises:
         ValueError: the model or device does not allow the configuration, the KV cache does not
-            fit, or the draft model does not go with the model.
+            fit, the strategy is not for the model or the draft model does not go with the model.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class LLMEngine:
         timer: StepTimer | None = None,
         draft: DenseForCausalLM | None = None,
     ) -> None:
+        strategy.block_length(model.config)  # raises if they do not go together
         model.pack()
         self.config = config.resolve(model.device, model.num_parameters * model.dtype.itemsize)
         self.max_model_len = config.model_len(model.config.max_position_embeddings)
@@ -152,7 +153,7 @@ class LLMEngine:
             dtype=model.dtype,
             device=model.device,
         )
-        runner = ModelRunner(model, kv_caches)
+        runner = ModelRunner(model, kv_caches, self.strategy.block_length(model.config))
         if config.cuda_graph:
             runner.capture(graph_shapes(use, config, self.max_model_len))
         return runner

@@ -11,18 +11,19 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig
 
 from batchgen.engine.gguf_file import GGUFFile
 from batchgen.engine.gguf_model import gguf_config, gguf_weights
 from batchgen.engine.model_config import ModelConfig
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.models.registry import model_class
+from batchgen.engine.tokenizer import load_tokenizer
 
 LoadFormat = Literal["auto", "gguf", "dummy"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_MASK = "<|MASK|>"
 
 
 def load_config(path: Path) -> ModelConfig:
@@ -36,15 +37,38 @@ def load_config(path: Path) -> ModelConfig:
         return gguf_config(GGUFFile(path))
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} is neither a .gguf file nor a folder with a config.json")
-    architectures = _read_json(path / "config.json").get("architectures")
+    values = _read_json(path / "config.json")
+    architectures = values.get("architectures")
     if not architectures:
         raise ValueError(f"{path}/config.json names no architecture (key 'architectures')")
     model = model_class(architectures[0], path)
+    expected = model.hf_config.model_type
+    if values.get("model_type") != expected:
+        raise ValueError(
+            f"{path}/config.json: model_type is {values.get('model_type')!r}, and architecture "
+            f"{architectures[0]} goes with {expected!r}"
+        )
     try:
-        hf = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-        return model.config_from_hf(hf)
+        if model.diffusion and values.get("mask_token_id") is None:
+            values["mask_token_id"] = _mask_token_id(path)
+        return model.config_from_hf(model.hf_config.from_dict(values))
     except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _mask_token_id(path: Path) -> int:
+    """The tokenizer's, for a config.json that does not say."""
+    tokenizer = load_tokenizer(path)
+    if tokenizer is not None:
+        if tokenizer.mask_token_id is not None:
+            return int(tokenizer.mask_token_id)
+        added: dict[str, int] = tokenizer.get_added_vocab()
+        if _MASK in added:
+            return added[_MASK]
+    raise ValueError(
+        "neither config.json (key 'mask_token_id') nor the tokenizer (mask_token, or an added "
+        f"token {_MASK}) says which token stands for masked ones: add it to config.json"
+    )
 
 
 def load_model(

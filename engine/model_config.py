@@ -24,6 +24,24 @@ ROPE_TYPES: Mapping[str, type[DefaultRope]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Diffusion:
+    """What a model of block diffusion needs. Its logits are of the token at their own position, and
+    its attention is causal over blocks and full inside a block.
+
+    Attributes:
+        mask_token_id: stands where a token is to be filled in.
+        block_length: tokens of a block in training; None where the checkpoint does not say.
+    """
+
+    mask_token_id: int
+    block_length: int | None
+
+    def __post_init__(self) -> None:
+        if self.block_length is not None and self.block_length < 2:
+            raise ValueError(f"the model's block_length is {self.block_length}; it must be over 1")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Attributes:
@@ -31,6 +49,7 @@ class ModelConfig:
     max_position_embeddings: positions that the model was made for, with its rope scaling.
     qk_norm: an RMSNorm over head_dim on queries and keys.
     dtype: of the checkpoint's weights; float32 where it does not say.
+    diffusion: None for a model that predicts the next token.
     """
 
     architecture: str
@@ -49,6 +68,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     dtype: torch.dtype
+    diffusion: Diffusion | None = None
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -65,6 +85,11 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary embedding needs pairs")
+        if self.diffusion is not None and not 0 <= self.diffusion.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id {self.diffusion.mask_token_id} is not in the vocabulary of "
+                f"{self.vocab_size}"
+            )
 
 
 def config_from_hf(

@@ -44,12 +44,18 @@ class ModelRunner:
     Args:
         model: on its device, in its dtype.
         kv_caches: one per layer.
+        block_length: tokens of a block of the attention, which is causal over blocks and full
+            inside; 1 is causal attention. Above 1, a row's tokens in one forward must end where a
+            block or the row ends: a block sees none of its tokens that come in a later forward.
     """
 
-    def __init__(self, model: DenseForCausalLM, kv_caches: list[KVCache]) -> None:
+    def __init__(
+        self, model: DenseForCausalLM, kv_caches: list[KVCache], block_length: int = 1
+    ) -> None:
         self.model = model
         self.kv_caches = kv_caches
         self.block_size = kv_caches[0].block_size
+        self._block_length = block_length
         self.device = model.device
         self._token_multiple = _CPU_TOKEN_MULTIPLE if self.device.type == "cpu" else 1
         self._graphs: ForwardGraphs | None = None
@@ -84,6 +90,7 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.takes_prefill(inputs):
             hidden = self._graphs.prefill(inputs, last, wanted)
         else:
+            # The last query of a row sees just what causal attention lets it see.
             # At least one token, so that no kernel has nothing to do.
             missing = -max(len(rows), 1) % self._token_multiple + (not len(rows))
             attention = AttentionMetadata(
@@ -171,6 +178,7 @@ class ModelRunner:
                 part.inputs.block_tables,
                 part.tiles,
                 decode_width=part.width,
+                block_length=self._block_length,
             )
             for part in parts
         ]

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from batchgen.engine.model_config import ModelConfig
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
@@ -102,6 +103,12 @@ class Strategy(Protocol):
 
     @property
     def step_inputs(self) -> StepInputs: ...
+
+    def block_length(self, model: ModelConfig) -> int:
+        """Tokens of a block of the model's attention under this paradigm; 1 is causal attention.
+
+        Raises ValueError, saying what to do, if the model is not made for the paradigm.
+        """
 
     def check(self, params: SamplingParams) -> None:
         """Raises ValueError, naming the option, if it cannot honour the parameters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from batchgen.kernels.attention import AttentionMetadata
 TinyModel = Callable[..., Path]
 RunPaged = Callable[..., Tensor]
 
+MASK_ID = 127
 _SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -63,8 +65,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """`tiny_model(kind, **config)` → folder of a random float32 model, saved by transformers.
 
-    kind is `llama` or `qwen3`; config overrides sizes. `max_shard_size` saves it in shards. The
-    same arguments give the same folder, which tests must not change.
+    kind is `llama`, `qwen3` or `sdar` (which has the same weights as qwen3, and MASK_ID as its
+    mask); config overrides sizes. `max_shard_size` saves it in shards. The same arguments give the
+    same folder, which tests must not change.
     """
     made: dict[str, Path] = {}
 
@@ -73,6 +76,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
         if key not in made:
             folder = tmp_path_factory.mktemp(kind)
             _random_model(kind, config).save_pretrained(folder, max_shard_size=max_shard_size)
+            if kind == "sdar":
+                _name_sdar(folder / "config.json")
             made[key] = folder
         return made[key]
 
@@ -93,6 +98,13 @@ def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         elif name.endswith("bias"):
             parameter.data.normal_(0, 0.3)
     return model
+
+
+def _name_sdar(file: Path) -> None:
+    """As the published checkpoints: without the length of a block, unless it was given."""
+    config = {"mask_token_id": MASK_ID} | json.loads(file.read_text())
+    config |= {"model_type": "sdar", "architectures": ["SDARForCausalLM"]}
+    file.write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="session")

@@ -91,10 +91,14 @@ class DenseForCausalLM(nn.Module, ABC):
     result does not depend on its batch mates.
     """
 
+    hf_config: ClassVar[type[PretrainedConfig]]
+    """Reads the config.json of this model; its model_type is the one there."""
+    diffusion: ClassVar[bool] = False
+    """Fills in masked tokens; its configuration says how."""
     qk_norm: ClassVar[bool]
     """Queries and keys are normalised per head."""
-    gguf_architecture: ClassVar[str]
-    """Value of `general.architecture` in GGUF files of this model."""
+    gguf_architecture: ClassVar[str | None]
+    """Value of `general.architecture` in GGUF files of this model; None: they are not read."""
     gguf_permutes_qk: ClassVar[bool]
     """GGUF files of this model store the rows of q and k in the order of interleaved rotary."""
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from batchgen.engine.model_config import ModelConfig, config_from_hf
 from batchgen.engine.models.dense import DenseForCausalLM
 
 
 class LlamaForCausalLM(DenseForCausalLM):
+    hf_config = LlamaConfig
     qk_norm = False
     gguf_architecture = "llama"
     gguf_permutes_qk = True

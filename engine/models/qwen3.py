@@ -1,14 +1,17 @@
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from typing import ClassVar
+
+from transformers import PretrainedConfig, Qwen3Config
 
 from batchgen.engine.model_config import ModelConfig, config_from_hf
 from batchgen.engine.models.dense import DenseForCausalLM
 
 
 class Qwen3ForCausalLM(DenseForCausalLM):
+    hf_config = Qwen3Config
     qk_norm = True
-    gguf_architecture = "qwen3"
+    gguf_architecture: ClassVar[str | None] = "qwen3"
     gguf_permutes_qk = False
 
     @classmethod

@@ -8,9 +8,10 @@ from pathlib import Path
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.models.llama import LlamaForCausalLM
 from batchgen.engine.models.qwen3 import Qwen3ForCausalLM
+from batchgen.engine.models.sdar import SDARForCausalLM
 
 MODELS: Mapping[str, type[DenseForCausalLM]] = {
-    model.__name__: model for model in (LlamaForCausalLM, Qwen3ForCausalLM)
+    model.__name__: model for model in (LlamaForCausalLM, Qwen3ForCausalLM, SDARForCausalLM)
 }
 
 
@@ -26,7 +27,11 @@ def model_class(architecture: str, source: Path) -> type[DenseForCausalLM]:
 
 def gguf_model_class(architecture: str, source: Path) -> type[DenseForCausalLM]:
     """As `model_class`, for the `general.architecture` of a GGUF file."""
-    by_gguf = {model.gguf_architecture: model for model in MODELS.values()}
+    by_gguf = {
+        model.gguf_architecture: model
+        for model in MODELS.values()
+        if model.gguf_architecture is not None
+    }
     if architecture not in by_gguf:
         raise ValueError(
             f"{source}: GGUF architecture {architecture!r} is not supported; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from batchgen.engine.model_config import ModelConfig
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
@@ -34,6 +35,15 @@ class BaseStrategy:
     @property
     def needs_hidden(self) -> bool:
         return False
+
+    def block_length(self, model: ModelConfig) -> int:
+        """Causal attention; a model that does not predict the next token is refused."""
+        if model.diffusion is not None:
+            raise ValueError(
+                f"{model.architecture} is a diffusion model: its logits are of masked tokens, not "
+                f"of next ones, so strategy {self.name} cannot run it; use strategy=dllm"
+            )
+        return 1
 
     def check(self, params: SamplingParams) -> None:
         """Nothing is refused."""
