@@ -52,14 +52,14 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """Published blocks that hold the longest cached prefix of the tokens to prefill.
-
-        At least one is left out, because a forward needs one.
+        """Published blocks that hold the longest cached prefix of the tokens to prefill, less one
+        if a forward must yield a token from it.
         """
         found: list[int] = []
         if not self.prefix_caching:
             return found
-        for digest in self._hashes(seq, (seq.num_prefill_tokens - 1) // self.block_size):
+        tokens = seq.num_prefill_tokens - seq.prefill_yields
+        for digest in self._hashes(seq, tokens // self.block_size):
             block = self._published.get(digest)
             if block is None:
                 break

@@ -172,8 +172,10 @@ class ForwardGraphs:
         """Compile all kernels, which a capture cannot, and capture what every job needs."""
         shapes = self._shapes
         short = shapes.short_sizes
-        first = [_Key("decode", size) for size in shapes.decode_sizes if size not in short]
-        first += [_Key("short", size) for size in short]
+        first = []
+        if 1 in shapes.widths:
+            first += [_Key("decode", size) for size in shapes.decode_sizes if size not in short]
+            first += [_Key("short", size) for size in short]
         first += [_Key("mixed", size) for size in shapes.mixed_sizes]
         first += [_Key("prefill", size) for size in shapes.prefill_sizes]
         # Few rows have other kernels than many.

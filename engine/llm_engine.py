@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -137,7 +137,7 @@ class LLMEngine:
             self.config.max_batched_tokens,
             self.config.chunk_tokens,
             CHUNK_ROWS,
-            strategy.step_width,
+            strategy,
         )
         self._live: dict[str, Sequence] = {}
         # The parts of each batch that was launched and not read.
@@ -221,22 +221,29 @@ class LLMEngine:
         state, device = self.strategy.step_inputs, self._runner.device
         if isinstance(batch, PrefillBatch):
             with timed(self._timer, "prefill", len(batch.seqs)):
-                inputs, rows = _prefill_inputs(batch, device), np.array(batch.completing, np.int64)
+                if not any(batch.lengths):  # all of it was in the prefix cache
+                    return self._join(batch, None)
+                inputs, rows = _prefill_inputs(batch, device)
                 output = self._runner.prefill(inputs, rows, self.strategy.needs_hidden)
-                return self._join(batch, inputs, rows, output)
+                self._see_prefill(batch, inputs, output)
+                return self._join(batch, output)
         if isinstance(batch, DecodeBatch):
             with timed(self._timer, "decode", len(batch.slots)):
                 state.reindex(batch)
                 self.strategy.propose(batch)
-                return [(batch, self._advance(self._runner.decode(state.model_inputs)))]
+                return [(batch, self._advance(self.strategy.forward(self._runner)))]
         prefill = batch.prefill
         with timed(self._timer, "mixed", len(batch.decode.slots) + len(prefill.seqs)):
             state.reindex(batch.decode)
             self.strategy.propose(batch.decode)
-            inputs, rows = _prefill_inputs(prefill, device), np.array(prefill.completing, np.int64)
+            if not any(prefill.lengths):
+                steps = [(batch.decode, self._advance(self.strategy.forward(self._runner)))]
+                return [*steps, *self._join(prefill, None)]
+            inputs, rows = _prefill_inputs(prefill, device)
             decoded, prefilled = self._runner.mixed(state.model_inputs, inputs, rows)
             steps = [(batch.decode, self._advance(decoded))]
-            return [*steps, *self._join(prefill, inputs, rows, prefilled)]
+            self._see_prefill(prefill, inputs, prefilled)
+            return [*steps, *self._join(prefill, prefilled)]
 
     def _advance(self, output: ModelOutput) -> StepOutput:
         """Decide on the decoding rows' tokens, which the next step reads."""
@@ -244,45 +251,51 @@ class LLMEngine:
         self.strategy.step_inputs.step_decode(step)
         return step
 
-    def _join(
-        self,
-        batch: PrefillBatch,
-        inputs: ModelInputs,
-        rows: npt.NDArray[np.int64],
-        output: ModelOutput,
-    ) -> list[tuple[PrefillBatch | DecodeBatch, StepOutput]]:
-        """Decide on the first tokens of the rows whose prefill is complete; they decode next."""
+    def _see_prefill(self, batch: PrefillBatch, inputs: ModelInputs, output: ModelOutput) -> None:
         hidden = output.hidden if self.strategy.needs_hidden else None
         self.strategy.prefilled(batch, inputs, hidden)
+
+    def _join(
+        self, batch: PrefillBatch, output: ModelOutput | None
+    ) -> list[tuple[PrefillBatch | DecodeBatch, StepOutput]]:
+        """The rows whose prefill is complete decode next. Decide on the first tokens of those that
+        yield one.
+
+        Args:
+            output: of the prefill's forward; None if there was nothing to compute.
+        """
         if not batch.completing:
             return []
-        seqs = [batch.seqs[i] for i in batch.completing]
-        device = self._runner.device
-        if hidden is not None:
-            hidden = hidden[upload(inputs.query_lens.cumsum()[rows] - 1, torch.int64, device)]
-        state = self.strategy.step_inputs
+        state, device = self.strategy.step_inputs, self._runner.device
         if batch.keep is not None:
             state.keep_rows(batch.keep)
-        joining = JoiningRows(
+        seqs = [batch.seqs[i] for i in batch.completing]
+        hidden = None
+        if self.strategy.needs_hidden:
+            assert output is not None and output.hidden is not None
+            ends = np.cumsum(batch.lengths)[batch.completing] - 1
+            hidden = output.hidden[upload(ends, torch.int64, device)]
+        rows = JoiningRows(
             seqs,
-            inputs.block_tables[upload(rows, torch.int64, device)],
-            inputs.context_lens[rows],
+            upload(_block_tables(seqs), torch.int64, device),
+            np.array([seq.num_prefill_tokens for seq in seqs], np.int64),
             self._sampling_inputs(seqs),
             hidden,
         )
-        step = self.strategy.first_tokens(output, joining)
-        if len(batch.slots) == len(seqs):
-            state.merge_prefill(joining, step)
-            return [(batch, step)]
-        resumed = np.array([seq.resumed for seq in seqs])
-        known = upload([seq.token_ids[-1] for seq in seqs], torch.int64, device)
-        mask = upload(resumed, torch.bool, device)
-        token_ids = torch.where(mask, known, step.token_ids[:, 0]).unsqueeze(1)
-        num_tokens = torch.where(mask, 1, step.num_tokens)
-        state.merge_prefill(joining, replace(step, token_ids=token_ids, num_tokens=num_tokens))
-        if resumed.all():
+        yielding = np.flatnonzero([seq.prefill_yields for seq in seqs])
+        newest = upload([seq.token_ids[-1] for seq in seqs], torch.int64, device)
+        if not len(yielding):
+            state.merge_prefill(rows, newest)
             return []
-        return [(batch, step.index_select(np.flatnonzero(~resumed)))]
+        assert output is not None
+        if len(yielding) == len(seqs):
+            step = self.strategy.first_tokens(output, rows)
+            newest = step.token_ids[:, 0]
+        else:
+            step = self.strategy.first_tokens(output, rows.index_select(yielding))
+            newest[upload(yielding, torch.int64, device)] = step.token_ids[:, 0]
+        state.merge_prefill(rows, newest)
+        return [(batch, step)]
 
     def _sampling_inputs(self, seqs: list[Sequence]) -> SamplingInputs:
         return SamplingInputs.build(
@@ -322,21 +335,34 @@ def _check_draft(draft: DenseForCausalLM, vocab_size: int, max_model_len: int) -
         )
 
 
-def _prefill_inputs(batch: PrefillBatch, device: torch.device) -> ModelInputs:
-    lengths = np.array(batch.lengths, np.int64)
-    ends = np.array(batch.starts, np.int64) + lengths
+def _prefill_inputs(
+    batch: PrefillBatch, device: torch.device
+) -> tuple[ModelInputs, npt.NDArray[np.int64]]:
+    """What the forward reads, without rows of no tokens, and which of its rows yield a token."""
+    chosen = np.flatnonzero(batch.lengths)
+    seqs = [batch.seqs[i] for i in chosen]
+    lengths = np.array(batch.lengths, np.int64)[chosen]
+    starts = np.array(batch.starts, np.int64)[chosen]
+    ends = starts + lengths
     input_ids: list[int] = []
-    for seq, start, end in zip(batch.seqs, batch.starts, ends.tolist(), strict=True):
+    for seq, start, end in zip(seqs, starts.tolist(), ends.tolist(), strict=True):
         input_ids += seq.token_ids[start:end]
     # Counts up within a row, from one row's end to the next one's start.
     positions = np.arange(len(input_ids)) + np.repeat(ends - lengths.cumsum(), lengths)
-    tables = np.zeros((len(batch.seqs), max(len(seq.block_table) for seq in batch.seqs)), np.int64)
-    for table, seq in zip(tables, batch.seqs, strict=True):
-        table[: len(seq.block_table)] = seq.block_table
-    return ModelInputs(
+    inputs = ModelInputs(
         upload(input_ids, torch.int64, device),
         upload(positions, torch.int64, device),
-        upload(tables, torch.int64, device),
+        upload(_block_tables(seqs), torch.int64, device),
         lengths,
         ends,
     )
+    yielding = [i for i in batch.completing if batch.seqs[i].prefill_yields]
+    return inputs, np.searchsorted(chosen, np.array(yielding, np.int64)).astype(np.int64)
+
+
+def _block_tables(seqs: Ids[Sequence]) -> npt.NDArray[np.int64]:
+    """[B, N], unused entries 0, the scratch block."""
+    tables = np.zeros((len(seqs), max(len(seq.block_table) for seq in seqs)), np.int64)
+    for table, seq in zip(tables, seqs, strict=True):
+        table[: len(seq.block_table)] = seq.block_table
+    return tables

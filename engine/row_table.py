@@ -85,7 +85,7 @@ class RowTable:
         self.occupied[slot] = True
         seq.slot = slot
         self.num_tokens[slot] = seq.num_tokens
-        self.launched[slot] = self.pending[slot] = 0 if seq.resumed else 1
+        self.launched[slot] = self.pending[slot] = int(seq.prefill_yields)
         self._unread[slot] = 1
         self.prompt_lens[slot] = seq.num_prompt_tokens
         self.max_tokens[slot] = seq.max_tokens
@@ -116,10 +116,14 @@ class RowTable:
         self.epochs[slot] += 1
         self._free.append(slot)
 
-    def ends_by_length(self, slots: Slots) -> npt.NDArray[np.bool_]:
-        """Rows that the launched steps bring to their last token."""
-        ends: npt.NDArray[np.bool_]
-        ends = self.num_tokens[slots] + self.launched[slots] >= self.max_tokens[slots]
+    def ends_by_length(self, slots: Slots, least_tokens: int = 1) -> npt.NDArray[np.bool_]:
+        """Rows that the launched steps bring to their last token.
+
+        Args:
+            least_tokens: that every step yields.
+        """
+        coming = least_tokens * self.launched[slots]
+        ends: npt.NDArray[np.bool_] = self.num_tokens[slots] + coming >= self.max_tokens[slots]
         return ends
 
     def commit(

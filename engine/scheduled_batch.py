@@ -21,7 +21,7 @@ class PrefillBatch:
         lengths: tokens of each row's chunk.
         completing: indices of the rows whose last token to prefill is in the chunk. They join the
             decoding rows, in this order.
-        slots, epochs: of those among them that yield a token: all but resumed rows.
+        slots, epochs: of those among them that yield a token.
         keep: where each of the rows that still decode stood among those of the previous steps, None
             if nothing moved.
     """

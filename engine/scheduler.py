@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.admission import LengthPredictor, peak_tokens
+from batchgen.engine.admission import Ints, LengthPredictor, peak_tokens
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.outputs import HostOutput
 from batchgen.engine.row_table import RowTable, Slots
@@ -28,6 +29,38 @@ _WORTHWHILE_TOKENS = 2048
 28 layers on an H100, which is several decode steps."""
 _WORTHWHILE_SHARE = 8
 """One of so many rows free is too many to leave idle."""
+
+
+class Pacing(Protocol):
+    """How far rows get in a step; a decoding paradigm knows.
+
+    Attributes:
+        prefill_multiple: chunks of a prefill, but for its last, have such numbers of tokens.
+    """
+
+    @property
+    def prefill_multiple(self) -> int: ...
+
+    @property
+    def least_tokens(self) -> int:
+        """That every launched step yields for each of its rows."""
+
+    def step_width(self, num_rows: int) -> int:
+        """Tokens of each of so many rows in their next forward; a row may yield as many."""
+
+    def prefill_of(self, seq: Sequence) -> tuple[int, bool]:
+        """How many of the known tokens are read before the row decodes, and whether that yields a
+        token."""
+
+    def kv_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
+        """[B] tokens whose KV the next forward may write, those before them included, at most.
+
+        Args:
+            num_tokens: [B] committed.
+            pending: [B] that launched forwards yield at most.
+            width: of the next forward.
+            max_tokens: [B] that the rows can have in the end.
+        """
 
 
 class Scheduler:
@@ -52,8 +85,7 @@ class Scheduler:
         max_batched_tokens: tokens per prefill batch at most.
         chunk_tokens, chunk_rows: of a prefill beside decoding rows, at most; with 0 tokens prompts
             are prefilled alone.
-        step_width: from a number of decoding rows to the tokens of each in their next forward: it
-            writes that many KV slots and yields up to as many tokens.
+        pacing: how far rows get in a step.
     """
 
     def __init__(
@@ -63,7 +95,7 @@ class Scheduler:
         max_batched_tokens: int,
         chunk_tokens: int,
         chunk_rows: int,
-        step_width: Callable[[int], int],
+        pacing: Pacing,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
@@ -72,7 +104,7 @@ class Scheduler:
         self.chunk_rows = chunk_rows
         self.num_preemptions = 0
         self.num_cached_tokens = 0
-        self._step_width = step_width
+        self._pacing = pacing
         self._lengths = LengthPredictor()
         self._waiting: deque[Sequence] = deque()
         self._prefilling: Sequence | None = None  # the row that the last prefill batch cut
@@ -107,7 +139,11 @@ class Scheduler:
         return (self._prefilling is not None) + len(self._table)
 
     def add(self, seq: Sequence) -> None:
+        self._plan_prefill(seq)
         self._waiting.append(seq)
+
+    def _plan_prefill(self, seq: Sequence) -> None:
+        seq.num_prefill_tokens, seq.prefill_yields = self._pacing.prefill_of(seq)
 
     def abort(self, seq: Sequence) -> None:
         """Drop an unfinished row wherever it is."""
@@ -123,7 +159,7 @@ class Scheduler:
         """The next batch, which the caller launches before anything else. None if there is none
         until the launched steps are read.
         """
-        width = self._step_width(int(self._staying().sum()))
+        width = self._pacing.step_width(int(self._staying().sum()))
         # Beside rows of one token only: steps with drafts leave no room in their products.
         chunk_tokens = self.chunk_tokens if width == 1 else 0
         if self._is_prefill_urgent(chunk_tokens):
@@ -209,7 +245,9 @@ class Scheduler:
             seq = self._prefilling or self._admit_next()
             if seq is None:
                 break
-            chunk = min(seq.num_prefill_tokens - seq.num_computed_tokens, budget)
+            chunk = seq.num_prefill_tokens - seq.num_computed_tokens
+            if chunk > budget:
+                chunk = budget // self._pacing.prefill_multiple * self._pacing.prefill_multiple
             budget -= chunk
             seqs.append(seq)
             starts.append(seq.num_computed_tokens)
@@ -230,7 +268,7 @@ class Scheduler:
         if completing:
             self._slots = np.append(stay, joined)
             self._epochs = self._table.epochs[self._slots]
-        slots = joined[[not seqs[i].resumed for i in completing]]
+        slots = joined[[seqs[i].prefill_yields for i in completing]]
         epochs = self._table.epochs[slots]
         return PrefillBatch(seqs, starts, lengths, completing, slots, epochs, keep)
 
@@ -277,15 +315,16 @@ class Scheduler:
     def _staying(self) -> npt.NDArray[np.bool_]:
         """Which rows of the strategy's StepInputs generate more than the launched steps do."""
         stay: npt.NDArray[np.bool_] = self._table.epochs[self._slots] == self._epochs
-        stay &= ~self._table.ends_by_length(self._slots)
+        stay &= ~self._table.ends_by_length(self._slots, self._pacing.least_tokens)
         return stay
 
     def _decode_batch(self, width: int) -> DecodeBatch | None:
         table = self._table
         keep = np.flatnonzero(self._staying())
         slots = self._slots[keep]
-        needed = table.num_tokens[slots] - 1 + table.pending[slots] + width
-        needed = np.minimum(needed, table.max_tokens[slots])
+        needed = self._pacing.kv_tokens(
+            table.num_tokens[slots], table.pending[slots], width, table.max_tokens[slots]
+        )
         lacking = np.flatnonzero(needed > table.reserved[slots])
         if len(slots) < len(table) and self._lacks_blocks(slots[lacking], needed[lacking]):
             return None  # rows that end with the launched steps will free theirs
@@ -343,6 +382,7 @@ class Scheduler:
         self.block_manager.publish(seq, seq.num_computed_tokens)  # it may find them again
         self.block_manager.free(seq)
         seq.status = SequenceStatus.WAITING
+        self._plan_prefill(seq)
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.appendleft(seq)

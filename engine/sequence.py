@@ -64,6 +64,8 @@ class Sequence:
         stop: when the row ends.
         block_hashes: prefix-cache digests of its first full blocks.
         num_published_blocks: of its blocks, how many others may share.
+        num_prefill_tokens: of its known tokens, those that are read before it decodes.
+        prefill_yields: its prefill ends with a token.
         num_shared_tokens: of its computed tokens, those found in the prefix cache.
         num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
         num_forwards, num_draft_tokens, num_accepted_tokens: as in `RequestOutput`, up to when the
@@ -81,6 +83,8 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_published_blocks: int = 0
+    num_prefill_tokens: int = 0
+    prefill_yields: bool = True
     num_shared_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -94,7 +98,7 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
         self.columns = {column.name: ColumnBuffer(column) for column in self.requested_columns}
 
     @property
@@ -109,12 +113,6 @@ class Sequence:
     def resumed(self) -> bool:
         """It has tokens of its own already: it lost its KV to others."""
         return self.num_generated > 0
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Known tokens that are read before it decodes. A resumed row goes on from its last token
-        as if nothing had happened, instead of drawing one from a prefill."""
-        return self.num_tokens - self.resumed
 
     @property
     def max_tokens(self) -> int:

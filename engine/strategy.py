@@ -18,7 +18,9 @@ from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
 from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.scheduled_batch import DecodeBatch, PrefillBatch
+from batchgen.engine.scheduler import Pacing
 from batchgen.engine.sequence import Sequence
+from batchgen.engine.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,7 @@ class JoiningRows:
     """B rows whose prefill is complete.
 
     Attributes:
-        seqs: as the host knows them, without the token that the prefill yields. A resumed row has
-            its newest token already, and its prefill yields that.
+        seqs: as the host knows them, without the token that the prefill may yield.
         block_tables: [B, N] int64.
         context_lens: [B], tokens of each row whose KV is computed.
         sampling: before the prefill's token.
@@ -56,6 +57,17 @@ class JoiningRows:
     sampling: SamplingInputs
     hidden: Tensor | None = None
 
+    def index_select(self, rows: npt.NDArray[np.int64]) -> JoiningRows:
+        """These of them, in this order."""
+        index = upload(rows, torch.int64, self.block_tables.device)
+        return JoiningRows(
+            [self.seqs[i] for i in rows],
+            self.block_tables[index],
+            self.context_lens[rows],
+            self.sampling.index_select(rows),
+            None if self.hidden is None else self.hidden[index],
+        )
+
 
 class StepInputs(Protocol):
     """State of the decoding rows between steps; `strategies/base` says what each part does."""
@@ -63,7 +75,7 @@ class StepInputs(Protocol):
     @property
     def model_inputs(self) -> ModelInputs: ...
 
-    def merge_prefill(self, rows: JoiningRows, step: StepOutput) -> None: ...
+    def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None: ...
 
     def keep_rows(self, keep: npt.NDArray[np.int64]) -> None: ...
 
@@ -72,11 +84,11 @@ class StepInputs(Protocol):
     def step_decode(self, step: StepOutput) -> None: ...
 
 
-class Strategy(Protocol):
+class Strategy(Pacing, Protocol):
     """A way to turn forwards into tokens.
 
-    A decode step: `step_inputs.reindex`, `propose`, the forward of `step_inputs.model_inputs`,
-    `decide`, `step_inputs.step_decode`. A prefill: the forward, `prefilled`; where rows are
+    A decode step: `step_inputs.reindex`, `propose`, `forward`, `decide`,
+    `step_inputs.step_decode`. A prefill: the forward, `prefilled`; where rows are
     complete, `first_tokens` and `step_inputs.merge_prefill`.
 
     Attributes:
@@ -123,11 +135,6 @@ class Strategy(Protocol):
             draft: of the draft model over a KV cache with the same blocks, if there is one.
         """
 
-    def step_width(self, num_rows: int) -> int:
-        """Tokens of each of so many decoding rows in their next forward; one of `widths`. A row may
-        yield as many.
-        """
-
     def prefilled(self, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None) -> None:
         """The model has read these tokens of prompts; hidden: [T, hidden_size], if needed."""
 
@@ -136,6 +143,9 @@ class Strategy(Protocol):
 
     def propose(self, batch: DecodeBatch) -> None:
         """Complete the inputs of the step's forward."""
+
+    def forward(self, runner: ModelRunner) -> ModelOutput:
+        """Run the step's forward."""
 
     def decide(self, output: ModelOutput) -> StepOutput:
         """From the logits of a decode forward, in the rows' order, to tokens and columns."""

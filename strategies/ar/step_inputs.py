@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from batchgen.engine.outputs import StepOutput
 from batchgen.engine.strategy import JoiningRows
 from batchgen.strategies.base.step_inputs import StepInputs
@@ -12,8 +14,8 @@ from batchgen.strategies.base.step_inputs import StepInputs
 class ARStepInputs(StepInputs):
     """Each row's next forward reads the token that its last one produced."""
 
-    def merge_prefill(self, rows: JoiningRows, step: StepOutput) -> None:
-        self._add_rows(rows, step)
+    def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
+        self._add_rows(rows, newest)
 
     def step_decode(self, step: StepOutput) -> None:
         inputs = self.newest

@@ -136,17 +136,18 @@ class SpecStepInputs(StepInputs):
             self._repeated[width] = self.sampling.repeat(width)
         return self._repeated[width]
 
-    def merge_prefill(self, rows: JoiningRows, step: StepOutput) -> None:
-        device, count = step.token_ids.device, len(rows.seqs)
+    def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
+        device, count = newest.device, len(rows.seqs)
         slots = np.array([self._free_slots.popleft() for _ in range(count)], np.int64)
         limits = [seq.max_tokens - 1 for seq in rows.seqs]
         there = upload(np.stack([slots, np.array(limits), rows.context_lens]), torch.int64, device)
-        steps = [seq.num_forwards + (not seq.resumed) for seq in rows.seqs]
+        steps = [seq.num_forwards + seq.prefill_yields for seq in rows.seqs]
         self._store_prompts(rows, there[0])
         # One launch more than storing them with the prompts, but the host does not know them yet.
-        self.store.append(there[0], there[2], step.token_ids, step.num_tokens)
-        self._add_rows(rows, step)
-        hidden = step.token_ids.new_empty((count, 0)) if rows.hidden is None else rows.hidden
+        ones = torch.ones_like(newest, dtype=torch.int32)
+        self.store.append(there[0], there[2], newest.unsqueeze(1), ones)
+        self._add_rows(rows, newest)
+        hidden = newest.new_empty((count, 0)) if rows.hidden is None else rows.hidden
         steps_there = upload(steps, torch.int32, device)
         new = SpecRows(slots, there[0], there[1], steps_there, hidden)
         self._rows = new if self._rows is None else SpecRows.concat([self._rows, new])

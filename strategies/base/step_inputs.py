@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.outputs import StepOutput
@@ -47,8 +48,12 @@ class StepInputs(ABC):
         return self._sampling
 
     @abstractmethod
-    def merge_prefill(self, rows: JoiningRows, step: StepOutput) -> None:
-        """Add rows whose prefill is complete and produced the one token each of `step`."""
+    def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
+        """Add rows whose prefill is complete.
+
+        Args:
+            newest: [B] int64, the token that each goes on from.
+        """
 
     @abstractmethod
     def step_decode(self, step: StepOutput) -> None:
@@ -78,17 +83,19 @@ class StepInputs(ABC):
             tables[rows, columns] = blocks
             self._newest = replace(self.newest, block_tables=tables)
 
-    def _add_rows(self, rows: JoiningRows, step: StepOutput) -> None:
-        """Rows whose next forward begins with the token that they just produced."""
-        positions = upload(rows.context_lens, torch.int64, step.token_ids.device)
+    def _add_rows(self, rows: JoiningRows, newest: Tensor) -> None:
+        """Rows whose next forward begins with their newest token."""
+        positions = upload(rows.context_lens, torch.int64, newest.device)
         inputs = ModelInputs(
-            input_ids=step.token_ids[:, 0],
+            input_ids=newest,
             positions=positions,
             block_tables=rows.block_tables,
             query_lens=np.ones_like(rows.context_lens),
             context_lens=rows.context_lens + 1,
         )
-        sampling = rows.sampling.append(step.token_ids, step.num_tokens, positions)
+        sampling = rows.sampling.append(
+            newest.unsqueeze(1), torch.ones_like(newest, dtype=torch.int32), positions
+        )
         if self._newest is None or self._sampling is None:
             self._newest, self._sampling = inputs, sampling
         else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 from torch import Tensor
 
+from batchgen.engine.admission import Ints
 from batchgen.engine.model_config import ModelConfig
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
@@ -11,7 +13,8 @@ from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
 from batchgen.engine.sampler import sample
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.scheduled_batch import DecodeBatch, PrefillBatch
-from batchgen.engine.strategy import JoiningRows, Limits
+from batchgen.engine.sequence import Sequence
+from batchgen.engine.strategy import JoiningRows, Limits, StepInputs
 
 
 class BaseStrategy:
@@ -23,6 +26,10 @@ class BaseStrategy:
     name: str
     columns: tuple[OutputColumn, ...] = ()
     counts: tuple[str, ...] = ()
+
+    @property
+    def step_inputs(self) -> StepInputs:
+        raise NotImplementedError
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -55,14 +62,33 @@ class BaseStrategy:
         if draft is not None:
             raise ValueError(f"strategy {self.name} has no use for a draft model")
 
+    @property
+    def prefill_multiple(self) -> int:
+        return 1
+
+    @property
+    def least_tokens(self) -> int:
+        return 1
+
     def step_width(self, num_rows: int) -> int:
         return 1
+
+    def prefill_of(self, seq: Sequence) -> tuple[int, bool]:
+        """All tokens; but a resumed row goes on from its last one as if nothing had happened."""
+        return seq.num_tokens - seq.resumed, not seq.resumed
+
+    def kv_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
+        tokens: Ints = np.minimum(num_tokens - 1 + pending + width, max_tokens)
+        return tokens
 
     def prefilled(self, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None) -> None:
         """Nothing to do."""
 
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         return sample(output.logits, rows.sampling, output.positions + 1)
+
+    def forward(self, runner: ModelRunner) -> ModelOutput:
+        return runner.decode(self.step_inputs.model_inputs)
 
     def propose(self, batch: DecodeBatch) -> None:
         """Nothing to add."""

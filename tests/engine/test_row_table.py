@@ -150,6 +150,7 @@ class World:
             again = self.preempted and self.rng.random() < 0.7
             row = self.preempted.pop() if again else self.new_row()
             row.seq.status = SequenceStatus.RUNNING
+            row.seq.prefill_yields = not row.seq.resumed
             self.table.add(row.seq, reserved=17)
             row.device_tokens = len(row.output)
             self.running.append(row)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.engine.admission import LengthPredictor
+from batchgen.engine.admission import Ints, LengthPredictor
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.outputs import HostOutput
 from batchgen.engine.sampling_params import SamplingParams
@@ -25,6 +25,7 @@ from batchgen.engine.scheduled_batch import (
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence, SequenceStatus
 from batchgen.engine.stopping import StopRule
+from batchgen.strategies.base.strategy import BaseStrategy
 
 STOP = 99
 Part = DecodeBatch | PrefillBatch
@@ -65,7 +66,9 @@ def parts_of(batch: ScheduledBatch) -> tuple[DecodeBatch | None, PrefillBatch | 
 def _chunks(batch: PrefillBatch) -> Iterator[tuple[Sequence, int, int]]:
     """(row, first token, end) of each chunk."""
     for seq, start, length in zip(batch.seqs, batch.starts, batch.lengths, strict=True):
-        assert start + length <= seq.num_tokens and length > 0
+        assert start + length <= seq.num_tokens
+        # Only of a resumed row can all be in the cache.
+        assert length > 0 or (seq.num_generated and start == seq.num_prefill_tokens)
         yield seq, start, start + length
 
 
@@ -211,7 +214,7 @@ class Loop:
             self.max_batched_tokens,
             self.chunk_tokens,
             self.chunk_rows,
-            self._step_width,
+            self,
         )
         drafting = self.most_drafts > 0
         self.device = Device(self.num_blocks, self.block_size, self.max_num_seqs, drafting, seed=1)
@@ -219,8 +222,16 @@ class Loop:
         self.live: dict[Sequence, Row] = {}
         self._launched: deque[list[tuple[Part, HostOutput]]] = deque()
 
-    def _step_width(self, num_rows: int) -> int:
+    prefill_multiple = least_tokens = 1
+
+    def step_width(self, num_rows: int) -> int:
         return self._rng.randint(1, 1 + self.most_drafts)
+
+    def prefill_of(self, seq: Sequence) -> tuple[int, bool]:
+        return BaseStrategy().prefill_of(seq)
+
+    def kv_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
+        return BaseStrategy().kv_tokens(num_tokens, pending, width, max_tokens)
 
     @property
     def capacity(self) -> int:
@@ -277,7 +288,7 @@ class Loop:
         assert len(set(slots)) == len(slots) == sum(len(part.epochs) for part in parts)
         if prefill is None:
             return
-        assert 0 < sum(prefill.lengths) <= self.max_batched_tokens
+        assert sum(prefill.lengths) <= self.max_batched_tokens and prefill.lengths
         assert len(prefill.seqs) == len(set(prefill.seqs))
         assert len(prefill.slots) <= len(prefill.completing)
         # All but the last reach their end; that one may be cut where the batch is full.
