@@ -40,6 +40,8 @@ def job_parts(config: JobConfig) -> JobParts:
     strategy = build_strategy(config.strategy)
     with _named("model"):
         model = open_model(config.model.path, config.model.revision, config.model.load_format)
+    with _named("strategy"):
+        strategy.block_length(model.config)
     _check_columns(config.output.columns, strategy)
     params = sampling_params(config)
     with _named("sampling"):

@@ -39,6 +39,11 @@ def open_draft(strategy: Strategy, model: OpenedModel, max_model_len: int) -> Op
 
 
 def _check(name: str, draft: OpenedModel, model: OpenedModel, max_model_len: int) -> None:
+    if draft.config.diffusion is not None:
+        raise ConfigError(
+            f"{_KEY}: {name} is a diffusion model, and a draft model predicts next tokens: choose "
+            "another one"
+        )
     ours, theirs = model.config.vocab_size, draft.config.vocab_size
     if ours != theirs:
         raise ConfigError(

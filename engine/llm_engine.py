@@ -100,10 +100,11 @@ class LLMEngine:
         timer: StepTimer | None = None,
         draft: DenseForCausalLM | None = None,
     ) -> None:
-        strategy.block_length(model.config)  # raises if they do not go together
+        length = strategy.block_length(model.config)  # raises if they do not go together
         model.pack()
         self.config = config.resolve(model.device, model.num_parameters * model.dtype.itemsize)
         self.max_model_len = config.model_len(model.config.max_position_embeddings)
+        self.max_model_len -= self.max_model_len % length  # a row's last block is a whole one
         self.vocab_size = model.config.vocab_size
         self.tokenizer = tokenizer
         self.strategy = strategy
@@ -118,7 +119,10 @@ class LLMEngine:
             uses.append(ModelUse(draft, strategy.draft_widths))
         self.memory: MemoryPlan = plan_memory(uses, self.config, self.max_model_len)
         self._block_manager = BlockManager(
-            self.memory.num_blocks, config.block_size, config.prefix_caching
+            self.memory.num_blocks,
+            config.block_size,
+            # A block of the cache that ends within one of the attention depends on what follows.
+            config.prefix_caching and config.block_size % length == 0,
         )
         self._requests = Requests(
             tokenizer,

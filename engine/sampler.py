@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,24 @@ TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (0,))
 TOP_LOGPROB_IDS = OutputColumn("top_logprob_ids", np.dtype(np.int32), (0,))
 
 _INF = float("inf")
+
+
+class Drawn(NamedTuple):
+    """One token for each of R logits rows, whether it will count or not.
+
+    Attributes:
+        token_ids: [R] int64.
+        failed: [R] bool, rows whose logits hold NaN or infinity: all else of them is undefined.
+        columns: name → [R, *tail], what any row asks for.
+        confidence: [R] float32, in [0, 1]: the probability of the token under the distribution
+            that it was drawn from, of a greedy row under the one whose mode it is; None if not
+            asked for.
+    """
+
+    token_ids: Tensor
+    failed: Tensor
+    columns: dict[str, Tensor]
+    confidence: Tensor | None
 
 
 def requested_columns(params: SamplingParams) -> tuple[OutputColumn, ...]:
@@ -95,15 +114,37 @@ def sample(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> StepO
         R rows of W = 1, or no token where the logits hold NaN or infinity. Columns have the batch's
         largest K of top_logprobs; what a row did not ask for is undefined.
     """
+    return _step_output(draw(logits, sampling, positions))
+
+
+def draw(
+    logits: Tensor,
+    sampling: SamplingInputs,
+    positions: Tensor,
+    draws: Tensor | None = None,
+    *,
+    confidence: bool = False,
+) -> Drawn:
+    """`sample`, before the tokens are any step's output.
+
+    Args:
+        draws: [R] int64, how many draws the row's position has had before: each has noise of its
+            own; None is 0 for all.
+        confidence: whether to return it.
+    """
     if logits.is_cuda:
-        return sample_fused(logits, sampling, positions)
+        return draw_fused(logits, sampling, positions, draws, confidence=confidence)
     processed = process(logits, sampling, positions)
     if sampling.all_greedy:
         token_ids = processed.argmax(-1)
     else:
-        token_ids = kernels.sample(processed, sampling.seeds, positions, sampling.greedy)
+        token_ids = kernels.sample(
+            processed, sampling.seeds, positions, sampling.greedy, draws=draws
+        )
     failed = ~logits.amax(-1).isfinite()  # a NaN anywhere in a row is its maximum
-    return _step_output(token_ids, failed, describe(logits, processed, sampling, token_ids))
+    columns = describe(logits, processed, sampling, token_ids)
+    probabilities = kernels.probability_of(processed, token_ids) if confidence else None
+    return Drawn(token_ids, failed, columns, probabilities)
 
 
 def describe(
@@ -132,9 +173,21 @@ def describe(
 
 
 def sample_fused(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> StepOutput:
-    """`sample` by the Triton kernels, which read the logits as they are, once for the draw.
+    """`sample` by the Triton kernels, whatever the device."""
+    return _step_output(draw_fused(logits, sampling, positions))
 
-    Equal to `sample` but for floating point: a token differs only where two scores all but tie.
+
+def draw_fused(
+    logits: Tensor,
+    sampling: SamplingInputs,
+    positions: Tensor,
+    draws: Tensor | None = None,
+    *,
+    confidence: bool = False,
+) -> Drawn:
+    """`draw` by the Triton kernels, which read the logits as they are, once for the draw.
+
+    Equal to it but for floating point: a token differs only where two scores all but tie.
     Nothing is copied unless a row has penalties or a ban; the host never waits.
     """
     penalised = _penalised(logits, sampling, positions)
@@ -152,6 +205,8 @@ def sample_fused(logits: Tensor, sampling: SamplingInputs, positions: Tensor) ->
         positions,
         sampling.greedy,
         sampling.processed_logprobs if sampling.any_logprobs else None,
+        draws=draws,
+        confidence=confidence,
     )
     columns: dict[str, Tensor] = {}
     if drawn.logprobs is not None:
@@ -166,14 +221,14 @@ def sample_fused(logits: Tensor, sampling: SamplingInputs, positions: Tensor) ->
             sampling.max_top_logprobs,
         )
         columns |= {TOP_LOGPROB_IDS.name: ids, TOP_LOGPROBS.name: values}
-    return _step_output(drawn.token_ids, drawn.failed, columns)
+    return Drawn(drawn.token_ids, drawn.failed, columns, drawn.confidence)
 
 
-def _step_output(token_ids: Tensor, failed: Tensor, columns: dict[str, Tensor]) -> StepOutput:
-    """One token per row, [R], with its columns [R, *tail]."""
+def _step_output(drawn: Drawn) -> StepOutput:
+    """Of one token per row."""
     return StepOutput(
-        num_tokens=(~failed).int(),
-        token_ids=token_ids.unsqueeze(1),
-        failed=failed,
-        columns={name: values.unsqueeze(1) for name, values in columns.items()},
+        num_tokens=(~drawn.failed).int(),
+        token_ids=drawn.token_ids.unsqueeze(1),
+        failed=drawn.failed,
+        columns={name: values.unsqueeze(1) for name, values in drawn.columns.items()},
     )

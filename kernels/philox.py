@@ -33,7 +33,9 @@ class Stream(IntEnum):
     DRAFT = 3
 
 
-def philox(seeds: Tensor, positions: Tensor, draw: int, stream: int, num_columns: int) -> Tensor:
+def philox(
+    seeds: Tensor, positions: Tensor, draw: Tensor | int, stream: int, num_columns: int
+) -> Tensor:
     """Random 32-bit words, a pure function of (seed; position, draw, stream, column).
 
     Philox4x32-10 (Salmon et al. 2011), equal to Triton's `tl.philox(seed, c0, c1, c2, c3)` with
@@ -42,6 +44,8 @@ def philox(seeds: Tensor, positions: Tensor, draw: int, stream: int, num_columns
     Args:
         seeds: [R] int64, the key: its low 32 bits, then its high 32 bits.
         positions: [R] int64 in [0, 2³²).
+        draw: how many draws of that stream the position has had before, each [R] int64 or the same
+            for all; in [0, 2³²).
 
     Returns:
         [R, num_columns] int64 in [0, 2³²).
@@ -51,14 +55,16 @@ def philox(seeds: Tensor, positions: Tensor, draw: int, stream: int, num_columns
     return torch.stack(words, dim=-1).flatten(1)[:, :num_columns]
 
 
-def philox_at(seeds: Tensor, positions: Tensor, draw: int, stream: int, columns: Tensor) -> Tensor:
+def philox_at(
+    seeds: Tensor, positions: Tensor, draw: Tensor | int, stream: int, columns: Tensor
+) -> Tensor:
     """`philox` at the given columns only: columns [R, S] int64 → [R, S] int64."""
     words = _philox_words(seeds, positions, draw, stream, columns >> 2)
     return torch.stack(words, dim=-1).gather(-1, (columns & 3).unsqueeze(-1)).squeeze(-1)
 
 
 def _philox_words(
-    seeds: Tensor, positions: Tensor, draw: int, stream: int, c0: Tensor
+    seeds: Tensor, positions: Tensor, draw: Tensor | int, stream: int, c0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four outputs, each [R, C], for counters c0 [R or 1, C].
 
@@ -70,7 +76,7 @@ def _philox_words(
     k0 = (seeds & _LOW32).unsqueeze(1)
     k1 = (seeds >> 32 & _LOW32).unsqueeze(1)
     c1 = positions.unsqueeze(1)
-    c2 = torch.full_like(c1, draw)
+    c2 = draw.unsqueeze(1) if isinstance(draw, Tensor) else torch.full_like(c1, draw)
     c3 = torch.full_like(c1, stream)
     shape = (len(seeds), c0.shape[1])
     spare: list[Tensor] = []

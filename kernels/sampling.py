@@ -37,6 +37,7 @@ def sample(
     positions: Tensor,
     greedy: Tensor,
     stream: Stream = Stream.SAMPLE,
+    draws: Tensor | None = None,
 ) -> Tensor:
     """One token per row: argmax(logits + Gumbel noise), a draw from softmax(logits).
 
@@ -46,6 +47,7 @@ def sample(
         positions: [R] int64, absolute position of the token that is drawn.
         greedy: [R] bool, rows that take the plain argmax.
         stream: the use that the noise is for.
+        draws: [R] int64, the number of the draw at its position, from 0; None is 0 for all.
 
     Returns:
         [R] int64; of equal scores the lowest id, and 0 for a row with every token excluded.
@@ -53,7 +55,9 @@ def sample(
     if logits.is_cuda:
         ones = torch.ones_like(seeds, dtype=torch.float32)
         arguments = (logits, logits, ones, None, seeds, positions, greedy, None)
-        return sampling_triton.draw(*arguments, stream=stream).token_ids
+        return sampling_triton.draw(*arguments, stream=stream, draws=draws).token_ids
+    if draws is None:
+        draws = torch.zeros_like(seeds)
     out = torch.empty(len(logits), dtype=torch.int64)
     plain = greedy.nonzero().squeeze(1)
     if len(plain):
@@ -65,13 +69,13 @@ def sample(
     step = max(1, _WORDS_IN_CACHE // logits.shape[1])
     for start in range(0, len(dense), step):
         rows = dense[start : start + step]
-        words = philox(seeds[rows], positions[rows], 0, stream, logits.shape[1])
+        words = philox(seeds[rows], positions[rows], draws[rows], stream, logits.shape[1])
         out[rows] = gumbel_noise(words).add_(logits[rows]).argmax(-1)
     rows = (~greedy & sparse).nonzero().squeeze(1)
     if len(rows):
         few = logits[rows]
         columns, _ = _columns_of(few > -_INF)  # filling is column 0: excluded, or there anyway
-        words = philox_at(seeds[rows], positions[rows], 0, stream, columns)
+        words = philox_at(seeds[rows], positions[rows], draws[rows], stream, columns)
         scores = gumbel_noise(words).add_(few.gather(1, columns))
         out[rows] = columns.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
     return out
@@ -237,6 +241,11 @@ def _top_p_threshold(logits: Tensor, top_p: Tensor) -> Tensor:
 def logprobs_of(logits: Tensor, token_ids: Tensor) -> Tensor:
     """log softmax(logits) at token_ids [R]: [R] float32, -inf for an excluded token."""
     return logits.float().log_softmax(-1).gather(1, token_ids.unsqueeze(1)).squeeze(1)
+
+
+def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """softmax(logits) at token_ids [R]: [R] float32, never above 1."""
+    return logits.float().softmax(-1).gather(1, token_ids.unsqueeze(1)).squeeze(1)
 
 
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

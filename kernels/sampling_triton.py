@@ -20,8 +20,8 @@ from batchgen.kernels.philox import Stream
 ROW_ARGUMENTS = [
     f"{name}_ptr"
     for name in (
-        "temperature", "threshold", "mode", "seeds", "positions", "greedy", "top_k", "top_p",
-        "min_p", "banned", "prompt_lens", "repetition", "presence", "frequency",
+        "temperature", "threshold", "mode", "seeds", "positions", "draws", "greedy", "top_k",
+        "top_p", "min_p", "banned", "prompt_lens", "repetition", "presence", "frequency",
     )
 ]  # fmt: skip
 """Kernel arguments that are [R] and may be rows of one packed tensor, at any alignment: it changes
@@ -29,7 +29,7 @@ with R, and must not make Triton compile anew in the middle of a job."""
 
 _CHUNK = 4096
 """Fixed, as the number of warps is: a row's sums must not depend on how many rows there are."""
-_PLANES = 3
+_PLANES = 4
 _LOG_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -40,11 +40,14 @@ class Draw(NamedTuple):
         token_ids: [R] int64, always in the vocabulary.
         logprobs: [R] float32, or None if not asked for; undefined for failed rows.
         failed: [R] bool: the row holds NaN or infinity, or excludes every token.
+        confidence: [R] float32, in [0, 1]: the probability of the token under the processed
+            distribution; None if not asked for, undefined for failed rows.
     """
 
     token_ids: Tensor
     logprobs: Tensor | None
     failed: Tensor
+    confidence: Tensor | None
 
 
 def draw(
@@ -57,6 +60,8 @@ def draw(
     greedy: Tensor,
     processed_logprobs: Tensor | None,
     stream: Stream = Stream.SAMPLE,
+    draws: Tensor | None = None,
+    confidence: bool = False,
 ) -> Draw:
     """One token per row: argmax(processed logits + Gumbel noise), of equal scores the lowest id.
 
@@ -72,6 +77,9 @@ def draw(
         processed_logprobs: [R] bool, whether a row's log-probability is that of the processed
             distribution or of `raw`; None to leave log-probabilities out.
         stream: the use that the noise is for.
+        draws: [R] int32 or int64, the number of the draw at its position, a part of the noise's
+            key; None is 0 for all.
+        confidence: whether to return it.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1 and raw.stride(1) == 1 and raw.shape == logits.shape
@@ -81,27 +89,35 @@ def draw(
     winners = torch.empty((rows, chunks), dtype=torch.int32, device=device)
     token_ids = torch.empty(rows, dtype=torch.int64, device=device)
     failed = torch.empty(rows, dtype=torch.bool, device=device)
-    logprobs = None
+    logprobs = probabilities = None
     if processed_logprobs is not None:
         logprobs = torch.empty(rows, dtype=torch.float32, device=device)
+    if confidence:
+        probabilities = torch.empty(rows, dtype=torch.float32, device=device)
     limits = temperature if threshold is None else threshold  # not read if there is none
     modes = greedy if processed_logprobs is None else processed_logprobs
     arguments = (
-        logits, raw, temperature, limits, modes, seeds, positions, greedy, partials, winners,
+        logits, raw, temperature, limits, modes, seeds, positions,
+        positions if draws is None else draws, greedy, partials, winners,
         logits.stride(0), raw.stride(0), vocab, rows,
     )  # fmt: skip
     flags = {
         "FILTERED": threshold is not None,
         "LOGPROBS": logprobs is not None,
+        "CONFIDENCE": confidence,
+        "DRAWS": draws is not None,
         "SAME": raw is logits,
         "NVIDIA": logits.is_cuda,
         "STREAM": int(stream),
     }
     _draw_chunk[(rows, chunks)](*arguments, **flags, CHUNK=_CHUNK, num_warps=8)
-    results = (token_ids, failed, failed if logprobs is None else logprobs)
+    results = (
+        token_ids, failed, failed if logprobs is None else logprobs,
+        failed if probabilities is None else probabilities,
+    )  # fmt: skip
     width = triton.next_power_of_2(chunks)
     _join_chunks[(rows,)](*arguments, chunks, *results, **flags, CHUNKS=width, num_warps=1)
-    return Draw(token_ids, logprobs, failed)
+    return Draw(token_ids, logprobs, failed, probabilities)
 
 
 @triton.jit
@@ -154,21 +170,23 @@ def gumbel(words, NVIDIA: tl.constexpr):
 
 
 @triton.jit
-def philox_words(seed, position, counters, stream):
+def philox_words(seed, position, counters, stream, draw=0):
     """The four words of each counter, those of columns 4·counter to 4·counter + 3.
 
-    Position is one, or one per counter; stream is a constant or uint32.
+    Position is one, or one per counter; stream and draw are constants or uint32.
     """
     counters = counters.to(tl.uint32)
     zeros = tl.zeros_like(counters)
-    return tl.philox(seed, counters, zeros + position.to(tl.uint32), zeros, zeros + stream)
+    return tl.philox(seed, counters, zeros + position.to(tl.uint32), zeros + draw, zeros + stream)
 
 
 @triton.jit
-def chunk_noise(seed, position, start, stream, CHUNK: tl.constexpr, NVIDIA: tl.constexpr):
+def chunk_noise(
+    seed, position, start, stream, CHUNK: tl.constexpr, NVIDIA: tl.constexpr, draw=0
+):  # fmt: skip
     """[CHUNK]: the Gumbel noise of the columns from start on, a multiple of 4."""
     counters = start // 4 + tl.arange(0, CHUNK // 4)
-    a, b, c, d = philox_words(seed, position, counters, stream)
+    a, b, c, d = philox_words(seed, position, counters, stream, draw)
     words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
     return gumbel(words, NVIDIA)
 
@@ -176,11 +194,11 @@ def chunk_noise(seed, position, start, stream, CHUNK: tl.constexpr, NVIDIA: tl.c
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=ROW_ARGUMENTS)
 def _draw_chunk(
     logits_ptr, raw_ptr, temperature_ptr, threshold_ptr, mode_ptr, seeds_ptr, positions_ptr,
-    greedy_ptr, partials_ptr, winners_ptr, stride, raw_stride, vocab, rows,
-    FILTERED: tl.constexpr, LOGPROBS: tl.constexpr, SAME: tl.constexpr, NVIDIA: tl.constexpr,
-    STREAM: tl.constexpr, CHUNK: tl.constexpr,
+    draws_ptr, greedy_ptr, partials_ptr, winners_ptr, stride, raw_stride, vocab, rows,
+    FILTERED: tl.constexpr, LOGPROBS: tl.constexpr, CONFIDENCE: tl.constexpr, DRAWS: tl.constexpr,
+    SAME: tl.constexpr, NVIDIA: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The best token of a chunk, the maxima of its logits and the sum of their exponentials."""
+    """The best token of a chunk, the maxima of its logits and the sums of their exponentials."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     start = chunk * CHUNK
@@ -196,7 +214,11 @@ def _draw_chunk(
     best = top
     if (tl.load(greedy_ptr + row) == 0) & (top >= limit) & (top > -float("inf")):
         seed = tl.load(seeds_ptr + row)
-        noise = chunk_noise(seed, tl.load(positions_ptr + row), start, STREAM, CHUNK, NVIDIA)
+        position = tl.load(positions_ptr + row)
+        number = 0
+        if DRAWS:
+            number = tl.load(draws_ptr + row).to(tl.uint32)
+        noise = chunk_noise(seed, position, start, STREAM, CHUNK, NVIDIA, number)
         # No shift changes the order of scores, so it need not be that of the row.
         shift = tl.where((temperature == 1) | (tl.abs(top) == float("inf")), 0.0, top)
         scores = (logits - shift) * (1 / temperature) + noise
@@ -217,22 +239,24 @@ def _draw_chunk(
         raw = load_logits(raw_ptr + row * raw_stride, start + index, vocab)
         raw_top = tl.max(raw, axis=0)
         tl.store(out + plane, raw_top)
+    if CONFIDENCE:
+        tl.store(out + 3 * plane, _processed_sum(logits, top, 1.0, limit))
     if LOGPROBS:
-        if tl.load(mode_ptr + row) != 0:
-            weights = tl.exp((logits - tl.where(top == -float("inf"), 0.0, top)) / temperature)
-            weights = tl.where((logits >= limit) & (logits > -float("inf")), weights, 0.0)
-        else:
+        if tl.load(mode_ptr + row) == 0:
             weights = tl.exp(raw - tl.where(raw_top == -float("inf"), 0.0, raw_top))
-        tl.store(out + 2 * plane, tl.sum(weights, axis=0))
+            tl.store(out + 2 * plane, tl.sum(weights, axis=0))
+        else:
+            if not CONFIDENCE:
+                tl.store(out + 3 * plane, _processed_sum(logits, top, 1.0, limit))
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=ROW_ARGUMENTS)
 def _join_chunks(
     logits_ptr, raw_ptr, temperature_ptr, threshold_ptr, mode_ptr, seeds_ptr, positions_ptr,
-    greedy_ptr, partials_ptr, winners_ptr, stride, raw_stride, vocab, rows,
-    chunks, tokens_ptr, failed_ptr, logprobs_ptr,
-    FILTERED: tl.constexpr, LOGPROBS: tl.constexpr, SAME: tl.constexpr, NVIDIA: tl.constexpr,
-    STREAM: tl.constexpr, CHUNKS: tl.constexpr,
+    draws_ptr, greedy_ptr, partials_ptr, winners_ptr, stride, raw_stride, vocab, rows,
+    chunks, tokens_ptr, failed_ptr, logprobs_ptr, confidence_ptr,
+    FILTERED: tl.constexpr, LOGPROBS: tl.constexpr, CONFIDENCE: tl.constexpr, DRAWS: tl.constexpr,
+    SAME: tl.constexpr, NVIDIA: tl.constexpr, STREAM: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """The best of the chunks' winners, whose scores are computed anew, with the row's maximum."""
     row = tl.program_id(0).to(tl.int64)
@@ -251,7 +275,11 @@ def _join_chunks(
     scores = processed_logit(logits, top, temperature)
     if tl.load(greedy_ptr + row) == 0:
         seed = tl.load(seeds_ptr + row)
-        a, b, c, d = philox_words(seed, tl.load(positions_ptr + row), columns // 4, STREAM)
+        position = tl.load(positions_ptr + row)
+        number = 0
+        if DRAWS:
+            number = tl.load(draws_ptr + row).to(tl.uint32)
+        a, b, c, d = philox_words(seed, position, columns // 4, STREAM, number)
         lane = columns % 4
         words = tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
         scores += gumbel(words, NVIDIA)
@@ -264,12 +292,33 @@ def _join_chunks(
         raw_tops = tl.load(place + plane, mask=here, other=-float("inf"))
         raw_top = tl.max(raw_tops, axis=0)
     tl.store(failed_ptr + row, tl.abs(raw_top) == float("inf"))
+    if CONFIDENCE:
+        value = (tl.load(logits_ptr + token).to(tl.float32) - top) / temperature
+        sums = tl.load(place + 3 * plane, mask=here, other=0.0)
+        # The maximum is a term of the total, which so is at least 1: no probability is above 1.
+        total = _processed_total(sums, tops, top, temperature)
+        tl.store(confidence_ptr + row, tl.div_rn(tl.exp(value), total))
     if LOGPROBS:
-        sums = tl.load(place + 2 * plane, mask=here, other=0.0)
-        if tl.load(mode_ptr + row) != 0:
-            value = (tl.load(logits_ptr + token).to(tl.float32) - top) / temperature
-            sums = tl.where(tops > -float("inf"), sums * tl.exp((tops - top) / temperature), 0.0)
-        else:
+        if tl.load(mode_ptr + row) == 0:
             value = tl.load(raw_ptr + row * raw_stride + token).to(tl.float32) - raw_top
-            sums *= tl.exp(raw_tops - raw_top)
-        tl.store(logprobs_ptr + row, value - tl.log(tl.sum(sums, axis=0)))
+            sums = tl.load(place + 2 * plane, mask=here, other=0.0)
+            total = tl.sum(sums * tl.exp(raw_tops - raw_top), axis=0)
+        else:
+            value = (tl.load(logits_ptr + token).to(tl.float32) - top) / temperature
+            sums = tl.load(place + 3 * plane, mask=here, other=0.0)
+            total = _processed_total(sums, tops, top, temperature)
+        tl.store(logprobs_ptr + row, value - tl.log(total))
+
+
+@triton.jit
+def _processed_sum(logits, top, temperature, limit):
+    """Of the exponentials of a chunk's processed logits, below the chunk's maximum."""
+    weights = tl.exp((logits - tl.where(top == -float("inf"), 0.0, top)) / temperature)
+    return tl.sum(tl.where((logits >= limit) & (logits > -float("inf")), weights, 0.0), axis=0)
+
+
+@triton.jit
+def _processed_total(sums, tops, top, temperature):
+    """The sums of the chunks, each below its own maximum, as one below the row's."""
+    sums = tl.where(tops > -float("inf"), sums * tl.exp((tops - top) / temperature), 0.0)
+    return tl.sum(sums, axis=0)

@@ -1,0 +1,157 @@
+"""Which masked positions of a block a denoise step unmasks.
+
+Block diffusion: SDAR (arXiv 2510.06303), after LLaDA (arXiv 2502.09992).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_BLOCK_LENGTH = 64
+
+
+class Rule(StrEnum):
+    """What a step unmasks of the positions that are still masked.
+
+    Attributes:
+        SEQUENTIAL: the first n.
+        LOW_CONFIDENCE_STATIC: the n of highest confidence, of equal ones the first.
+        LOW_CONFIDENCE_DYNAMIC: all whose confidence is above a threshold, and always the one of
+            highest confidence.
+    """
+
+    SEQUENTIAL = "sequential"
+    LOW_CONFIDENCE_STATIC = "low_confidence_static"
+    LOW_CONFIDENCE_DYNAMIC = "low_confidence_dynamic"
+
+
+def schedule(block_length: int, num_steps: int) -> tuple[int, ...]:
+    """How many positions each of exactly num_steps steps unmasks, larger counts first.
+
+    They add up to block_length; with more steps than positions the last ones are 0.
+    """
+    count, rest = divmod(block_length, num_steps)
+    return tuple(count + (step < rest) for step in range(num_steps))
+
+
+def unmask(
+    rule: Rule,
+    masked: Tensor,
+    confidence: Tensor | None,
+    counts: Tensor | None = None,
+    threshold: float | None = None,
+) -> Tensor:
+    """The positions of B blocks that this step unmasks: [B, L] bool, of a row without masked none.
+
+    Args:
+        masked: [B, L] bool, L at most MAX_BLOCK_LENGTH.
+        confidence: [B, L] float32, probabilities of the drawn tokens; NaN counts as less than any.
+            None for `SEQUENTIAL`; anything where a position is not masked.
+        counts: [B] int32 or int64, the n of `SEQUENTIAL` and `LOW_CONFIDENCE_STATIC`, more than are
+            masked to unmask them all; else None.
+        threshold: at least 0, of `LOW_CONFIDENCE_DYNAMIC`, rounded to float32; else None.
+    """
+    run = unmask_triton if masked.is_cuda else unmask_reference
+    return run(rule, masked, confidence, counts, threshold)
+
+
+def unmask_reference(
+    rule: Rule,
+    masked: Tensor,
+    confidence: Tensor | None,
+    counts: Tensor | None = None,
+    threshold: float | None = None,
+) -> Tensor:
+    """`unmask` in PyTorch."""
+    _check(rule, masked, confidence, counts, threshold)
+    keys = masked.float()
+    if confidence is not None:
+        keys = torch.where(masked, confidence.nan_to_num(nan=-1.0), -2.0)
+    order = keys.sort(dim=-1, descending=True, stable=True).indices
+    ranks = torch.empty_like(order)
+    ranks.scatter_(1, order, torch.arange(masked.shape[1], device=masked.device).expand_as(order))
+    chosen = ranks < (1 if counts is None else counts.unsqueeze(1))
+    if threshold is not None:
+        chosen |= keys > threshold
+    return masked & chosen
+
+
+def unmask_triton(
+    rule: Rule,
+    masked: Tensor,
+    confidence: Tensor | None,
+    counts: Tensor | None = None,
+    threshold: float | None = None,
+) -> Tensor:
+    """`unmask` in one launch: a program per row, where each position counts those before it."""
+    _check(rule, masked, confidence, counts, threshold)
+    rows, length = masked.shape
+    assert masked.is_contiguous() and (confidence is None or confidence.is_contiguous())
+    assert counts is None or counts.is_contiguous()
+    out = torch.empty_like(masked)
+    if rows:
+        _unmask[(rows,)](
+            masked, masked if confidence is None else confidence,
+            masked if counts is None else counts, 0.0 if threshold is None else threshold, out,
+            LENGTH=length, WIDTH=triton.next_power_of_2(length), COUNTED=counts is not None,
+            BY_CONFIDENCE=confidence is not None, num_warps=1 if length <= 16 else 4,
+        )  # fmt: skip
+    return out
+
+
+def _check(
+    rule: Rule,
+    masked: Tensor,
+    confidence: Tensor | None,
+    counts: Tensor | None,
+    threshold: float | None,
+) -> None:
+    dynamic = rule is Rule.LOW_CONFIDENCE_DYNAMIC
+    assert (confidence is None) == (rule is Rule.SEQUENTIAL)
+    assert (counts is None) == dynamic and (threshold is None) == (not dynamic)
+    assert masked.dtype == torch.bool and 1 <= masked.shape[1] <= MAX_BLOCK_LENGTH
+    assert confidence is None or confidence.dtype == torch.float32
+    assert confidence is None or confidence.shape == masked.shape
+
+
+@triton.jit(
+    do_not_specialize=["threshold"],
+    do_not_specialize_on_alignment=["masked_ptr", "confidence_ptr", "counts_ptr", "out_ptr"],
+)
+def _unmask(
+    masked_ptr, confidence_ptr, counts_ptr, threshold, out_ptr,
+    LENGTH: tl.constexpr, WIDTH: tl.constexpr, BY_CONFIDENCE: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, WIDTH)
+    masked, keys = _load_keys(masked_ptr, confidence_ptr, row, place, LENGTH, BY_CONFIDENCE)
+    # The same once more, along the other axis.
+    other = tl.arange(0, WIDTH)[None, :]
+    _, rivals = _load_keys(masked_ptr, confidence_ptr, row, other, LENGTH, BY_CONFIDENCE)
+    mine = keys[:, None]
+    ahead = (rivals > mine) | ((rivals == mine) & (other < place[:, None]))
+    ranks = tl.sum(ahead.to(tl.int32), axis=1)
+    if COUNTED:
+        chosen = ranks < tl.load(counts_ptr + row)
+    else:
+        chosen = (ranks < 1) | (keys > threshold)
+    tl.store(out_ptr + row * LENGTH + place, masked & chosen, mask=place < LENGTH)
+
+
+@triton.jit
+def _load_keys(
+    masked_ptr, confidence_ptr, row, place, LENGTH: tl.constexpr, BY_CONFIDENCE: tl.constexpr
+):  # fmt: skip
+    """Whether places are masked, and the keys that rank them: -1 for NaN, -2 if not masked."""
+    here = place < LENGTH
+    masked = tl.load(masked_ptr + row * LENGTH + place, mask=here, other=0) != 0
+    keys = tl.zeros_like(place).to(tl.float32)
+    if BY_CONFIDENCE:
+        keys = tl.load(confidence_ptr + row * LENGTH + place, mask=masked, other=0.0)
+        keys = tl.where(keys == keys, keys, -1.0)
+    return masked, tl.where(masked, keys, -2.0)

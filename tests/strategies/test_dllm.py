@@ -1,0 +1,162 @@
+"""Block diffusion through the engine: the tokens, steps and log-probabilities of the plain
+one-sequence reference, however rows are batched, chunked, cached or preempted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dllm_reference import Forward, Generated, Options, generate, model_forward
+from transformers import Qwen3ForCausalLM
+
+from batchgen.engine.admission import LengthPredictor
+from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loader import load_model
+from batchgen.engine.outputs import RequestOutput
+from batchgen.engine.sampling_params import SamplingParams
+from batchgen.strategies.ar.strategy import ARStrategy
+from batchgen.strategies.dllm.strategy import DLLMStrategy
+
+CPU = torch.device("cpu")
+MASK = 127
+EOS = (2,)
+RULES: list[dict[str, Any]] = [
+    {"unmasking": "sequential"},
+    {"unmasking": "sequential", "denoising_steps": 3},
+    {"unmasking": "low_confidence_static", "denoising_steps": 2},
+    {"unmasking": "low_confidence_static"},
+    {"unmasking": "low_confidence_dynamic", "confidence_threshold": 0.05},
+    {"unmasking": "low_confidence_dynamic", "confidence_threshold": 0.9},
+]
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "top_logprobs": 3, "ignore_eos": True},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.8, "logprobs_mode": "processed"},
+    {"temperature": 1.2, "min_p": 0.02, "stop_token_ids": tuple(range(3, 20))},
+    {"temperature": 0.9, "stop_token_ids": tuple(range(3, 60)), "min_new_tokens": 7},
+]
+
+Request = tuple[list[int], SamplingParams]
+
+
+def requests(seed: int, count: int, longest: int = 30) -> list[Request]:
+    """Rows of all options, with prompts of every length modulo small blocks."""
+    rng = random.Random(seed)
+    made = []
+    for i in range(count):
+        prompt = [rng.randrange(3, MASK + 1) for _ in range(1 + i % 11 + 4 * (i % 3))]
+        kind = KINDS[i % len(KINDS)]
+        most = max(rng.randint(1, longest), kind.get("min_new_tokens", 0))
+        params = SamplingParams(
+            max_new_tokens=most, seed=i, logprobs=True, columns=("step_map",), **kind
+        )
+        made.append((prompt, params))
+    return made
+
+
+@pytest.fixture(scope="module")
+def forward_of(tiny_model: Callable[..., Path]) -> Callable[[int], Forward]:
+    model = Qwen3ForCausalLM.from_pretrained(
+        tiny_model("qwen3"), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    return lambda length: model_forward(model, length)
+
+
+def make_engine(
+    tiny_model: Callable[..., Path], length: int, rule: dict[str, Any], **config: Any
+) -> LLMEngine:
+    model = load_model(tiny_model("sdar"), device=CPU)
+    config = {"max_model_len": 128, "kv_cache_gib": 0.02, **config}
+    strategy = DLLMStrategy(length, **rule)
+    return LLMEngine(model, None, EOS, strategy, EngineConfig(**config))
+
+
+def run(engine: LLMEngine, rows: list[Request]) -> list[RequestOutput]:
+    for i, (prompt, params) in enumerate(rows):
+        engine.add_request(str(i), prompt, params)
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        outputs |= {output.request_id: output for output in engine.step()}
+    engine.scheduler.block_manager.check_integrity([])
+    return [outputs[str(i)] for i in range(len(rows))]
+
+
+def check(found: RequestOutput, wanted: Generated, params: SamplingParams) -> None:
+    assert found.token_ids == wanted.token_ids
+    assert found.columns["step_map"].tolist() == wanted.step_map
+    assert found.finish_reason == wanted.finish_reason
+    np.testing.assert_allclose(found.columns["logprobs"], wanted.logprobs, atol=1e-4)
+    if params.top_logprobs:
+        for row, values, pairs in zip(
+            found.columns["top_logprob_ids"],
+            found.columns["top_logprobs"],
+            wanted.top_logprobs,
+            strict=True,
+        ):
+            assert row.tolist() == [token_id for token_id, _ in pairs]
+            np.testing.assert_allclose(values, [value for _, value in pairs], atol=1e-4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("length", [2, 4, 8, 32])
+def test_rows_are_those_of_the_reference(
+    tiny_model: Callable[..., Path],
+    forward_of: Callable[[int], Forward],
+    length: int,
+    rule: dict[str, Any],
+    overlap: bool,
+) -> None:
+    rows = requests(length, 12)
+    engine = make_engine(
+        tiny_model,
+        length,
+        rule,
+        overlap=overlap,
+        max_num_seqs=7,
+        max_batched_tokens=max(length, 9),
+        block_size=32 if length == 32 else 8,
+    )
+    options = Options(block_length=length, mask_token_id=MASK, eos=EOS, max_model_len=128, **rule)
+    forward = forward_of(length)
+    for output, (prompt, params) in zip(run(engine, rows), rows, strict=True):
+        check(output, generate(forward, prompt, params, options), params)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("rule", [RULES[3], RULES[4]], ids=str)
+def test_preempted_rows_go_on_as_if_nothing_had_happened(
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    rule: dict[str, Any],
+    overlap: bool,
+) -> None:
+    rows = requests(1, 16, longest=60)
+    expected = run(make_engine(tiny_model, 4, rule), rows)
+    monkeypatch.setattr(
+        LengthPredictor, "predict", lambda self, generated, limits, exact: generated
+    )
+    engine = make_engine(tiny_model, 4, rule, overlap=overlap, block_size=4, kv_cache_gib=0.00022)
+    outputs = run(engine, rows)
+    assert engine.stats.preemptions > 0
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert output.token_ids == wanted.token_ids
+        for name, values in wanted.columns.items():
+            np.testing.assert_array_equal(output.columns[name], values)
+
+
+def test_models_and_strategies_that_do_not_go_together(tiny_model: Callable[..., Path]) -> None:
+    diffusion = load_model(tiny_model("sdar"), device=CPU)
+    plain = load_model(tiny_model("qwen3"), device=CPU)
+    with pytest.raises(ValueError, match="needs a diffusion model"):
+        LLMEngine(plain, None, (), DLLMStrategy(4), EngineConfig(kv_cache_gib=0.01))
+    with pytest.raises(ValueError, match="use strategy=dllm"):
+        LLMEngine(diffusion, None, (), ARStrategy(), EngineConfig(kv_cache_gib=0.01))
