@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +103,8 @@ class LLMEngine:
         length = strategy.block_length(model.config)  # raises if they do not go together
         model.pack()
         self.config = config.resolve(model.device, model.num_parameters * model.dtype.itemsize)
+        if 1 not in strategy.widths:  # prompts are read beside rows of one token only
+            self.config = replace(self.config, chunk_tokens=0)
         self.max_model_len = config.model_len(model.config.max_position_embeddings)
         self.max_model_len -= self.max_model_len % length  # a row's last block is a whole one
         self.vocab_size = model.config.vocab_size

@@ -4,8 +4,10 @@ one-sequence reference, however rows are batched, chunked, cached or preempted.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,72 @@ def test_preempted_rows_go_on_as_if_nothing_had_happened(
         assert output.token_ids == wanted.token_ids
         for name, values in wanted.columns.items():
             np.testing.assert_array_equal(output.columns[name], values)
+
+
+@pytest.mark.parametrize("length", [4, 8, 32])
+def test_rows_that_share_prefixes_are_those_of_rows_that_do_not(
+    tiny_model: Callable[..., Path], length: int
+) -> None:
+    """Samples of a prompt, and prompts that go on from others' answers. A block of the cache that
+    ends within one of the attention is not shared."""
+    prompts = [requests(2, 4)[i][0] * 4 for i in range(4)]
+    params = SamplingParams(temperature=0.8, max_new_tokens=24, logprobs=True)
+    rule = {"confidence_threshold": 0.1}
+    shared, alone = (
+        make_engine(tiny_model, length, rule, block_size=8, prefix_caching=caching)
+        for caching in (True, False)
+    )
+    rows = [(prompt, replace(params, seed=i)) for i, prompt in enumerate(prompts * 3)]
+    for _ in range(2):
+        found, wanted = run(shared, rows), run(alone, rows)
+        assert [row.token_ids for row in found] == [row.token_ids for row in wanted]
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(
+                one.columns["logprobs"], other.columns["logprobs"], atol=1e-5
+            )
+        rows = [
+            (out.prompt_token_ids + out.token_ids, own)
+            for out, (_, own) in zip(found, rows, strict=True)
+        ]
+    assert (shared.stats.cached_tokens > 0) == (length <= 8)
+
+
+def test_aborts_leave_the_others_alone(tiny_model: Callable[..., Path]) -> None:
+    rows = requests(3, 8, longest=40)
+    expected = run(make_engine(tiny_model, 4, RULES[4]), rows)
+    engine = make_engine(tiny_model, 4, RULES[4], overlap=True)
+    for i, (prompt, params) in enumerate(rows):
+        engine.add_request(str(i), prompt, params)
+    outputs: dict[str, RequestOutput] = {}
+    for step in itertools.count():
+        if step in (2, 5):
+            engine.abort(str(step))
+        if not engine.has_unfinished():
+            break
+        outputs |= {output.request_id: output for output in engine.step()}
+    for i, wanted in enumerate(expected):
+        if str(i) in outputs:
+            assert outputs[str(i)].token_ids == wanted.token_ids
+    assert len(outputs) >= 6
+    with pytest.raises(ValueError, match="penalties count the tokens before"):
+        engine.add_request("x", [5], SamplingParams(repetition_penalty=1.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_length": 1}, "block_length must be 2 to 64, got 1"),
+        ({"block_length": 65}, "block_length must be 2 to 64, got 65"),
+        ({"unmasking": "random"}, "unmasking must be sequential or"),
+        ({"confidence_threshold": 1.5}, "confidence_threshold must be from 0 to 1"),
+        ({"denoising_steps": 0}, "denoising_steps must be at least 1"),
+        ({"denoising_steps": 4}, "leave it null"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DLLMStrategy(**options)
 
 
 def test_models_and_strategies_that_do_not_go_together(tiny_model: Callable[..., Path]) -> None:
