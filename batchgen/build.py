@@ -97,7 +97,7 @@ def build_strategy(config: StrategyConfig) -> Strategy:
         raise ConfigError(f"strategy._target_: {config.target} is not a Strategy")
     with _named("strategy"):
         strategy: Strategy = cls(**strategy_options(cls, config.options))
-    if not hasattr(strategy, "step_inputs"):
+    if not hasattr(cls, "step_inputs"):
         raise ConfigError(f"strategy._target_: {config.target} is not a Strategy")
     return strategy
 

@@ -1,0 +1,73 @@
+"""Jobs with strategy=dllm: step_map in Parquet, and every mistake named before weights load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from real_job import VOCAB, overrides, run, save_tokenizer
+
+from batchgen.errors import ConfigError
+
+DLLM = ("strategy=dllm", "strategy.block_length=4")
+
+
+@pytest.fixture(scope="session")
+def sdar(tiny_model: Callable[..., Path]) -> Path:
+    folder = tiny_model("sdar", **VOCAB)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    texts = ["abc abc", None, *("Say: " + "ab" * i for i in range(1, 6))]
+    path.write_text(
+        "".join(json.dumps({"id": f"r{i}", "q": q}) + "\n" for i, q in enumerate(texts))
+    )
+    return path
+
+
+def test_step_map_reaches_parquet(sdar: Path, rows: Path, tmp_path: Path) -> None:
+    columns = "output.columns=[logprobs,step_map]"
+    options = (*DLLM, "strategy.confidence_threshold=0.1", "sampling.max_new_tokens=18", columns)
+    out = tmp_path / "out"
+    run(overrides(sdar, rows, out, *options))
+    table = pq.read_table(out / "data", partitioning=None).to_pylist()
+    done = [row for row in table if row["error"] is None]
+    assert len(table) == 14 and len(done) == 12
+    for row in done:
+        steps = row["step_map"]
+        assert len(steps) == len(row["token_ids"]) == len(row["logprobs"])
+        assert min(steps) == 1 and row["num_forwards"] >= max(steps)
+    # Several tokens of a block in one step, or a later one before an earlier: not plain decoding.
+    assert any(row["step_map"] != list(range(1, 1 + len(row["step_map"]))) for row in done)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("strategy=ar",), "use strategy=dllm"),
+        (("strategy=dllm",), "block_length is null, and the model does not say"),
+        ((*DLLM, "sampling.repetition_penalty=1.2"), "penalties count the tokens before"),
+        ((*DLLM, "strategy.unmasking=random"), "strategy.unmasking"),
+        ((*DLLM, "output.columns=[draft_accepted]"), "it comes with strategy=ar_spec"),
+    ],
+    ids=str,
+)
+def test_mistakes(
+    sdar: Path, rows: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(overrides(sdar, rows, tmp_path / "out", *options))
+
+
+def test_a_model_of_next_tokens_is_refused(model: Path, rows: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="strategy dllm needs a diffusion model"):
+        run(overrides(model, rows, tmp_path / "out", *DLLM))
+    with pytest.raises(ConfigError, match="strategy=ar_spec, strategy=dllm; choose among"):
+        run(overrides(model, rows, tmp_path / "out", "output.columns=[step_map]"))
