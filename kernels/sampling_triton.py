@@ -240,14 +240,14 @@ def _draw_chunk(
         raw_top = tl.max(raw, axis=0)
         tl.store(out + plane, raw_top)
     if CONFIDENCE:
-        tl.store(out + 3 * plane, _processed_sum(logits, top, 1.0, limit))
+        tl.store(out + 3 * plane, _processed_sum(logits, top, temperature, limit))
     if LOGPROBS:
         if tl.load(mode_ptr + row) == 0:
             weights = tl.exp(raw - tl.where(raw_top == -float("inf"), 0.0, raw_top))
             tl.store(out + 2 * plane, tl.sum(weights, axis=0))
         else:
             if not CONFIDENCE:
-                tl.store(out + 3 * plane, _processed_sum(logits, top, 1.0, limit))
+                tl.store(out + 3 * plane, _processed_sum(logits, top, temperature, limit))
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=ROW_ARGUMENTS)

@@ -35,6 +35,7 @@ from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from batchgen.strategies.dllm.strategy import DLLMStrategy
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 EOS = 2
@@ -65,10 +66,17 @@ LLAMA = _SIZES | {
     "attention_bias": True,
     "mlp_bias": True,
 }
+SDAR = QWEN3 | {
+    "architectures": ["SDARForCausalLM"],
+    "model_type": "sdar",
+    "block_size": 4,
+    "mask_token_id": 5002,
+}
 RUNS = (
     (QWEN3, torch.float32),
     (LLAMA, torch.float32),
     (QWEN3, torch.bfloat16),
+    (SDAR, torch.float32),
 )
 
 STRATEGIES: dict[str, dict[str, Any] | None] = {
@@ -136,17 +144,26 @@ def make_model(sizes: dict[str, Any], dtype: torch.dtype, device: torch.device) 
     return model
 
 
+def batches_of(sizes: dict[str, Any]) -> tuple[list[tuple[int, SamplingParams]], ...]:
+    """First rows without options, then those with every one that the paradigm knows."""
+    diffusion = sizes["model_type"] == "sdar"
+    return PLAIN, [row for row in EVERY_OPTION if not (diffusion and row[1].has_penalties)]
+
+
 def run(
-    model: DenseForCausalLM, strategy: Strategy, draft: DenseForCausalLM | None = None
+    model: DenseForCausalLM,
+    strategy: Strategy,
+    batches: tuple[list[tuple[int, SamplingParams]], ...],
+    draft: DenseForCausalLM | None = None,
 ) -> list[RequestOutput]:
-    """The outputs of all rows; first those without options, then those with every one."""
+    """The outputs of all rows, one batch after another."""
     config = EngineConfig(
         max_num_seqs=len(EVERY_OPTION), max_batched_tokens=256, kv_cache_gib=0.02, cuda_graph=False
     )
     engine = LLMEngine(model, None, (EOS,), strategy, config, draft=draft)
     outputs: dict[str, RequestOutput] = {}
     index = 0
-    for rows in (PLAIN, EVERY_OPTION):
+    for rows in batches:
         for length, params in rows:
             prompt = [(7 * index + 13 * i + i * i) % model.config.vocab_size for i in range(length)]
             engine.add_request(str(index), prompt, replace(params, seed=index))
@@ -156,10 +173,14 @@ def run(
     return [outputs[str(i)] for i in range(index)]
 
 
-def differences(expected: list[RequestOutput], found: list[RequestOutput]) -> list[str]:
+def differences(
+    expected: list[RequestOutput],
+    found: list[RequestOutput],
+    batches: tuple[list[tuple[int, SamplingParams]], ...],
+) -> list[str]:
     """What is wrong with the greedy rows."""
     problems = []
-    params = [params for _, params in (*PLAIN, *EVERY_OPTION)]
+    params = [params for rows in batches for _, params in rows]
     for index, (a, b, own) in enumerate(zip(expected, found, params, strict=True)):
         if not own.greedy:
             continue
@@ -176,16 +197,23 @@ def main() -> None:
     launches = count_launches()
     problems = []
     for sizes, dtype in RUNS:
-        expected = run(make_model(sizes, torch.float32, torch.device("cpu")), ARStrategy())
-        for kind, options in STRATEGIES.items():
+        batches, diffusion = batches_of(sizes), sizes["model_type"] == "sdar"
+        reference = DLLMStrategy() if diffusion else ARStrategy()
+        expected = run(make_model(sizes, torch.float32, torch.device("cpu")), reference, batches)
+        strategies = {"dllm": None} if diffusion else STRATEGIES
+        for kind, options in strategies.items():
             drafting = options is not None and options.get("proposer") == "draft"
             model, draft = (make_model(sizes, dtype, torch.device("cuda")) for _ in range(2))
-            strategy = ARStrategy() if options is None else ARSpecStrategy(**options)
-            found = run(model, strategy, draft if drafting else None)
+            strategy: Strategy = DLLMStrategy() if diffusion else ARStrategy()
+            if options is not None:
+                strategy = ARSpecStrategy(**options)
+            found = run(model, strategy, batches, draft if drafting else None)
             torch.cuda.synchronize()
             name = f"{sizes['model_type']} {str(dtype).removeprefix('torch.')} {kind}"
             if dtype == torch.float32:
-                problems += [f"{name}, {problem}" for problem in differences(expected, found)]
+                problems += [
+                    f"{name}, {problem}" for problem in differences(expected, found, batches)
+                ]
             problems += [f"{name}: {row.error}" for row in found if row.error is not None]
     print(", ".join(f"{name} {count}" for name, count in launches.items()))
     problems += [f"{name} was never launched" for name, count in launches.items() if not count]
