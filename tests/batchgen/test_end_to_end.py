@@ -132,7 +132,7 @@ MISTAKES: list[tuple[str, list[str], str]] = [
     (
         "column of another strategy",
         ["output.columns=[step_map]"],
-        "output.columns has no column 'step_map' with strategy ar: it comes with strategy=ar_spec, ",
+        "output.columns has no column 'step_map' with strategy ar: it comes with strategy=ar_spec,",
     ),
     ("column", ["output.columns=[nope]"], "'nope' with strategy ar: choose among logprobs, top_"),
     ("top", ["output.columns=[top_logprobs]", "output.top_logprobs=101"], "top_logprobs"),
