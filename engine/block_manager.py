@@ -103,8 +103,13 @@ class BlockManager:
         """Take back the row's blocks behind those of its first `num_tokens` tokens."""
         while len(seq.block_table) > self.blocks_for(num_tokens):
             block = seq.block_table.pop()
-            self._owners[block] -= 1
-            assert not self._owners[block] and block not in self._hash_of, "a shared lookahead"
+            assert self._owners[block] == 1 and block not in self._hash_of, "a shared lookahead"
+            self._release(block)
+
+    def _release(self, block: int) -> None:
+        """One owner less; without any it is free, and the last in line to be handed out."""
+        self._owners[block] -= 1
+        if not self._owners[block]:
             self._free[block] = None
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
@@ -129,9 +134,7 @@ class BlockManager:
     def free(self, seq: Sequence) -> None:
         """Take the row's blocks back, its last blocks first in line to be reused."""
         for block in reversed(seq.block_table):
-            self._owners[block] -= 1
-            if not self._owners[block]:
-                self._free[block] = None
+            self._release(block)
         seq.block_table.clear()
         seq.num_computed_tokens = 0
         seq.num_published_blocks = 0

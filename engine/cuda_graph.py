@@ -77,7 +77,9 @@ class GraphShapes:
 
     @property
     def decode_sizes(self) -> list[int]:
-        """Numbers of rows, ascending; other batches are filled up."""
+        """Numbers of rows of one token, ascending; other batches are filled up."""
+        if 1 not in self.widths:
+            return []
         sizes = [1, 2, 4, *range(8, 256, 8), *range(256, self.max_rows, 16)]
         return [*(size for size in sizes if size < self.max_rows), self.max_rows]
 
@@ -109,7 +111,8 @@ class GraphShapes:
     def __len__(self) -> int:
         """Graphs in all."""
         sizes = (self.decode_sizes, self.short_sizes, self.mixed_sizes, self.prefill_sizes)
-        return sum(map(len, sizes)) + len(self.wide_sizes) * (len(self.widths) - 1)
+        wide = sum(width > 1 for width in self.widths)
+        return sum(map(len, sizes)) + len(self.wide_sizes) * wide
 
 
 def launch_bound_tokens(num_layers: int, num_parameters: int, most: int) -> int:
@@ -156,12 +159,12 @@ class ForwardGraphs:
         self._shapes = shapes
         self._block_size = block_size
         rows, blocks = shapes.max_rows, shapes.max_blocks
-        self._decode = _zero_inputs(rows * max(shapes.widths), rows, blocks, device)
+        self._decode = ModelInputs.on_scratch(np.full(rows, max(shapes.widths)), blocks, device)
         self._chunk = _Ragged(shapes.chunk_tokens, CHUNK_ROWS, blocks, tile, device)
         self._prefill = _Ragged(shapes.prefill_tokens, rows, blocks, tile, device)
         # The tokens whose hidden states a prefill is for, as rows of one query.
         self._last = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._last_rows = _zero_inputs(rows, rows, blocks, device)
+        self._last_rows = ModelInputs.on_scratch(np.ones(rows, np.int64), blocks, device)
         self._graphs: dict[_Key, _Graph] = {}
         self._forward, self._device = forward, device
         self._pool = torch.cuda.graph_pool_handle()
@@ -172,10 +175,8 @@ class ForwardGraphs:
         """Compile all kernels, which a capture cannot, and capture what every job needs."""
         shapes = self._shapes
         short = shapes.short_sizes
-        first = []
-        if 1 in shapes.widths:
-            first += [_Key("decode", size) for size in shapes.decode_sizes if size not in short]
-            first += [_Key("short", size) for size in short]
+        first = [_Key("decode", size) for size in shapes.decode_sizes if size not in short]
+        first += [_Key("short", size) for size in short]
         first += [_Key("mixed", size) for size in shapes.mixed_sizes]
         first += [_Key("prefill", size) for size in shapes.prefill_sizes]
         # Few rows have other kernels than many.
@@ -277,7 +278,7 @@ class _Ragged:
     def __init__(
         self, tokens: int, rows: int, max_blocks: int, tile: int, device: torch.device
     ) -> None:
-        self._inputs = _zero_inputs(tokens, rows + 1, max_blocks, device)
+        self._inputs = ModelInputs.on_scratch(np.array([*[0] * rows, tokens]), max_blocks, device)
         self._rows = torch.full((tokens,), rows, dtype=torch.int32, device=device)
         self._filler = rows
         self._tile = tile
@@ -335,14 +336,3 @@ def _fill_tables(fixed: Tensor, tables: Tensor) -> None:
     rows, blocks = tables.shape
     blocks = min(blocks, fixed.shape[1])
     fixed[:rows, :blocks].copy_(tables[:, :blocks])
-
-
-def _zero_inputs(tokens: int, rows: int, max_blocks: int, device: torch.device) -> ModelInputs:
-    """Room for rows, all of whose tokens use the scratch block alone."""
-    return ModelInputs(
-        torch.zeros(tokens, dtype=torch.int64, device=device),
-        torch.zeros(tokens, dtype=torch.int64, device=device),
-        torch.zeros((rows, max_blocks), dtype=torch.int64, device=device),
-        np.zeros(rows, np.int64),
-        np.ones(rows, np.int64),
-    )

@@ -235,21 +235,27 @@ class LLMEngine:
                 return self._join(batch, output)
         if isinstance(batch, DecodeBatch):
             with timed(self._timer, "decode", len(batch.slots)):
-                state.reindex(batch)
-                self.strategy.propose(batch)
-                return [(batch, self._advance(self.strategy.forward(self._runner)))]
-        prefill = batch.prefill
-        with timed(self._timer, "mixed", len(batch.decode.slots) + len(prefill.seqs)):
-            state.reindex(batch.decode)
-            self.strategy.propose(batch.decode)
+                return [self._decode(batch)]
+        decode, prefill = batch.decode, batch.prefill
+        with timed(self._timer, "mixed", len(decode.slots) + len(prefill.seqs)):
             if not any(prefill.lengths):
-                steps = [(batch.decode, self._advance(self.strategy.forward(self._runner)))]
-                return [*steps, *self._join(prefill, None)]
+                return [self._decode(decode), *self._join(prefill, None)]
+            self._begin(decode)
             inputs, rows = _prefill_inputs(prefill, device)
             decoded, prefilled = self._runner.mixed(state.model_inputs, inputs, rows)
-            steps = [(batch.decode, self._advance(decoded))]
+            step = self._advance(decoded)
             self._see_prefill(prefill, inputs, prefilled)
-            return [*steps, *self._join(prefill, prefilled)]
+            return [(decode, step), *self._join(prefill, prefilled)]
+
+    def _decode(self, batch: DecodeBatch) -> tuple[DecodeBatch, StepOutput]:
+        """A decode step by itself."""
+        self._begin(batch)
+        return batch, self._advance(self.strategy.forward(self._runner))
+
+    def _begin(self, batch: DecodeBatch) -> None:
+        """Bring the decoding rows in line with the batch."""
+        self.strategy.step_inputs.reindex(batch)
+        self.strategy.propose(batch)
 
     def _advance(self, output: ModelOutput) -> StepOutput:
         """Decide on the decoding rows' tokens, which the next step reads."""

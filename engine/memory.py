@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -193,10 +193,10 @@ def _work_space(use: ModelUse, config: EngineConfig, max_model_len: int) -> int:
     runner = ModelRunner(model, kv_caches)
     prefill = _peak(model.device, lambda: _largest_prefill(runner, config, max_model_len))
     rows, blocks = config.max_num_seqs, -(-max_model_len // config.block_size)
-    assert config.max_batched_tokens is not None
-    more = config.chunk_tokens or 0 if width == 1 else 0
+    assert config.max_batched_tokens is not None and config.chunk_tokens is not None
+    more = config.chunk_tokens if width == 1 else 0
     lens = np.full(rows + more, width)
-    inputs = _scratch_inputs(lens, (len(lens), blocks), model.device)
+    inputs = _scratch_inputs(lens, blocks, model.device)
     decode = _peak(model.device, lambda: runner.decode(inputs))
     graphs = 0
     if config.cuda_graph:
@@ -221,17 +221,12 @@ def _peak(device: torch.device, work: Callable[[], object]) -> int:
 
 
 def _scratch_inputs(
-    lens: npt.NDArray[np.int64], tables: tuple[int, int], device: torch.device
+    lens: npt.NDArray[np.int64], num_blocks: int, device: torch.device
 ) -> ModelInputs:
+    """Rows whose contexts are their tokens, on the scratch block."""
     positions = np.concatenate([np.arange(n) for n in lens])
-    zeros = torch.zeros(len(positions), dtype=torch.int64, device=device)
-    return ModelInputs(
-        zeros,
-        torch.as_tensor(positions, device=device),
-        torch.zeros(tables, dtype=torch.int64, device=device),
-        lens,
-        lens,
-    )
+    inputs = ModelInputs.on_scratch(lens, num_blocks, device)
+    return replace(inputs, positions=torch.as_tensor(positions, device=device), context_lens=lens)
 
 
 def _largest_prefill(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> None:
@@ -240,6 +235,6 @@ def _largest_prefill(runner: ModelRunner, config: EngineConfig, max_model_len: i
     lens = [max_model_len] * (config.max_batched_tokens // max_model_len)
     if rest := config.max_batched_tokens - sum(lens):
         lens.append(rest)
-    tables = (len(lens), -(-max_model_len // config.block_size))
-    inputs = _scratch_inputs(np.array(lens), tables, runner.device)
+    blocks = -(-max_model_len // config.block_size)
+    inputs = _scratch_inputs(np.array(lens), blocks, runner.device)
     runner.prefill(inputs, np.zeros(config.max_num_seqs, np.int64))

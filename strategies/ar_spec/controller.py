@@ -92,7 +92,7 @@ class StepCosts:
             shapes = [(1, 1), (min(max_rows, _CPU_ROWS), 1)]
         times: dict[int, float] = {}
         for n, width in shapes:
-            inputs = _scratch_rows(n, width, runner.device)
+            inputs = ModelInputs.on_scratch(np.full(n, width), 1, runner.device)
             runner.decode(inputs)
             times[n * width] = min(_seconds(runner, inputs) for _ in range(1 if cpu else _RUNS))
         return cls(sorted(times), [times[tokens] for tokens in sorted(times)])
@@ -150,13 +150,6 @@ def _gains(
     """Tokens per second with so many drafts, relative to none."""
     expected = list(itertools.accumulate(survival, initial=1.0))
     return [expected[k] * speed for k, speed in zip(lengths, speeds, strict=True)]
-
-
-def _scratch_rows(rows: int, width: int, device: torch.device) -> ModelInputs:
-    zeros = torch.zeros(rows * width, dtype=torch.int64, device=device)
-    return ModelInputs(
-        zeros, zeros, zeros[:rows, None], np.full(rows, width), np.ones(rows, np.int64)
-    )
 
 
 def _seconds(runner: ModelRunner, inputs: ModelInputs) -> float:

@@ -194,7 +194,7 @@ def _with_columns(step: StepOutput, steps: torch.Tensor, sampling: SamplingInput
     Args:
         steps: [B] int32, the rows' forwards before.
     """
-    if not any(params.columns for params in sampling.params):
+    if not sampling.any_columns:
         return step
     place = torch.arange(step.token_ids.shape[1], device=steps.device)
     # The last token of a row that did not fail is the model's own.

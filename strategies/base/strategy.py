@@ -14,7 +14,7 @@ from batchgen.engine.sampler import sample
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.scheduled_batch import DecodeBatch, PrefillBatch
 from batchgen.engine.sequence import Sequence
-from batchgen.engine.strategy import JoiningRows, Limits, StepInputs
+from batchgen.engine.strategy import JoiningRows, Limits, Strategy
 
 
 class BaseStrategy:
@@ -26,10 +26,6 @@ class BaseStrategy:
     name: str
     columns: tuple[OutputColumn, ...] = ()
     counts: tuple[str, ...] = ()
-
-    @property
-    def step_inputs(self) -> StepInputs:
-        raise NotImplementedError
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -87,7 +83,7 @@ class BaseStrategy:
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         return sample(output.logits, rows.sampling, output.positions + 1)
 
-    def forward(self, runner: ModelRunner) -> ModelOutput:
+    def forward(self: Strategy, runner: ModelRunner) -> ModelOutput:
         return runner.decode(self.step_inputs.model_inputs)
 
     def propose(self, batch: DecodeBatch) -> None:

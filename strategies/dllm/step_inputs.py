@@ -60,6 +60,7 @@ class DLLMStepInputs(StepInputs):
         self._length = block_length
         self._mask_token_id = mask_token_id
         self._blocks: BlockRows | None = None
+        self._after: BlockRows | None = None  # of the step under way
         self._repeated: SamplingInputs | None = None
 
     @property
@@ -129,8 +130,8 @@ class DLLMStepInputs(StepInputs):
 
     def unmask(
         self, transfer: Tensor, token_ids: Tensor, columns: dict[str, Tensor]
-    ) -> tuple[Tensor, BlockRows]:
-        """Write what a denoise step decided.
+    ) -> tuple[Tensor, Tensor]:
+        """Write what a denoise step decided; `step_decode` goes on from it.
 
         Args:
             transfer: [B, L] bool, the masked positions that are known from now on.
@@ -138,8 +139,7 @@ class DLLMStepInputs(StepInputs):
             columns: name → [B, L, *tail], what belongs to it.
 
         Returns:
-            [B] bool, the rows whose block is complete by it; and the blocks, which `step_decode`
-            makes the current ones.
+            [B] bool, the rows whose block is complete by it; [B, L] int64, the blocks' tokens.
         """
         blocks = self.blocks
         for name, values in columns.items():
@@ -148,34 +148,30 @@ class DLLMStepInputs(StepInputs):
                 old = _widened(old, values)
             chosen = transfer.view(*transfer.shape, *[1] * (values.dim() - 2))
             self.columns[name] = torch.where(chosen, values, old)
-        masked = blocks.masked & ~transfer
-        after = replace(
+        some = transfer.any(1)
+        after = self._after = replace(
             blocks,
             token_ids=torch.where(transfer, token_ids, blocks.token_ids),
-            masked=masked,
+            masked=blocks.masked & ~transfer,
             denoised=blocks.denoised + 1,
-            steps=blocks.steps + transfer.any(1).int(),
+            steps=blocks.steps + some.int(),
         )
-        return transfer.any(1) & ~masked.any(1), after
+        return some & ~after.masked.any(1), after.token_ids
 
-    def advance(self, after: BlockRows, committed: Tensor) -> None:
-        """The blocks of the next step.
-
-        Args:
-            committed: [B] bool, rows whose KV this step made final.
-        """
-        opened = committed.unsqueeze(1)
+    def step_decode(self, step: StepOutput) -> None:
+        """Where nothing was masked, the step has made the KV final, and the next block begins."""
+        after = self._after
+        assert after is not None, "unmask comes first"
+        committed = ~self.blocks.masked.any(1)
         starts = torch.where(committed, after.starts + self._length, after.starts)
         self._blocks = replace(
             after,
             starts=starts.minimum(after.last_starts),
-            masked=after.masked | opened,
+            masked=after.masked | committed.unsqueeze(1),
             given=torch.where(committed, 0, after.given),
             denoised=torch.where(committed, 0, after.denoised),
         )
-
-    def step_decode(self, step: StepOutput) -> None:
-        """`advance` has done it."""
+        self._after = None
 
 
 def _steps_so_far(seq: Sequence) -> int:

@@ -15,6 +15,7 @@ from batchgen.engine.outputs import OutputColumn, StepOutput
 from batchgen.engine.sampler import draw
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.sequence import Sequence
+from batchgen.engine.transfer import upload
 from batchgen.kernels.unmask import MAX_BLOCK_LENGTH, Rule, schedule, unmask
 from batchgen.strategies.base.strategy import BaseStrategy
 from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
@@ -145,7 +146,6 @@ class DLLMStrategy(BaseStrategy):
     def decide(self, output: ModelOutput) -> StepOutput:
         state = self.step_inputs
         blocks, length = state.blocks, self._length
-        committed = ~blocks.masked.any(1)
         drawn = draw(
             output.logits,
             state.repeated,
@@ -158,15 +158,13 @@ class DLLMStrategy(BaseStrategy):
         columns = {name: v.view(-1, length, *v.shape[1:]) for name, v in drawn.columns.items()}
         step_map = (blocks.steps + 1).unsqueeze(1).expand(-1, length).contiguous()
         columns[STEP_MAP.name] = step_map
-        token_ids = drawn.token_ids.view(-1, length)
-        complete, after = state.unmask(transfer, token_ids, columns)
+        complete, token_ids = state.unmask(transfer, drawn.token_ids.view(-1, length), columns)
         # What a block yields begins behind what is the prompt's.
         offsets = torch.arange(length, device=blocks.given.device)
         order = (blocks.given.unsqueeze(1) + offsets).clamp(max=length - 1)
-        state.advance(after, committed)
         return StepOutput(
             num_tokens=torch.where(complete & ~broken, length - blocks.given, 0).int(),
-            token_ids=after.token_ids.gather(1, order),
+            token_ids=token_ids.gather(1, order),
             failed=broken,
             columns={name: _ordered(v, order) for name, v in state.columns.items()},
             unread_tokens=length,
@@ -181,7 +179,7 @@ class DLLMStrategy(BaseStrategy):
             return unmask(self._rule, blocks.masked, confidence, threshold=self._threshold)
         if self._schedule is None:
             counts = schedule(self._length, self._asked_steps or self._length)
-            self._schedule = torch.tensor(counts, device=blocks.starts.device)
+            self._schedule = upload(counts, torch.int64, blocks.starts.device)
         # A block whose beginning was given needs fewer steps, none needs more.
         step = blocks.denoised.clamp(max=len(self._schedule) - 1)
         return unmask(self._rule, blocks.masked, confidence, counts=self._schedule[step])
