@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +56,8 @@ class ModelRunner:
         self.model = model
         self.kv_caches = kv_caches
         self.block_size = kv_caches[0].block_size
-        self._block_length = block_length
+        # Without self, which holds the graphs that hold it: an engine that is dropped is freed.
+        self._forward = partial(_forward, model, kv_caches, block_length)
         self.device = model.device
         self._token_multiple = _CPU_TOKEN_MULTIPLE if self.device.type == "cpu" else 1
         self._graphs: ForwardGraphs | None = None
@@ -162,30 +164,37 @@ class ModelRunner:
         rows = np.repeat(np.arange(inputs.num_rows, dtype=np.int32), inputs.query_lens)
         return Part(inputs, upload(rows, torch.int32, self.device))
 
-    def _forward(self, parts: Sequence[Part], outputs: OutputTokens | None = None) -> Tensor:
-        """[T, hidden_size]: the hidden states of all parts' tokens; [R, hidden_size] of outputs."""
-        input_ids = _joined([part.inputs.input_ids for part in parts])
-        positions = _joined([part.inputs.positions for part in parts])
-        slots = [
-            slot_mapping(p.inputs.positions, p.rows, p.inputs.block_tables, self.block_size)
-            for p in parts
-        ]
-        attention = [
-            AttentionMetadata(
-                part.inputs.positions,
-                tuple(part.inputs.query_lens.tolist()),
-                tuple(part.inputs.context_lens.tolist()),
-                part.inputs.block_tables,
-                part.tiles,
-                decode_width=part.width,
-                block_length=self._block_length,
-            )
-            for part in parts
-        ]
-        context = ForwardContext(self.kv_caches, _joined(slots), attention, outputs)
-        hidden: Tensor = self.model(input_ids, positions, context)
-        return hidden
-
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _forward(
+    model: DenseForCausalLM,
+    kv_caches: list[KVCache],
+    block_length: int,
+    parts: Sequence[Part],
+    outputs: OutputTokens | None = None,
+) -> Tensor:
+    """[T, hidden_size]: the hidden states of all parts' tokens; [R, hidden_size] of outputs."""
+    input_ids = _joined([part.inputs.input_ids for part in parts])
+    positions = _joined([part.inputs.positions for part in parts])
+    slots = [
+        slot_mapping(p.inputs.positions, p.rows, p.inputs.block_tables, kv_caches[0].block_size)
+        for p in parts
+    ]
+    attention = [
+        AttentionMetadata(
+            part.inputs.positions,
+            tuple(part.inputs.query_lens.tolist()),
+            tuple(part.inputs.context_lens.tolist()),
+            part.inputs.block_tables,
+            part.tiles,
+            decode_width=part.width,
+            block_length=block_length,
+        )
+        for part in parts
+    ]
+    context = ForwardContext(kv_caches, _joined(slots), attention, outputs)
+    hidden: Tensor = model(input_ids, positions, context)
+    return hidden

@@ -152,8 +152,7 @@ class SamplingInputs(Batched):
             same = {name: column for name, column in columns.items() if column.dtype == dtype}
             stacked = torch.stack([c.unsqueeze(1).expand(-1, width) for c in same.values()])
             repeated |= zip(same, stacked.flatten(1), strict=True)
-        stop_ids = self.stop_ids.unsqueeze(1).expand(-1, width, -1).flatten(0, 1)
-        return replace(self, stop_ids=stop_ids, **repeated)
+        return replace(self, stop_ids=self.stop_ids.repeat_interleave(width, 0), **repeated)
 
     def index_select(self, rows: npt.NDArray[np.int64]) -> SamplingInputs:
         assert self.width == 1, "pick rows first, then repeat them"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -576,6 +578,23 @@ def test_a_row_that_fails_while_it_decodes_keeps_what_it_had(
             assert output.token_ids == before.token_ids[:count]
             assert all(len(values) == count for values in output.columns.values())
     assert 2 < num_failed < 30
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_engine_that_is_dropped_frees_its_memory_at_once(
+    tiny_model: Callable[..., Path], device: str
+) -> None:
+    """Without a cycle that waits for the garbage collector: the next engine needs the room."""
+    model = load(tiny_model("llama"), device)
+    gc.disable()
+    try:
+        engine = make_engine(model, replace(ROOMY, kv_cache_gib=0.01, cuda_graph=device == "cuda"))
+        run(engine, mixed_requests(3))
+        caches = [weakref.ref(cache.key) for cache in engine._runner.kv_caches]
+        del engine
+        assert caches and not any(cache() is not None for cache in caches)
+    finally:
+        gc.enable()
 
 
 @both_loops

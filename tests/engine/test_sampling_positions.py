@@ -233,5 +233,7 @@ def test_repeated_inputs_share_the_history_and_have_their_own_rows() -> None:
         repeated.index_select(np.array([0]))
     with pytest.raises(AssertionError, match="join rows first"):
         SamplingInputs.concat([sampling, repeated])
+    alone = sampling.index_select(np.array([1])).repeat(4)
+    assert all(v.is_contiguous() for v in vars(alone).values() if isinstance(v, Tensor))
     nobody = sampling.index_select(np.array([], dtype=np.int64))
     assert nobody.repeat(3).index_select(np.array([], dtype=np.int64)).width == 1
