@@ -44,7 +44,7 @@ class Attempt:
     generate_s: float = 0.0
     peak_rss_mib: float = 0.0
     memory: Mapping[str, int | None] = field(default_factory=dict)
-    engine: Mapping[str, float | int] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

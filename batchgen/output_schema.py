@@ -35,7 +35,8 @@ _AFTER = (
 )
 PROMPT_TOKEN_IDS = "prompt_token_ids"
 _COUNTS = {
-    "num_forwards": "forwards of the model that yielded token_ids",
+    "num_forwards": "forwards of the model that yielded token_ids or made their KV final",
+    "num_commit_forwards": "of those, how many only made KV final",
     "num_draft_tokens": "tokens that were drafted for the row in those forwards",
     "num_accepted_tokens": "of token_ids, how many were drafts",
 }

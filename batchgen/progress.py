@@ -132,6 +132,8 @@ def summary(
         attempt = metrics.attempt
         if attempt.rows_resumed:
             lines[0] = ("rows", f"{totals.rows:,} ({attempt.rows_resumed:,} from before)")
+        if "num_commit_forwards" in totals.counts:
+            lines.append(("steps per block", _shares(attempt.engine["forwards_per_yield"])))
         seconds = f"{_duration(attempt.wall_s)} ({_duration(attempt.generate_s)} generating)"
         lines += [("time", seconds), ("speed", f"{metrics.tokens_per_s:,.1f} tokens/s")]
     lines.append(("output", folder))
@@ -149,7 +151,15 @@ def _speculated(totals: Totals) -> list[tuple[str, str]]:
         lines.append(("drafts", f"{proposed:,} proposed, {share:.1%} accepted"))
     if forwards := totals.counts.get("num_forwards", 0):
         lines.append(("tokens per forward", f"{totals.generated_tokens / forwards:.2f} of a row"))
+    if (commits := totals.counts.get("num_commit_forwards")) is not None:
+        lines.append(("forwards", f"{forwards - commits:,} to denoise, {commits:,} to commit"))
     return lines
+
+
+def _shares(counts: Mapping[int, int]) -> str:
+    """How often each number came, of this attempt."""
+    total = sum(counts.values())
+    return ", ".join(f"{number}: {count / total:.1%}" for number, count in counts.items()) or "none"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -219,11 +219,16 @@ class ForwardGraphs:
         ones = (1,) * rows.num_rows
         return AttentionMetadata(rows.positions, ones, ones, rows.block_tables)
 
+    def filled_rows(self, num_rows: int, width: int) -> int:
+        """Rows of the graph that a decode batch of num_rows of W tokens replays."""
+        shapes = self._shapes
+        return _bucket(shapes.decode_sizes if width == 1 else shapes.wide_sizes, num_rows)
+
     def decode(self, inputs: ModelInputs) -> Tensor:
         """[B · W, hidden_size] of B decoding rows of W tokens, valid until the next run."""
         shapes, tokens = self._shapes, len(inputs.input_ids)
         width = tokens // inputs.num_rows
-        size = _bucket(shapes.decode_sizes if width == 1 else shapes.wide_sizes, inputs.num_rows)
+        size = self.filled_rows(inputs.num_rows, width)
         _fill_rows(self._decode, inputs, size)
         short = inputs.context_lens.max() <= shapes.short_blocks * self._block_size
         kind = "short" if width == 1 and short and size >= _SHORT_ROWS else "decode"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,8 @@ class EngineStats:
         generated_tokens: of finished and running requests.
         decode_rows: rows summed over decode steps; divided by steps, the mean batch.
         draft_tokens: proposed; accepted_tokens: of the generated tokens, those that were drafts.
+        forwards_per_yield: i → how often it took a row i forwards to yield tokens; those that only
+            made KV final do not count.
     """
 
     prefill_steps: int = 0
@@ -61,6 +63,7 @@ class EngineStats:
     generated_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    forwards_per_yield: dict[int, int] = field(default_factory=dict)
     preemptions: int = 0
     peak_kv_usage: float = 0.0
 
@@ -114,7 +117,7 @@ class LLMEngine:
         self._timer = timer
         limits = Limits(config.max_num_seqs, self.max_model_len, self.vocab_size, model.device)
         strategy.allocate(limits)
-        uses = [ModelUse(model, strategy.widths)]
+        uses = [ModelUse(model, strategy.widths, strategy.forward_rows)]
         if draft is not None:
             _check_draft(draft, self.vocab_size, self.max_model_len)
             draft.pack()
@@ -218,6 +221,8 @@ class LLMEngine:
         self.stats.generated_tokens = self.scheduler.num_generated_tokens
         self.stats.draft_tokens = self.scheduler.num_draft_tokens
         self.stats.accepted_tokens = self.scheduler.num_accepted_tokens
+        if finished:
+            self.stats.forwards_per_yield = self.scheduler.forwards_per_yield
         for seq in finished:
             del self._live[seq.request_id]
         return [self._requests.output(seq) for seq in finished]

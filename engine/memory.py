@@ -84,10 +84,12 @@ class MemoryPlan:
 
 
 class ModelUse(NamedTuple):
-    """A model, and how many tokens of a row it reads in one decode forward (all that can occur)."""
+    """A model, how many tokens of a row it reads in one decode forward (all that can occur), and
+    how many rows of a forward there may be for each row of the batch."""
 
     model: DenseForCausalLM
     widths: tuple[int, ...]
+    forward_rows: int = 1
 
 
 def plan_memory(uses: Sequence[ModelUse], config: EngineConfig, max_model_len: int) -> MemoryPlan:
@@ -104,7 +106,7 @@ def plan_memory(uses: Sequence[ModelUse], config: EngineConfig, max_model_len: i
     """
     device = uses[0].model.device
     per_block = sum(
-        kv_bytes_per_block(model.config, config.block_size, model.dtype) for model, _ in uses
+        kv_bytes_per_block(use.model.config, config.block_size, use.model.dtype) for use in uses
     )
     row_blocks = -(-max_model_len // config.block_size)
     work_space, total = 0, None
@@ -133,7 +135,7 @@ def plan_memory(uses: Sequence[ModelUse], config: EngineConfig, max_model_len: i
             f"{advice}, or lower max_model_len"
         )
     return MemoryPlan(
-        weights=sum(model.num_parameters * model.dtype.itemsize for model, _ in uses),
+        weights=sum(use.model.num_parameters * use.model.dtype.itemsize for use in uses),
         work_space=work_space,
         kv_cache=num_blocks * per_block,
         num_blocks=num_blocks,
@@ -153,7 +155,7 @@ def graph_shapes(use: ModelUse, config: EngineConfig, max_model_len: int) -> Gra
     max_blocks = -(-max_model_len // config.block_size)
     short_blocks = split_length(config.max_num_seqs, model.config.num_kv_heads) // config.block_size
     return GraphShapes(
-        max_rows=config.max_num_seqs,
+        max_rows=config.max_num_seqs * use.forward_rows,
         max_blocks=max_blocks,
         chunk_tokens=config.chunk_tokens,
         prefill_tokens=launch_bound_tokens(
@@ -195,9 +197,12 @@ def _work_space(use: ModelUse, config: EngineConfig, max_model_len: int) -> int:
     rows, blocks = config.max_num_seqs, -(-max_model_len // config.block_size)
     assert config.max_batched_tokens is not None and config.chunk_tokens is not None
     more = config.chunk_tokens if width == 1 else 0
-    lens = np.full(rows + more, width)
+    lens = np.full(rows * use.forward_rows + more, width)
     inputs = _scratch_inputs(lens, blocks, model.device)
-    decode = _peak(model.device, lambda: runner.decode(inputs))
+    yielding = rows * width + more
+    decode = _peak(
+        model.device, lambda: runner.compute_logits(runner.hidden_states(inputs)[:yielding])
+    )
     graphs = 0
     if config.cuda_graph:
         shapes = graph_shapes(use, config, max_model_len)

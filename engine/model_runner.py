@@ -114,6 +114,11 @@ class ModelRunner:
         hidden = self.hidden_states(inputs)
         return ModelOutput(self.compute_logits(hidden), inputs.positions, hidden)
 
+    def filled_rows(self, num_rows: int, width: int) -> int:
+        """How many rows of so many tokens a decode forward of num_rows can take for the same time:
+        what a captured graph would fill up with nothing."""
+        return num_rows if self._graphs is None else self._graphs.filled_rows(num_rows, width)
+
     @torch.inference_mode()
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """[T, hidden_size] of rows of equally many tokens, whose KV is written; valid until the

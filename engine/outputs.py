@@ -44,6 +44,8 @@ class StepOutput:
         failed: [B] bool, rows whose logits are not numbers; they produced nothing after num_tokens.
         columns: name → [B, W, *tail]; entries past `num_tokens` are undefined.
         num_drafts: [B] int32, proposed to each row; None if the step was without drafts.
+        commits: [B] bool, rows whose forward could yield nothing: it made KV final that the tokens
+            before it had left open; None where there is no such thing.
         unread_tokens: after the step, newest tokens of each row without KV in some model's cache,
             at most.
     """
@@ -53,6 +55,7 @@ class StepOutput:
     failed: torch.Tensor
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_drafts: torch.Tensor | None = None
+    commits: torch.Tensor | None = None
     unread_tokens: int = 1
 
     def index_select(self, rows: npt.NDArray[np.int64]) -> StepOutput:
@@ -64,6 +67,7 @@ class StepOutput:
             self.failed[index],
             {name: values[index] for name, values in self.columns.items()},
             None if self.num_drafts is None else self.num_drafts[index],
+            None if self.commits is None else self.commits[index],
             self.unread_tokens,
         )
 
@@ -83,6 +87,7 @@ class HostOutput:
     failed: npt.NDArray[np.bool_]
     columns: Mapping[str, npt.NDArray[Any]]
     num_drafts: npt.NDArray[np.int32] | None = None
+    commits: npt.NDArray[np.bool_] | None = None
     unread_tokens: int = 1
 
 
@@ -101,6 +106,8 @@ class HostCopy:
         self._unread_tokens = step.unread_tokens
         if step.num_drafts is not None:
             named["num_drafts"] = step.num_drafts
+        if step.commits is not None:
+            named["commits"] = step.commits
         # Widest elements first, so that each part starts at a multiple of its element's size.
         parts = sorted(named.items(), key=lambda item: -item[1].itemsize)
         self._layout = [(name, _numpy_dtype(values.dtype), values.shape) for name, values in parts]
@@ -128,6 +135,7 @@ class HostCopy:
             token_ids=arrays.pop("token_ids"),
             failed=arrays.pop("failed"),
             num_drafts=arrays.pop("num_drafts", None),
+            commits=arrays.pop("commits", None),
             columns=arrays,
             unread_tokens=self._unread_tokens,
         )
@@ -163,7 +171,8 @@ class RequestOutput:
         columns: name → [num_generated, *tail], as asked for in the sampling parameters.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
         num_preemptions: how often the row lost its KV to others and was recomputed.
-        num_forwards: of the model, that yielded its tokens.
+        num_forwards: of the model, that yielded its tokens or made their KV final.
+        num_commit_forwards: of those, how many only made KV final.
         num_draft_tokens: proposed for it, in all those forwards.
         num_accepted_tokens: of its tokens, how many were drafts.
     """
@@ -179,5 +188,6 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_forwards: int = 0
+    num_commit_forwards: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

@@ -106,6 +106,7 @@ class Requests:
             num_cached_tokens=seq.num_cached_tokens,
             num_preemptions=seq.num_preemptions,
             num_forwards=seq.num_forwards,
+            num_commit_forwards=seq.num_commit_forwards,
             num_draft_tokens=seq.num_draft_tokens,
             num_accepted_tokens=seq.num_accepted_tokens,
         )

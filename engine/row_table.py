@@ -14,6 +14,7 @@ from batchgen.engine.sequence import Sequence
 
 Slots = npt.NDArray[np.int64]
 
+_MOST_FORWARDS = 64
 _LOG_TOKENS = 64
 """New tokens that a row keeps here before they move to its Sequence."""
 
@@ -27,6 +28,8 @@ class RowTable:
     Attributes:
         num_committed: generated tokens since the start.
         num_drafts, num_accepted: draft tokens proposed, and committed, since the start.
+        forwards_per_yield: how often it took i forwards to yield tokens (those that only made KV
+            final do not count), at [i], or at least so many at the end.
         occupied: [C] bool, the slots in use. What follows is undefined elsewhere.
         epochs: [C] int64.
         num_tokens: [C] int64, committed tokens, those of the prompt included.
@@ -43,6 +46,7 @@ class RowTable:
         self.num_committed = 0
         self.num_drafts = 0
         self.num_accepted = 0
+        self.forwards_per_yield = np.zeros(_MOST_FORWARDS + 1, np.int64)
         self.occupied = np.zeros(capacity, np.bool_)
         self.epochs = np.zeros(capacity, np.int64)
         self.num_tokens = np.zeros(capacity, np.int64)
@@ -59,6 +63,8 @@ class RowTable:
         self._stop_ids = np.full((capacity, 1), -1, np.int64)
         self._has_strings = np.zeros(capacity, np.bool_)
         self._forwards = np.zeros(capacity, np.int64)
+        self._commits = np.zeros(capacity, np.int64)
+        self._since_yield = np.zeros(capacity, np.int64)
         self._drafts = np.zeros(capacity, np.int64)
         self._accepted = np.zeros(capacity, np.int64)
         self._unread = np.zeros(capacity, np.int64)
@@ -100,7 +106,8 @@ class RowTable:
         self._stop_ids[slot] = -1
         self._stop_ids[slot, : len(ids)] = ids
         self._has_strings[slot] = bool(seq.stop.strings)
-        self._forwards[slot] = self._drafts[slot] = self._accepted[slot] = 0
+        self._forwards[slot] = self._commits[slot] = self._since_yield[slot] = 0
+        self._drafts[slot] = self._accepted[slot] = 0
 
     def remove(self, seq: Sequence) -> None:
         """Move what is known of the row to its Sequence and free its slot."""
@@ -109,6 +116,7 @@ class RowTable:
         self._flush(slot)
         seq.num_computed_tokens = max(seq.num_tokens - int(self._unread[slot]), 0)
         seq.num_forwards += int(self._forwards[slot])
+        seq.num_commit_forwards += int(self._commits[slot])
         seq.num_draft_tokens += int(self._drafts[slot])
         seq.num_accepted_tokens += int(self._accepted[slot])
         self._seqs[slot] = seq.slot = None
@@ -227,6 +235,14 @@ class RowTable:
     ) -> None:
         """What the tokens cost."""
         self._forwards[slots] += 1
+        self._since_yield[slots] += 1
+        if step.commits is not None:
+            self._commits[slots] += step.commits[index]
+            self._since_yield[slots] -= step.commits[index]
+        yielded = slots[counts > 0]
+        taken = np.minimum(self._since_yield[yielded], _MOST_FORWARDS)
+        self.forwards_per_yield += np.bincount(taken, minlength=_MOST_FORWARDS + 1)
+        self._since_yield[yielded] = 0
         self._unread[slots] = step.unread_tokens
         if step.num_drafts is not None:
             drafts = step.num_drafts[index]

@@ -129,6 +129,12 @@ class Scheduler:
         return self._table.num_accepted
 
     @property
+    def forwards_per_yield(self) -> dict[int, int]:
+        """As in `EngineStats`."""
+        counts = self._table.forwards_per_yield
+        return {int(i): int(counts[i]) for i in np.flatnonzero(counts)}
+
+    @property
     def running(self) -> list[Sequence]:
         """The rows that own blocks."""
         cut = [] if self._prefilling is None else [self._prefilling]

@@ -68,8 +68,8 @@ class Sequence:
         prefill_yields: its prefill ends with a token.
         num_shared_tokens: of its computed tokens, those found in the prefix cache.
         num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
-        num_forwards, num_draft_tokens, num_accepted_tokens: as in `RequestOutput`, up to when the
-            row last decoded.
+        num_forwards, num_commit_forwards, num_draft_tokens, num_accepted_tokens: as in
+            `RequestOutput`, up to when the row last decoded.
     """
 
     request_id: str
@@ -89,6 +89,7 @@ class Sequence:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_forwards: int = 0
+    num_commit_forwards: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     finish_reason: FinishReason | None = None

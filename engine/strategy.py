@@ -98,6 +98,7 @@ class Strategy(Pacing, Protocol):
         widths: tokens of a row in one decode forward, ascending from 1: all that can occur.
         draft_widths: the same of the draft model, if it takes one.
         needs_hidden: the hidden states of all tokens of a prefill.
+        forward_rows: of a decode forward, at most, for each row of the batch.
     """
 
     name: str
@@ -112,6 +113,9 @@ class Strategy(Pacing, Protocol):
 
     @property
     def needs_hidden(self) -> bool: ...
+
+    @property
+    def forward_rows(self) -> int: ...
 
     @property
     def step_inputs(self) -> StepInputs: ...

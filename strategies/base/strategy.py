@@ -39,6 +39,10 @@ class BaseStrategy:
     def needs_hidden(self) -> bool:
         return False
 
+    @property
+    def forward_rows(self) -> int:
+        return 1
+
     def block_length(self, model: ModelConfig) -> int:
         """Causal attention; a model that does not predict the next token is refused."""
         if model.diffusion is not None:

@@ -48,7 +48,8 @@ class BlockRows(Batched):
 
 class DLLMStepInputs(StepInputs):
     """Each row's next forward reads its block: a denoise step while some of it is masked, else the
-    one that writes its final KV, after which the next block begins.
+    one that writes its final KV, after which the next block begins. `fuse` lets that go along with
+    the first denoise step of the next block.
 
     Attributes:
         columns: name → [B, L, *tail], written where and when a position is unmasked.
@@ -61,6 +62,7 @@ class DLLMStepInputs(StepInputs):
         self._mask_token_id = mask_token_id
         self._blocks: BlockRows | None = None
         self._after: BlockRows | None = None  # of the step under way
+        self._commits: ModelInputs | None = None  # of the step under way
         self._repeated: SamplingInputs | None = None
 
     @property
@@ -83,12 +85,64 @@ class DLLMStepInputs(StepInputs):
 
     @property
     def model_inputs(self) -> ModelInputs:
+        """The rows' blocks, and behind them those that `fuse` set aside."""
         blocks = self.blocks
-        return replace(
+        inputs = replace(
             self.newest,
             input_ids=torch.where(blocks.masked, self._mask_token_id, blocks.token_ids).flatten(),
             positions=self.positions.flatten(),
             query_lens=np.full_like(self.newest.query_lens, self._length),
+        )
+        return inputs if self._commits is None else ModelInputs.concat([inputs, self._commits])
+
+    @property
+    def complete(self) -> Tensor:
+        """[B] bool, rows whose block is known and whose KV is not final."""
+        return ~self.blocks.masked.any(1)
+
+    def fuse(self, room: int) -> None:
+        """Where a block is complete, let the forward write its final KV beside the first denoise
+        step of the next block, as a row of its own with the same block table: a layer writes all
+        keys and values before it reads any.
+
+        Args:
+            room: for so many rows, the first ones; the others need a forward for it. Room that is
+                not needed is filled with rows on the scratch block.
+        """
+        self._commits = None
+        if not room:
+            return
+        blocks, newest, length = self.blocks, self.newest, self._length
+        count = newest.num_rows
+        # A row that is complete to its end has no next block: the host ends it when it reads that.
+        waiting = self.complete & (blocks.starts < blocks.last_starts)
+        rank = waiting.cumsum(0)
+        fused = waiting & (rank <= room)
+        chosen = torch.full((room + 1,), count, device=fused.device)
+        chosen.scatter_(
+            0, torch.where(fused, rank - 1, room), torch.arange(count, device=fused.device)
+        )
+        rows = chosen[:room]
+        none = (rows == count).unsqueeze(1)
+        rows = rows.clamp(max=count - 1)
+        self._commits = ModelInputs(
+            input_ids=blocks.token_ids[rows].flatten(),
+            positions=self.positions[rows].masked_fill(none, 0).flatten(),
+            block_tables=newest.block_tables[rows].masked_fill(none, 0),
+            query_lens=np.full(room, length),
+            context_lens=np.full(room, newest.context_lens.max()),
+        )
+        self._blocks = self._opened(blocks, fused)
+
+    def _opened(self, blocks: BlockRows, rows: Tensor) -> BlockRows:
+        """With the next block of these rows [B] bool."""
+        starts = torch.where(rows, blocks.starts + self._length, blocks.starts)
+        return replace(
+            blocks,
+            starts=starts.minimum(blocks.last_starts),
+            masked=blocks.masked | rows.unsqueeze(1),
+            given=blocks.given.masked_fill(rows, 0),
+            denoised=blocks.denoised.masked_fill(rows, 0),
         )
 
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
@@ -160,18 +214,9 @@ class DLLMStepInputs(StepInputs):
 
     def step_decode(self, step: StepOutput) -> None:
         """Where nothing was masked, the step has made the KV final, and the next block begins."""
-        after = self._after
-        assert after is not None, "unmask comes first"
-        committed = ~self.blocks.masked.any(1)
-        starts = torch.where(committed, after.starts + self._length, after.starts)
-        self._blocks = replace(
-            after,
-            starts=starts.minimum(after.last_starts),
-            masked=after.masked | committed.unsqueeze(1),
-            given=torch.where(committed, 0, after.given),
-            denoised=torch.where(committed, 0, after.denoised),
-        )
-        self._after = None
+        assert self._after is not None, "unmask comes first"
+        self._blocks = self._opened(self._after, self.complete)
+        self._after = self._commits = None
 
 
 def _steps_so_far(seq: Sequence) -> int:

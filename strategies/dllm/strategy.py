@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import numpy as np
@@ -10,15 +11,21 @@ from torch import Tensor
 
 from batchgen.engine.admission import Ints
 from batchgen.engine.model_config import ModelConfig
-from batchgen.engine.model_runner import ModelOutput
-from batchgen.engine.outputs import OutputColumn, StepOutput
+from batchgen.engine.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
 from batchgen.engine.sampler import draw
 from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.scheduled_batch import DecodeBatch
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.transfer import upload
 from batchgen.kernels.unmask import MAX_BLOCK_LENGTH, Rule, schedule, unmask
 from batchgen.strategies.base.strategy import BaseStrategy
 from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
+
+_FIRST_COMPLETING = 0.5
+"""Share of the rows whose block a step completes, before any was seen."""
+_LEARNING_RATE = 0.1
+_FREE_TOKENS = 64
 
 
 class DLLMStrategy(BaseStrategy):
@@ -31,6 +38,8 @@ class DLLMStrategy(BaseStrategy):
             as many as make denoising_steps steps; `sequential` the first, as many.
         confidence_threshold: probability under the distribution that the token was drawn from.
         denoising_steps: of a block, for the last two; None is one for each position.
+        fused_commit: the final KV of a block is computed in the forward of the next block's first
+            denoise step, not in one of its own. The tokens are the same.
 
     Raises:
         ValueError: an option is out of range or does not go with another.
@@ -38,7 +47,7 @@ class DLLMStrategy(BaseStrategy):
 
     name = "dllm"
     columns: tuple[OutputColumn, ...] = (STEP_MAP,)
-    counts: tuple[str, ...] = ("num_forwards",)
+    counts: tuple[str, ...] = ("num_forwards", "num_commit_forwards")
 
     def __init__(
         self,
@@ -48,6 +57,7 @@ class DLLMStrategy(BaseStrategy):
         ] = "low_confidence_dynamic",
         confidence_threshold: float = 0.9,
         denoising_steps: int | None = None,
+        fused_commit: bool = True,
     ) -> None:
         checks = (
             (
@@ -82,6 +92,9 @@ class DLLMStrategy(BaseStrategy):
         self._asked_length = block_length
         self._threshold = confidence_threshold
         self._asked_steps = denoising_steps
+        self._fused = fused_commit
+        self._completing = _FIRST_COMPLETING
+        self._runner: ModelRunner | None = None
         self._length = 0
         self._schedule: Tensor | None = None
         self._step_inputs: DLLMStepInputs | None = None
@@ -114,6 +127,10 @@ class DLLMStrategy(BaseStrategy):
         return (self._length,)
 
     @property
+    def forward_rows(self) -> int:
+        return 2 if self._fused else 1
+
+    @property
     def prefill_multiple(self) -> int:
         return self._length
 
@@ -143,6 +160,40 @@ class DLLMStrategy(BaseStrategy):
                 "frequency_penalty to 0"
             )
 
+    def attach(self, runner: ModelRunner, draft: ModelRunner | None) -> None:
+        super().attach(runner, draft)
+        self._runner = runner
+
+    def propose(self, batch: DecodeBatch) -> None:
+        self.step_inputs.fuse(self._room(len(batch.slots)) if self._fused else 0)
+
+    def _room(self, rows: int) -> int:
+        """Rows of the next forward for blocks that are complete, whose number is known on the
+        device alone. Too few cost forwards, too many cost products of nothing.
+        """
+        runner, length = self._runner, self._length
+        assert runner is not None
+        if runner.device.type == "cpu":
+            return int(self.step_inputs.complete.sum())
+        expected = rows * self._completing
+        wanted = expected + 2 * math.sqrt(expected * (1 - self._completing))
+        # Below this a forward takes as long as to read the weights.
+        free = _FREE_TOKENS // length - rows
+        total = rows + min(max(math.ceil(wanted), free), rows)
+        return min(runner.filled_rows(total, length) - rows, rows)
+
+    def observe(self, step: HostOutput) -> None:
+        """How many blocks a step completes."""
+        share = float((step.num_tokens > 0).mean())
+        self._completing += _LEARNING_RATE * (share - self._completing)
+
+    def forward(self, runner: ModelRunner) -> ModelOutput:
+        """The logits are of the rows' own blocks."""
+        inputs = self.step_inputs.model_inputs
+        count = self.step_inputs.blocks.masked.numel()
+        hidden = runner.hidden_states(inputs)[:count]
+        return ModelOutput(runner.compute_logits(hidden), inputs.positions[:count], hidden)
+
     def decide(self, output: ModelOutput) -> StepOutput:
         state = self.step_inputs
         blocks, length = state.blocks, self._length
@@ -167,6 +218,7 @@ class DLLMStrategy(BaseStrategy):
             token_ids=token_ids.gather(1, order),
             failed=broken,
             columns={name: _ordered(v, order) for name, v in state.columns.items()},
+            commits=state.complete,
             unread_tokens=length,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -36,7 +37,7 @@ def test_step_map_reaches_parquet(sdar: Path, rows: Path, tmp_path: Path) -> Non
     columns = "output.columns=[logprobs,step_map]"
     options = (*DLLM, "strategy.confidence_threshold=0.1", "sampling.max_new_tokens=18", columns)
     out = tmp_path / "out"
-    run(overrides(sdar, rows, out, *options))
+    result = run(overrides(sdar, rows, out, *options))
     table = pq.read_table(out / "data", partitioning=None).to_pylist()
     done = [row for row in table if row["error"] is None]
     assert len(table) == 14 and len(done) == 12
@@ -46,6 +47,34 @@ def test_step_map_reaches_parquet(sdar: Path, rows: Path, tmp_path: Path) -> Non
         assert min(steps) == 1 and row["num_forwards"] >= max(steps)
     # Several tokens of a block in one step, or a later one before an earlier: not plain decoding.
     assert any(row["step_map"] != list(range(1, 1 + len(row["step_map"]))) for row in done)
+    check_totals(out, done, result.message)
+
+
+def check_totals(out: Path, done: list[dict[str, Any]], message: str) -> None:
+    """What metrics.json and the summary say is the sum of the rows."""
+    denoise = sum(row["num_forwards"] for row in done)
+    assert not any(row["num_commit_forwards"] for row in done)
+    assert f"{denoise:,} to denoise, 0 to commit" in message
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["counts"] == {"num_forwards": denoise, "num_commit_forwards": 0}
+    steps_of_blocks = metrics["attempts"][0]["engine"]["forwards_per_yield"]
+    assert sum(int(i) * count for i, count in steps_of_blocks.items()) == denoise
+    blocks = sum(steps_of_blocks.values())
+    for steps, count in steps_of_blocks.items():
+        assert f"{steps}: {count / blocks:.1%}" in message
+
+
+def test_commits_by_themselves(sdar: Path, rows: Path, tmp_path: Path) -> None:
+    options = (*DLLM, "sampling.max_new_tokens=18", "sampling.ignore_eos=true")
+    for name, fused in (("fused", "true"), ("alone", "false")):
+        run(overrides(sdar, rows, tmp_path / name, *options, f"strategy.fused_commit={fused}"))
+    fused_rows, alone = (
+        pq.read_table(tmp_path / name / "data", partitioning=None).to_pylist()
+        for name in ("fused", "alone")
+    )
+    assert [row["token_ids"] for row in fused_rows] == [row["token_ids"] for row in alone]
+    commits = [row["num_commit_forwards"] for row in alone if row["error"] is None]
+    assert commits and set(commits) <= {4, 5}  # 18 tokens in blocks of 4
 
 
 @pytest.mark.parametrize(

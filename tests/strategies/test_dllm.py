@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -73,9 +74,14 @@ def forward_of(tiny_model: Callable[..., Path]) -> Callable[[int], Forward]:
 
 
 def make_engine(
-    tiny_model: Callable[..., Path], length: int, rule: dict[str, Any], **config: Any
+    tiny_model: Callable[..., Path],
+    length: int,
+    rule: dict[str, Any],
+    *,
+    device: str = "cpu",
+    **config: Any,
 ) -> LLMEngine:
-    model = load_model(tiny_model("sdar"), device=CPU)
+    model = load_model(tiny_model("sdar"), device=torch.device(device), dtype=torch.float32)
     config = {"max_model_len": 128, "kv_cache_gib": 0.02, **config}
     strategy = DLLMStrategy(length, **rule)
     return LLMEngine(model, None, EOS, strategy, EngineConfig(**config))
@@ -107,7 +113,19 @@ def check(found: RequestOutput, wanted: Generated, params: SamplingParams) -> No
             np.testing.assert_allclose(values, [value for _, value in pairs], atol=1e-4)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+MODES: list[dict[str, Any]] = [
+    {"overlap": False, "cuda_graph": False},
+    {"overlap": True, "cuda_graph": False},
+    {"device": "cuda", "overlap": False, "cuda_graph": False},
+    {"device": "cuda", "overlap": True, "cuda_graph": True},
+]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(m, marks=[pytest.mark.gpu] if "device" in m else []) for m in MODES],
+    ids=["plain", "overlap", "cuda", "graph"],
+)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("length", [2, 4, 8, 32])
 def test_rows_are_those_of_the_reference(
@@ -115,22 +133,59 @@ def test_rows_are_those_of_the_reference(
     forward_of: Callable[[int], Forward],
     length: int,
     rule: dict[str, Any],
-    overlap: bool,
+    mode: dict[str, Any],
 ) -> None:
     rows = requests(length, 12)
     engine = make_engine(
         tiny_model,
         length,
         rule,
-        overlap=overlap,
         max_num_seqs=7,
         max_batched_tokens=max(length, 9),
         block_size=32 if length == 32 else 8,
+        **mode,
     )
     options = Options(block_length=length, mask_token_id=MASK, eos=EOS, max_model_len=128, **rule)
     forward = forward_of(length)
+    steps_per_block: Counter[int] = Counter()
     for output, (prompt, params) in zip(run(engine, rows), rows, strict=True):
-        check(output, generate(forward, prompt, params, options), params)
+        wanted = generate(forward, prompt, params, options)
+        check(output, wanted, params)
+        # On a GPU the room for fused commits is a guess.
+        if "device" not in mode:
+            assert output.num_commit_forwards == 0
+        assert output.num_forwards == wanted.num_forwards + output.num_commit_forwards
+        steps_per_block.update(map(len, wanted.steps))
+    assert engine.stats.forwards_per_yield == steps_per_block
+
+
+@pytest.mark.parametrize("rule", [RULES[2], RULES[4]], ids=str)
+@pytest.mark.parametrize("length", [4, 32])
+def test_commits_may_go_alone_or_find_no_room(
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    length: int,
+    rule: dict[str, Any],
+) -> None:
+    """Unfused, and with room for any number of rows from none to more than there are."""
+    rows = requests(length + 1, 12, longest=80)
+    expected = run(make_engine(tiny_model, length, rule), rows)
+    alone = run(make_engine(tiny_model, length, rule | {"fused_commit": False}), rows)
+    rng = random.Random(0)
+    monkeypatch.setattr(DLLMStrategy, "_room", lambda self, rows: rng.choice((0, 0, 1, rows + 2)))
+    tight = run(make_engine(tiny_model, length, rule, overlap=True), rows)
+    some = 0
+    for wanted, one, other in zip(expected, alone, tight, strict=True):
+        for found in (one, other):
+            assert found.token_ids == wanted.token_ids
+            for name, values in wanted.columns.items():
+                np.testing.assert_array_equal(found.columns[name], values)
+            assert found.num_forwards == wanted.num_forwards + found.num_commit_forwards
+        last = len(wanted.prompt_token_ids) + len(wanted.token_ids) - 1
+        begun = last // length - len(wanted.prompt_token_ids) // length
+        assert wanted.num_commit_forwards == 0 and one.num_commit_forwards == begun
+        some += other.num_commit_forwards
+    assert 0 < some < sum(one.num_commit_forwards for one in alone)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
