@@ -85,6 +85,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+_DIFFUSION = {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}
+MODELS |= {
+    "sdar-8b": MODELS["qwen3-8b"] | _DIFFUSION | {"mask_token_id": 151669},
+    "tiny-sdar": MODELS["tiny"] | _DIFFUSION | {"mask_token_id": 511},
+}
 
 
 @dataclass(frozen=True, slots=True)
