@@ -62,7 +62,8 @@ class GraphShapes:
         max_rows: decoding rows of a batch, and rows of a prefill, at most.
         max_blocks: of a row.
         chunk_tokens: prefill tokens of a mixed batch, at most; 0 if there are none.
-        prefill_tokens: of a prefill by itself, at most; larger ones run without a graph.
+        prefill_tokens: of a prefill by itself, or of decoding rows of several tokens, at most;
+            larger batches run without a graph.
         short_blocks: decode batches whose rows have no more blocks have graphs of their own, whose
             attention combines nothing; 0 if there are none.
         widths: tokens of a decoding row in one forward.
@@ -86,7 +87,7 @@ class GraphShapes:
     @property
     def wide_sizes(self) -> list[int]:
         """As `decode_sizes`, for rows of several tokens."""
-        sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, self.max_rows, 32)]
+        sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, self.max_rows, 32)]
         return [*(size for size in sizes if size < self.max_rows), self.max_rows]
 
     @property
@@ -219,7 +220,11 @@ class ForwardGraphs:
         ones = (1,) * rows.num_rows
         return AttentionMetadata(rows.positions, ones, ones, rows.block_tables)
 
-    def filled_rows(self, num_rows: int, width: int) -> int:
+    def takes_decode(self, num_rows: int, width: int) -> bool:
+        """It is no larger than what is captured."""
+        return width == 1 or num_rows * width <= self._shapes.prefill_tokens
+
+    def decode_rows(self, num_rows: int, width: int) -> int:
         """Rows of the graph that a decode batch of num_rows of W tokens replays."""
         shapes = self._shapes
         return _bucket(shapes.decode_sizes if width == 1 else shapes.wide_sizes, num_rows)
@@ -228,7 +233,7 @@ class ForwardGraphs:
         """[B · W, hidden_size] of B decoding rows of W tokens, valid until the next run."""
         shapes, tokens = self._shapes, len(inputs.input_ids)
         width = tokens // inputs.num_rows
-        size = self.filled_rows(inputs.num_rows, width)
+        size = self.decode_rows(inputs.num_rows, width)
         _fill_rows(self._decode, inputs, size)
         short = inputs.context_lens.max() <= shapes.short_blocks * self._block_size
         kind = "short" if width == 1 and short and size >= _SHORT_ROWS else "decode"

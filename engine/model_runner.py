@@ -117,18 +117,22 @@ class ModelRunner:
     def filled_rows(self, num_rows: int, width: int) -> int:
         """How many rows of so many tokens a decode forward of num_rows can take for the same time:
         what a captured graph would fill up with nothing."""
-        return num_rows if self._graphs is None else self._graphs.filled_rows(num_rows, width)
+        graphs = self._graphs
+        if graphs is None or not graphs.takes_decode(num_rows, width):
+            return num_rows
+        return graphs.decode_rows(num_rows, width)
 
     @torch.inference_mode()
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """[T, hidden_size] of rows of equally many tokens, whose KV is written; valid until the
         next forward.
         """
-        if self._graphs is not None:
-            return self._graphs.decode(inputs)
         tokens = len(inputs.input_ids)
+        width = tokens // inputs.num_rows
+        if self._graphs is not None and self._graphs.takes_decode(inputs.num_rows, width):
+            return self._graphs.decode(inputs)
         part = self._part(inputs.pad_tokens(self._token_multiple))
-        part = replace(part, width=tokens // inputs.num_rows)
+        part = replace(part, width=width)
         return self._forward([part])[:tokens]
 
     @torch.inference_mode()

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from workloads import MODELS, write_config
 
+from batchgen.engine.cuda_graph import GraphShapes, launch_bound_tokens
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loader import load_model
@@ -112,6 +113,8 @@ def measure_ar(model: DenseForCausalLM, rows: int, width: int, args: argparse.Na
         model.config, 1 + rows * blocks, BLOCK_SIZE, dtype=model.dtype, device=device
     )
     runner = ModelRunner(model, caches)
+    captured = launch_bound_tokens(model.config.num_layers, model.num_parameters, 8192)
+    runner.capture(GraphShapes(rows, blocks, 0, captured, widths=(width,)))
     tables = torch.arange(1, 1 + rows * blocks, device=device).view(rows, blocks)
     positions = torch.arange(args.context, args.context + width, device=device).repeat(rows)
     inputs = ModelInputs(

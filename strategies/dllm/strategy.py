@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import numpy as np
@@ -26,6 +25,7 @@ _FIRST_COMPLETING = 0.5
 """Share of the rows whose block a step completes, before any was seen."""
 _LEARNING_RATE = 0.1
 _FREE_TOKENS = 64
+"""A forward of fewer takes about as long: it reads the weights."""
 
 
 class DLLMStrategy(BaseStrategy):
@@ -169,17 +169,14 @@ class DLLMStrategy(BaseStrategy):
 
     def _room(self, rows: int) -> int:
         """Rows of the next forward for blocks that are complete, whose number is known on the
-        device alone. Too few cost forwards, too many cost products of nothing.
+        device alone. A row more than needed costs as much as one that then finds no room.
         """
         runner, length = self._runner, self._length
         assert runner is not None
         if runner.device.type == "cpu":
             return int(self.step_inputs.complete.sum())
-        expected = rows * self._completing
-        wanted = expected + 2 * math.sqrt(expected * (1 - self._completing))
-        # Below this a forward takes as long as to read the weights.
         free = _FREE_TOKENS // length - rows
-        total = rows + min(max(math.ceil(wanted), free), rows)
+        total = rows + min(max(round(rows * self._completing), free), rows)
         return min(runner.filled_rows(total, length) - rows, rows)
 
     def observe(self, step: HostOutput) -> None:
