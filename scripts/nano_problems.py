@@ -1,7 +1,12 @@
 """Arithmetic and two-step word problems with worked answers, for the model nano_sdar.
 
-Training and held-out problems never share a problem: the hash of what is computed (the form and
-its numbers, not the names, the things or the phrasing around them) decides the split.
+A problem has two forms, plain text and JSON, which differ in the request and in the answer:
+
+    What is 2 * 10?                   2*10=20, 2*0=0, 20+0=20. Answer: 20
+    What is 2 * 10? Answer in JSON.   {"working":"2*10=20, 2*0=0, 20+0=20.","answer":20}
+
+Training and held-out problems never share a problem: the hash of what is computed (the kind and
+its numbers, not the names, the things, the phrasing or the form of the answer) decides the split.
 
     python scripts/nano_problems.py --split held_out --count 500 > eval.jsonl
 """
@@ -11,152 +16,69 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
+from nano_stories import NAMES, STORIES, THINGS, Story
+
 Split = Literal["train", "held_out"]
+Form = Literal["plain", "json"]
+FORMS: tuple[Form, Form] = ("plain", "json")
+
+JSON_REQUEST = " Answer in JSON."
+"""What follows the question where the answer shall be JSON."""
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"working": {"type": "string"}, "answer": {"type": "integer"}},
+    "required": ["working", "answer"],
+    "additionalProperties": False,
+}
+"""JSON Schema of an answer in JSON; its compact form, in this order, is what is trained."""
 
 ONE_IN = 8
 """One problem in so many is held out."""
-
-_NAMES = (
-    "Alex", "Amy", "Ben", "Cleo", "Dan", "Emma", "Finn", "Gina", "Hugo", "Iris", "Jack", "Kim",
-    "Leo", "Maya", "Nora", "Omar", "Paul", "Rosa", "Sam", "Tara", "Uma", "Vera", "Will", "Zoe",
-)  # fmt: skip
-_THINGS = (
-    "apples", "balls", "beads", "books", "buns", "cakes", "cards", "coins", "cups", "eggs", "figs",
-    "hats", "kites", "lemons", "nuts", "pears", "pens", "plums", "shells", "stamps", "toys",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Attributes:
-    kind: `add`, `subtract`, `multiply`, or the form of a word problem, such as `a+b-c`.
-    answer: the working in short steps; its last words are `Answer: ` and the number.
-    final: that number.
+    kind: `add`, `subtract`, `multiply`, or what a word problem computes, such as `a+b-c`.
+    working: short steps, with a full stop.
+    final: the number that is asked for.
     """
 
     kind: str
     question: str
-    answer: str
-    final: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Story:
-    """A word problem of two steps.
-
-    Attributes:
-        draw: the numbers a, b and c; c is 0 where the story has only two.
-        solve: the results s and t of the two steps.
-        working: both steps, without the full stop.
-    """
-
-    form: str
-    draw: Callable[[Random], tuple[int, int, int]]
-    solve: Callable[[int, int, int], tuple[int, int]]
-    question: str
     working: str
+    final: int
+
+    def request(self, form: Form) -> str:
+        """The user's message."""
+        return self.question + JSON_REQUEST if form == "json" else self.question
+
+    def answer(self, form: Form) -> str:
+        """The working, and then the final number."""
+        if form == "plain":
+            return f"{self.working} Answer: {self.final}"
+        return json.dumps({"working": self.working, "answer": self.final}, separators=(",", ":"))
 
 
-def _draw_gain(random: Random) -> tuple[int, int, int]:
-    a, b = random.randint(2, 60), random.randint(2, 39)
-    return a, b, random.randint(1, a + b - 1)
-
-
-def _draw_loss(random: Random) -> tuple[int, int, int]:
-    a = random.randint(4, 99)
-    return a, random.randint(2, a - 2), random.randint(2, 60)
-
-
-def _draw_boxes(random: Random) -> tuple[int, int, int]:
-    a, b = random.randint(2, 9), random.randint(2, 12)
-    return a, b, random.randint(1, a * b - 1)
-
-
-def _draw_shares(random: Random) -> tuple[int, int, int]:
-    each, friends, lost = random.randint(2, 12), random.randint(2, 9), random.randint(1, 30)
-    return each * friends + lost, lost, friends
-
-
-_STORIES = (
-    _Story(
-        "a+b-c",
-        _draw_gain,
-        lambda a, b, c: (a + b, a + b - c),
-        "{name} has {a} {things} and gets {b} more from {other}. Then {name} loses {c}. "
-        "How many {things} are left?",
-        "{name} has {a}+{b}={s} {things}, then {s}-{c}={t}",
-    ),
-    _Story(
-        "a-b+c",
-        _draw_loss,
-        lambda a, b, c: (a - b, a - b + c),
-        "{name} has {a} {things}, gives {b} to {other} and finds {c} more. "
-        "How many {things} does {name} have now?",
-        "{name} keeps {a}-{b}={s} {things}, then {s}+{c}={t}",
-    ),
-    _Story(
-        "a*b-c",
-        _draw_boxes,
-        lambda a, b, c: (a * b, a * b - c),
-        "There are {a} boxes with {b} {things} in each. {name} takes {c}. "
-        "How many {things} are left?",
-        "{a} boxes hold {a}*{b}={s} {things}, then {s}-{c}={t}",
-    ),
-    _Story(
-        "a*b+c",
-        lambda r: (r.randint(2, 9), r.randint(2, 12), r.randint(2, 30)),
-        lambda a, b, c: (a * b, a * b + c),
-        "{name} buys {a} {things} for {b} dollars each and a bag for {c} dollars. "
-        "How many dollars is that?",
-        "{a} {things} cost {a}*{b}={s}, then {s}+{c}={t}",
-    ),
-    _Story(
-        "a+(a+b)",
-        lambda r: (r.randint(2, 60), r.randint(2, 39), 0),
-        lambda a, b, c: (a + b, a + a + b),
-        "{name} has {a} {things}. {other} has {b} more than {name}. "
-        "How many {things} do they have together?",
-        "{other} has {a}+{b}={s} {things}, then {a}+{s}={t}",
-    ),
-    _Story(
-        "a+a*b",
-        lambda r: (r.randint(2, 40), r.randint(2, 6), 0),
-        lambda a, b, c: (a * b, a + a * b),
-        "{name} has {a} {things}. {other} has {b} times as many. "
-        "How many {things} do they have together?",
-        "{other} has {a}*{b}={s} {things}, then {a}+{s}={t}",
-    ),
-    _Story(
-        "(a-b)/c",
-        _draw_shares,
-        lambda a, b, c: (a - b, (a - b) // c),
-        "{name} has {a} {things}, loses {b} and shares the rest with {c} friends. "
-        "How many {things} does each friend get?",
-        "{name} has {a}-{b}={s} {things}, then {s}/{c}={t}",
-    ),
-    _Story(
-        "(a+b)*c",
-        lambda r: (r.randint(1, 9), r.randint(1, 9), r.randint(2, 9)),
-        lambda a, b, c: (a + b, (a + b) * c),
-        "{name} makes {a} red and {b} blue {things} a day. How many {things} is that in {c} days?",
-        "A day is {a}+{b}={s} {things}, then {s}*{c}={t}",
-    ),
-)
-KINDS = ("add", "subtract", "multiply", *(story.form for story in _STORIES))
+KINDS = ("add", "subtract", "multiply", *(story.form for story in STORIES))
 
 
 def problems(split: Split, seed: int) -> Iterator[Problem]:
-    """An endless stream, the same for the same arguments; half of them are word problems."""
+    """An endless stream, the same for the same arguments, of all kinds equally often."""
     random = Random(f"{split} {seed}")
-    makers = (_addition, _subtraction, _multiplication)
+    makers = {"add": _addition, "subtract": _subtraction, "multiply": _multiplication}
+    stories = {story.form: story for story in STORIES}
     while True:
-        word = random.random() < 0.5
-        key, problem = _word_problem(random) if word else random.choice(makers)(random)
+        kind = random.choice(KINDS)
+        key, problem = (
+            makers[kind](random) if kind in makers else _word_problem(random, stories[kind])
+        )
         if is_held_out(key) == (split == "held_out"):
             yield problem
 
@@ -176,10 +98,17 @@ def is_held_out(key: str) -> bool:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % ONE_IN == 0
 
 
-def final_number(answer: str) -> str | None:
-    """What stands after the last `Answer: `; None if there is none."""
-    _, found, number = answer.rpartition("Answer: ")
-    return number.strip() if found else None
+def final_number(answer: str, form: Form) -> int | None:
+    """What stands after the last `Answer: `, or as `answer` in the JSON object; None if nothing."""
+    if form == "plain":
+        _, found, number = answer.rpartition("Answer: ")
+        return int(number) if found and number.strip().isdecimal() else None
+    try:
+        row = json.loads(answer)
+    except json.JSONDecodeError:
+        return None
+    value = row.get("answer") if isinstance(row, dict) else None
+    return value if type(value) is int else None  # True is an int too
 
 
 def _addition(random: Random) -> tuple[str, Problem]:
@@ -212,31 +141,21 @@ def _multiplication(random: Random) -> tuple[str, Problem]:
     return f"{a}*{b}", _arithmetic(random, "multiply", text, steps, a * b)
 
 
-def _word_problem(random: Random) -> tuple[str, Problem]:
-    story = random.choice(_STORIES)
+def _word_problem(random: Random, story: Story) -> tuple[str, Problem]:
     a, b, c = story.draw(random)
-    s, t = story.solve(a, b, c)
-    name, other = random.sample(_NAMES, 2)
-    fields: dict[str, object] = {
-        "a": a,
-        "b": b,
-        "c": c,
-        "s": s,
-        "t": t,
-        "name": name,
-        "other": other,
-    }
-    fields["things"] = random.choice(_THINGS)
+    name, other = random.sample(NAMES, 2)
+    solved = story.solve(a, b, c)
+    words = {"name": name, "other": other, "things": random.choice(THINGS)}
+    question = story.question.format(a=a, b=b, c=c, **words)
     # Two openings, so that a block has several right answers: its tokens must agree.
     opening = "First " if random.random() < 0.5 else ""
-    answer = f"{opening}{story.working.format(**fields)}. Answer: {t}"
-    problem = Problem(story.form, story.question.format(**fields), answer, str(t))
-    return f"{story.form} {a} {b} {c}", problem
+    working = f"{opening}{story.working.format(a=a, b=b, c=c, **words, **solved)}."
+    return f"{story.form} {a} {b} {c}", Problem(story.form, question, working, solved["t"])
 
 
 def _arithmetic(random: Random, kind: str, text: str, steps: list[str], result: int) -> Problem:
     question = random.choice(("What is {}?", "Calculate {}.", "{} = ?")).format(text)
-    return Problem(kind, question, f"{', '.join(steps)}. Answer: {result}", str(result))
+    return Problem(kind, question, f"{', '.join(steps)}.", result)
 
 
 def _up_to_3_digits(random: Random) -> int:
@@ -266,8 +185,15 @@ def main() -> None:
 
 
 def row_json(index: int, problem: Problem) -> str:
-    """A line of a data set: id, kind, question, answer and final."""
-    return json.dumps({"id": f"{problem.kind}-{index}", **asdict(problem)})
+    """A line of a data set: id, kind, question, the plain answer, and final as text."""
+    row = {
+        "id": f"{problem.kind}-{index}",
+        "kind": problem.kind,
+        "question": problem.question,
+        "answer": problem.answer("plain"),
+        "final": str(problem.final),
+    }
+    return json.dumps(row)
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

@@ -1,7 +1,9 @@
 """Train nano_sdar: a few million parameters that solve small arithmetic by block diffusion.
 
+Half of the training problems are answered in plain text, half in JSON (see nano_problems.py).
 Writes a model folder as HuggingFace has them (model.safetensors in bfloat16, config.json, the
-tokenizer), eval.jsonl with held-out problems, and training.json with what was run and measured.
+tokenizer), eval.jsonl with held-out problems, answer_schema.json with the JSON Schema of an answer
+in JSON, and training.json with what was run and measured.
 The same seed trains on the same problems and noise; sums on a GPU may differ in their last bits.
 
     python scripts/train_nano_sdar.py --out outputs/nano_sdar [--minutes 8] [--seed 0]
@@ -14,28 +16,22 @@ import itertools
 import json
 import math
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from nano_diffusion import Batch, decode, diffusion_loss
-from nano_problems import Problem, final_number, held_out_set, problems, row_json
+from nano_diffusion import Batch, diffusion_loss
+from nano_exam import SEQUENCE_LENGTH, THRESHOLD, Exam, encode
+from nano_problems import FORMS, SCHEMA, Problem, held_out_set, problems, row_json
 from nano_sdar import NanoConfig, NanoSDAR
-from nano_tokenizer import IM_END_ID, build_tokenizer
+from nano_tokenizer import build_tokenizer
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-SEQUENCE_LENGTH = 192
-"""Room for the longest problem and its answer."""
-
 HEAD_DIM = 64
-THRESHOLD = 0.9
 WARMUP_STEPS = 200
-NOISE_SEED = 1234  # of the held-out loss: always the same noise
 
 
 def main() -> None:
@@ -43,28 +39,25 @@ def main() -> None:
     clock = Clock(args.minutes * 60)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = build_tokenizer()
-    exam = Exam(held_out_set(args.eval_count, args.seed), tokenizer, device)
-    stream = itertools.islice(problems("train", args.seed), args.examples)
-    train = _to(encode(list(stream), tokenizer), device)
+    held_out = held_out_set(args.eval_count, args.seed)
+    quick = Exam(held_out[: args.quick_count], tokenizer, device)
+    train = _to(_training_set(args, tokenizer), device)
     print(f"{clock.seconds:.0f} s: {args.examples} training problems on {device}", flush=True)
 
     model = NanoSDAR(_config(args), args.seed).to(device)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million parameters")
-    steps, train_loss = fit(model, train, exam, args, clock)
+    steps, train_loss = fit(model, train, quick, args, clock)
     for parameter in model.parameters():  # what the file will hold
         parameter.data = parameter.data.bfloat16().float()
-    grade = exam.grade(model)
+    exam = Exam(held_out, tokenizer, device)
     results = {
         "steps": steps,
         "train_loss": train_loss,
-        "held_out_loss": exam.loss(model),
-        "accuracy": grade.accuracy,
-        "accuracy_by_kind": grade.by_kind,
-        "tokens_per_step": grade.tokens_per_step,
         "threshold": THRESHOLD,
+        "held_out": {form: exam.grade(model, form).to_json() for form in FORMS},
     }
     print(json.dumps(results, indent=1))
-    save(args.out, model, tokenizer, exam.problems, {"arguments": _plain(args), **results})
+    save(args.out, model, tokenizer, held_out, {"arguments": _plain(args), **results})
     print(f"{clock.seconds:.0f} s: wrote {args.out}")
 
 
@@ -79,64 +72,6 @@ class Clock:
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self._start
-
-
-@dataclass(frozen=True, slots=True)
-class Grade:
-    """Attributes:
-    accuracy: share of the answers that end with the right number.
-    """
-
-    accuracy: float
-    by_kind: dict[str, float]
-    tokens_per_step: float
-
-
-class Exam:
-    """Held-out problems, and how a model does on them."""
-
-    def __init__(
-        self, rows: list[Problem], tokenizer: PreTrainedTokenizerBase, device: torch.device
-    ) -> None:
-        self.problems, self._tokenizer = rows, tokenizer
-        self._batch = _to(encode(rows, tokenizer), device)
-
-    @torch.inference_mode()
-    def loss(self, model: NanoSDAR) -> float:
-        """In nats per token of the answers, with the same noise on every call."""
-        generator = torch.Generator(self._batch.ids.device).manual_seed(NOISE_SEED)
-        return diffusion_loss(model, self._batch, generator).item()
-
-    def grade(self, model: NanoSDAR) -> Grade:
-        decoded = decode(model, self._batch, THRESHOLD)
-        answers = self._tokenizer.batch_decode(decoded.answers, skip_special_tokens=True)
-        right: dict[str, list[bool]] = defaultdict(list)
-        for answer, row in zip(answers, self.problems, strict=True):
-            right[row.kind].append(final_number(answer) == row.final)
-        return Grade(
-            accuracy=sum(map(sum, right.values())) / len(self.problems),
-            by_kind={kind: round(sum(ok) / len(ok), 4) for kind, ok in sorted(right.items())},
-            tokens_per_step=decoded.tokens_per_step,
-        )
-
-
-def encode(rows: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> Batch:
-    """All problems with their answers, on the CPU; ids are [len(rows), SEQUENCE_LENGTH]."""
-    # The template is rendered once: with a token per byte, a text is encoded in any pieces.
-    message = [{"role": "user", "content": "\0"}]
-    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    assert isinstance(text, str)
-    head, tail = (tokenizer.encode(part, add_special_tokens=False) for part in text.split("\0"))
-    ids = torch.full((len(rows), SEQUENCE_LENGTH), IM_END_ID)
-    prompt_lens, lens = [], []
-    for row, problem in enumerate(rows):
-        prompt = [*head, *problem.question.encode(), *tail]
-        tokens = torch.tensor([*prompt, *problem.answer.encode()])
-        assert len(tokens) < SEQUENCE_LENGTH, problem
-        ids[row, : len(tokens)] = tokens
-        prompt_lens.append(len(prompt))
-        lens.append(len(tokens) + 1)
-    return Batch(ids, torch.tensor(prompt_lens), torch.tensor(lens))
 
 
 def fit(
@@ -162,12 +97,9 @@ def fit(
             mean, count = total.item() / count, 0
             total.zero_()
             with _autocast(device):
-                grade, loss = exam.grade(model), exam.loss(model)
-            print(
-                f"{clock.seconds:4.0f} s  step {step}  loss {mean:.4f}  held-out {loss:.4f}  "
-                f"accuracy {grade.accuracy:.3f}  tokens/step {grade.tokens_per_step:.2f}",
-                flush=True,
-            )
+                grades = [f"{form}: {exam.grade(model, form)}" for form in FORMS]
+            line = f"{clock.seconds:4.0f} s  step {step}  loss {mean:.4f}"
+            print("  ".join([line, *grades]), flush=True)
     return step, mean
 
 
@@ -183,6 +115,14 @@ def _update(
     return loss.detach()
 
 
+def _training_set(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Batch:
+    """Other problems for each form, equally many."""
+    stream = problems("train", args.seed)
+    half = args.examples // len(FORMS)
+    parts = [encode(itertools.islice(stream, half), form, tokenizer) for form in FORMS]
+    return Batch(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
 def save(
     folder: Path,
     model: NanoSDAR,
@@ -190,7 +130,7 @@ def save(
     held_out: Sequence[Problem],
     training: dict[str, Any],
 ) -> None:
-    """Write the model folder, eval.jsonl and training.json; existing files are replaced."""
+    """Write all that the head of this file names; existing files are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
         name: tensor.to("cpu", torch.bfloat16).contiguous()
@@ -200,7 +140,8 @@ def save(
     tokenizer.save_pretrained(folder)
     lines = [row_json(index, problem) for index, problem in enumerate(held_out)]
     (folder / "eval.jsonl").write_text("\n".join(lines) + "\n")
-    for name, content in (("config", model.config.to_hf()), ("training", training)):
+    contents = {"config": model.config.to_hf(), "answer_schema": SCHEMA, "training": training}
+    for name, content in contents.items():
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -258,8 +199,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--examples", type=int, default=400_000)
-    parser.add_argument("--eval-count", type=int, default=500)
+    parser.add_argument("--examples", type=int, default=800_000, help="of both forms")
+    parser.add_argument("--eval-count", type=int, default=500, help="each in both forms")
+    parser.add_argument("--quick-count", type=int, default=100, help="of these, in training")
     parser.add_argument("--eval-every", type=int, default=1000)
     parser.add_argument("--hidden-size", type=int, default=256, help="a multiple of 64")
     parser.add_argument("--layers", type=int, default=6)

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import cast
 
+import nano_problems
 import pytest
 import torch
 import train_nano_sdar
@@ -21,8 +22,10 @@ from nano_diffusion import (
     diffusion_loss,
     training_mask,
 )
-from nano_problems import final_number, problems
+from nano_exam import SEQUENCE_LENGTH, Exam, encode
+from nano_problems import FORMS, KINDS, SCHEMA, Form, Problem, final_number, problems
 from nano_sdar import NanoConfig, NanoSDAR
+from nano_stories import NAMES, THINGS
 from nano_tokenizer import (
     IM_END_ID,
     IM_START_ID,
@@ -97,19 +100,29 @@ def test_the_specials_have_their_ids_and_vanish_from_text() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == "7"
 
 
-def test_training_prompts_are_what_the_chat_template_gives() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_training_prompts_are_what_the_chat_template_gives(form: Form) -> None:
     tokenizer = build_tokenizer()
-    batch = train_nano_sdar.encode(ROWS, tokenizer)
-    assert batch.ids.shape == (len(ROWS), train_nano_sdar.SEQUENCE_LENGTH)
+    batch = encode(ROWS, form, tokenizer)
+    assert batch.ids.shape == (len(ROWS), SEQUENCE_LENGTH)
     for row, ids, prompt_len, length in zip(ROWS, *(t.tolist() for t in batch), strict=True):
-        text = f"<|im_start|>user\n{row.question}<|im_end|>\n<|im_start|>assistant\n"
-        message = [{"role": "user", "content": row.question}]
+        request = row.request(form)
+        text = f"<|im_start|>user\n{request}<|im_end|>\n<|im_start|>assistant\n"
+        message = [{"role": "user", "content": request}]
         prompt = cast(
             BatchEncoding, tokenizer.apply_chat_template(message, add_generation_prompt=True)
         )["input_ids"]
         assert ids[:prompt_len] == prompt == tokenizer.encode(text, add_special_tokens=False)
-        assert tokenizer.decode(ids[prompt_len:length]) == row.answer + "<|im_end|>"
-        assert set(ids[length:]) == {IM_END_ID}
+        assert tokenizer.decode(ids[prompt_len:length]) == row.answer(form) + "<|im_end|>"
+        assert set(ids[length:]) <= {IM_END_ID}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_longest_problems_fit(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nano_problems, "NAMES", [max(NAMES, key=len)] * 2)
+    monkeypatch.setattr(nano_problems, "THINGS", [max(THINGS, key=len)])
+    batch = encode(islice(problems("train", 0), 20_000), form, build_tokenizer())
+    assert SEQUENCE_LENGTH - 48 < batch.lens.max() <= SEQUENCE_LENGTH
 
 
 # The model and its objective.
@@ -212,8 +225,10 @@ class Oracle(NanoSDAR):
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         # Probabilities of 1, and of a half, the later the more.
-        peak = torch.where(self.sure, 20.0, math.log(VOCAB_SIZE)) + positions * 0.01
-        return torch.zeros(*ids.shape, VOCAB_SIZE).scatter_(2, self.ids[..., None], peak[..., None])
+        copies = ids.shape[1] // self.ids.shape[1]  # two in training
+        told, sure = self.ids.repeat(1, copies), self.sure.repeat(1, copies)
+        peak = torch.where(sure, 20.0, math.log(VOCAB_SIZE)) + positions * 0.01
+        return torch.zeros(*ids.shape, VOCAB_SIZE).scatter_(2, told[..., None], peak[..., None])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -232,17 +247,40 @@ def test_decoding_stops_at_the_end_and_counts_tokens_and_steps(prompt_len: int) 
     ends = [9, 14, 16]
     expected = [ids[row, prompt_len:end].tolist() for row, end in enumerate(ends)]
     assert decoded.answers == expected
-    assert decoded.tokens == (10 - prompt_len) + (15 - prompt_len) + (16 - prompt_len)
+    assert decoded.tokens == [10 - prompt_len, 15 - prompt_len, 16 - prompt_len]
     first = prompt_len // BLOCK
     # A step per block, a step per token to the end of the last block, a step per block.
-    assert decoded.steps == (3 - first) + (16 - prompt_len) + (4 - first)
+    assert decoded.steps == [3 - first, 16 - prompt_len, 4 - first]
 
 
 def test_a_step_unmasks_all_above_the_threshold_or_else_the_surest() -> None:
     ids = torch.arange(1, 9).repeat(1, 1)
     sure = torch.tensor([[1, 0, 1, 0, 1, 1, 1, 0]]).bool()
     decoded = decode(Oracle(ids, sure), Batch(ids, torch.tensor([0]), torch.tensor([8])), 0.9)
-    assert (decoded.answers, decoded.steps) == ([list(range(1, 9))], 3 + 2)
+    assert (decoded.answers, decoded.steps) == ([list(range(1, 9))], [3 + 2])
+
+
+# The exam.
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_exam_counts_right_answers_tokens_and_steps_by_kind(form: Form) -> None:
+    tokenizer = build_tokenizer()
+    taught, untaught = ROWS[:16], ROWS[16:]
+    wrong = [Problem(p.kind, p.question, p.working, p.final + 1) for p in untaught]
+    told = encode([*taught, *wrong], form, tokenizer)
+    grade = Exam(ROWS, tokenizer, CPU).grade(
+        Oracle(told.ids, torch.ones_like(told.ids, dtype=torch.bool)), form
+    )
+    assert grade.all.accuracy == 16 / 24
+    assert (grade.all.rows, grade.all.tokens) == (24, int((told.lens - told.prompt_lens).sum()))
+    blocks = -(-told.lens // BLOCK) - told.prompt_lens // BLOCK
+    assert grade.all.steps == blocks.sum()
+    for kind, tally in grade.by_kind.items():
+        rows = [row for row, problem in enumerate(ROWS) if problem.kind == kind]
+        assert (tally.rows, tally.right) == (len(rows), sum(row < 16 for row in rows))
+        assert tally.steps == blocks[rows].sum()
+    assert sum(tally.rows for tally in grade.by_kind.values()) == 24
 
 
 # The script.
@@ -252,17 +290,22 @@ def test_the_script_learns_and_writes_a_model_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = (
-        f"--out {tmp_path} --steps 8 --batch-size 2 --examples 40 --eval-count 3 --eval-every 4 "
-        "--hidden-size 64 --layers 1 --lr 0.01"
+        f"--out {tmp_path} --steps 8 --batch-size 2 --examples 40 --eval-count 3 --quick-count 2 "
+        "--eval-every 4 --hidden-size 64 --layers 1 --lr 0.01"
     )
     monkeypatch.setattr(train_nano_sdar, "WARMUP_STEPS", 2)
     monkeypatch.setattr(sys, "argv", ["train", *arguments.split()])
     train_nano_sdar.main()
     training = json.loads((tmp_path / "training.json").read_text())
     assert training["steps"] == 8
-    lines = [line for line in capsys.readouterr().out.splitlines() if "held-out" in line]
-    losses = [float(line.split("held-out ")[1].split()[0]) for line in lines[:2]]
-    assert losses[1] < losses[0]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "step" in line[:12]]
+    for form in FORMS:
+        losses = [float(line.split(f"{form}: loss ")[1].split()[0]) for line in lines[:2]]
+        assert losses[1] < losses[0]
+        measured = training["held_out"][form]
+        assert measured["rows"] == 3 == sum(k["rows"] for k in measured["by_kind"].values())
+        assert set(measured["by_kind"]) <= set(KINDS)
+    assert json.loads((tmp_path / "answer_schema.json").read_text()) == SCHEMA
 
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["model_type"], config["block_size"]) == ("sdar", 4)
@@ -281,4 +324,4 @@ def test_the_script_learns_and_writes_a_model_folder(
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     rows = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
     assert len({row["id"] for row in rows}) == 3
-    assert all(final_number(row["answer"]) == row["final"] for row in rows)
+    assert all(final_number(row["answer"], "plain") == int(row["final"]) for row in rows)
