@@ -48,6 +48,9 @@ class StepOutput:
             before it had left open; None where there is no such thing.
         unread_tokens: after the step, newest tokens of each row without KV in some model's cache,
             at most.
+        conflicts: [B] bool, rows whose constraint allowed no token that was left; they produced
+            nothing after num_tokens, and none of them is in failed. None if no row has a
+            constraint.
     """
 
     num_tokens: torch.Tensor
@@ -57,6 +60,7 @@ class StepOutput:
     num_drafts: torch.Tensor | None = None
     commits: torch.Tensor | None = None
     unread_tokens: int = 1
+    conflicts: torch.Tensor | None = None
 
     def index_select(self, rows: npt.NDArray[np.int64]) -> StepOutput:
         """Of these rows, in this order."""
@@ -69,6 +73,7 @@ class StepOutput:
             None if self.num_drafts is None else self.num_drafts[index],
             None if self.commits is None else self.commits[index],
             self.unread_tokens,
+            None if self.conflicts is None else self.conflicts[index],
         )
 
     @classmethod
@@ -89,6 +94,7 @@ class HostOutput:
     num_drafts: npt.NDArray[np.int32] | None = None
     commits: npt.NDArray[np.bool_] | None = None
     unread_tokens: int = 1
+    conflicts: npt.NDArray[np.bool_] | None = None
 
 
 class HostCopy:
@@ -108,6 +114,8 @@ class HostCopy:
             named["num_drafts"] = step.num_drafts
         if step.commits is not None:
             named["commits"] = step.commits
+        if step.conflicts is not None:
+            named["conflicts"] = step.conflicts
         # Widest elements first, so that each part starts at a multiple of its element's size.
         parts = sorted(named.items(), key=lambda item: -item[1].itemsize)
         self._layout = [(name, _numpy_dtype(values.dtype), values.shape) for name, values in parts]
@@ -136,6 +144,7 @@ class HostCopy:
             failed=arrays.pop("failed"),
             num_drafts=arrays.pop("num_drafts", None),
             commits=arrays.pop("commits", None),
+            conflicts=arrays.pop("conflicts", None),
             columns=arrays,
             unread_tokens=self._unread_tokens,
         )
