@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Ids
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,8 +13,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.engine.block_manager import BlockManager
+from batchgen.engine.constraint import ConstraintError
 from batchgen.engine.cuda_graph import CHUNK_ROWS
 from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.grammar import GrammarCompiler
+from batchgen.engine.guide import Guide
+from batchgen.engine.matcher import Grammar, Matcher
 from batchgen.engine.memory import (
     MemoryPlan,
     ModelUse,
@@ -24,7 +29,7 @@ from batchgen.engine.memory import (
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
-from batchgen.engine.outputs import HostCopy, RequestOutput, StepOutput
+from batchgen.engine.outputs import HostCopy, RequestError, RequestOutput, StepOutput
 from batchgen.engine.requests import Requests
 from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
@@ -84,6 +89,8 @@ class LLMEngine:
         timer: measures the steps.
         draft: a smaller model for a strategy that drafts with one, on the same device; its weights
             are packed in place.
+        compiler: of constraints, for this tokenizer and vocabulary; made when the first constrained
+            request comes if absent.
 
     Attributes:
         memory: what the device's memory is used for.
@@ -102,6 +109,7 @@ class LLMEngine:
         config: EngineConfig,
         timer: StepTimer | None = None,
         draft: DenseForCausalLM | None = None,
+        compiler: GrammarCompiler | None = None,
     ) -> None:
         length = strategy.block_length(model.config)  # raises if they do not go together
         model.pack()
@@ -148,7 +156,11 @@ class LLMEngine:
             CHUNK_ROWS,
             strategy,
         )
+        self._compiler, self._eos_token_ids = compiler, eos_token_ids
         self._live: dict[str, Sequence] = {}
+        # Rows whose constraints are being compiled, in the order in which they came.
+        self._compiling: dict[str, Future[Grammar]] = {}
+        self._finished: list[Sequence] = []
         # The parts of each batch that was launched and not read.
         self._launched: deque[list[tuple[PrefillBatch | DecodeBatch, HostCopy]]] = deque()
 
@@ -180,14 +192,18 @@ class LLMEngine:
             raise ValueError(f"request {request_id!r} is already running: ids must be unique")
         seq = self._requests.sequence(request_id, list(prompt_token_ids), params)
         self._live[request_id] = seq
-        self.scheduler.add(seq)
+        if params.constraint is None:
+            self.scheduler.add(seq)
+        else:
+            self._compiling[request_id] = self._grammar_compiler().prepare(params.constraint)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request; False if there is none of that id."""
         seq = self._live.pop(request_id, None)
         if seq is None:
             return False
-        self.scheduler.abort(seq)
+        if self._compiling.pop(request_id, None) is None:
+            self.scheduler.abort(seq)
         return True
 
     @property
@@ -204,6 +220,7 @@ class LLMEngine:
 
         Returns the requests that the batch just read finished.
         """
+        self._take_compiled()
         batch = self.scheduler.schedule()
         if batch is not None:
             self._count(batch)
@@ -211,13 +228,9 @@ class LLMEngine:
             self._launched.append([(part, HostCopy(step)) for part, step in steps])
         # With overlap the device works on the new batch while the host reads the one before it.
         behind = 1 if batch is not None and self.config.overlap else 0
-        finished: list[Sequence] = []
         while len(self._launched) > behind:
-            for part, copy in self._launched.popleft():
-                step = copy.wait()
-                if isinstance(part, DecodeBatch):
-                    self.strategy.observe(step)
-                finished += self.scheduler.update(part, step)
+            self._read_oldest()
+        finished, self._finished = self._finished, []
         self.stats.generated_tokens = self.scheduler.num_generated_tokens
         self.stats.draft_tokens = self.scheduler.num_draft_tokens
         self.stats.accepted_tokens = self.scheduler.num_accepted_tokens
@@ -226,6 +239,39 @@ class LLMEngine:
         for seq in finished:
             del self._live[seq.request_id]
         return [self._requests.output(seq) for seq in finished]
+
+    def _read_oldest(self) -> None:
+        """Commit the oldest batch that was launched."""
+        for part, copy in self._launched.popleft():
+            step = copy.wait()
+            if isinstance(part, DecodeBatch):
+                self.strategy.observe(step)
+            self._finished += self.scheduler.update(part, step)
+
+    def _take_compiled(self) -> None:
+        """Schedule the rows whose constraints are compiled; if nothing else is there to do, wait
+        for one."""
+        if not self._compiling:
+            return
+        if len(self._compiling) == len(self._live):
+            wait(self._compiling.values(), return_when=FIRST_COMPLETED)
+        for request_id in [name for name, future in self._compiling.items() if future.done()]:
+            seq, future = self._live[request_id], self._compiling.pop(request_id)
+            error = future.exception()
+            if error is None:
+                seq.matcher = Matcher(future.result(), seq.stop.stop_ids)
+                self.scheduler.add(seq)
+            elif isinstance(error, ConstraintError):
+                seq.fail(RequestError("bad_constraint", str(error)))
+                self._finished.append(seq)
+            else:
+                raise error
+
+    def _grammar_compiler(self) -> GrammarCompiler:
+        if self._compiler is None:
+            assert self.tokenizer is not None, "requests with constraints need one"
+            self._compiler = GrammarCompiler(self.tokenizer, self.vocab_size, self._eos_token_ids)
+        return self._compiler
 
     def _launch(self, batch: ScheduledBatch) -> list[tuple[PrefillBatch | DecodeBatch, StepOutput]]:
         """What the parts of the batch produce, of those that yield tokens."""
@@ -248,25 +294,35 @@ class LLMEngine:
             self._begin(decode)
             inputs, rows = _prefill_inputs(prefill, device)
             decoded, prefilled = self._runner.mixed(state.model_inputs, inputs, rows)
-            step = self._advance(decoded)
+            step = self._advance(decode, decoded)
             self._see_prefill(prefill, inputs, prefilled)
             return [(decode, step), *self._join(prefill, prefilled)]
 
     def _decode(self, batch: DecodeBatch) -> tuple[DecodeBatch, StepOutput]:
         """A decode step by itself."""
         self._begin(batch)
-        return batch, self._advance(self.strategy.forward(self._runner))
+        return batch, self._advance(batch, self.strategy.forward(self._runner))
 
     def _begin(self, batch: DecodeBatch) -> None:
         """Bring the decoding rows in line with the batch."""
         self.strategy.step_inputs.reindex(batch)
+        if batch.guide is not None and self.strategy.proposes_from_guide:
+            self._catch_up()
         self.strategy.propose(batch)
 
-    def _advance(self, output: ModelOutput) -> StepOutput:
+    def _advance(self, batch: DecodeBatch, output: ModelOutput) -> StepOutput:
         """Decide on the decoding rows' tokens, which the next step reads."""
-        step = self.strategy.decide(output)
+        if batch.guide is not None:
+            self._catch_up()
+        step = self.strategy.decide(output, batch.guide)
         self.strategy.step_inputs.step_decode(step)
         return step
+
+    def _catch_up(self) -> None:
+        """Read all steps before the one under way: masks are of the newest tokens. The device runs
+        its forward meanwhile, or what was launched before."""
+        while self._launched:
+            self._read_oldest()
 
     def _see_prefill(self, batch: PrefillBatch, inputs: ModelInputs, output: ModelOutput) -> None:
         hidden = output.hidden if self.strategy.needs_hidden else None
@@ -298,6 +354,7 @@ class LLMEngine:
             np.array([seq.num_prefill_tokens for seq in seqs], np.int64),
             self._sampling_inputs(seqs),
             hidden,
+            Guide.of(seqs),
         )
         yielding = np.flatnonzero([seq.prefill_yields for seq in seqs])
         newest = upload([seq.token_ids[-1] for seq in seqs], torch.int64, device)

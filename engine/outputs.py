@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.engine.transfer import upload
+from batchgen.engine.transfer import Download, upload
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "constraint_conflict", "error"]
 Scope = Literal["output", "context"]
 
 
@@ -62,6 +62,11 @@ class StepOutput:
     unread_tokens: int = 1
     conflicts: torch.Tensor | None = None
 
+    @property
+    def broken(self) -> torch.Tensor:
+        """[B] bool, rows that cannot go on after num_tokens."""
+        return self.failed if self.conflicts is None else self.failed | self.conflicts
+
     def index_select(self, rows: npt.NDArray[np.int64]) -> StepOutput:
         """Of these rows, in this order."""
         index = upload(rows, torch.int64, self.token_ids.device)
@@ -96,6 +101,11 @@ class HostOutput:
     unread_tokens: int = 1
     conflicts: npt.NDArray[np.bool_] | None = None
 
+    @property
+    def broken(self) -> npt.NDArray[np.bool_]:
+        """As of `StepOutput`."""
+        return self.failed if self.conflicts is None else self.failed | self.conflicts
+
 
 class HostCopy:
     """A StepOutput on its way to the host: one copy into pinned memory, which nobody waits for
@@ -120,19 +130,10 @@ class HostCopy:
         parts = sorted(named.items(), key=lambda item: -item[1].itemsize)
         self._layout = [(name, _numpy_dtype(values.dtype), values.shape) for name, values in parts]
         packed = torch.cat([values.contiguous().view(torch.uint8).flatten() for _, values in parts])
-        self._event: torch.cuda.Event | None = None
-        if packed.is_cuda:
-            self._host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
-            self._host.copy_(packed, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._host = packed
+        self._download = Download(packed)
 
     def wait(self) -> HostOutput:
-        if self._event is not None:
-            self._event.synchronize()
-        buffer, start = self._host.numpy(), 0
+        buffer, start = self._download.wait(), 0
         arrays: dict[str, npt.NDArray[Any]] = {}
         for name, dtype, shape in self._layout:
             size = dtype.itemsize * shape.numel()
@@ -174,10 +175,12 @@ class RequestOutput:
         request_id: as given to `add_request`.
         token_ids: all generated ids, with the EOS or stop id that ended the row.
         text: decoded without special tokens and cut before a stop string.
-        finish_reason: `stop` (EOS, stop id or stop string), `length` or `error`.
+        finish_reason: `stop` (EOS, stop id or stop string), `length`, `constraint_conflict` (the
+            constraint allows no token that the other parameters leave) or `error`.
         stop: the stop string, or the text of the stop id, that ended the row.
         error: why, if finish_reason is `error`; what was generated before it is kept.
         columns: name → [num_generated, *tail], as asked for in the sampling parameters.
+        constraint_satisfied: the text is complete by its constraint; None if it has none.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
         num_preemptions: how often the row lost its KV to others and was recomputed.
         num_forwards: of the model, that yielded its tokens or made their KV final.
@@ -194,6 +197,7 @@ class RequestOutput:
     stop: str | None = None
     error: RequestError | None = None
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    constraint_satisfied: bool | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_forwards: int = 0

@@ -27,6 +27,8 @@ def check_params(
         )
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the model has none: remove stop")
+    if params.constraint is not None and tokenizer is None:
+        raise ValueError("a constraint needs a tokenizer, and the model has none: remove it")
     if params.top_logprobs > vocab_size:
         raise ValueError(
             f"top_logprobs is {params.top_logprobs}, but the vocabulary has {vocab_size}"
@@ -80,6 +82,11 @@ class Requests:
         check_params(params, self._strategy, self._vocab_size, self._tokenizer)
         self._check_prompt(prompt, params)
         rule = self._stop_rule(prompt, params)
+        if params.constraint is not None and not rule.stop_ids:
+            raise ValueError(
+                "a constrained row ends with EOS or a stop id, and this one has neither: set "
+                "ignore_eos to false, or give stop_token_ids"
+            )
         return Sequence(request_id, prompt, params, rule, output_columns(params, self._strategy))
 
     def output(self, seq: Sequence) -> RequestOutput:
@@ -105,6 +112,9 @@ class Requests:
             columns={name: buffer.array() for name, buffer in seq.columns.items()},
             num_cached_tokens=seq.num_cached_tokens,
             num_preemptions=seq.num_preemptions,
+            constraint_satisfied=(
+                None if seq.params.constraint is None else seq.constraint_satisfied
+            ),
             num_forwards=seq.num_forwards,
             num_commit_forwards=seq.num_commit_forwards,
             num_draft_tokens=seq.num_draft_tokens,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.engine.guide import Guide
 from batchgen.engine.outputs import HostOutput, RequestError
 from batchgen.engine.sequence import Sequence
 
@@ -62,6 +63,7 @@ class RowTable:
         self._first_stop = np.zeros(capacity, np.int64)  # num_tokens from which stops count
         self._stop_ids = np.full((capacity, 1), -1, np.int64)
         self._has_strings = np.zeros(capacity, np.bool_)
+        self._constrained = np.zeros(capacity, np.bool_)
         self._forwards = np.zeros(capacity, np.int64)
         self._commits = np.zeros(capacity, np.int64)
         self._since_yield = np.zeros(capacity, np.int64)
@@ -106,8 +108,14 @@ class RowTable:
         self._stop_ids[slot] = -1
         self._stop_ids[slot, : len(ids)] = ids
         self._has_strings[slot] = bool(seq.stop.strings)
+        self._constrained[slot] = seq.matcher is not None
         self._forwards[slot] = self._commits[slot] = self._since_yield[slot] = 0
         self._drafts[slot] = self._accepted[slot] = 0
+
+    def guide(self, slots: Slots) -> Guide | None:
+        """Of the constrained ones among these rows."""
+        rows = np.flatnonzero(self._constrained[slots]).tolist()
+        return Guide(len(slots), {row: self[slots[row]] for row in rows}) if rows else None
 
     def remove(self, seq: Sequence) -> None:
         """Move what is known of the row to its Sequence and free its slot."""
@@ -162,15 +170,22 @@ class RowTable:
                 continue
             counts[i], strings[i] = found
             ended[i] = True
+        for i in np.flatnonzero(self._constrained[slots]).tolist():
+            matcher = self[slots[i]].matcher
+            assert matcher is not None
+            matcher.commit(step.token_ids[index[i], : counts[i]].tolist())
         self._append(slots, index, counts, step)
         self.num_committed += int(counts.sum())
         self._count(slots, index, counts, step)
         finished = []
-        for i in np.flatnonzero(ended | step.failed[index]).tolist():
+        conflicts = np.zeros_like(ended) if step.conflicts is None else step.conflicts[index]
+        for i in np.flatnonzero(ended | step.failed[index] | conflicts).tolist():
             seq = self[slots[i]]
             self._flush(slots[i])
             if step.failed[index[i]]:
                 seq.fail(_not_numbers(seq))
+            elif conflicts[i] and not ended[i]:
+                seq.finish("constraint_conflict", None)
             elif i in strings:
                 seq.finish("stop", strings[i])
             elif by_id[i]:
@@ -247,8 +262,8 @@ class RowTable:
         if step.num_drafts is not None:
             drafts = step.num_drafts[index]
             # The last token of a step was drawn, those before it were drafts; a stop may cut it,
-            # and a row that failed has none.
-            accepted = np.minimum(counts, step.num_tokens[index] - ~step.failed[index])
+            # and a row that could not go on has none.
+            accepted = np.minimum(counts, step.num_tokens[index] - ~step.broken[index])
             self._drafts[slots] += drafts
             self._accepted[slots] += accepted
             self.num_drafts += int(drafts.sum())

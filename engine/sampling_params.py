@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from batchgen.engine.constraint import Constraint
+
 LogprobsMode = Literal["raw", "processed"]
 
 
@@ -31,6 +33,7 @@ class SamplingParams:
         logprobs: return the log-probability of every generated token.
         top_logprobs: also return the ids and log-probabilities of the K most likely tokens.
         columns: names of the strategy's own output columns to return (`Strategy.columns`).
+        constraint: what the output must look like; it ends the row where it is complete.
         logprobs_mode: `raw` is the model's own distribution, `processed` the one sampled from.
 
     Raises:
@@ -54,6 +57,7 @@ class SamplingParams:
     top_logprobs: int = 0
     logprobs_mode: LogprobsMode = "raw"
     columns: tuple[str, ...] = ()
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

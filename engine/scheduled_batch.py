@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.engine.guide import Guide
 from batchgen.engine.row_table import Slots
 from batchgen.engine.sequence import Sequence
 
@@ -44,6 +45,7 @@ class DecodeBatch:
         keep: where each of them stood among the rows of the previous steps, None if nothing moved.
         new_blocks: (row, index in its block table, block) for each block reserved since.
         width: tokens of each row in the forward.
+        guide: of its constrained rows; None if it has none.
         context_lens: [B], tokens of each row in the KV cache after the forward, at most.
     """
 
@@ -53,6 +55,7 @@ class DecodeBatch:
     new_blocks: list[tuple[int, int, int]]
     width: int
     context_lens: npt.NDArray[np.int64]
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True, slots=True)

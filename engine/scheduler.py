@@ -364,7 +364,13 @@ class Scheduler:
         table.launched[slots] += 1
         table.pending[slots] += width
         return DecodeBatch(
-            slots, self._epochs, keep if moved else None, new_blocks, width, needed[:count]
+            slots,
+            self._epochs,
+            keep if moved else None,
+            new_blocks,
+            width,
+            needed[:count],
+            table.guide(slots),
         )
 
     def _give_back_lookahead(self, slots: Slots, needed: npt.NDArray[np.int64]) -> bool:
@@ -385,6 +391,8 @@ class Scheduler:
             self._prefilling = None
         else:
             self._table.remove(seq)
+        if seq.matcher is not None:
+            seq.matcher.rewind(seq.matcher.num_committed)
         self.block_manager.publish(seq, seq.num_computed_tokens)  # it may find them again
         self.block_manager.free(seq)
         seq.status = SequenceStatus.WAITING

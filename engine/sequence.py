@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.engine.matcher import Matcher
 from batchgen.engine.outputs import FinishReason, OutputColumn, RequestError
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.stopping import StopRule
@@ -60,6 +61,7 @@ class Sequence:
 
     Attributes:
         slot: its place in the RowTable while it decodes.
+        matcher: where its output stands in its constraint; None if it has none, and at its end.
         columns: requested output columns, one buffer each, a row per generated token.
         stop: when the row ends.
         block_hashes: prefix-cache digests of its first full blocks.
@@ -70,6 +72,7 @@ class Sequence:
         num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
         num_forwards, num_commit_forwards, num_draft_tokens, num_accepted_tokens: as in
             `RequestOutput`, up to when the row last decoded.
+        constraint_satisfied: its output is complete by its constraint; known at its end.
     """
 
     request_id: str
@@ -79,6 +82,7 @@ class Sequence:
     requested_columns: tuple[OutputColumn, ...]
     status: SequenceStatus = SequenceStatus.WAITING
     slot: int | None = None
+    matcher: Matcher | None = None
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -95,6 +99,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_text: str | None = None
     error: RequestError | None = None
+    constraint_satisfied: bool = False
     columns: dict[str, ColumnBuffer] = field(init=False)
     num_prompt_tokens: int = field(init=False)
 
@@ -140,3 +145,8 @@ class Sequence:
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
         self.stop_text = stop_text
+        if self.matcher is not None:
+            # A stop string cuts the text, so it is not what the matcher saw.
+            whole = self.stop.text_before_stop is None and reason != "error"
+            self.constraint_satisfied = whole and self.matcher.satisfied
+            self.matcher = None

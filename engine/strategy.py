@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from batchgen.engine.guide import Guide
 from batchgen.engine.model_config import ModelConfig
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
@@ -49,6 +50,7 @@ class JoiningRows:
         context_lens: [B], tokens of each row whose KV is computed.
         sampling: before the prefill's token.
         hidden: [B, hidden_size], of each row's last token, if the strategy needs hidden states.
+        guide: of the constrained ones; None if there are none.
     """
 
     seqs: Rows[Sequence]
@@ -56,16 +58,19 @@ class JoiningRows:
     context_lens: npt.NDArray[np.int64]
     sampling: SamplingInputs
     hidden: Tensor | None = None
+    guide: Guide | None = None
 
     def index_select(self, rows: npt.NDArray[np.int64]) -> JoiningRows:
         """These of them, in this order."""
         index = upload(rows, torch.int64, self.block_tables.device)
+        seqs = [self.seqs[i] for i in rows]
         return JoiningRows(
-            [self.seqs[i] for i in rows],
+            seqs,
             self.block_tables[index],
             self.context_lens[rows],
             self.sampling.index_select(rows),
             None if self.hidden is None else self.hidden[index],
+            Guide.of(seqs),
         )
 
 
@@ -99,6 +104,8 @@ class Strategy(Pacing, Protocol):
         draft_widths: the same of the draft model, if it takes one.
         needs_hidden: the hidden states of all tokens of a prefill.
         forward_rows: of a decode forward, at most, for each row of the batch.
+        proposes_from_guide: `propose` asks the matchers of constrained rows, so all steps before
+            must be read by then, and not only at `decide`.
     """
 
     name: str
@@ -116,6 +123,9 @@ class Strategy(Pacing, Protocol):
 
     @property
     def forward_rows(self) -> int: ...
+
+    @property
+    def proposes_from_guide(self) -> bool: ...
 
     @property
     def step_inputs(self) -> StepInputs: ...
@@ -151,8 +161,12 @@ class Strategy(Pacing, Protocol):
     def forward(self, runner: ModelRunner) -> ModelOutput:
         """Run the step's forward."""
 
-    def decide(self, output: ModelOutput) -> StepOutput:
-        """From the logits of a decode forward, in the rows' order, to tokens and columns."""
+    def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
+        """From the logits of a decode forward, in the rows' order, to tokens and columns.
+
+        Args:
+            guide: of the batch's constrained rows, whose matchers stand at their newest tokens.
+        """
 
     def observe(self, step: HostOutput) -> None:
         """See what a decode step came to, once the host has read it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,3 +23,23 @@ def upload(
     if device.type != "cuda":
         return host
     return host.pin_memory().to(device, non_blocking=True)
+
+
+class Download:
+    """A tensor on its way to the host, which nobody waits for before `wait`."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._host = values
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> npt.NDArray[Any]:
+        """The values; of a tensor that is on the host already, the tensor's own memory."""
+        if self._event is not None:
+            self._event.synchronize()
+        array: npt.NDArray[Any] = self._host.numpy()
+        return array

@@ -23,6 +23,7 @@ import torch
 from workloads import write_config
 
 from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.guide import Guide
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loader import load_model
 from batchgen.engine.model_inputs import ModelInputs
@@ -37,9 +38,9 @@ class FreeStrategy(ARStrategy):
     """Decides without looking at logits."""
 
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
-        return self.decide(output)
+        return self.decide(output, None)
 
-    def decide(self, output: ModelOutput) -> StepOutput:
+    def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
         rows = len(output.positions)
         return StepOutput(
             torch.ones(rows, dtype=torch.int32),

@@ -27,6 +27,7 @@ from torch import Tensor
 from workloads import MODELS, write_config
 
 from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.guide import Guide
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loader import load_model
 from batchgen.engine.model_runner import ModelOutput
@@ -35,6 +36,7 @@ from batchgen.engine.sampler import sample
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.scheduled_batch import DecodeBatch
 from batchgen.engine.strategy import Strategy
+from batchgen.kernels.token_mask import TokenMask
 from batchgen.open_model import open_model
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
@@ -94,14 +96,20 @@ class ReplayStrategy(ARSpecStrategy):
             counts = torch.full_like(places[:, 0], k, dtype=torch.int32)
             state.set_drafts(Drafts(right + wrong, counts))
 
-    def _replay(self, state: SpecStepInputs, output: ModelOutput, drafts: Drafts) -> StepOutput:
+    def _replay(
+        self,
+        state: SpecStepInputs,
+        output: ModelOutput,
+        drafts: Drafts,
+        mask: TokenMask | None = None,
+    ) -> StepOutput:
         width = 1 + drafts.token_ids.shape[1]
         step = sample(output.logits, state.repeated(width), output.positions + 1)
         places = (output.positions + 1).view(-1, width)
         return keep_held(replace(step, token_ids=self._at(places)), drafts)
 
-    def decide(self, output: ModelOutput) -> StepOutput:
-        step = super().decide(output)
+    def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
+        step = super().decide(output, guide)
         if self.step_inputs.drafts is None:
             step = replace(step, token_ids=self._at((output.positions + 1).unsqueeze(1)))
         return step

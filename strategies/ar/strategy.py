@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from batchgen.engine.guide import Guide
 from batchgen.engine.model_runner import ModelOutput
 from batchgen.engine.outputs import StepOutput
 from batchgen.engine.sampler import sample
@@ -21,5 +22,6 @@ class ARStrategy(BaseStrategy):
     def step_inputs(self) -> ARStepInputs:
         return self._step_inputs
 
-    def decide(self, output: ModelOutput) -> StepOutput:
-        return sample(output.logits, self.step_inputs.sampling, output.positions + 1)
+    def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
+        mask = None if guide is None else guide.mask(output.logits)
+        return sample(output.logits, self.step_inputs.sampling, output.positions + 1, mask=mask)

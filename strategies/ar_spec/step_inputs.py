@@ -16,7 +16,7 @@ from batchgen.engine.outputs import StepOutput
 from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.scheduled_batch import DecodeBatch
 from batchgen.engine.strategy import JoiningRows, Limits
-from batchgen.engine.transfer import upload
+from batchgen.engine.transfer import Download, upload
 from batchgen.kernels.ngram import NgramIndex
 from batchgen.kernels.speculation import advance, place_drafts
 from batchgen.strategies.ar_spec.controller import Acceptance
@@ -80,6 +80,7 @@ class SpecStepInputs(StepInputs):
         self._free_slots: deque[int] = deque()
         self._rows: SpecRows | None = None
         self._drafts: Drafts | None = None
+        self._on_host: tuple[Download, Download] | None = None
         self._wide: ModelInputs | None = None
         self._repeated: dict[int, SamplingInputs] = {}
 
@@ -118,6 +119,13 @@ class SpecStepInputs(StepInputs):
     def drafts(self) -> Drafts | None:
         """Of the step under way."""
         return self._drafts
+
+    @property
+    def drafts_on_host(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """[B, k] and [B], token ids and counts of the drafts, if `set_drafts` had them sent."""
+        assert self._on_host is not None, "nobody asked for them"
+        token_ids, counts = self._on_host
+        return token_ids.wait(), counts.wait()
 
     @property
     def model_inputs(self) -> ModelInputs:
@@ -175,13 +183,18 @@ class SpecStepInputs(StepInputs):
         super().reindex(batch)
         self._drafts = self._wide = None
 
-    def set_drafts(self, drafts: Drafts) -> None:
-        """The next forward reads them, and each verified position counts those before it."""
+    def set_drafts(self, drafts: Drafts, *, send: bool = False) -> None:
+        """The next forward reads them, and each verified position counts those before it.
+
+        Args:
+            send: the host needs them too, while the forward runs.
+        """
         rows, k = self.newest, drafts.token_ids.shape[1]
         input_ids, positions, counts = place_drafts(
             rows.input_ids, drafts.token_ids, drafts.counts, rows.positions, self.rows.limits
         )
         self._drafts = replace(drafts, counts=counts)
+        self._on_host = (Download(drafts.token_ids), Download(counts)) if send else None
         query_lens = np.full_like(rows.query_lens, 1 + k)
         self._wide = replace(rows, input_ids=input_ids, positions=positions, query_lens=query_lens)
         if self.sampling.any_penalties:

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from batchgen.engine.guide import Guide
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
@@ -18,7 +19,7 @@ from batchgen.engine.strategy import JoiningRows, Limits
 from batchgen.engine.transfer import upload
 from batchgen.strategies.ar_spec.controller import DraftBudget, StepCosts
 from batchgen.strategies.ar_spec.proposers import DraftProposer, NgramProposer, Proposer
-from batchgen.strategies.ar_spec.step_inputs import SpecStepInputs
+from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 from batchgen.strategies.ar_spec.verifiers import VERIFIERS
 from batchgen.strategies.base.strategy import BaseStrategy
 
@@ -168,24 +169,52 @@ class ARSpecStrategy(BaseStrategy):
             self._proposer.skipped(state)
         else:
             state.acceptance.skipped = 0
-            state.set_drafts(self._proposer.propose(state, batch.width - 1))
+            drafts = self._proposer.propose(state, batch.width - 1)
+            if batch.guide is not None and not self._rejection:
+                drafts = self._with_forced(drafts, batch.guide)
+            state.set_drafts(drafts, send=batch.guide is not None)
 
-    def decide(self, output: ModelOutput) -> StepOutput:
+    def _with_forced(self, drafts: Drafts, guide: Guide) -> Drafts:
+        """With the tokens that constraints leave no choice about, before all others."""
+        k = drafts.token_ids.shape[1]
+        forced = guide.forced(k)
+        if forced is None:
+            return drafts
+        if self._proposer.widths:  # its cache has other tokens there
+            self.step_inputs.draft_lag = 1 + k
+        there = upload(forced, torch.int64, drafts.token_ids.device)
+        known = there >= 0
+        count = known.sum(1, dtype=torch.int32)
+        # What was drafted behind other tokens does not follow these.
+        agree = ((drafts.token_ids == there) | ~known).all(1) & (drafts.counts >= count)
+        counts = torch.where((count > 0) & ~agree, count, drafts.counts)
+        return replace(drafts, token_ids=torch.where(known, there, drafts.token_ids), counts=counts)
+
+    @property
+    def proposes_from_guide(self) -> bool:
+        return not self._rejection
+
+    def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
         state = self.step_inputs
         drafts, steps = state.drafts, state.rows.steps
+        mask = None
+        if guide is not None and drafts is None:
+            mask = guide.mask(output.logits)
+        elif guide is not None:
+            mask = guide.mask_drafts(output.logits, *state.drafts_on_host)
         if self.needs_hidden:
             state.hidden = output.hidden
         if drafts is None:
-            step = sample(output.logits, state.sampling, output.positions + 1)
+            step = sample(output.logits, state.sampling, output.positions + 1, mask=mask)
         else:
-            step = replace(self._verify(state, output, drafts), num_drafts=drafts.counts)
+            step = replace(self._verify(state, output, drafts, mask), num_drafts=drafts.counts)
         step = replace(step, unread_tokens=state.draft_lag)
         return _with_columns(step, steps, state.sampling)
 
     def observe(self, step: HostOutput) -> None:
         if step.num_drafts is not None:
             k = step.token_ids.shape[1] - 1
-            self.step_inputs.acceptance.observe(step.num_tokens - ~step.failed, k)
+            self.step_inputs.acceptance.observe(step.num_tokens - ~step.broken, k)
 
 
 def _with_columns(step: StepOutput, steps: torch.Tensor, sampling: SamplingInputs) -> StepOutput:
@@ -197,8 +226,8 @@ def _with_columns(step: StepOutput, steps: torch.Tensor, sampling: SamplingInput
     if not sampling.any_columns:
         return step
     place = torch.arange(step.token_ids.shape[1], device=steps.device)
-    # The last token of a row that did not fail is the model's own.
-    num_drafts = step.num_tokens - (~step.failed).int()
+    # The last token of a row that can go on is the model's own.
+    num_drafts = step.num_tokens - (~step.broken).int()
     columns = {
         DRAFT_ACCEPTED.name: place < num_drafts.unsqueeze(1),
         STEP_MAP.name: (steps + 1).unsqueeze(1).expand(-1, len(place)),

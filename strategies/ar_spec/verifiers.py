@@ -10,20 +10,24 @@ from batchgen.engine.outputs import StepOutput
 from batchgen.engine.sampler import describe, process, sample
 from batchgen.kernels.rejection import verify
 from batchgen.kernels.speculation import accept_drafts
+from batchgen.kernels.token_mask import TokenMask
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 
-Verifier = Callable[[SpecStepInputs, ModelOutput, Drafts], StepOutput]
-"""The step of B rows of up to k + 1 tokens: accepted drafts and one token more."""
+Verifier = Callable[[SpecStepInputs, ModelOutput, Drafts, TokenMask | None], StepOutput]
+"""The step of B rows of up to k + 1 tokens: accepted drafts and one token more. The mask is of the
+B · (k + 1) logits rows."""
 
 
-def pathwise(state: SpecStepInputs, output: ModelOutput, drafts: Drafts) -> StepOutput:
+def pathwise(
+    state: SpecStepInputs, output: ModelOutput, drafts: Drafts, mask: TokenMask | None = None
+) -> StepOutput:
     """Sample every position as without drafts; keep what follows drafts that were sampled too.
 
     So each token is the one that decoding without drafts yields, at any temperature and with every
     option. A draft of a point mass is accepted as often as by rejection.
     """
     width = 1 + drafts.token_ids.shape[1]
-    step = sample(output.logits, state.repeated(width), output.positions + 1)
+    step = sample(output.logits, state.repeated(width), output.positions + 1, mask=mask)
     return keep_held(step, drafts)
 
 
@@ -31,7 +35,8 @@ def keep_held(step: StepOutput, drafts: Drafts) -> StepOutput:
     """Of the B · (k + 1) tokens that were sampled after each run of drafts, those after runs that
     hold: the drafts that were sampled too, and one token more.
 
-    A row fails after the tokens before its first broken logits, as it would without drafts.
+    A row fails after the tokens before its first broken logits, as it would without drafts; or its
+    constraint conflicts there.
     """
     num_tokens, failed = accept_drafts(
         step.token_ids, step.num_tokens, drafts.token_ids, drafts.counts
@@ -40,17 +45,26 @@ def keep_held(step: StepOutput, drafts: Drafts) -> StepOutput:
     columns = {
         name: values.view(-1, width, *values.shape[2:]) for name, values in step.columns.items()
     }
-    return StepOutput(num_tokens, step.token_ids.view(-1, width), failed, columns)
+    conflicts = None
+    if step.conflicts is not None:
+        place = num_tokens.clamp(max=width - 1).long().unsqueeze(1)
+        conflicts = failed & step.conflicts.view(-1, width).gather(1, place).squeeze(1)
+        failed &= ~conflicts
+    return StepOutput(
+        num_tokens, step.token_ids.view(-1, width), failed, columns, conflicts=conflicts
+    )
 
 
-def rejection(state: SpecStepInputs, output: ModelOutput, drafts: Drafts) -> StepOutput:
+def rejection(
+    state: SpecStepInputs, output: ModelOutput, drafts: Drafts, mask: TokenMask | None = None
+) -> StepOutput:
     """Accept each draft with probability min(1, p / q) (Leviathan et al. 2023, Chen et al. 2023).
 
     The tokens have the law of decoding without drafts, but are others.
     """
     k = drafts.token_ids.shape[1]
     sampling, rows = state.repeated(1 + k), state.sampling
-    processed = process(output.logits, sampling, output.positions + 1)
+    processed = process(output.logits, sampling, output.positions + 1, mask=mask)
     verified = verify(
         processed,
         drafts.token_ids,
@@ -63,6 +77,13 @@ def rejection(state: SpecStepInputs, output: ModelOutput, drafts: Drafts) -> Ste
     token_ids = verified.token_ids
     columns = describe(output.logits, processed, sampling, token_ids.flatten())
     step = StepOutput(verified.num_tokens, token_ids, verified.failed)
+    if mask is not None:
+        # All excluded, of numbers: the drafts before are lost with the row's end.
+        numbers = output.logits.amax(-1).isfinite() & (mask.lines >= 0)
+        conflicts = verified.failed & (numbers & processed.amax(-1).isneginf()).view(-1, 1 + k).any(
+            1
+        )
+        step = replace(step, failed=verified.failed & ~conflicts, conflicts=conflicts)
     folded = {name: values.unflatten(0, (-1, 1 + k)) for name, values in columns.items()}
     return replace(step, columns=folded)
 

@@ -43,6 +43,10 @@ class BaseStrategy:
     def forward_rows(self) -> int:
         return 1
 
+    @property
+    def proposes_from_guide(self) -> bool:
+        return False
+
     def block_length(self, model: ModelConfig) -> int:
         """Causal attention; a model that does not predict the next token is refused."""
         if model.diffusion is not None:
@@ -85,7 +89,8 @@ class BaseStrategy:
         """Nothing to do."""
 
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
-        return sample(output.logits, rows.sampling, output.positions + 1)
+        mask = None if rows.guide is None else rows.guide.mask(output.logits)
+        return sample(output.logits, rows.sampling, output.positions + 1, mask=mask)
 
     def forward(self: Strategy, runner: ModelRunner) -> ModelOutput:
         return runner.decode(self.step_inputs.model_inputs)

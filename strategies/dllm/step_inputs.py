@@ -15,7 +15,7 @@ from batchgen.engine.outputs import OutputColumn, StepOutput
 from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.strategy import JoiningRows
-from batchgen.engine.transfer import upload
+from batchgen.engine.transfer import Download, upload
 from batchgen.strategies.base.step_inputs import StepInputs
 
 STEP_MAP = OutputColumn("step_map", np.dtype(np.int32))
@@ -63,6 +63,7 @@ class DLLMStepInputs(StepInputs):
         self._blocks: BlockRows | None = None
         self._after: BlockRows | None = None  # of the step under way
         self._commits: ModelInputs | None = None  # of the step under way
+        self._sent: Download | None = None  # of the step under way
         self._repeated: SamplingInputs | None = None
 
     @property
@@ -99,6 +100,16 @@ class DLLMStepInputs(StepInputs):
     def complete(self) -> Tensor:
         """[B] bool, rows whose block is known and whose KV is not final."""
         return ~self.blocks.masked.any(1)
+
+    def send_masked(self) -> None:
+        """The host needs to know what is masked in the next forward, while that runs."""
+        self._sent = Download(self.blocks.masked)
+
+    @property
+    def masked_on_host(self) -> npt.NDArray[np.bool_]:
+        """[B, L], if it was sent."""
+        assert self._sent is not None, "nobody asked for it"
+        return self._sent.wait()
 
     def fuse(self, room: int) -> None:
         """Where a block is complete, let the forward write its final KV beside the first denoise
@@ -216,7 +227,7 @@ class DLLMStepInputs(StepInputs):
         """Where nothing was masked, the step has made the KV final, and the next block begins."""
         assert self._after is not None, "unmask comes first"
         self._blocks = self._opened(self._after, self.complete)
-        self._after = self._commits = None
+        self._after = self._commits = self._sent = None
 
 
 def _steps_so_far(seq: Sequence) -> int:

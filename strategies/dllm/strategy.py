@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.admission import Ints
+from batchgen.engine.guide import Guide
 from batchgen.engine.model_config import ModelConfig
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
-from batchgen.engine.sampler import draw
+from batchgen.engine.sampler import Drawn, draw
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.scheduled_batch import DecodeBatch
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.transfer import upload
+from batchgen.kernels.token_mask import TokenMask
 from batchgen.kernels.unmask import MAX_BLOCK_LENGTH, Rule, schedule, unmask
 from batchgen.strategies.base.strategy import BaseStrategy
+from batchgen.strategies.dllm.guided import denoise
 from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
 
 _FIRST_COMPLETING = 0.5
@@ -166,6 +169,8 @@ class DLLMStrategy(BaseStrategy):
 
     def propose(self, batch: DecodeBatch) -> None:
         self.step_inputs.fuse(self._room(len(batch.slots)) if self._fused else 0)
+        if batch.guide is not None:
+            self.step_inputs.send_masked()
 
     def _room(self, rows: int) -> int:
         """Rows of the next forward for blocks that are complete, whose number is known on the
@@ -191,17 +196,15 @@ class DLLMStrategy(BaseStrategy):
         hidden = runner.hidden_states(inputs)[:count]
         return ModelOutput(runner.compute_logits(hidden), inputs.positions[:count], hidden)
 
-    def decide(self, output: ModelOutput) -> StepOutput:
+    def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
         state = self.step_inputs
         blocks, length = state.blocks, self._length
-        drawn = draw(
-            output.logits,
-            state.repeated,
-            output.positions,
-            blocks.denoised.repeat_interleave(length),
-            confidence=self._rule is not Rule.SEQUENTIAL,
-        )
-        transfer = self._transfer(drawn.confidence)
+        conflicts: Tensor | None = None
+        if guide is None:
+            drawn = self._draw(output)
+            transfer = self._transfer(drawn.confidence)
+        else:
+            drawn, transfer, conflicts = self._decide_guided(output, guide)
         broken = (drawn.failed.view(-1, length) & blocks.masked).any(1)
         columns = {name: v.view(-1, length, *v.shape[1:]) for name, v in drawn.columns.items()}
         step_map = (blocks.steps + 1).unsqueeze(1).expand(-1, length).contiguous()
@@ -210,14 +213,57 @@ class DLLMStrategy(BaseStrategy):
         # What a block yields begins behind what is the prompt's.
         offsets = torch.arange(length, device=blocks.given.device)
         order = (blocks.given.unsqueeze(1) + offsets).clamp(max=length - 1)
+        num_tokens = torch.where(complete & ~broken, length - blocks.given, 0)
+        if conflicts is not None:
+            # What is known of the block stands at its beginning.
+            known = (~blocks.masked).cumprod(1).sum(1)
+            num_tokens = torch.where(conflicts, known - blocks.given, num_tokens)
         return StepOutput(
-            num_tokens=torch.where(complete & ~broken, length - blocks.given, 0).int(),
+            num_tokens=num_tokens.int(),
             token_ids=token_ids.gather(1, order),
             failed=broken,
             columns={name: _ordered(v, order) for name, v in state.columns.items()},
             commits=state.complete,
             unread_tokens=length,
+            conflicts=conflicts,
         )
+
+    def _draw(self, output: ModelOutput, mask: TokenMask | None = None) -> Drawn:
+        """A token for each position of the blocks."""
+        state = self.step_inputs
+        return draw(
+            output.logits,
+            state.repeated,
+            output.positions,
+            state.blocks.denoised.repeat_interleave(self._length),
+            confidence=self._rule is not Rule.SEQUENTIAL,
+            mask=mask,
+        )
+
+    def _decide_guided(self, output: ModelOutput, guide: Guide) -> tuple[Drawn, Tensor, Tensor]:
+        """The tokens drawn, which are kept [B, L], and the rows whose constraints conflict [B]."""
+        state, device = self.step_inputs, output.logits.device
+        drawn, taken = denoise(
+            guide,
+            state.masked_on_host,
+            output.logits,
+            lambda mask: self._draw(output, mask),
+            self._permitted,
+        )
+        transfer = torch.where(
+            upload(taken.rows, torch.bool, device).unsqueeze(1),
+            upload(taken.places, torch.bool, device),
+            self._transfer(drawn.confidence),
+        )
+        return drawn, transfer, upload(taken.conflicts, torch.bool, device)
+
+    def _permitted(self, drawn: Drawn) -> Tensor:
+        """[B, L] bool: what a step may keep of a block that is unmasked from left to right."""
+        masked = self.step_inputs.blocks.masked
+        if self._rule is Rule.LOW_CONFIDENCE_DYNAMIC:
+            assert drawn.confidence is not None
+            return drawn.confidence.view(masked.shape) > self._threshold
+        return unmask(Rule.SEQUENTIAL, masked, None, counts=self._counts())
 
     def _transfer(self, confidence: Tensor | None) -> Tensor:
         """[B, L] bool, what the step keeps of the tokens of these probabilities [B · L]."""
@@ -226,12 +272,16 @@ class DLLMStrategy(BaseStrategy):
             confidence = confidence.view(-1, self._length)
         if self._rule is Rule.LOW_CONFIDENCE_DYNAMIC:
             return unmask(self._rule, blocks.masked, confidence, threshold=self._threshold)
+        return unmask(self._rule, blocks.masked, confidence, counts=self._counts())
+
+    def _counts(self) -> Tensor:
+        """[B] int64, how many positions the schedule unmasks in each row's step."""
+        denoised = self.step_inputs.blocks.denoised
         if self._schedule is None:
             counts = schedule(self._length, self._asked_steps or self._length)
-            self._schedule = upload(counts, torch.int64, blocks.starts.device)
+            self._schedule = upload(counts, torch.int64, denoised.device)
         # A block whose beginning was given needs fewer steps, none needs more.
-        step = blocks.denoised.clamp(max=len(self._schedule) - 1)
-        return unmask(self._rule, blocks.masked, confidence, counts=self._schedule[step])
+        return self._schedule[denoised.clamp(max=len(self._schedule) - 1)]
 
 
 def _ordered(values: Tensor, order: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.guide import Guide
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loader import load_model
 from batchgen.engine.model_runner import ModelOutput
@@ -29,8 +30,8 @@ class PlacedStrategy(ARStrategy):
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         return self._with_place(output, super().first_tokens(output, rows))
 
-    def decide(self, output: ModelOutput) -> StepOutput:
-        return self._with_place(output, super().decide(output))
+    def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
+        return self._with_place(output, super().decide(output, guide))
 
     def _with_place(self, output: ModelOutput, step: StepOutput) -> StepOutput:
         place = torch.stack([output.positions, output.positions + 1], dim=-1).unsqueeze(1)
