@@ -6,13 +6,15 @@ from batchgen import LLM, SamplingParams
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from batchgen.engine.constraint import Constraint
     from batchgen.engine.outputs import RequestOutput
     from batchgen.engine.sampling_params import SamplingParams
     from batchgen.llm import LLM
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "Constraint", "RequestOutput", "SamplingParams"]
 
 _HOME = {
+    "Constraint": "batchgen.engine.constraint",
     "LLM": "batchgen.llm",
     "RequestOutput": "batchgen.engine.outputs",
     "SamplingParams": "batchgen.engine.sampling_params",

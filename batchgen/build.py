@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pkgutil import resolve_name
 
 import yaml
+from transformers import PreTrainedTokenizerBase
 
 from batchgen.config import (
     COMMON_COLUMNS,
+    PARSED,
+    ConstraintConfig,
     JobConfig,
+    NoConstraintConfig,
     StrategyConfig,
     sampling_params,
     strategy_options,
 )
 from batchgen.dataset import open_dataset
 from batchgen.draft_model import open_draft
+from batchgen.engine.constraint import Constraint
+from batchgen.engine.grammar import GrammarCompiler
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.requests import check_params, output_columns
+from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.stopping import decode
 from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError
-from batchgen.fingerprint import fingerprint_files
+from batchgen.fingerprint import fingerprint_files, fingerprint_text
 from batchgen.job import JobParts
 from batchgen.model_source import model_files
-from batchgen.open_model import open_model
+from batchgen.open_model import OpenedModel, open_model
 from batchgen.progress import Speculation
 from batchgen.prompts import build_prompt
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
@@ -45,7 +54,9 @@ def job_parts(config: JobConfig) -> JobParts:
     _check_columns(config.output.columns, strategy)
     params = sampling_params(config)
     with _named("sampling"):
-        check_params(params, strategy, model.config.vocab_size, model.tokenizer)
+        check_params(_strictest(config, params), strategy, model.config.vocab_size, model.tokenizer)
+    _check_parsed(config, model.tokenizer)
+    compiler = _compiler(config.constraint, params.constraint, model)
     source = open_dataset(config.dataset)
     prompt = build_prompt(
         config.prompt,
@@ -65,7 +76,7 @@ def job_parts(config: JobConfig) -> JobParts:
         with _named("strategy.draft_model"):
             draft_weights = None if draft is None else draft.load_beside(weights)
         with _named("engine"):
-            return model.engine(weights, strategy, config.engine, draft_weights)
+            return model.engine(weights, strategy, config.engine, draft_weights, compiler)
 
     fingerprints = {
         "model": fingerprint_files(model_files(model.path)),
@@ -74,6 +85,9 @@ def job_parts(config: JobConfig) -> JobParts:
     }
     if draft is not None:
         fingerprints["draft_model"] = fingerprint_files(model_files(draft.path))
+    if params.constraint is not None:
+        # The configuration is compared without the order of keys, in which the row writes them.
+        fingerprints["constraint"] = fingerprint_text(params.constraint.text)
     return JobParts(
         source=source,
         prompt=prompt,
@@ -100,6 +114,45 @@ def build_strategy(config: StrategyConfig) -> Strategy:
     if not hasattr(cls, "step_inputs"):
         raise ConfigError(f"strategy._target_: {config.target} is not a Strategy")
     return strategy
+
+
+def _strictest(config: JobConfig, params: SamplingParams) -> SamplingParams:
+    """The parameters of a row that has a constraint, if rows may have one."""
+    if params.constraint is None and not isinstance(config.constraint, NoConstraintConfig):
+        return dataclasses.replace(params, constraint=Constraint.make("json", None))
+    return params
+
+
+def _compiler(
+    config: ConstraintConfig, constraint: Constraint | None, model: OpenedModel
+) -> GrammarCompiler | None:
+    """What rows' constraints are compiled with; the job's own is compiled already.
+
+    Raises:
+        ConfigError: the job's constraint cannot be enforced, or none can with this model.
+    """
+    if isinstance(config, NoConstraintConfig):
+        return None
+    with _named("constraint"):
+        compiler = model.grammar_compiler()
+        if constraint is not None:
+            compiler.compile(constraint)
+    return compiler
+
+
+def _check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """What stands behind a marker is told from the text, which does not have special tokens."""
+    if PARSED not in config.output.columns or isinstance(config.constraint, NoConstraintConfig):
+        return
+    marker = config.constraint.start_after
+    if marker is None or tokenizer is None:
+        return
+    if marker not in decode(tokenizer, list(tokenizer.encode(marker, add_special_tokens=False))):
+        raise ConfigError(
+            f"output.columns: {PARSED} needs to find constraint.start_after in the text, and "
+            f"{marker!r} has a special token of the model, which texts do not show: leave the "
+            "column out, or choose a marker of ordinary text"
+        )
 
 
 def _speculation(strategy: Strategy) -> Speculation | None:

@@ -17,6 +17,7 @@ from batchgen.dataset_formats import reason
 from batchgen.engine.outputs import RequestError
 from batchgen.errors import ConfigError, JobError
 from batchgen.row_ids import IdSet, check_unique, duplicate_error
+from batchgen.stored_json import stored_field
 
 BATCH = 256  # rows read at a time
 FIRST_ROWS = 1000
@@ -55,7 +56,7 @@ class RowSource:
     Map-style data is memory-mapped. A stream is read from its start for every call of `rows`.
 
     Attributes:
-        columns: names of all columns that `Row.fields` has.
+        columns: names of all columns that `Row.fields` has; features: what they hold.
         schema: Arrow schema of the columns copied to the output, from the data set's features. A
             stream without features gets those of its first 1000 rows; a later row that does not
             fit them becomes an error row (`bad_row`). JSON values of several types in one column
@@ -77,9 +78,9 @@ class RowSource:
         self._check_columns(features, odd)
         self._data = data.select_columns(list(self.columns)) if odd else data
         self._json = Features({n: features[n] for n in self.columns if _has_json(features[n])})
+        self.features = Features({name: features[name] for name in self.columns})
         copied = self.columns if config.columns is None else config.columns
-        arrow = features.arrow_schema
-        self.schema = pa.schema([pa.field(n, _storage(arrow.field(n).type)) for n in copied])
+        self.schema = pa.schema([self._field(name) for name in copied])
         self.num_rows: int | None = None
         if isinstance(data, Dataset):
             self.num_rows = min(len(data), config.limit or len(data))
@@ -128,6 +129,12 @@ class RowSource:
                         "bad_row", f"column {field.name!r} is not {field.type}: {reason(error)}"
                     ) from None
         return values
+
+    def _field(self, name: str) -> pa.Field:
+        kind = _storage(self.features.arrow_schema.field(name).type)
+        if name in self._json:
+            return stored_field(name, self.features[name], kind)
+        return pa.field(name, kind)
 
     def _fields(self, start: int) -> Iterator[dict[str, Any]]:
         batches, index, limit = self._batches(start), start, self._config.limit

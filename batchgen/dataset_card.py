@@ -6,8 +6,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.metrics import Totals
+from batchgen.metrics import OUTCOMES, Totals
 
+_MOST_SHOWN = 500
 _HEADER = """\
 ---
 configs:
@@ -65,6 +66,7 @@ def dataset_card(
             + (f", revision `{model['revision']}`" if model.get("revision") else ""),
             f"- Dataset: `{source}`"
             + (f", split `{dataset['split']}`" if dataset.get("split") else ""),
+            *(f"- {line}" for line in _constraint(config["constraint"], totals)),
             f"- Sampling: {', '.join(f'`{text}`' for text in set_sampling)}",
             *(f"- Fingerprint of {what}: `{digest}`" for what, digest in fingerprints.items()),
             "",
@@ -86,6 +88,25 @@ def dataset_card(
             "",
         ]
     )
+
+
+def _constraint(constraint: Mapping[str, Any], totals: Totals) -> list[str]:
+    """What the text of the rows was held to, if to anything."""
+    if not totals.constraint:
+        return []
+    given = {key: value for key, value in constraint.items() if value and key != "kind"}
+    text = json.dumps(given, ensure_ascii=False)
+    what = f"`{text}`" if len(text) <= _MOST_SHOWN and "`" not in text else "see `config.yaml`"
+    counts = ", ".join(
+        f"{totals.constraint[name]:,} {name} ({meaning})"
+        for name, meaning in OUTCOMES.items()
+        if totals.constraint[name]
+    )
+    return [
+        f"Constraint: {constraint['kind']}, {what}",
+        f"Rows by constraint: {counts or 'none'}. `python -m batchgen.validate FOLDER` checks them "
+        "again.",
+    ]
 
 
 def _meta(field: pa.Field, key: str) -> str:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.config import JobConfig, sampling_params
 from batchgen.dataset import Row, RowSource
+from batchgen.engine.constraint import Constraint
 from batchgen.engine.outputs import RequestError, RequestOutput
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.fingerprint import derive_seed
 from batchgen.metrics import Metrics
 from batchgen.output_schema import FinishedRow
 from batchgen.progress import Progress
+from batchgen.row_constraints import RowConstraints
 from batchgen.signals import StopSignals
 from batchgen.writer import OutputWriter
 
@@ -92,6 +94,7 @@ class _Request:
     sample_index: int
     fields: Mapping[str, Any]
     prompt: list[int]
+    constraint: Constraint | None
     error: RequestError | None
 
     def finished(
@@ -110,6 +113,7 @@ class Generation:
         config: JobConfig,
         source: RowSource,
         prompt: Callable[[Row], list[int]],
+        constraints: RowConstraints,
         engine: Engine,
         writer: OutputWriter,
         metrics: Metrics,
@@ -120,6 +124,7 @@ class Generation:
         """
         self._source = source
         self._prompt = prompt
+        self._constraints = constraints
         self._params = sampling_params(config)
         self._writer = writer
         self._metrics = metrics
@@ -174,7 +179,7 @@ class Generation:
     def _submit(self, request: _Request) -> RequestError | None:
         request_id = f"{request.row_index}.{request.sample_index}"
         seed = derive_seed(self._params.seed, request.row_id, request.sample_index)
-        params = dataclasses.replace(self._params, seed=seed)
+        params = dataclasses.replace(self._params, seed=seed, constraint=request.constraint)
         try:
             self._engine.add_request(request_id, request.prompt, params)
         except RequestError as error:
@@ -183,18 +188,20 @@ class Generation:
         return None
 
     def _requests(self, todo: Todo) -> Iterator[_Request]:
-        """A request per missing sample; a row's prompt is made once for all of them."""
+        """A request per missing sample; a row's prompt and constraint are made once for all."""
         for row, samples in todo:
             prompt: list[int] = []
+            constraint: Constraint | None = None
             fields: Mapping[str, Any] = dict.fromkeys(self._source.schema.names)
             failure: RequestError | None = None
             try:
                 fields = self._source.passthrough(row)
                 prompt = self._prompt(row)
+                constraint = self._constraints.of(row)
             except RequestError as error:
                 failure = error
             for sample in samples:
-                yield _Request(row.id, row.index, sample, fields, prompt, failure)
+                yield _Request(row.id, row.index, sample, fields, prompt, constraint, failure)
 
     def _count(self, finished: Sequence[FinishedRow]) -> None:
         attempt = self._metrics.attempt

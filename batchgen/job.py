@@ -10,7 +10,15 @@ from typing import Any
 
 import yaml
 
-from batchgen.config import JobConfig, identity, resolved
+from batchgen.config import (
+    PARSED,
+    JobConfig,
+    JsonConstraintConfig,
+    JsonSchemaConstraintConfig,
+    identity,
+    resolved,
+    sampling_params,
+)
 from batchgen.dataset import Row, RowSource
 from batchgen.dataset_card import dataset_card
 from batchgen.engine.outputs import OutputColumn
@@ -20,8 +28,10 @@ from batchgen.job_folder import JobFolder
 from batchgen.manifest import Manifest, write_atomic
 from batchgen.metrics import Metrics, Totals
 from batchgen.output_schema import PROMPT_TOKEN_IDS, OutputSchema
+from batchgen.parsed_column import ParsedColumn
 from batchgen.progress import Progress, Speculation, show_memory, summary
 from batchgen.prompts import Prompt, fit_prompt
+from batchgen.row_constraints import RowConstraints
 from batchgen.shards import shard_files
 from batchgen.signals import JobStopped, StopSignals
 from batchgen.writer import OutputWriter
@@ -99,12 +109,8 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
 def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
     output, source = config.output, parts.source
     prompt = _fitted_prompt(config, parts)
-    schema = OutputSchema.build(
-        source.schema,
-        parts.columns,
-        parts.counts,
-        prompt_token_ids=PROMPT_TOKEN_IDS in output.columns,
-    )
+    constraints = RowConstraints(config.constraint, source.features)
+    schema = _schema(config, parts)
     fingerprints = {"dataset": source.fingerprint, **parts.fingerprints}
     manifest = Manifest.build(identity(config), fingerprints)
     samples = config.sampling.n
@@ -117,7 +123,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
         todo = Todo(source, writer)
         is_done = todo.is_empty()
         if is_done and metrics.was_complete:
-            return _already_complete(parts, folder)
+            return _already_complete(config, parts, folder)
         with _recorded(metrics, folder.path):
             if not is_done:
                 total = None if source.num_rows is None else source.num_rows * samples
@@ -125,13 +131,33 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                 signals.deferred = True
                 metrics.attempt.memory = asdict(engine.memory)
                 show_memory(engine.memory)
-                generation = Generation(config, source, prompt, engine, writer, metrics)
+                generation = Generation(
+                    config, source, prompt, constraints, engine, writer, metrics
+                )
                 with Progress(total, writer.resumed) as progress:
                     if not generation.run(todo, signals, progress):
                         return _stopped(writer, metrics, signals, folder.path)
             signals.deferred = True
             writer.finish(todo.num_rows)
             return _complete(config, parts, folder, schema, manifest, metrics)
+
+
+def _schema(config: JobConfig, parts: JobParts) -> OutputSchema:
+    columns, constraint = config.output.columns, config.constraint
+    parsed = None
+    if PARSED in columns:
+        assert isinstance(constraint, (JsonConstraintConfig, JsonSchemaConstraintConfig))
+        parsed = ParsedColumn.build(
+            sampling_params(config).constraint, constraint.start_after or ""
+        )
+    return OutputSchema.build(
+        parts.source.schema,
+        parts.columns,
+        parts.counts,
+        prompt_token_ids=PROMPT_TOKEN_IDS in columns,
+        constrained=constraint.kind != "none",
+        parsed=parsed,
+    )
 
 
 def _fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[int]]:
@@ -210,7 +236,7 @@ def _complete(
     metrics: Metrics,
 ) -> JobResult:
     folder.remove_journal()
-    totals = metrics.totals = Totals.read(list(shard_files(folder.data).values()), parts.counts)
+    totals = metrics.totals = _totals(config, parts, folder)
     card = dataset_card(resolved(config), manifest.fingerprints, schema.arrow, totals)
     write_atomic(folder.path / "README.md", card)
     metrics.save("complete")
@@ -218,12 +244,17 @@ def _complete(
     return JobResult(totals.error_rows, None, message)
 
 
-def _already_complete(parts: JobParts, folder: JobFolder) -> JobResult:
+def _already_complete(config: JobConfig, parts: JobParts, folder: JobFolder) -> JobResult:
     folder.remove_journal()
-    totals = Totals.read(list(shard_files(folder.data).values()), parts.counts)
+    totals = _totals(config, parts, folder)
     message = "This job is complete already; nothing was computed.\n"
     table = summary(totals, str(folder.path), speculation=parts.speculation)
     return JobResult(totals.error_rows, None, message + table)
+
+
+def _totals(config: JobConfig, parts: JobParts, folder: JobFolder) -> Totals:
+    shards = list(shard_files(folder.data).values())
+    return Totals.read(shards, parts.counts, constrained=config.constraint.kind != "none")
 
 
 def _resume(folder: Path) -> str:

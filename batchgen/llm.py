@@ -67,7 +67,11 @@ class LLM:
         weights = opened.load(dtype, device)
         draft_weights = None if draft is None else draft.load_beside(weights)
         self.tokenizer: PreTrainedTokenizerBase | None = opened.tokenizer
-        self.engine: LLMEngine = opened.engine(weights, strategy, config, draft_weights)
+        try:
+            compiler = opened.grammar_compiler()
+        except ValueError:  # the engine refuses constraints then; other rows need no compiler
+            compiler = None
+        self.engine: LLMEngine = opened.engine(weights, strategy, config, draft_weights, compiler)
 
     def generate(
         self,

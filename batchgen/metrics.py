@@ -1,10 +1,12 @@
 """metrics.json: what a job did, over all its attempts."""
 
+import itertools
 import json
 import resource
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,12 +49,35 @@ class Attempt:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
 
+OUTCOMES = {
+    "satisfied": "complete",
+    "cut": "ended by sampling.max_new_tokens before it was complete",
+    "conflict": "no token was left that the constraint and the sampling options allow",
+    "stopped": "ended by a stop string before it was complete",
+    "unconstrained": "without a constraint",
+    "error": "without an answer",
+}
+"""What becomes of a row of a constrained job."""
+
+
+def constraint_outcome(finish_reason: str, satisfied: bool | None) -> str:
+    """One of OUTCOMES, from what the row's columns say."""
+    if finish_reason == "error":
+        return "error"
+    if satisfied is None:
+        return "unconstrained"
+    if satisfied:
+        return "satisfied"
+    return {"length": "cut", "constraint_conflict": "conflict"}.get(finish_reason, "stopped")
+
+
 @dataclass(frozen=True)
 class Totals:
     """Counts over the shards of a complete job; the only source is the shards themselves.
 
     Attributes:
         counts: sums of what the strategy counts for each row (`OutputSchema.counts`).
+        constraint: rows by what became of their constraint (`OUTCOMES`); empty if the job has none.
     """
 
     rows: int
@@ -62,29 +87,42 @@ class Totals:
     prompt_tokens: int
     generated_tokens: int
     counts: Mapping[str, int]
+    constraint: Mapping[str, int]
 
     @classmethod
-    def read(cls, shards: list[Path], counts: Sequence[str]) -> "Totals":
+    def read(cls, shards: list[Path], counts: Sequence[str], constrained: bool = False) -> "Totals":
         """Count the rows of all shards; only the small columns are read.
 
         Args:
             counts: names of further columns to sum.
+            constrained: the shards say whether rows satisfied their constraint.
         """
         reasons: dict[str, int] = {}
         errors: dict[str, int] = {}
+        outcomes = dict.fromkeys(OUTCOMES if constrained else (), 0)
+        satisfied = ["constraint_satisfied"] if constrained else []
         sums = dict.fromkeys(["num_prompt_tokens", "num_generated_tokens", *counts], 0)
         rows = 0
         for path in shards:
             table = pq.read_table(
-                path, columns=["finish_reason", "error", *sums], partitioning=None
+                path, columns=["finish_reason", "error", *sums, *satisfied], partitioning=None
             )
             rows += table.num_rows
             for name in sums:
                 sums[name] += pc.sum(table[name]).as_py() or 0
             _count(reasons, table["finish_reason"])
+            if constrained:
+                pairs = zip(
+                    table["finish_reason"].to_pylist(), table[satisfied[0]].to_pylist(), strict=True
+                )
+                for outcome, number in Counter(
+                    itertools.starmap(constraint_outcome, pairs)
+                ).items():
+                    outcomes[outcome] += number
             _count(errors, pc.struct_field(table["error"], "type").drop_null())
         prompt, generated = sums.pop("num_prompt_tokens"), sums.pop("num_generated_tokens")
-        return cls(rows, sum(errors.values()), reasons, errors, prompt, generated, sums)
+        failed = sum(errors.values())
+        return cls(rows, failed, reasons, errors, prompt, generated, sums, outcomes)
 
 
 class Metrics:

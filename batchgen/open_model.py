@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.grammar import GrammarCompiler
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loader import LoadFormat, load_config, load_model, safetensors_files
 from batchgen.engine.model_config import ModelConfig
@@ -79,16 +80,46 @@ class OpenedModel:
         strategy: Strategy,
         config: EngineConfig,
         draft: DenseForCausalLM | None = None,
+        compiler: GrammarCompiler | None = None,
     ) -> LLMEngine:
         """Of the model with its weights.
 
         Args:
             draft: the draft model with its weights, for a strategy that drafts with one.
+            compiler: of constraints; None refuses rows that have one.
 
         Raises:
             ValueError: the configuration does not suit the models or the device's memory.
         """
-        return LLMEngine(model, self.tokenizer, self.eos_token_ids, strategy, config, draft=draft)
+        return LLMEngine(
+            model,
+            self.tokenizer,
+            self.eos_token_ids,
+            strategy,
+            config,
+            draft=draft,
+            compiler=compiler,
+        )
+
+    def grammar_compiler(self) -> GrammarCompiler:
+        """For rows with constraints.
+
+        Raises:
+            ValueError: the model has no tokenizer, one that constraints do not work with, or no
+                token that ends a row.
+        """
+        if self.tokenizer is None:
+            raise ValueError(
+                "a constraint is about text, and the model comes without a tokenizer: use a model "
+                "with one, or no constraint"
+            )
+        if not self.eos_token_ids:
+            raise ValueError(
+                "a constrained row ends with EOS, and neither the model's configuration nor its "
+                "tokenizer names an EOS token: set eos_token_id in generation_config.json, or use "
+                "no constraint"
+            )
+        return GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
 
 
 def open_model(model: str, revision: str | None, load_format: LoadFormat) -> OpenedModel:

@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchgen.config import PARSED
 from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput
 from batchgen.errors import ConfigError
+from batchgen.parsed_column import ParsedColumn
 
 SCHEMA_VERSION = "1"
 
@@ -23,7 +25,7 @@ _AFTER = (
     ("text", pa.string(), "the generated text, cut before a stop string; null on error"),
     ("token_ids", pa.list_(pa.int32()), "every generated token, with the one that ended the row"),
     ("prompt_token_ids", pa.list_(pa.int32()), "the prompt as the model saw it; null on error"),
-    ("finish_reason", pa.string(), "stop, length or error"),
+    ("finish_reason", pa.string(), "stop, length, constraint_conflict or error"),
     ("stop", pa.string(), "the stop string, or the text of the stop id, that ended the row"),
     (
         "error",
@@ -34,6 +36,12 @@ _AFTER = (
     ("num_generated_tokens", pa.int32(), "length of token_ids"),
 )
 PROMPT_TOKEN_IDS = "prompt_token_ids"
+_SATISFIED = (
+    "constraint_satisfied",
+    pa.bool_(),
+    "whether what was generated is complete under the row's constraint; null if it has none or "
+    "the row failed",
+)
 _COUNTS = {
     "num_forwards": "forwards of the model that yielded token_ids or made their KV final",
     "num_commit_forwards": "of those, how many only made KV final",
@@ -64,12 +72,14 @@ class OutputSchema:
         passthrough: names of the input columns that are copied into every row.
         columns: the per-token columns, in their order.
         counts: the fields of `RequestOutput` that are columns too.
+        parsed: what makes the column of that name, None without one.
     """
 
     arrow: pa.Schema
     passthrough: tuple[str, ...]
     columns: tuple[OutputColumn, ...]
     counts: tuple[str, ...]
+    parsed: ParsedColumn | None
 
     @staticmethod
     def build(
@@ -77,11 +87,15 @@ class OutputSchema:
         columns: Sequence[OutputColumn],
         counts: Sequence[str],
         prompt_token_ids: bool,
+        *,
+        constrained: bool = False,
+        parsed: ParsedColumn | None = None,
     ) -> "OutputSchema":
         """The schema of a job.
 
         Args:
             counts: what the strategy tells of each row.
+            constrained: rows have a column that says whether they satisfy their constraint.
 
         Raises:
             ConfigError: an input column has the name of an output column.
@@ -92,12 +106,16 @@ class OutputSchema:
             for name, type, meaning in _AFTER
             if prompt_token_ids or name != PROMPT_TOKEN_IDS
         ]
+        if constrained:
+            after.append(_field(*_SATISFIED))
+        if parsed is not None:
+            after.append(_field(PARSED, parsed.type, parsed.meaning))
         not_run = "; null if the row failed before its first"
         after += [_field(name, pa.int32(), _COUNTS[name] + not_run) for name in counts]
         after += [_column_field(column) for column in columns]
         # Also columns that this job does not write: a name means the same in every output.
         taken = {name for name, *_ in _BEFORE + _AFTER} | {*_COUNTS}
-        taken |= {column.name for column in columns}
+        taken |= {column.name for column in columns} | {_SATISFIED[0], PARSED}
         clashes = [name for name in passthrough.names if name in taken]
         if clashes:
             raise ConfigError(
@@ -106,9 +124,11 @@ class OutputSchema:
                 "in dataset.columns and leave these out"
             )
         # Without the metadata of the input's schema: it describes only the input's columns.
-        given = [_field(f.name, f.type, "as in the input") for f in passthrough]
+        meaning = {"meaning": "as in the input"}
+        given = [f.with_metadata(meaning | _strings(f.metadata)) for f in passthrough]
         schema = pa.schema(before + given + after, metadata={"batchgen.schema": SCHEMA_VERSION})
-        return OutputSchema(schema, tuple(passthrough.names), tuple(columns), tuple(counts))
+        names = tuple(passthrough.names)
+        return OutputSchema(schema, names, tuple(columns), tuple(counts), parsed)
 
     @property
     def token_bytes(self) -> int:
@@ -142,6 +162,13 @@ class OutputSchema:
             values[name] = [getattr(o, name) if o else None for o in outputs]
         for column in self.columns:
             values[column.name] = _lists(column, outputs)
+        if _SATISFIED[0] in self.arrow.names:
+            values[_SATISFIED[0]] = [
+                o.constraint_satisfied if o and o.finish_reason != "error" else None
+                for o in outputs
+            ]
+        if self.parsed is not None:
+            values[PARSED] = self.parsed.array(outputs)
         if PROMPT_TOKEN_IDS in self.arrow.names:
             values[PROMPT_TOKEN_IDS] = [o.prompt_token_ids if o else None for o in outputs]
         arrays = [
@@ -153,6 +180,10 @@ class OutputSchema:
 
 def _field(name: str, type: pa.DataType, meaning: str) -> pa.Field:
     return pa.field(name, type, metadata={"meaning": meaning})
+
+
+def _strings(metadata: Mapping[bytes, bytes] | None) -> dict[str, str]:
+    return {key.decode(): value.decode() for key, value in (metadata or {}).items()}
 
 
 def _column_field(column: OutputColumn) -> pa.Field:

@@ -127,6 +127,8 @@ def summary(
         ("prompt tokens", f"{totals.prompt_tokens:,}"),
         ("generated tokens", f"{totals.generated_tokens:,}"),
     ]
+    if totals.constraint:
+        lines.append(("constraint", _outcomes(totals.constraint)))
     lines += _speculated(totals)
     if metrics is not None:
         attempt = metrics.attempt
@@ -160,6 +162,13 @@ def _shares(counts: Mapping[int, int]) -> str:
     """How often each number came, of this attempt."""
     total = sum(counts.values())
     return ", ".join(f"{number}: {count / total:.1%}" for number, count in counts.items()) or "none"
+
+
+def _outcomes(counts: Mapping[str, int]) -> str:
+    """How many constrained rows did what; those that all did well are one number."""
+    constrained = {n: c for n, c in counts.items() if n not in ("unconstrained", "error")}
+    shown = [f"{n} {c:,}" for n, c in constrained.items() if c or n == "satisfied"]
+    return f"{', '.join(shown)} of {sum(constrained.values()):,} constrained rows"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

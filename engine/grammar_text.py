@@ -64,6 +64,7 @@ class Vocabulary:
         spelled = [b"" if i in special else text for i, text in enumerate(self.texts)]
         spelled += [b""] * (self.num_words * 32 - size)
         self.plain = frozenset(i for i, text in enumerate(spelled) if text)
+
         # No stop ids either: xgrammar would allow one that spells nothing as a part of any text.
         # Every matcher brings those of its row.
         def cut(text: str) -> tuple[int, ...]:

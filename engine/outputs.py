@@ -197,10 +197,10 @@ class RequestOutput:
     stop: str | None = None
     error: RequestError | None = None
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    constraint_satisfied: bool | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_forwards: int = 0
     num_commit_forwards: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    constraint_satisfied: bool | None = None

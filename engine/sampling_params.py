@@ -78,6 +78,11 @@ class SamplingParams:
             ("min_new_tokens", self.min_new_tokens <= self.max_new_tokens, "<= max_new_tokens"),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
             ("stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "ids of at least 0"),
+            (
+                "ignore_eos",
+                not (self.ignore_eos and self.constraint),
+                "false with a constraint, whose rows end with EOS",
+            ),
             ("seed", -(2**63) <= self.seed < 2**64, "a 64-bit integer"),
             ("top_logprobs", 0 <= self.top_logprobs <= 100, "between 0 and 100"),
             ("logprobs_mode", self.logprobs_mode in ("raw", "processed"), "raw or processed"),

@@ -1,5 +1,17 @@
 """The job's configuration; see groups.py for its keys."""
 
+from batchgen.config.constraint import (
+    CONSTRAINT_KINDS,
+    AnyConstraintConfig,
+    ConstraintConfig,
+    JsonConstraintConfig,
+    JsonSchemaConstraintConfig,
+    NoConstraintConfig,
+    constraint_column,
+    job_constraint,
+    job_value,
+    make_constraint,
+)
 from batchgen.config.groups import (
     ChatPromptConfig,
     DatasetConfig,
@@ -15,6 +27,8 @@ from batchgen.config.groups import (
 )
 from batchgen.config.load import (
     COMMON_COLUMNS,
+    PARSED,
+    constraint_config,
     identity,
     load_config,
     resolved,
@@ -24,19 +38,31 @@ from batchgen.config.load import (
 
 __all__ = [
     "COMMON_COLUMNS",
+    "CONSTRAINT_KINDS",
+    "PARSED",
+    "AnyConstraintConfig",
     "ChatPromptConfig",
+    "ConstraintConfig",
     "DatasetConfig",
     "EngineGroup",
     "JobConfig",
+    "JsonConstraintConfig",
+    "JsonSchemaConstraintConfig",
     "ModelGroup",
+    "NoConstraintConfig",
     "OutputConfig",
     "PromptConfig",
     "SamplingConfig",
     "StrategyConfig",
     "TextPromptConfig",
     "TokensPromptConfig",
+    "constraint_column",
+    "constraint_config",
     "identity",
+    "job_constraint",
+    "job_value",
     "load_config",
+    "make_constraint",
     "resolved",
     "sampling_params",
     "strategy_options",

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from batchgen.config.constraint import ConstraintConfig, NoConstraintConfig
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.sampling_params import LogprobsMode
 from batchgen.errors import ConfigError
@@ -237,5 +238,6 @@ class JobConfig:
     prompt: PromptConfig
     sampling: SamplingConfig
     strategy: StrategyConfig
+    constraint: ConstraintConfig = field(default_factory=NoConstraintConfig)
     engine: EngineGroup
     output: OutputConfig

@@ -13,6 +13,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from batchgen.config.constraint import (
+    CONSTRAINT_KINDS,
+    ConstraintConfig,
+    NoConstraintConfig,
+    job_constraint,
+    with_contents,
+)
 from batchgen.config.groups import (
     PROMPT_KINDS,
     DatasetConfig,
@@ -24,12 +31,14 @@ from batchgen.config.groups import (
     SamplingConfig,
     StrategyConfig,
 )
+from batchgen.engine.constraint import ConstraintError
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.errors import ConfigError
 
 T = TypeVar("T")
 MISSING = "???"
-COMMON_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids")
+PARSED = "parsed"
+COMMON_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids", PARSED)
 """Columns of every strategy; others are declared by one (`Strategy.columns`)."""
 NUMBERS = {int: "an integer", float: "a number", bool: "true or false"}
 
@@ -51,6 +60,7 @@ def load_config(cfg: DictConfig) -> JobConfig:
     if not isinstance(groups, dict):
         raise ConfigError("the configuration must be a mapping of groups (model, dataset, …)")
     names = [f.name for f in dataclasses.fields(JobConfig)]
+    groups.setdefault("constraint", {"kind": "none"})  # jobs of earlier versions have none
     _check_keys(groups, known=names, required=names, prefix="")
     for name in names:
         if not isinstance(groups[name], dict):
@@ -63,18 +73,30 @@ def load_config(cfg: DictConfig) -> JobConfig:
         prompt=_build_prompt(groups["prompt"]),
         sampling=_build(SamplingConfig, groups["sampling"], "sampling"),
         strategy=_build_strategy(groups["strategy"]),
+        constraint=constraint_config(groups["constraint"]),
         engine=_build(EngineGroup, groups["engine"], "engine"),
         output=_build(OutputConfig, _own_sweep_folder(groups["output"]), "output"),
     )
+    _check_constrained(config)
     sampling_params(config)  # its ranges are errors of the configuration too
     return config
 
 
 def sampling_params(config: JobConfig) -> SamplingParams:
-    """The parameters of every request of the job; `seed` is the job's, to be replaced per row."""
+    """The parameters of every request of the job.
+
+    To be replaced per row: `seed`, which is the job's, and `constraint` if rows have their own.
+
+    Raises:
+        ConfigError: a value is out of range, or the job's constraint is not one.
+    """
     values = dataclasses.asdict(config.sampling)
     del values["n"]
     columns = config.output.columns
+    try:
+        constraint = job_constraint(config.constraint)
+    except ConstraintError as error:
+        raise ConfigError(f"constraint: {error}") from None
     try:
         return SamplingParams(
             **values,
@@ -82,6 +104,7 @@ def sampling_params(config: JobConfig) -> SamplingParams:
             top_logprobs=config.output.top_logprobs if "top_logprobs" in columns else 0,
             logprobs_mode=config.output.logprobs_mode,
             columns=tuple(name for name in columns if name not in COMMON_COLUMNS),
+            constraint=constraint,
         )
     except ValueError as error:
         raise ConfigError(f"sampling.{error}") from None
@@ -107,6 +130,20 @@ def strategy_options(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def constraint_config(values: dict[str, Any]) -> ConstraintConfig:
+    """The group `constraint` from its plain values.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    kind = values.get("kind", MISSING)
+    if kind not in CONSTRAINT_KINDS:
+        raise ConfigError(
+            f"constraint.kind must be one of {', '.join(CONSTRAINT_KINDS)}, got {kind!r}"
+        )
+    return _build(CONSTRAINT_KINDS[kind], with_contents(values), "constraint")
+
+
 def resolved(config: JobConfig) -> dict[str, dict[str, Any]]:
     """The configuration as plain values under the keys that users write."""
     groups = dataclasses.asdict(config)
@@ -123,6 +160,8 @@ def identity(config: JobConfig) -> dict[str, dict[str, Any]]:
     """
     groups = resolved(config)
     groups["engine"] = {"max_model_len": groups["engine"]["max_model_len"]}
+    if isinstance(config.constraint, NoConstraintConfig):
+        del groups["constraint"]  # as in manifests from before there were constraints
     del groups["model"]["name"], groups["output"]["dir"], groups["output"]["overwrite"]
     return groups
 
@@ -142,6 +181,20 @@ def _build_prompt(values: dict[str, Any]) -> PromptConfig:
     if kind not in PROMPT_KINDS:
         raise ConfigError(f"prompt.kind must be one of {', '.join(PROMPT_KINDS)}, got {kind!r}")
     return _build(PROMPT_KINDS[kind], values, "prompt")
+
+
+def _check_constrained(config: JobConfig) -> None:
+    """What other groups may say depends on the kind of constraint."""
+    kind = config.constraint.kind
+    if kind != "none" and config.sampling.ignore_eos:
+        raise ConfigError(
+            "sampling.ignore_eos must be false with a constraint: a constrained row ends with EOS"
+        )
+    if PARSED in config.output.columns and kind not in ("json_schema", "json"):
+        raise ConfigError(
+            f"output.columns: {PARSED} is for JSON, and the constraint is {kind}: use "
+            "constraint=json_schema or constraint=json, or leave the column out"
+        )
 
 
 def _build_strategy(values: dict[str, Any]) -> StrategyConfig:

@@ -11,12 +11,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from datasets import Features
 
 from batchgen.config import (
     ChatPromptConfig,
@@ -27,6 +28,7 @@ from batchgen.config import (
     OutputConfig,
     SamplingConfig,
     StrategyConfig,
+    constraint_config,
 )
 from batchgen.dataset import Row
 from batchgen.engine.memory import MemoryPlan
@@ -51,6 +53,9 @@ class FakeJob:
         bad: whether rows BAD_PROMPT*k (no prompt) and BAD_REQUEST*k (refused) fail.
         straggler: index of a row that never finishes before all others have, -1 for none.
         fail_at_step: the engine raises in this step, -1 for never.
+        constraint: the group of that name.
+        answers: text, finish reason and constraint_satisfied that rows take in turns; empty for
+            texts of tokens.
     """
 
     out: str
@@ -66,9 +71,13 @@ class FakeJob:
     prompt_token_ids: bool = True
     overwrite: bool = False
     temperature: float = 1.0
+    constraint: dict[str, Any] = field(default_factory=lambda: {"kind": "none"})
+    parsed: bool = False
+    answers: tuple[tuple[str, str, bool | None], ...] = ()
 
     def config(self) -> JobConfig:
-        columns = ("logprobs", "prompt_token_ids") if self.prompt_token_ids else ("logprobs",)
+        asked = {"prompt_token_ids": self.prompt_token_ids, "parsed": self.parsed}
+        columns = ("logprobs", *(name for name, wanted in asked.items() if wanted))
         return JobConfig(
             model=ModelGroup(path="fake"),
             dataset=DatasetConfig(kind="demo"),
@@ -77,6 +86,7 @@ class FakeJob:
                 n=self.samples, temperature=self.temperature, max_new_tokens=16
             ),
             strategy=StrategyConfig(target="fake.Strategy"),
+            constraint=constraint_config(self.constraint),
             engine=EngineGroup(max_num_seqs=self.max_num_seqs),
             output=OutputConfig(
                 dir=self.out,
@@ -107,6 +117,7 @@ class FakeSource:
     schema = pa.schema(
         [("question", pa.string()), ("number", pa.int64()), ("tags", pa.list_(pa.string()))]
     )
+    features = Features.from_arrow_schema(schema)
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -186,6 +197,14 @@ class FakeEngine:
             os.write(fd, f"{running.request_id}\n".encode())
             os.close(fd)
         output = outcome(running.request_id, running.prompt, running.params)
+        if self.job.answers:
+            text, reason, satisfied = self.job.answers[running.prompt[0] % len(self.job.answers)]
+            output = replace(
+                output,
+                text=text,
+                finish_reason=reason,  # type: ignore[arg-type]
+                constraint_satisfied=satisfied,
+            )
         self.generated_tokens += len(output.token_ids)
         return output
 

@@ -1,0 +1,153 @@
+"""The Arrow type of everything that a JSON Schema allows, where there is exactly one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+
+# What says nothing about the type of a value. Names and bounds only make the values fewer.
+_SCALARS = {"integer": pa.int64(), "number": pa.float64(), "string": pa.string()}
+_SCALARS["boolean"] = pa.bool_()
+_ANNOTATIONS = {
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$schema", "$id", "$comment", "$defs", "definitions", "format"),
+}
+_OF_OBJECTS = {"properties", "required", "additionalProperties", "minProperties", "maxProperties"}
+_OF_ARRAYS = {"items", "minItems", "maxItems"}
+_OF_STRINGS = {"minLength", "maxLength", "pattern"}
+_OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_BOUNDS = _OF_NUMBERS - {"multipleOf"}
+
+
+_MOST_FIELDS = 2000  # a schema whose $refs fan out can describe any number of them
+_MOST_LEVELS = 100
+
+
+class Inexact(Exception):
+    """Why a schema has no exact Arrow type; the words go on after "because"."""
+
+
+def arrow_type(schema: Any) -> pa.DataType:
+    """The type of the schema's values: objects are structs, arrays lists, integers int64, numbers
+    float64; a field is null where an optional property is absent or a nullable value is null.
+
+    An object without `additionalProperties` has only its `properties`: a constrained row writes no
+    others. An integer without bounds is int64 all the same; the reader makes null of a larger one.
+
+    Raises:
+        Inexact: there is no such type: recursion, unions, other properties, values of any type,
+            integers that the schema itself lets be larger than 64 bits.
+    """
+    return _Typing(schema).type(schema, "", ())
+
+
+class _Typing:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._fields = 0
+
+    def type(self, schema: Any, at: str, refs: tuple[str, ...]) -> pa.DataType:
+        """
+        Args:
+            at: JSON pointer of the schema, for errors.
+            refs: what it was reached through.
+        """
+        if not isinstance(schema, Mapping):
+            raise _inexact("may be of any type", at)
+        self._fields += 1
+        if self._fields > _MOST_FIELDS or at.count("/") > _MOST_LEVELS:
+            raise Inexact("it describes too many fields or levels")
+        said = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+        for key, only in (("$ref", self._ref), ("anyOf", self._any), ("oneOf", self._any)):
+            if key in said:
+                if len(said) > 1:
+                    raise _inexact(f"has more beside {key}", at)
+                return only(said[key], f"{at}/{key}", refs)
+        if "enum" in said or "const" in said:
+            return _of_values(said.get("enum", [said.get("const")]), at)
+        return self._of_type(said, at, refs)
+
+    def _of_type(self, said: Mapping[str, Any], at: str, refs: tuple[str, ...]) -> pa.DataType:
+        names = said.get("type", ())
+        names = {names} if isinstance(names, str) else {*names}
+        names -= {"null"}
+        if names == {"integer", "number"}:
+            names = {"number"}
+        if len(names) != 1:
+            raise _inexact("may be of several types" if names else "names no type", at)
+        (name,) = names
+        if name == "object":
+            return self._object(said, at, refs)
+        if name == "array":
+            _only(said, _OF_ARRAYS, at)
+            return pa.list_(self.type(said.get("items"), f"{at}/items", refs))
+        _only(said, _OF_STRINGS | _OF_NUMBERS, at)
+        if name == "integer" and any(abs(said.get(key, 0)) > 2**63 - 1 for key in _BOUNDS):
+            raise _inexact("may be an integer of more than 64 bits", at)
+        return _SCALARS[name]
+
+    def _object(self, said: Mapping[str, Any], at: str, refs: tuple[str, ...]) -> pa.DataType:
+        _only(said, _OF_OBJECTS, at)
+        if said.get("additionalProperties", False) is not False:
+            raise _inexact("may have additional properties", at)
+        properties = said.get("properties", {})
+        if not properties or "" in properties:  # Parquet has no such structs
+            raise _inexact("has no named properties", at)
+        return pa.struct(
+            [
+                pa.field(name, self.type(inner, f"{at}/properties/{_escaped(name)}", refs))
+                for name, inner in properties.items()
+            ]
+        )
+
+    def _ref(self, ref: str, at: str, refs: tuple[str, ...]) -> pa.DataType:
+        if ref in refs:
+            raise _inexact("is recursive", at)
+        target = self._root
+        if ref != "#" and not ref.startswith("#/"):
+            raise _inexact(f"refers to {ref}", at)
+        for part in ref.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, Mapping) and key in target:
+                target = target[key]
+            else:
+                raise _inexact(f"refers to {ref}", at)
+        return self.type(target, at, (*refs, ref))
+
+    def _any(self, choices: list[Any], at: str, refs: tuple[str, ...]) -> pa.DataType:
+        types = [
+            self.type(choice, f"{at}/{i}", refs)
+            for i, choice in enumerate(choices)
+            if choice != {"type": "null"}
+        ]
+        if not types or any(type != types[0] for type in types):
+            raise _inexact("may be of several types", at)
+        return types[0]
+
+
+def _of_values(values: list[Any], at: str) -> pa.DataType:
+    kinds = {type(value) for value in values} - {type(None)}
+    if kinds == {str}:
+        return pa.string()
+    if kinds == {bool}:
+        return pa.bool_()
+    if kinds == {int} and all(v is None or -(2**63) <= v < 2**63 for v in values):
+        return pa.int64()
+    if kinds in ({float}, {int, float}):
+        return pa.float64()
+    raise _inexact("may be of several types", at)
+
+
+def _only(said: Mapping[str, Any], known: set[str], at: str) -> None:
+    if odd := [key for key in said if key not in known and key != "type"]:
+        raise _inexact(f"has {odd[0]}", at)
+
+
+def _inexact(what: str, at: str) -> Inexact:
+    return Inexact(f"{at or 'the schema'} {what}")
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")

@@ -1,0 +1,202 @@
+"""Checks every row of a finished job against its constraint, without the job's engine.
+
+    python -m batchgen.validate OUT
+
+Exit codes: 1 a row that satisfies its constraint by the engine's word does not; 2 nothing could be
+checked; 0 else. Rows that were cut count as what they are, not as valid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.config import (
+    AnyConstraintConfig,
+    NoConstraintConfig,
+    constraint_column,
+    constraint_config,
+    job_value,
+)
+from batchgen.errors import ConfigError, JobError
+from batchgen.json_text import parse_json
+from batchgen.manifest import Manifest
+from batchgen.metrics import OUTCOMES, constraint_outcome
+from batchgen.row_constraints import MAX_CACHED, cell_text, choices_of
+from batchgen.shards import damaged, shard_files
+from batchgen.stored_json import read_back, stored_feature
+from batchgen.text_checks import CHECKED_BY, Check, Unchecked, make_check
+
+SHOWN = 5
+_BATCH = 1024
+_COLUMNS = ("row_id", "sample_index", "text", "finish_reason", "constraint_satisfied")
+_MEANINGS = {
+    "valid": "satisfied, and checked",
+    "invalid": "satisfied by the engine's word, but INVALID",
+    "unchecked": "satisfied by the engine's word; cannot be checked",
+    **{name: meaning for name, meaning in OUTCOMES.items() if name != "satisfied"},
+}
+
+
+@dataclass
+class Report:
+    """What a check found.
+
+    Attributes:
+        checked_by: what checked the texts.
+        counts: rows by outcome; `invalid` are those that say they are satisfied and are not.
+        problems: of invalid and unchecked rows, the first few: row, sample and reason.
+    """
+
+    checked_by: str
+    counts: Counter[str] = field(default_factory=Counter)
+    problems: dict[str, list[str]] = field(default_factory=lambda: {"invalid": [], "unchecked": []})
+
+    @property
+    def rows(self) -> int:
+        return self.counts.total()
+
+    def add(self, outcome: str, where: str, reason: str | None) -> None:
+        self.counts[outcome] += 1
+        if reason is not None and len(self.problems[outcome]) < SHOWN:
+            self.problems[outcome].append(f"{where}: {reason}")
+
+    def __str__(self) -> str:
+        always = ("valid", "invalid", "cut")
+        lines = [f"{'rows':<13} {self.rows:>9,}  checked by {self.checked_by}"]
+        for name, meaning in _MEANINGS.items():
+            if name in always or self.counts[name]:
+                lines.append(f"{name:<13} {self.counts[name]:>9,}  {meaning}")
+            lines += [f"    {problem}" for problem in self.problems.get(name, ())]
+        return "\n".join(lines)
+
+
+def validate(folder: str | Path) -> Report:
+    """Check the rows of a complete job's output folder, from what is in it alone.
+
+    Raises:
+        ConfigError: it is no complete job with a constraint, or its rows' constraints are not in
+            it.
+        JobError: a shard is damaged.
+    """
+    path = Path(folder)
+    config = _config(path)
+    column = constraint_column(config)
+    checks, report = _Checks(config, column), Report(CHECKED_BY[config.kind])
+    for row in _rows(path, column):
+        outcome, reason = _outcome(row, checks)
+        report.add(outcome, f"row {row['row_id']}, sample {row['sample_index']}", reason)
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m batchgen.validate",
+        description="Check every row of a finished job against its constraint.",
+    )
+    parser.add_argument("out", help="the job's output.dir")
+    try:
+        report = validate(parser.parse_args(arguments).out)
+    except (ConfigError, JobError) as error:
+        print(f"batchgen.validate: {error}", file=sys.stderr)
+        return 2
+    print(report)
+    return 1 if report.counts["invalid"] else 0
+
+
+class _Checks:
+    """The check of each row, made once for rows with the same constraint."""
+
+    def __init__(self, config: AnyConstraintConfig, column: str | None) -> None:
+        self._config, self._column = config, column
+        self._of_job = lru_cache(1)(lambda: make_check(config, job_value(config)))
+        self._of_cell = lru_cache(MAX_CACHED)(partial(_cell_check, config))
+
+    def of(self, row: Mapping[str, Any]) -> Check | None:
+        """None if the row has no constraint; Unchecked if there is no check of it."""
+        if self._column is None:
+            return self._of_job()
+        try:
+            text = cell_text(self._config.kind, *row[self._column])
+            return None if text is None else self._of_cell(text)
+        except (ValueError, RecursionError) as error:
+            raise Unchecked(f"column {self._column!r}: {error}") from None
+
+
+def _cell_check(config: AnyConstraintConfig, text: str) -> Check:
+    if config.kind == "choice":
+        return make_check(config, choices_of(text))
+    is_json = config.kind in ("json_schema", "structural_tag")
+    return make_check(config, parse_json(text) if is_json else text)
+
+
+def _outcome(row: Mapping[str, Any], checks: _Checks) -> tuple[str, str | None]:
+    """What became of the row, and why it is invalid or unchecked if it is."""
+    said = constraint_outcome(row["finish_reason"], row["constraint_satisfied"])
+    if said == "error":
+        return said, None
+    try:
+        check = checks.of(row)
+        if check is None:
+            return "unconstrained", None
+        if said == "unconstrained":
+            return "invalid", "the row was not held to its constraint"
+        if said != "satisfied":
+            return said, None
+        reason = check(row["text"])
+    except Unchecked as why:
+        return "unchecked", str(why)
+    return ("valid", None) if reason is None else ("invalid", reason)
+
+
+def _config(path: Path) -> AnyConstraintConfig:
+    """The job's constraint, from its manifest: config.yaml is for people to change."""
+    if not (path / "manifest.json").is_file():
+        raise ConfigError(f"{path} is not the output of a job (no manifest.json): give output.dir")
+    identity = Manifest.read(path / "manifest.json").identity
+    config = constraint_config(identity.get("constraint", {"kind": "none"}))
+    if isinstance(config, NoConstraintConfig):
+        raise ConfigError(f"the job in {path} has no constraint: there is nothing to check")
+    metrics = path / "metrics.json"
+    if not metrics.is_file() or json.loads(metrics.read_text("utf-8"))["status"] != "complete":
+        raise ConfigError(f"the job in {path} is not complete: run its command again first")
+    return config
+
+
+def _rows(path: Path, column: str | None) -> Iterator[dict[str, Any]]:
+    """The rows with what they are checked by; `column` as its value and its feature."""
+    names = [*_COLUMNS, *([] if column is None else [column])]
+    for shard in shard_files(path / "data").values():
+        try:
+            with pq.ParquetFile(shard) as file:
+                if column is not None and column not in file.schema_arrow.names:
+                    raise ConfigError(
+                        f"the rows' constraints stand in the dataset column {column!r}, which the "
+                        f"job did not copy to {path}: list it in dataset.columns and run the job "
+                        "again"
+                    )
+                feature = (
+                    None if column is None else stored_feature(file.schema_arrow.field(column))
+                )
+                for batch in file.iter_batches(_BATCH, columns=names):
+                    for row in batch.to_pylist():
+                        if column is not None:
+                            row[column] = (read_back(row[column], feature), feature)
+                        yield row
+        except (pa.ArrowException, OSError) as error:
+            raise damaged(shard, str(error)) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
