@@ -53,10 +53,10 @@ def job_parts(config: JobConfig) -> JobParts:
         strategy.block_length(model.config)
     _check_columns(config.output.columns, strategy)
     params = sampling_params(config)
+    compiler = _compiler(config.constraint, params.constraint, model)
     with _named("sampling"):
         check_params(_strictest(config, params), strategy, model.config.vocab_size, model.tokenizer)
     _check_parsed(config, model.tokenizer)
-    compiler = _compiler(config.constraint, params.constraint, model)
     source = open_dataset(config.dataset)
     prompt = build_prompt(
         config.prompt,

@@ -90,8 +90,10 @@ def test_the_floor_of_one_request_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> None:
     config = load_config(write_config(model, tmp_path / "new"))
-    assert config.architecture == "Qwen3ForCausalLM" and config.qk_norm
+    diffusion = "sdar" in model
+    assert config.architecture == ("SDARForCausalLM" if diffusion else "Qwen3ForCausalLM")
+    assert config.qk_norm and (config.diffusion is not None) == diffusion
     assert config.rope.rope_theta == 1e6
     longest = max(w.input_lens[1] + w.output_lens[1] for w in WORKLOADS.values())
     assert longest <= config.max_position_embeddings
-    assert model == "tiny" or config.vocab_size >= PROMPT_VOCAB
+    assert "tiny" in model or config.vocab_size >= PROMPT_VOCAB
