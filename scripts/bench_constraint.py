@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--vocab-sizes", default="49152,151936")
-    parser.add_argument("--kv-cache-gib", type=float, default=12.0)
+    parser.add_argument("--kv-cache-gib", type=float, default=24.0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -173,12 +173,13 @@ def main() -> None:
         config = EngineConfig(
             max_num_seqs=args.rows, max_model_len=2048, kv_cache_gib=args.kv_cache_gib
         )
+        longest = args.steps + WARM_STEPS + args.rows // 2  # beside the prefills, too
         timer = StepTimer(device)
         engine = LLMEngine(model, tokenizer, eos, ARStrategy(), config, timer, compiler=compiler)
         for sampling in (SamplingParams(temperature=0), SamplingParams(temperature=1, top_p=0.95)):
             kind = "greedy" if sampling.greedy else "sampled, top_p"
             free = [
-                replace(sampling, max_new_tokens=1800, ignore_eos=True, seed=i)
+                replace(sampling, max_new_tokens=longest, ignore_eos=True, seed=i)
                 for i in range(args.rows)
             ]
             bound = [replace(p, ignore_eos=False, constraint=constraint) for p in free]
