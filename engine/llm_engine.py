@@ -43,7 +43,7 @@ from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.step_timing import StepTimer, timed
 from batchgen.engine.strategy import JoiningRows, Limits, Strategy
-from batchgen.engine.transfer import upload
+from batchgen.engine.transfer import release_cached_memory, upload
 
 
 @dataclass
@@ -123,6 +123,7 @@ class LLMEngine:
         self.strategy = strategy
         self.stats = EngineStats()
         self._timer = timer
+        release_cached_memory(model.device)
         limits = Limits(config.max_num_seqs, self.max_model_len, self.vocab_size, model.device)
         strategy.allocate(limits)
         uses = [ModelUse(model, strategy.widths, strategy.forward_rows)]

@@ -18,6 +18,7 @@ from batchgen.engine.model_config import ModelConfig
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.models.registry import model_class
 from batchgen.engine.tokenizer import load_tokenizer
+from batchgen.engine.transfer import release_cached_memory
 
 LoadFormat = Literal["auto", "gguf", "dummy"]
 
@@ -95,6 +96,7 @@ def load_model(
         raise ValueError(f"{path} is not a .gguf file, which load_format=gguf asks for")
     config = load_config(path)
     kind = model_class(config.architecture, path)
+    release_cached_memory(device)
     model = kind(config, device=device, dtype=dtype or config.dtype)
     if load_format == "dummy":
         _fill_dummy(model)

@@ -25,6 +25,15 @@ def upload(
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def release_cached_memory(device: torch.device) -> None:
+    """Give a GPU back what torch keeps of freed tensors. To be called before anything is allocated
+    to stay: a small tensor in a corner of the KV cache of an engine that is gone would keep all of
+    it from the next one.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 class Download:
     """A tensor on its way to the host, which nobody waits for before `wait`."""
 

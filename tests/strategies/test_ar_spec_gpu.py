@@ -114,3 +114,12 @@ def test_the_host_waits_for_no_step_but_the_one_it_reads(
 
 def config(**options: Any) -> EngineConfig:
     return EngineConfig(max_model_len=256, kv_cache_gib=0.05, **options)
+
+
+def test_an_engine_gets_the_memory_of_one_that_is_gone(tiny_model: Callable[..., Path]) -> None:
+    """What the strategy keeps must not lie in a corner of the cache that was there before."""
+    model = load(tiny_model("llama"))
+    LLMEngine(model, None, (), ARStrategy(), EngineConfig(kv_cache_gib=2.0))
+    small = EngineConfig(kv_cache_gib=0.01)
+    engine = LLMEngine(model, None, (), ARSpecStrategy(num_spec_tokens=2), small)
+    assert torch.cuda.memory_reserved() < 2**30 and engine.memory.kv_tokens
