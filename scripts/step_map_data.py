@@ -1,0 +1,244 @@
+"""What scripts/plot_step_map.py draws, read from a job's Parquet files and its config.yaml."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import yaml
+
+STEP_NAMES = {"DLLMStrategy": "denoise step", "ARSpecStrategy": "forward"}
+"""What a number in step_map counts, by the class of the strategy; others count steps."""
+
+
+class PlotError(Exception):
+    """A user's mistake; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Some tokens of a row that are drawn beside each other.
+
+    Attributes:
+        given: cells before the first token, which are the prompt's.
+    """
+
+    texts: Sequence[str]
+    steps: Sequence[int]
+    given: int
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRow:
+    """A row's tokens and when they came.
+
+    Attributes:
+        texts: of the tokens, as they are drawn; empty strings where they are not known.
+        steps: of the tokens, from 1.
+        given: positions of the first token's block that are the end of the prompt.
+    """
+
+    SPACE: ClassVar[str] = "␣"
+    END: ClassVar[str] = "■"
+
+    name: str
+    texts: Sequence[str]
+    steps: Sequence[int]
+    given: int
+
+    def lines(self, tokens_per_line: int, most_lines: int) -> list[Line]:
+        """The row in lines that begin at the same place of a block; what is too long is left out.
+
+        The first line holds fewer tokens by `given`.
+        """
+        starts = range(-self.given, len(self.steps), tokens_per_line)[:most_lines]
+        lines = []
+        for start in starts:
+            part = slice(max(start, 0), start + tokens_per_line)
+            lines.append(Line(self.texts[part], self.steps[part], max(-start, 0)))
+        return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How many tokens the steps of all rows brought.
+
+    Attributes:
+        counts: number of steps by their number of tokens; a step of which no token is in the
+            output is not known here.
+    """
+
+    counts: dict[int, int]
+    rows: int
+
+    @property
+    def steps(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens * steps for tokens, steps in self.counts.items())
+
+    @property
+    def most_tokens(self) -> int:
+        return max(self.counts)
+
+    @property
+    def mean(self) -> float:
+        return self.tokens / self.steps
+
+
+@dataclass(frozen=True)
+class StepMaps:
+    """A job's output with a column step_map.
+
+    Attributes:
+        step_name: what the numbers of step_map count.
+        block_length: None where the strategy has no blocks, or config.yaml does not say.
+    """
+
+    folder: Path
+    data: ds.Dataset
+    step_name: str
+    block_length: int | None
+
+    @property
+    def num_rows(self) -> int:
+        count: int = self.data.count_rows()
+        return count
+
+    def traced_rows(self, count: int, tokenizer: str | None = None) -> list[TracedRow]:
+        """The first rows that have tokens.
+
+        Args:
+            tokenizer: folder or hub name; None reads texts only where each token is a byte.
+
+        Raises:
+            PlotError: no row has tokens, or the tokenizer cannot be loaded.
+        """
+        decoder = None if tokenizer is None else _load_tokenizer(tokenizer)
+        names = ["row_id", "sample_index", "token_ids", "text", "stop", "num_prompt_tokens"]
+        names += [name for name in ("question", "step_map") if name in self.data.schema.names]
+        batches = self.data.to_batches(columns=names, batch_size=256)
+        rows = (row for batch in batches for row in batch.to_pylist() if row["step_map"])
+        found = [self._traced(row, decoder) for row in islice(rows, count)]
+        if not found:
+            raise PlotError(
+                f"none of the {self.num_rows} rows in {self.folder} has tokens: column error says "
+                "why"
+            )
+        return found
+
+    def histogram(self) -> Histogram:
+        """Of all rows that have tokens."""
+        counts: Counter[int] = Counter()
+        rows = 0
+        for batch in self.data.to_batches(columns=["step_map"]):
+            lists = batch.column(0)
+            steps = np.asarray(pc.list_flatten(lists), dtype=np.int64)
+            parents = np.asarray(pc.list_parent_indices(lists), dtype=np.int64)
+            if len(steps):
+                rows += len(np.unique(parents))
+                keys = parents * (steps.max() + 1) + steps
+                counts.update(np.unique(keys, return_counts=True)[1].tolist())
+        return Histogram(dict(sorted(counts.items())), rows)
+
+    def _traced(self, row: dict[str, Any], decoder: Any) -> TracedRow:
+        name = f"row {row['row_id']}"
+        if row["sample_index"]:
+            name += f", sample {row['sample_index']}"
+        if question := " ".join(str(row.get("question") or "").split()):
+            name += f": {shorten(question)}"
+        given = row["num_prompt_tokens"] % self.block_length if self.block_length else 0
+        return TracedRow(name, token_texts(row, decoder), row["step_map"], given)
+
+
+def read_job(folder: Path, block_length: int | None = None) -> StepMaps:
+    """Open a job's output.
+
+    Args:
+        block_length: None takes what config.yaml says.
+
+    Raises:
+        PlotError: the folder is not a job's, has no complete shard, or lacks step_map.
+    """
+    config_file = folder / "config.yaml"
+    files = sorted((folder / "data").glob("*.parquet"))
+    if not config_file.is_file():
+        raise PlotError(
+            f"{folder} is not a job's folder (it has no config.yaml): give the job's output.dir"
+        )
+    if not files:
+        raise PlotError(
+            f"{folder} has no complete shard yet (data/*.parquet): run the job's command again, it "
+            "goes on where it stopped"
+        )
+    try:
+        data = ds.dataset([str(file) for file in files], format="parquet")
+    except pa.ArrowInvalid as error:
+        raise PlotError(f"cannot read {folder / 'data'}: {error}") from None
+    if "step_map" not in data.schema.names:
+        raise PlotError(
+            f"{folder} has no column step_map: run the job with strategy=dllm or strategy=ar_spec "
+            "and 'output.columns=[step_map]'"
+        )
+    strategy = _strategy(config_file)
+    step_name = STEP_NAMES.get(strategy["_target_"].rpartition(".")[2], "step")
+    return StepMaps(folder, data, step_name, block_length or strategy.get("block_length"))
+
+
+def _strategy(config_file: Path) -> dict[str, Any]:
+    try:
+        strategy = yaml.safe_load(config_file.read_text(encoding="utf-8"))["strategy"]
+    except (yaml.YAMLError, KeyError, TypeError):
+        strategy = None
+    if not isinstance(strategy, dict) or not isinstance(strategy.get("_target_"), str):
+        raise PlotError(f"{config_file} is not what a job wrote: it names no strategy")
+    return strategy
+
+
+def token_texts(row: dict[str, Any], decoder: Any) -> list[str]:
+    """Text of each token as it is drawn: one line, spaces visible, END for what ended the row.
+
+    Args:
+        decoder: a transformers tokenizer. Without one the texts are those of bytes where the ids
+            are the bytes of the text, else empty strings.
+    """
+    ids: list[int] = row["token_ids"]
+    if decoder is not None:
+        texts = [decoder.decode([token]) for token in ids]
+        if texts[-1] == row["stop"]:
+            texts[-1] = TracedRow.END
+        return [_visible(text) for text in texts]
+    content = (row["text"] or "").encode()
+    if not content or ids[: len(content)] != list(content):
+        return [""] * len(ids)
+    texts = [_visible(chr(byte)) if byte < 128 else f"{byte:02x}" for byte in content]
+    return texts + [TracedRow.END] * (len(ids) - len(content))
+
+
+def shorten(text: str, length: int = 80) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _visible(text: str) -> str:
+    for character, shown in ((" ", TracedRow.SPACE), ("\n", "↵"), ("\t", "→")):
+        text = text.replace(character, shown)
+    return "".join(c if c.isprintable() else "�" for c in text)
+
+
+def _load_tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise PlotError(f"--tokenizer: cannot load {name}: {error}") from None
