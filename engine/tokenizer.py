@@ -6,7 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from batchgen.engine.gguf_file import GGUFFile
 from batchgen.engine.gguf_tokenizer import gguf_tokenizer
@@ -36,7 +41,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
         raise ValueError(f"{path} has {_SETTINGS} but none of {', '.join(_VOCABULARIES)}")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=False, local_files_only=True
+            path, trust_remote_code=False, local_files_only=True, **_config(path)
         )
     except Exception as error:
         known = (OSError, ValueError, KeyError, TypeError, ImportError)
@@ -47,6 +52,19 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
     if not tokenizer.is_fast:
         raise ValueError(f"{path}: only tokenizers with a fast form (tokenizer.json) are supported")
     return tokenizer
+
+
+def _config(path: Path) -> dict[str, PretrainedConfig]:
+    """A model that transformers does not know gets an empty configuration: it would warn that the
+    one in the folder is of another kind, and the tokenizer does not need it."""
+    file = path / "config.json"
+    kind = _read(file).get("model_type") if file.is_file() else None
+    return {} if kind in CONFIG_MAPPING else {"config": PretrainedConfig()}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return values
 
 
 def eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
@@ -63,7 +81,7 @@ def eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tupl
     else:
         for name in ("generation_config.json", "config.json"):
             if (path / name).is_file():
-                ids.update(_eos_of(json.loads((path / name).read_text(encoding="utf-8"))))
+                ids.update(_eos_of(_read(path / name)))
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return tuple(sorted(ids))
