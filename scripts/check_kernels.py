@@ -31,8 +31,11 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loader import load_model
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.outputs import RequestOutput
+from batchgen.engine.sampler import draw
+from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
+from batchgen.kernels.token_mask import TokenMask
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
@@ -191,11 +194,37 @@ def differences(
     return problems
 
 
+def check_masks() -> list[str]:
+    """Masked draws, in place behind penalties and in a copy, against the reference on the CPU."""
+    problems = []
+    rows, vocab = len(EVERY_OPTION), _SIZES["vocab_size"]
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.empty(rows, vocab).normal_(0, 2, generator=generator)
+    words = torch.empty((2, -(-vocab // 32))).uniform_(-(2**31), 2**31 - 1, generator=generator)
+    lines = torch.tensor([0, -1, 1, 1, 0], dtype=torch.int32)
+    for options in (PLAIN, EVERY_OPTION):
+        params = [(options * rows)[i][1] for i in range(rows)]
+        expected, found = (
+            draw(
+                logits.to(device),
+                SamplingInputs.build(
+                    params, [4] * rows, [[5, 6, 7, 8]] * rows, [(2,)] * rows, [99] * rows, device
+                ),
+                torch.full((rows,), 4, device=device),
+                mask=TokenMask(words.int().to(device), lines.to(device)),
+            )
+            for device in (torch.device("cpu"), torch.device("cuda"))
+        )
+        if expected.token_ids.tolist() != found.token_ids.tolist():
+            problems.append(f"masked tokens {found.token_ids}, not {expected.token_ids}")
+    return problems
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("needs a GPU: the kernels run on nothing else")
     launches = count_launches()
-    problems = []
+    problems = check_masks()
     for sizes, dtype in RUNS:
         batches, diffusion = batches_of(sizes), sizes["model_type"] == "sdar"
         reference = DLLMStrategy() if diffusion else ARStrategy()
