@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ class Guide:
         Args:
             logits: [B, V], that it will be applied to.
         """
-        masks = MaskBuilder(logits, len(self.seqs))
+        masks = MaskBuilder(logits)
         rows = dict(self.matchers)
         masks.allow(list(rows), list(rows.values()))
         return masks.build()
@@ -71,7 +71,7 @@ class Guide:
             counts: [B], how many drafts of a row count.
         """
         width = 1 + drafts.shape[1]
-        masks = MaskBuilder(logits, len(self.seqs) * width)
+        masks = MaskBuilder(logits)
         alive = dict(self.matchers)
         for place in range(width):
             masks.allow([row * width + place for row in alive], list(alive.values()))
@@ -99,32 +99,38 @@ class MaskBuilder:
 
     Args:
         logits: [R, V], that it will be applied to.
-        capacity: logits rows that are constrained, at most.
     """
 
-    def __init__(self, logits: Tensor, capacity: int) -> None:
+    def __init__(self, logits: Tensor) -> None:
         rows, vocab_size = logits.shape
         self._device = logits.device
-        shape = (capacity, -(-vocab_size // 32))
-        self._bits = torch.empty(shape, dtype=torch.int32, pin_memory=logits.is_cuda)
-        self._lines = np.full(rows, -1, np.int32)
+        self._num_words = -(-vocab_size // 32)
+        self._parts: list[Tensor] = []
         self._count = 0
+        self._lines = np.full(rows, -1, np.int32)
 
     def allow(self, rows: Ids[int], matchers: Ids[Matcher]) -> None:
         """These logits rows may take what the matchers allow now."""
-        lines = range(self._count, self._count + len(rows))
-        fill_all(matchers, self._bits, lines)
-        self._lines[list(rows)] = lines
-        self._count += len(rows)
+        fill_all(matchers, self._more(rows), range(len(rows)))
 
-    def allow_only(self, row: int, token_id: int) -> None:
-        """This logits row must take the token."""
-        line = self._bits[self._count].zero_()
-        # As the bit of a signed word.
-        line.numpy().view(np.uint32)[token_id // 32] = np.uint32(1) << np.uint32(token_id % 32)
-        self._lines[row] = self._count
-        self._count += 1
+    def allow_only(self, token_ids: Mapping[int, int]) -> None:
+        """Logits rows that must take a token: row → token."""
+        bits = self._more(list(token_ids)).zero_().numpy().view(np.uint32)
+        ids = np.array(list(token_ids.values()), np.uint32)
+        bits[np.arange(len(ids)), ids // 32] = np.uint32(1) << ids % 32
+
+    def _more(self, rows: Ids[int]) -> Tensor:
+        """Lines for these logits rows, to be filled."""
+        shape = (len(rows), self._num_words)
+        bits = torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self._parts.append(bits)
+        self._lines[list(rows)] = range(self._count, self._count + len(rows))
+        self._count += len(rows)
+        return bits
 
     def build(self) -> TokenMask:
-        bits = self._bits[: self._count].to(self._device, non_blocking=True)
-        return TokenMask(bits, upload(self._lines, torch.int32, self._device))
+        parts = [part.to(self._device, non_blocking=True) for part in self._parts]
+        return TokenMask(
+            parts[0] if len(parts) == 1 else torch.cat(parts),
+            upload(self._lines, torch.int32, self._device),
+        )

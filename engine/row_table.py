@@ -170,7 +170,8 @@ class RowTable:
                 continue
             counts[i], strings[i] = found
             ended[i] = True
-        for i in np.flatnonzero(self._constrained[slots]).tolist():
+        # A step without tokens may be one within a block, whose tentative tokens stay.
+        for i in np.flatnonzero(self._constrained[slots] & (counts > 0)).tolist():
             matcher = self[slots[i]].matcher
             assert matcher is not None
             matcher.commit(step.token_ids[index[i], : counts[i]].tolist())

@@ -216,7 +216,8 @@ class DLLMStrategy(BaseStrategy):
         num_tokens = torch.where(complete & ~broken, length - blocks.given, 0)
         if conflicts is not None:
             # What is known of the block stands at its beginning.
-            known = (~blocks.masked).cumprod(1).sum(1)
+            known = (~blocks.masked | transfer).cumprod(1).sum(1)
+            conflicts = conflicts & ~broken
             num_tokens = torch.where(conflicts, known - blocks.given, num_tokens)
         return StepOutput(
             num_tokens=num_tokens.int(),

@@ -4,14 +4,20 @@ SDAR (arXiv 2510.06303): text is generated block by block on a grid from positio
 masked and is denoised in steps, each of which keeps some of the tokens that it draws. Every forward
 here reads the whole sequence anew under an explicit mask: no cache, no batch, no code of the engine
 but `kernels.philox`, which specifies the noise.
+
+Rows with a constraint are unmasked from left to right (`denoise_guided`); what the constraint
+allows comes from a regular expression, by trying every token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 from typing import Any, Literal
 
+import regex  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
@@ -42,6 +48,54 @@ class Options:
     max_model_len: int = 2**40
 
 
+@dataclass(frozen=True)
+class Language:
+    """The texts that a regular expression matches, each behind it a stop id.
+
+    Attributes:
+        pattern: of bytes.
+        texts: id → the bytes that it spells; nothing for ids that are no text.
+        cut: text → its tokens.
+    """
+
+    pattern: bytes
+    texts: Sequence[bytes]
+    cut: Callable[[str], Sequence[int]]
+
+    def text(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self.texts[i] for i in ids)
+
+    def complete(self, ids: Sequence[int]) -> bool:
+        return regex.fullmatch(self.pattern, self.text(ids)) is not None
+
+    def allowed(self, ids: Sequence[int], stop_ids: set[int]) -> set[int]:
+        """The tokens that may follow."""
+        return {i for i in {*range(len(self.texts)), *stop_ids} if self.legal(ids, i, stop_ids)}
+
+    def legal(self, ids: Sequence[int], token_id: int, stop_ids: set[int]) -> bool:
+        """Whether the token may follow."""
+        if token_id in stop_ids:
+            return self.complete(ids)
+        text = self.texts[token_id] if token_id < len(self.texts) else b""
+        return bool(text) and self._begins(self.text(ids) + text)
+
+    def forced(self, ids: Sequence[int], stop_ids: set[int]) -> list[int]:
+        """The tokens of what every text that goes on has next, as far as it is whole characters
+        and no stop id is among them."""
+        start = text = self.text(ids)
+        while not regex.fullmatch(self.pattern, text):
+            ways = [text + bytes([byte]) for byte in range(256)]
+            ways = [way for way in ways if self._begins(way)]
+            if len(ways) != 1:
+                break
+            text = ways[0]
+        tokens = self.cut(text[len(start) :].decode(errors="ignore"))
+        return list(takewhile(lambda token: token not in stop_ids, tokens))
+
+    def _begins(self, text: bytes) -> bool:
+        return regex.fullmatch(self.pattern, text, partial=True) is not None
+
+
 @dataclass
 class Generated:
     """What one sequence became; lists are as long as token_ids unless they say otherwise.
@@ -59,7 +113,7 @@ class Generated:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     steps: list[list[int]] = field(default_factory=list)
-    finish_reason: Literal["stop", "length"] = "length"
+    finish_reason: Literal["stop", "length", "constraint_conflict"] = "length"
 
     @property
     def num_forwards(self) -> int:
@@ -78,9 +132,14 @@ class Token:
 
 
 def generate(
-    forward: Forward, prompt: Sequence[int], params: SamplingParams, options: Options
+    forward: Forward,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    options: Options,
+    language: Language | None = None,
 ) -> Generated:
-    """Denoise block after block until one holds a stop or the last token that there may be."""
+    """Denoise block after block until one holds a stop or the last token that there may be, or
+    cannot be completed within the language."""
     assert not params.has_penalties and not params.stop, "not in the reference"
     length = options.block_length
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else options.eos)}
@@ -91,7 +150,11 @@ def generate(
     known = list(prompt[len(ids) :])  # the tail of the prompt, in the first block only
     while True:
         earlier = sum(count > 0 for block in out.steps for count in block)
-        steps = denoise(forward, ids, known, len(prompt), stop_ids, params, options)
+        of_row = (len(prompt), stop_ids, params, options)
+        if language is None:
+            steps = denoise(forward, ids, known, *of_row)
+        else:
+            steps = denoise_guided(forward, ids, known, *of_row, language)
         placed: dict[int, tuple[Token, int]] = {}
         for tokens in steps:
             placed |= {at: (token, earlier + 1) for at, token in tokens.items()}
@@ -99,7 +162,8 @@ def generate(
         out.steps.append([len(tokens) for tokens in steps])
         ids += known + [placed[at][0].token_id for at in sorted(placed)]
         known = []
-        assert len(ids) % length == 0
+        whole = len(ids) % length == 0
+        assert whole or language is not None
         for at in sorted(placed):
             token, step = placed[at]
             out.token_ids.append(token.token_id)
@@ -113,6 +177,9 @@ def generate(
                 return out
             if count == most:
                 return out
+        if not whole:
+            out.finish_reason = "constraint_conflict"
+            return out
 
 
 def denoise(
@@ -140,11 +207,105 @@ def denoise(
         for at in range(start, end):
             if at not in block:
                 banned = stop_ids if at < prompt_len + params.min_new_tokens else set()
-                drawn[at] = draw(logits[at - start], at, len(steps), banned, params)
+                token = draw(logits[at - start], at, len(steps), banned, params)
+                assert token is not None
+                drawn[at] = token
         chosen = choose(drawn, len(steps), options)
         steps.append({at: drawn[at] for at in chosen})
         block |= {at: drawn[at].token_id for at in chosen}
     return steps
+
+
+def denoise_guided(
+    forward: Forward,
+    ids: Sequence[int],
+    known: Sequence[int],
+    prompt_len: int,
+    stop_ids: set[int],
+    params: SamplingParams,
+    options: Options,
+    language: Language,
+) -> list[dict[int, Token]]:
+    """`denoise` of a row in a language. The last step may leave positions masked: of the tokens
+    that the language allows at the first of them, the parameters leave none."""
+    start, length = len(ids), options.block_length
+    block, steps, conflict = list(known), list[dict[int, Token]](), False
+    while len(block) < length and not conflict:
+        first = start + len(block)
+        inputs = block + [options.mask_token_id] * (length - len(block))
+        logits = forward([*ids, *inputs])[first : start + length].float()
+        banned = [stop_ids if first + i < prompt_len + params.min_new_tokens else set()
+                  for i in range(len(logits))]  # fmt: skip
+        draw_at = partial(_draw_at, logits, first, len(steps), banned, params)
+        history = [*ids, *block][prompt_len:]
+        run, conflict = run_in(
+            language, history, len(logits), draw_at, partial(permits, options, len(steps)), stop_ids
+        )
+        steps.append({first + i: token for i, token in enumerate(run)})
+        block += [token.token_id for token in run]
+    return steps
+
+
+def run_in(
+    language: Language,
+    history: list[int],
+    room: int,
+    draw_at: Callable[[int, set[int] | None], Token | None],
+    permits: Callable[[int, Token], bool],
+    stop_ids: set[int],
+) -> tuple[list[Token], bool]:
+    """What a step takes of a row, and whether it ends in a conflict.
+
+    That is what is forced; then a token of those that the language allows; then what was drawn
+    without it, while the rule permits that place and the language the token, and whatever is forced
+    in between. Behind a stop id it is all that was drawn.
+
+    Args:
+        history: what the row has generated.
+        room: masked positions.
+        draw_at: place and allowed tokens → what is drawn.
+    """
+    run: list[Token] = []
+    masked = True
+    while len(run) < room:
+        place = len(run)
+        ids = history + [token.token_id for token in run]
+        if stop_ids.intersection(ids):
+            new = [draw_at(place, None)]
+        elif forced := language.forced(ids, stop_ids)[: room - place]:
+            new = [draw_at(place + i, {token_id}) for i, token_id in enumerate(forced)]
+        elif masked:
+            new, masked = [draw_at(place, language.allowed(ids, stop_ids))], False
+            if new == [None]:
+                return run, True
+        else:
+            new = [draw_at(place, None)]
+            if not (
+                new[0] and permits(place, new[0]) and language.legal(ids, new[0].token_id, stop_ids)
+            ):
+                break
+        run += [token for token in new if token is not None]
+    return run, False
+
+
+def _draw_at(
+    logits: Tensor,
+    first: int,
+    step: int,
+    banned: list[set[int]],
+    params: SamplingParams,
+    place: int,
+    allowed: set[int] | None,
+) -> Token | None:
+    return draw(logits[place], first + place, step, banned[place], params, allowed)
+
+
+def permits(options: Options, step: int, place: int, token: Token) -> bool:
+    """Whether a step of a guided row may take a token, so many places behind the first masked."""
+    if options.unmasking == "low_confidence_dynamic":
+        return token.confidence > float(torch.tensor(options.confidence_threshold))
+    counts = schedule(options)
+    return place < counts[min(step, len(counts) - 1)]
 
 
 def choose(drawn: dict[int, Token], step: int, options: Options) -> list[int]:
@@ -171,10 +332,17 @@ def schedule(options: Options) -> list[int]:
 
 
 def draw(
-    logits: Tensor, position: int, step: int, banned: set[int], params: SamplingParams
-) -> Token:
-    """From logits [V] of one position."""
-    law = process(logits, banned, params)
+    logits: Tensor,
+    position: int,
+    step: int,
+    banned: set[int],
+    params: SamplingParams,
+    allowed: set[int] | None = None,
+) -> Token | None:
+    """From logits [V] of one position; None if none of the allowed tokens is left."""
+    law = process(logits, banned, params, allowed)
+    if law is None:
+        return None
     scores = law
     if not params.greedy:
         seed = torch.tensor([(params.seed + 2**63) % 2**64 - 2**63])
@@ -188,8 +356,11 @@ def draw(
     return Token(token, float(law.softmax(-1)[token]), logprobs[token], top)
 
 
-def process(logits: Tensor, banned: set[int], params: SamplingParams) -> Tensor:
-    """Ban, temperature, top-k, top-p, min-p: [V], -inf where a token is excluded.
+def process(
+    logits: Tensor, banned: set[int], params: SamplingParams, allowed: set[int] | None = None
+) -> Tensor | None:
+    """Ban, constraint, temperature, top-k, top-p, min-p: [V], -inf where a token is excluded; None
+    if the constraint left none.
 
     Tokens that tie with the last that a filter keeps are kept.
     """
@@ -198,6 +369,10 @@ def process(logits: Tensor, banned: set[int], params: SamplingParams) -> Tensor:
         out[token] = -INF
     if out.max() == -INF:
         out = logits.clone()  # no other token is left: the ban is void
+    if allowed is not None:
+        out[[i for i in range(len(out)) if i not in allowed]] = -INF
+        if out.max() == -INF:
+            return None
     if params.greedy:
         return out
     if params.temperature != 1:
