@@ -257,16 +257,24 @@ class LLMEngine:
         if len(self._compiling) == len(self._live):
             wait(self._compiling.values(), return_when=FIRST_COMPLETED)
         for request_id in [name for name, future in self._compiling.items() if future.done()]:
-            seq, future = self._live[request_id], self._compiling.pop(request_id)
-            error = future.exception()
-            if error is None:
-                seq.matcher = Matcher(future.result(), seq.stop.stop_ids)
-                self.scheduler.add(seq)
-            elif isinstance(error, ConstraintError):
-                seq.fail(RequestError("bad_constraint", str(error)))
-                self._finished.append(seq)
-            else:
-                raise error
+            self._start(self._live[request_id], self._compiling.pop(request_id))
+
+    def _start(self, seq: Sequence, compiled: Future[Grammar]) -> None:
+        """Schedule a row whose constraint was compiled; end it if that cannot be followed."""
+        error = compiled.exception()
+        if error is not None and not isinstance(error, ConstraintError):
+            raise error
+        reason = None if error is None else str(error)
+        if error is None:
+            try:
+                seq.matcher = Matcher(compiled.result(), seq.stop.stop_ids)
+            except ConstraintError as refused:
+                reason = str(refused)
+        if reason is None:
+            self.scheduler.add(seq)
+        else:
+            seq.fail(RequestError("bad_constraint", reason))
+            self._finished.append(seq)
 
     def _grammar_compiler(self) -> GrammarCompiler:
         if self._compiler is None:

@@ -159,8 +159,8 @@ class Matcher:
 
         Args:
             bitmask: int32 [N, ceil(V / 32)] on the CPU, bit i of word w is id 32w + i. Every bit of
-                the row is written; those of ids that the tokenizer does not have, and those beyond
-                V, are 0.
+                the row is written; those of ids that the tokenizer does not have, but for stop ids
+                of the row, and those beyond V, are 0.
         """
         rows = bitmask.numpy()
         if self._searched is None:

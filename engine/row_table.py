@@ -183,16 +183,17 @@ class RowTable:
         for i in np.flatnonzero(ended | step.failed[index] | conflicts).tolist():
             seq = self[slots[i]]
             self._flush(slots[i])
-            if step.failed[index[i]]:
-                seq.fail(_not_numbers(seq))
-            elif conflicts[i] and not ended[i]:
-                seq.finish("constraint_conflict", None)
-            elif i in strings:
+            # A row that ended does not depend on what its step read behind its end.
+            if i in strings:
                 seq.finish("stop", strings[i])
             elif by_id[i]:
                 seq.finish("stop", seq.stop.stop_ids[seq.token_ids[-1]])
-            else:
+            elif ended[i]:
                 seq.finish("length", None)
+            elif conflicts[i]:
+                seq.finish("constraint_conflict", None)
+            else:
+                seq.fail(_not_numbers(seq))
             finished.append(seq)
         return finished
 

@@ -160,6 +160,7 @@ class Scheduler:
         else:
             self._table.remove(seq)
         self.block_manager.free(seq)
+        seq.matcher = None  # a batch that was launched still names the row
 
     def schedule(self) -> ScheduledBatch | None:
         """The next batch, which the caller launches before anything else. None if there is none

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from batchgen.engine.model_runner import ModelOutput
 from batchgen.engine.outputs import StepOutput
 from batchgen.engine.sampler import describe, process, sample
@@ -74,18 +77,34 @@ def rejection(
         state.newest.positions + 1,
         rows.greedy,
     )
-    token_ids = verified.token_ids
-    columns = describe(output.logits, processed, sampling, token_ids.flatten())
-    step = StepOutput(verified.num_tokens, token_ids, verified.failed)
+    step = StepOutput(verified.num_tokens, verified.token_ids, verified.failed)
     if mask is not None:
-        # All excluded, of numbers: the drafts before are lost with the row's end.
-        numbers = output.logits.amax(-1).isfinite() & (mask.lines >= 0)
-        conflicts = verified.failed & (numbers & processed.amax(-1).isneginf()).view(-1, 1 + k).any(
-            1
-        )
-        step = replace(step, failed=verified.failed & ~conflicts, conflicts=conflicts)
+        step = _up_to_conflicts(step, output, processed, mask, drafts)
+    columns = describe(output.logits, processed, sampling, step.token_ids.flatten())
     folded = {name: values.unflatten(0, (-1, 1 + k)) for name, values in columns.items()}
     return replace(step, columns=folded)
+
+
+def _up_to_conflicts(
+    step: StepOutput, output: ModelOutput, processed: Tensor, mask: TokenMask, drafts: Drafts
+) -> StepOutput:
+    """With the tokens before the logits at which rows cannot go on, and which of those rows
+    conflict: where the model gave numbers and all tokens are excluded."""
+    k = drafts.token_ids.shape[1]
+    most, failed = processed.amax(-1), step.failed
+    # Such a row accepted every draft before the first logits that leave nothing to draw.
+    place = (~most.isfinite()).view(-1, 1 + k).int().argmax(1)
+    token_ids = step.token_ids.clone()
+    token_ids[:, :k] = torch.where(failed.unsqueeze(1), drafts.token_ids, token_ids[:, :k])
+    excluded = output.logits.amax(-1).isfinite() & (mask.lines >= 0) & most.isneginf()
+    conflicts = failed & excluded.view(-1, 1 + k).gather(1, place.unsqueeze(1)).squeeze(1)
+    return replace(
+        step,
+        num_tokens=torch.where(failed, place.int(), step.num_tokens),
+        token_ids=token_ids,
+        failed=failed & ~conflicts,
+        conflicts=conflicts,
+    )
 
 
 VERIFIERS: dict[str, Verifier] = {"pathwise": pathwise, "rejection": rejection}
