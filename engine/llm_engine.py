@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Ids
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,12 +12,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.engine.block_manager import BlockManager
-from batchgen.engine.constraint import ConstraintError
+from batchgen.engine.compile_queue import CompileQueue
 from batchgen.engine.cuda_graph import CHUNK_ROWS
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.grammar import GrammarCompiler
 from batchgen.engine.guide import Guide
-from batchgen.engine.matcher import Grammar, Matcher
 from batchgen.engine.memory import (
     MemoryPlan,
     ModelUse,
@@ -29,7 +27,7 @@ from batchgen.engine.memory import (
 from batchgen.engine.model_inputs import ModelInputs
 from batchgen.engine.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.models.dense import DenseForCausalLM
-from batchgen.engine.outputs import HostCopy, RequestError, RequestOutput, StepOutput
+from batchgen.engine.outputs import HostCopy, RequestOutput, StepOutput
 from batchgen.engine.requests import Requests
 from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
@@ -157,10 +155,8 @@ class LLMEngine:
             CHUNK_ROWS,
             strategy,
         )
-        self._compiler, self._eos_token_ids = compiler, eos_token_ids
         self._live: dict[str, Sequence] = {}
-        # Rows whose constraints are being compiled, in the order in which they came.
-        self._compiling: dict[str, Future[Grammar]] = {}
+        self._compiling = CompileQueue(compiler, tokenizer, self.vocab_size, eos_token_ids)
         self._finished: list[Sequence] = []
         # The parts of each batch that was launched and not read.
         self._launched: deque[list[tuple[PrefillBatch | DecodeBatch, HostCopy]]] = deque()
@@ -196,14 +192,14 @@ class LLMEngine:
         if params.constraint is None:
             self.scheduler.add(seq)
         else:
-            self._compiling[request_id] = self._grammar_compiler().prepare(params.constraint)
+            self._compiling.add(seq)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request; False if there is none of that id."""
         seq = self._live.pop(request_id, None)
         if seq is None:
             return False
-        if self._compiling.pop(request_id, None) is None:
+        if not self._compiling.remove(seq):
             self.scheduler.abort(seq)
         return True
 
@@ -221,7 +217,12 @@ class LLMEngine:
 
         Returns the requests that the batch just read finished.
         """
-        self._take_compiled()
+        # If all rows wait to be compiled, so does the engine.
+        for seq in self._compiling.take(block=len(self._compiling) == len(self._live)):
+            if seq.error is None:
+                self.scheduler.add(seq)
+            else:
+                self._finished.append(seq)
         batch = self.scheduler.schedule()
         if batch is not None:
             self._count(batch)
@@ -248,39 +249,6 @@ class LLMEngine:
             if isinstance(part, DecodeBatch):
                 self.strategy.observe(step)
             self._finished += self.scheduler.update(part, step)
-
-    def _take_compiled(self) -> None:
-        """Schedule the rows whose constraints are compiled; if nothing else is there to do, wait
-        for one."""
-        if not self._compiling:
-            return
-        if len(self._compiling) == len(self._live):
-            wait(self._compiling.values(), return_when=FIRST_COMPLETED)
-        for request_id in [name for name, future in self._compiling.items() if future.done()]:
-            self._start(self._live[request_id], self._compiling.pop(request_id))
-
-    def _start(self, seq: Sequence, compiled: Future[Grammar]) -> None:
-        """Schedule a row whose constraint was compiled; end it if that cannot be followed."""
-        error = compiled.exception()
-        if error is not None and not isinstance(error, ConstraintError):
-            raise error
-        reason = None if error is None else str(error)
-        if error is None:
-            try:
-                seq.matcher = Matcher(compiled.result(), seq.stop.stop_ids)
-            except ConstraintError as refused:
-                reason = str(refused)
-        if reason is None:
-            self.scheduler.add(seq)
-        else:
-            seq.fail(RequestError("bad_constraint", reason))
-            self._finished.append(seq)
-
-    def _grammar_compiler(self) -> GrammarCompiler:
-        if self._compiler is None:
-            assert self.tokenizer is not None, "requests with constraints need one"
-            self._compiler = GrammarCompiler(self.tokenizer, self.vocab_size, self._eos_token_ids)
-        return self._compiler
 
     def _launch(self, batch: ScheduledBatch) -> list[tuple[PrefillBatch | DecodeBatch, StepOutput]]:
         """What the parts of the batch produce, of those that yield tokens."""

@@ -607,8 +607,8 @@ def test_an_engine_that_is_dropped_drops_its_compiler_and_rows(
     for i, request in enumerate(mixed_requests(6)):
         engine.add_request(str(i), *request)
     engine.step()
-    assert engine._compiler is not None
-    made = weakref.ref(engine._compiler)
+    assert engine._compiling._compiler is not None
+    made = weakref.ref(engine._compiling._compiler)
     del engine
     assert made() is None and live_matchers() == before
 
