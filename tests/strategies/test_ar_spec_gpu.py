@@ -122,4 +122,4 @@ def test_an_engine_gets_the_memory_of_one_that_is_gone(tiny_model: Callable[...,
     LLMEngine(model, None, (), ARStrategy(), EngineConfig(kv_cache_gib=2.0))
     small = EngineConfig(kv_cache_gib=0.01)
     engine = LLMEngine(model, None, (), ARSpecStrategy(num_spec_tokens=2), small)
-    assert torch.cuda.memory_reserved() < 2**30 and engine.memory.kv_tokens
+    assert torch.cuda.memory_reserved() < 2 * 2**30 and engine.memory.kv_tokens
