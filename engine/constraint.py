@@ -175,7 +175,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _json_schema(value: Any) -> str:
     from batchgen.engine import json_schema
 
-    schema = _json_object(value, "a JSON Schema")
+    schema = _json_object(value, "the JSON Schema")
     json_schema.check_schema(schema)
     return _compact(schema)
 

@@ -67,10 +67,12 @@ def make_validator(schema: Any) -> "Validator":
     try:
         draft.check_schema(schema)
     except SchemaError as error:
-        at = "/".join(["#", *map(str, error.absolute_path)])
+        # Of what `type` may be, a name or a list of names, the nearer one tells more.
+        deepest = max((*error.context, error), key=lambda part: len(part.absolute_path))
+        at = "/".join(["#", *map(str, deepest.absolute_path)])
         tuples = error.absolute_path and error.absolute_path[-1] == "items"
         hint = "; for a list of schemas use `prefixItems`" if tuples else ""
-        raise ConstraintError(f"not a valid JSON Schema at {at}: {error.message}{hint}") from None
+        raise ConstraintError(f"not a valid JSON Schema at {at}: {deepest.message}{hint}") from None
     return draft(schema, format_checker=draft.FORMAT_CHECKER)
 
 

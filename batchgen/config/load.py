@@ -252,7 +252,9 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
         return value
     if hint is str:
         if not isinstance(value, str):
-            hint_text = "" if value is None else f": to give it as text, quote it as '\"{value}\"'"
+            # What was typed as [A-D] is a list by now.
+            typed = "…" if isinstance(value, (list, dict)) else value
+            hint_text = "" if value is None else f": to give it as text, quote it as '\"{typed}\"'"
             raise ConfigError(f"{key} must be a string, got {value!r}{hint_text}")
         return value
     accepted = (int, float) if hint is float else hint

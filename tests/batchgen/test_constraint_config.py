@@ -170,6 +170,10 @@ ERRORS: list[tuple[list[str], str]] = [
         "constraint.choices[0] must be a string, got 1: to give it as text, quote it as '\"1\"'",
     ),
     (
+        ["constraint=regex", "constraint.pattern=[A-D]"],
+        "constraint.pattern must be a string, got ['A-D']: to give it as text, quote it as '\"…\"'",
+    ),
+    (
         ["constraint=json", "constraint.max_whitespace=-1"],
         "constraint.max_whitespace must be at least 0, got -1",
     ),

@@ -51,7 +51,9 @@ def test_the_text_is_the_users_own() -> None:
 
 WRONG: list[tuple[str, Any, str]] = [
     ("yaml", "a", "kind must be one of .*json_schema.*'yaml'"),
-    ("json_schema", "{", "a JSON Schema is not JSON"),
+    ("json_schema", "{", "the JSON Schema is not JSON"),
+    ("json_schema", {"type": "int"}, "#/type: 'int' is not one of"),
+    ("json_schema", {"items": {"type": ["null", "x"]}}, "#/items/type/1: 'x' is not one of"),
     ("json_schema", "[1]", "must be a JSON object"),
     ("json_schema", None, "must be a mapping or its JSON text"),
     ("json_schema", {"const": float("nan")}, "NaN is not a JSON number"),
