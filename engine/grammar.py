@@ -9,7 +9,6 @@ import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
-from random import Random
 from threading import Lock
 from typing import Any
 
@@ -38,6 +37,7 @@ _XGRAMMAR_CACHE_BYTES = 256 * 2**20
 _MOST_TEXT = 2**17
 """Characters of a constraint. A million in one string compile for 18 s and take 200 MB."""
 _PROBED_TOKENS = 16
+_PROBE_STRIDE = 7919  # a prime: from token to token, another part of the vocabulary
 _MOST_MASK_SECONDS = 1.0
 """Of CPU time. Masks usually take 1 to 100 µs, those of ambiguous repeats up to minutes."""
 _GAP = 4
@@ -158,7 +158,7 @@ def _probe(grammar: Grammar) -> None:
     """
     import xgrammar
 
-    state, random = xgrammar.GrammarMatcher(grammar.compiled), Random(0)
+    state = xgrammar.GrammarMatcher(grammar.compiled)
     row = np.empty((1, grammar.vocabulary.num_words), dtype=np.int32)
     if grammar.marker:
         state.accept_string(" " * _GAP)
@@ -177,7 +177,7 @@ def _probe(grammar: Grammar) -> None:
             if count == 0 and not state.is_completed():
                 raise ConstraintError("no text that this tokenizer can spell matches it")
             return
-        state.accept_token(int(random.choice(allowed)))
+        state.accept_token(int(allowed[count * _PROBE_STRIDE % len(allowed)]))
 
 
 def _num_cores() -> int:
