@@ -22,7 +22,8 @@ _PROBE_EVERY = 64
 """Steps without drafts after which one tries again whether they hold by now."""
 _WORTHWHILE = 1.03
 """The gain below which a measurement's error could make drafts a loss."""
-_CPU_ROWS = 16
+_CPU_ROWS = (16, 64)
+"""Fewer cost as much as 16, to which products are filled up."""
 _RUNS = 3
 
 
@@ -89,7 +90,7 @@ class StepCosts:
         rows = [n for n in (1, 8, 32, 64, 128) if n < max_rows]
         shapes = [(n, 1) for n in [*rows, max_rows]] + [(max_rows, w) for w in widths if w > 1]
         if cpu:
-            shapes = [(1, 1), (min(max_rows, _CPU_ROWS), 1)]
+            shapes = [(n, 1) for n in _CPU_ROWS]
         times: dict[int, float] = {}
         for n, width in shapes:
             inputs = ModelInputs.on_scratch(np.full(n, width), 1, runner.device)
