@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 from dllm_reference import Forward, Generated, Options, generate, model_forward
-from transformers import Qwen3ForCausalLM
+from test_llm_engine import spelling_tokenizer
+from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
 
 from batchgen.engine.admission import LengthPredictor
 from batchgen.engine.engine_config import EngineConfig
@@ -79,12 +80,13 @@ def make_engine(
     rule: dict[str, Any],
     *,
     device: str = "cpu",
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **config: Any,
 ) -> LLMEngine:
     model = load_model(tiny_model("sdar"), device=torch.device(device), dtype=torch.float32)
     config = {"max_model_len": 128, "kv_cache_gib": 0.02, **config}
     strategy = DLLMStrategy(length, **rule)
-    return LLMEngine(model, None, EOS, strategy, EngineConfig(**config))
+    return LLMEngine(model, tokenizer, EOS, strategy, EngineConfig(**config))
 
 
 def run(engine: LLMEngine, rows: list[Request]) -> list[RequestOutput]:
@@ -186,6 +188,31 @@ def test_commits_may_go_alone_or_find_no_room(
         assert wanted.num_commit_forwards == 0 and one.num_commit_forwards == begun
         some += other.num_commit_forwards
     assert 0 < some < sum(one.num_commit_forwards for one in alone)
+
+
+@pytest.mark.parametrize("length", [4, 32])
+def test_stop_strings_end_rows_wherever_they_stand(
+    tiny_model: Callable[..., Path], length: int
+) -> None:
+    """At every offset of a block, the first one with the end of the prompt too, and across two."""
+    tokenizer = spelling_tokenizer()  # four characters a token
+    free = [
+        (prompt, SamplingParams(seed=i, max_new_tokens=20, ignore_eos=True, columns=("step_map",)))
+        for i, (prompt, _) in enumerate(requests(4, 20))
+    ]
+    longer = run(make_engine(tiny_model, length, RULES[4], tokenizer=tokenizer), free)
+    rows = [
+        (prompt, replace(params, stop=(out.text[4 * i : 4 * i + 6], "never")))
+        for i, ((prompt, params), out) in enumerate(zip(free, longer, strict=True))
+    ]
+    engine = make_engine(tiny_model, length, RULES[4], tokenizer=tokenizer, overlap=True)
+    for (_, params), found, whole in zip(rows, run(engine, rows), longer, strict=True):
+        string = params.stop[0]
+        count = next(n for n in range(21) if string in tokenizer.decode(whole.token_ids[:n]))
+        assert found.token_ids == whole.token_ids[:count]
+        assert (found.finish_reason, found.stop) == ("stop", string)
+        assert found.text == whole.text[: whole.text.index(string)]
+        assert found.columns["step_map"].tolist() == whole.columns["step_map"][:count].tolist()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
