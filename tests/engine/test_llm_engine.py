@@ -312,7 +312,7 @@ def test_prompts_that_are_read_beside_decoding_rows_change_nothing(
         assert step.replayed == (bool(changes.get("cuda_graph")) and fits)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(data=st.data())
 def test_any_schedule_gives_the_same_rows(
     tiny: DenseForCausalLM, alone: Callable[[int, int], RequestOutput], data: st.DataObject

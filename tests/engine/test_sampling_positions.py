@@ -131,7 +131,7 @@ def row_of(step: StepOutput, i: int, j: int, params: SamplingParams) -> dict[str
     st.integers(1, 8),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_many_positions_equal_each_one_alone(
     seed: int, count: int, width: int, dtype: torch.dtype
 ) -> None:

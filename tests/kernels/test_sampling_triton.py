@@ -114,7 +114,7 @@ shapes = st.tuples(
     st.one_of(st.integers(1, 40), st.integers(1000, 9001)),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=16, deadline=None)
 tiles = st.sampled_from([TILES, Tiles(4, 1024, 512), Tiles(16, 32, 64)])
 """The real ones, and some that take many groups, and loops over them, at these sizes."""
 

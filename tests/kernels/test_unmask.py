@@ -24,7 +24,7 @@ from batchgen.kernels.unmask import Rule, schedule, unmask, unmask_reference, un
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FORMS = [unmask_reference, unmask_triton, unmask]
 NAN, INF = float("nan"), float("inf")
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=16, deadline=None)
 
 
 def expected(

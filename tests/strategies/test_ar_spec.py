@@ -294,7 +294,7 @@ def test_every_proposer_gives_the_rows_of_ar(
 
 
 # Shrinking an example of so many steps takes minutes and tells little more.
-@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(data=st.data())
 def test_any_schedule_and_drafts_give_the_rows_of_ar(
     tiny_models: Models,
