@@ -67,11 +67,7 @@ class LLM:
         weights = opened.load(dtype, device)
         draft_weights = None if draft is None else draft.load_beside(weights)
         self.tokenizer: PreTrainedTokenizerBase | None = opened.tokenizer
-        try:
-            compiler = opened.grammar_compiler()
-        except ValueError:  # the engine refuses constraints then; other rows need no compiler
-            compiler = None
-        self.engine: LLMEngine = opened.engine(weights, strategy, config, draft_weights, compiler)
+        self.engine: LLMEngine = opened.engine(weights, strategy, config, draft_weights)
 
     def generate(
         self,

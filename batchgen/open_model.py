@@ -86,7 +86,7 @@ class OpenedModel:
 
         Args:
             draft: the draft model with its weights, for a strategy that drafts with one.
-            compiler: of constraints; None refuses rows that have one.
+            compiler: of constraints; None lets the engine make one when a row needs it.
 
         Raises:
             ValueError: the configuration does not suit the models or the device's memory.

@@ -188,11 +188,11 @@ class LLMEngine:
         if request_id in self._live:
             raise ValueError(f"request {request_id!r} is already running: ids must be unique")
         seq = self._requests.sequence(request_id, list(prompt_token_ids), params)
-        self._live[request_id] = seq
         if params.constraint is None:
             self.scheduler.add(seq)
         else:
             self._compiling.add(seq)
+        self._live[request_id] = seq
 
     def abort(self, request_id: str) -> bool:
         """Forget a request; False if there is none of that id."""
