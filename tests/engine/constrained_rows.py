@@ -9,7 +9,6 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xgrammar
+from engine_rows import Request
 from schemas import SCHEMAS
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -26,7 +26,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from batchgen.engine.constraint import Constraint
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.grammar import GrammarCompiler, Matcher
-from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loader import load_model
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.outputs import FinishReason, RequestOutput
@@ -35,7 +34,6 @@ from batchgen.engine.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling_params import SamplingParams
 from batchgen.engine.stopping import decode
 
-Request = tuple[list[int], SamplingParams]
 Logits = Callable[[Sequence[int]], Tensor]
 """Token ids → [V], the model's logits behind the last."""
 
@@ -166,27 +164,6 @@ def mixed_requests(count: int, seed: int = 0, free: int = 3) -> list[Request]:
         )
         requests.append((prompt, params))
     return requests
-
-
-def run(
-    engine: LLMEngine,
-    requests: Sequence[Request],
-    aborts: Mapping[int, Sequence[int]] | None = None,
-) -> list[RequestOutput]:
-    """All outputs in order; rows that `aborts` names by step are not among them."""
-    columns = tuple(column.name for column in engine.strategy.columns)
-    for i, (prompt, params) in enumerate(requests):
-        engine.add_request(str(i), prompt, replace(params, columns=columns))
-    outputs: dict[str, RequestOutput] = {}
-    for step in itertools.count():
-        if not engine.has_unfinished():
-            break
-        for i in (aborts or {}).get(step, ()):
-            engine.abort(str(i))
-        outputs |= {output.request_id: output for output in engine.step()}
-        engine.scheduler.block_manager.check_integrity(engine.scheduler.running)
-    assert engine.scheduler.block_manager.usage == 0 and engine.scheduler.num_running == 0
-    return [outputs[name] for name in sorted(outputs, key=int)]
 
 
 def assert_same(

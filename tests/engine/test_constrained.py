@@ -21,7 +21,6 @@ from constrained_rows import (
     SIMPLE,
     TURN,
     WIDTH,
-    Request,
     assert_same,
     compiler,
     encode,
@@ -29,13 +28,12 @@ from constrained_rows import (
     make_tokenizer,
     mixed_requests,
     reference,
-    run,
 )
+from engine_rows import Request, expect_short_rows, run
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from batchgen.engine.admission import LengthPredictor
-from batchgen.engine.constraint import Constraint
+from batchgen.engine.constraint import Constraint, ConstraintError
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.grammar import Grammar, GrammarCompiler
 from batchgen.engine.llm_engine import LLMEngine
@@ -73,11 +71,6 @@ def small_cache(model: DenseForCausalLM, tokens: int, **changes: Any) -> EngineC
     per_block = kv_bytes_per_block(model.config, config.block_size, model.dtype)
     blocks = -(-tokens // config.block_size) + 1.5
     return replace(config, kv_cache_gib=blocks * per_block / 2**30)
-
-
-def expect_short_rows(patch: pytest.MonkeyPatch) -> None:
-    """Admission takes every row to end with its next token, so that rows are preempted."""
-    patch.setattr(LengthPredictor, "predict", lambda self, generated, limits, exact: generated)
 
 
 @pytest.fixture(scope="module")
@@ -444,6 +437,22 @@ def test_rows_run_while_the_constraints_of_others_compile(
     alone = [("gone", 9, guided), ("first", 7, guided), ("last", 8, guided), ("free", 6, free)]
     for name, token_id, params in alone:
         assert_same(run(make_engine(tiny), [([5, token_id], params)])[0], outputs[name])
+
+
+def test_a_tokenizer_that_constraints_do_not_work_with_leaves_no_row_behind(
+    tiny: DenseForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler is made when the first constrained row comes."""
+
+    def refuse(self: GrammarCompiler, *_: object) -> None:
+        raise ConstraintError("constraints need another tokenizer")
+
+    engine = make_engine(tiny, compiler=None)
+    monkeypatch.setattr(GrammarCompiler, "__init__", refuse)
+    with pytest.raises(ConstraintError, match="another tokenizer"):
+        engine.add_request("0", [5], SamplingParams(constraint=AB))
+    assert not engine.has_unfinished()
+    assert run(engine, [([5, 6], SamplingParams(temperature=0, max_new_tokens=3))])[0].token_ids
 
 
 @both_loops

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from engine_rows import expect_short_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from batchgen.engine.admission import LengthPredictor
 from batchgen.engine.cuda_graph import CHUNK_ROWS, ForwardGraphs
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
@@ -113,10 +113,6 @@ def run(engine: LLMEngine, requests: Sequence[Request]) -> list[RequestOutput]:
 def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admission takes every row to end with its next token, so that rows are preempted."""
     expect_short_rows(monkeypatch)
-
-
-def expect_short_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LengthPredictor, "predict", lambda self, generated, limits, exact: generated)
 
 
 @dataclass

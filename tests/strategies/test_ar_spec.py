@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_rows import Request, expect_short_rows, run
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from batchgen.engine.admission import LengthPredictor
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loader import load_model
@@ -44,7 +44,6 @@ SIMPLE = EngineConfig(
     overlap=False,
     prefix_caching=False,
 )
-Request = tuple[list[int], SamplingParams]
 Models = Mapping[str, DenseForCausalLM]
 
 
@@ -195,28 +194,6 @@ def small_cache(
     return replace(config, kv_cache_gib=blocks * per_block / 2**30)
 
 
-def run(
-    engine: LLMEngine,
-    requests: Sequence[Request],
-    aborts: Mapping[int, Sequence[int]] | None = None,
-) -> list[RequestOutput]:
-    """All outputs in order; rows that `aborts` names by step are not among them."""
-    columns = tuple(column.name for column in engine.strategy.columns)
-    for i, (prompt, params) in enumerate(requests):
-        engine.add_request(str(i), prompt, replace(params, columns=columns))
-    outputs: dict[str, RequestOutput] = {}
-    for step in itertools.count():
-        if not engine.has_unfinished():
-            break
-        for i in (aborts or {}).get(step, ()):
-            engine.abort(str(i))
-        outputs |= {output.request_id: output for output in engine.step()}
-        engine.scheduler.block_manager.check_integrity(engine.scheduler.running)
-    assert engine.scheduler.block_manager.usage == 0 and engine.scheduler.num_running == 0
-    assert engine.step() == []
-    return [outputs[name] for name in sorted(outputs, key=int)]
-
-
 def assert_same(one: RequestOutput, other: RequestOutput) -> None:
     """`other` is what speculation made of the row."""
     assert one.token_ids == other.token_ids
@@ -242,11 +219,6 @@ def assert_consistent(output: RequestOutput) -> None:
     assert drafted.sum() == output.num_accepted_tokens <= output.num_draft_tokens
     failed = output.finish_reason == "error"
     assert output.num_forwards in ((steps[-1], steps[-1] + 1) if failed else (steps[-1],))
-
-
-def expect_short_rows(patch: pytest.MonkeyPatch) -> None:
-    """Admission takes every row to end with its next token, so that rows are preempted."""
-    patch.setattr(LengthPredictor, "predict", lambda self, generated, limits, exact: generated)
 
 
 CASES = [

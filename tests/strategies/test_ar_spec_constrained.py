@@ -20,22 +20,20 @@ from constrained_rows import (
     SIMPLE,
     TURN,
     WIDTH,
-    Request,
     assert_same,
     compiler,
     encode,
     load,
     make_tokenizer,
     mixed_requests,
-    run,
 )
+from engine_rows import Request, expect_short_rows, run
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from batchgen.engine.admission import LengthPredictor
 from batchgen.engine.constraint import Constraint
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.guide import Guide
@@ -147,11 +145,6 @@ def assert_consistent(output: RequestOutput) -> None:
     # One that ends the row may commit nothing.
     cut = output.finish_reason in ("error", "constraint_conflict")
     assert output.num_forwards in ((steps[-1], steps[-1] + 1) if cut else (steps[-1],))
-
-
-def expect_short_rows(patch: pytest.MonkeyPatch) -> None:
-    """Admission takes every row to end with its next token, so that rows are preempted."""
-    patch.setattr(LengthPredictor, "predict", lambda self, generated, limits, exact: generated)
 
 
 CASES = [

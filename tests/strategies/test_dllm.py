@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 from dllm_reference import Forward, Generated, Options, generate, model_forward
+from engine_rows import expect_short_rows
 from test_llm_engine import spelling_tokenizer
 from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
 
-from batchgen.engine.admission import LengthPredictor
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loader import load_model
@@ -225,9 +225,7 @@ def test_preempted_rows_go_on_as_if_nothing_had_happened(
 ) -> None:
     rows = requests(1, 16, longest=60)
     expected = run(make_engine(tiny_model, 4, rule), rows)
-    monkeypatch.setattr(
-        LengthPredictor, "predict", lambda self, generated, limits, exact: generated
-    )
+    expect_short_rows(monkeypatch)
     engine = make_engine(tiny_model, 4, rule, overlap=overlap, block_size=4, kv_cache_gib=0.00022)
     outputs = run(engine, rows)
     assert engine.stats.preemptions > 0

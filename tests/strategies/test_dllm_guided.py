@@ -24,12 +24,12 @@ from transformers import Qwen3ForCausalLM
 pytest.importorskip("xgrammar")
 
 from dllm_reference import Forward, Language, Options, generate, model_forward
+from engine_rows import expect_short_rows
 from schemas import SCHEMAS, random_schema
 from test_dllm import RULES, Request, check, run
 from test_grammar import END, PAD, PLAIN, TURN, WIDTH, compiler, ids, make_tokenizer
 
 import batchgen
-from batchgen.engine.admission import LengthPredictor
 from batchgen.engine.constraint import Constraint, ConstraintError
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.json_schema import make_validator
@@ -229,9 +229,7 @@ def test_preempted_rows_go_on_as_if_nothing_had_happened(
 ) -> None:
     rows = requests(1, 16, longest=60)
     expected = run(make_engine(tiny_model, 4, rule), rows)
-    monkeypatch.setattr(
-        LengthPredictor, "predict", lambda self, generated, limits, exact: generated
-    )
+    expect_short_rows(monkeypatch)
     cache: dict[str, Any] = {"max_model_len": 96, "block_size": 4, "kv_cache_gib": 0.0001}
     engine = make_engine(tiny_model, 4, rule, overlap=overlap, **cache)
     outputs = run(engine, rows)
