@@ -6,18 +6,18 @@ from batchgen import LLM, SamplingParams
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchgen.engine.constraint import Constraint
+    from batchgen.engine.constraint.constraint import Constraint
     from batchgen.engine.outputs import RequestOutput
-    from batchgen.engine.sampling_params import SamplingParams
+    from batchgen.engine.sampling.params import SamplingParams
     from batchgen.llm import LLM
 
 __all__ = ["LLM", "Constraint", "RequestOutput", "SamplingParams"]
 
 _HOME = {
-    "Constraint": "batchgen.engine.constraint",
+    "Constraint": "batchgen.engine.constraint.constraint",
     "LLM": "batchgen.llm",
     "RequestOutput": "batchgen.engine.outputs",
-    "SamplingParams": "batchgen.engine.sampling_params",
+    "SamplingParams": "batchgen.engine.sampling.params",
 }
 
 

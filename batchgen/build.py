@@ -21,22 +21,22 @@ from batchgen.config import (
     sampling_params,
     strategy_options,
 )
-from batchgen.dataset import open_dataset
-from batchgen.draft_model import open_draft
-from batchgen.engine.constraint import Constraint
-from batchgen.engine.grammar import GrammarCompiler
+from batchgen.dataset.source import open_dataset
+from batchgen.engine.constraint.compiler import GrammarCompiler
+from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.requests import check_params, output_columns
-from batchgen.engine.sampling_params import SamplingParams
-from batchgen.engine.stopping import decode
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.scheduling.stopping import decode
 from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError
 from batchgen.fingerprint import fingerprint_files, fingerprint_text
 from batchgen.job import JobParts
-from batchgen.model_source import model_files
-from batchgen.open_model import OpenedModel, open_model
+from batchgen.model.draft_model import open_draft
+from batchgen.model.open_model import OpenedModel, open_model
+from batchgen.model.source import model_files
 from batchgen.progress import Speculation
-from batchgen.prompts import build_prompt
+from batchgen.prompts.prompts import build_prompt
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 
 

@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.config import JobConfig, sampling_params
-from batchgen.dataset import Row, RowSource
-from batchgen.engine.constraint import Constraint
+from batchgen.constraint.row_constraints import RowConstraints
+from batchgen.dataset.source import Row, RowSource
+from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.outputs import RequestError, RequestOutput
-from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.sampling.params import SamplingParams
 from batchgen.fingerprint import derive_seed
-from batchgen.metrics import Metrics
-from batchgen.output_schema import FinishedRow
+from batchgen.output.metrics import Metrics
+from batchgen.output.schema import FinishedRow
+from batchgen.output.writer import OutputWriter
 from batchgen.progress import Progress
-from batchgen.row_constraints import RowConstraints
 from batchgen.signals import StopSignals
-from batchgen.writer import OutputWriter
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from batchgen.engine.memory import MemoryPlan
+    from batchgen.engine.cache.memory_plan import MemoryPlan
 
 
 class Engine(Protocol):

@@ -19,22 +19,22 @@ from batchgen.config import (
     resolved,
     sampling_params,
 )
-from batchgen.dataset import Row, RowSource
-from batchgen.dataset_card import dataset_card
+from batchgen.constraint.row_constraints import RowConstraints
+from batchgen.dataset.source import Row, RowSource
 from batchgen.engine.outputs import OutputColumn
 from batchgen.errors import ConfigError, JobError
 from batchgen.generation import Engine, Generation, Todo
-from batchgen.job_folder import JobFolder
-from batchgen.manifest import Manifest, write_atomic
-from batchgen.metrics import Metrics, Totals
-from batchgen.output_schema import PROMPT_TOKEN_IDS, OutputSchema
-from batchgen.parsed_column import ParsedColumn
+from batchgen.output.dataset_card import dataset_card
+from batchgen.output.job_folder import JobFolder
+from batchgen.output.manifest import Manifest, write_atomic
+from batchgen.output.metrics import Metrics, Totals
+from batchgen.output.parsed_column import ParsedColumn
+from batchgen.output.schema import PROMPT_TOKEN_IDS, OutputSchema
+from batchgen.output.shards import shard_files
+from batchgen.output.writer import OutputWriter
 from batchgen.progress import Progress, Speculation, show_memory, summary
-from batchgen.prompts import Prompt, fit_prompt
-from batchgen.row_constraints import RowConstraints
-from batchgen.shards import shard_files
+from batchgen.prompts.prompts import Prompt, fit_prompt
 from batchgen.signals import JobStopped, StopSignals
-from batchgen.writer import OutputWriter
 
 
 @dataclass(frozen=True)

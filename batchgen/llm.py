@@ -10,15 +10,15 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from batchgen.draft_model import open_draft
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loader import LoadFormat
+from batchgen.engine.loading.loader import LoadFormat
 from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.fingerprint import derive_seed
-from batchgen.open_model import DeviceName, DtypeName, open_model
+from batchgen.model.draft_model import open_draft
+from batchgen.model.open_model import DeviceName, DtypeName, open_model
 from batchgen.strategies.ar.strategy import ARStrategy
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 from tqdm import tqdm
 
-from batchgen.metrics import Metrics, Totals
+from batchgen.output.metrics import Metrics, Totals
 
 if TYPE_CHECKING:
-    from batchgen.engine.memory import MemoryPlan
+    from batchgen.engine.cache.memory_plan import MemoryPlan
 
 LINE_SECONDS = 30.0
 

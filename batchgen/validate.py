@@ -28,14 +28,14 @@ from batchgen.config import (
     constraint_config,
     job_value,
 )
+from batchgen.constraint.json_text import parse_json
+from batchgen.constraint.row_constraints import MAX_CACHED, cell_text, choices_of
+from batchgen.constraint.text_checks import CHECKED_BY, Check, Unchecked, make_check
+from batchgen.dataset.stored_json import read_back, stored_feature
 from batchgen.errors import ConfigError, JobError
-from batchgen.json_text import parse_json
-from batchgen.manifest import Manifest
-from batchgen.metrics import OUTCOMES, constraint_outcome
-from batchgen.row_constraints import MAX_CACHED, cell_text, choices_of
-from batchgen.shards import damaged, shard_files
-from batchgen.stored_json import read_back, stored_feature
-from batchgen.text_checks import CHECKED_BY, Check, Unchecked, make_check
+from batchgen.output.manifest import Manifest
+from batchgen.output.metrics import OUTCOMES, constraint_outcome
+from batchgen.output.shards import damaged, shard_files
 
 SHOWN = 5
 _BATCH = 1024

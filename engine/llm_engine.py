@@ -11,37 +11,37 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from batchgen.engine.block_manager import BlockManager
-from batchgen.engine.compile_queue import CompileQueue
-from batchgen.engine.cuda_graph import CHUNK_ROWS
-from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.grammar import GrammarCompiler
-from batchgen.engine.guide import Guide
-from batchgen.engine.memory import (
+from batchgen.engine.cache.block_manager import BlockManager
+from batchgen.engine.cache.memory_plan import (
     MemoryPlan,
     ModelUse,
     allocate_kv,
     graph_shapes,
     plan_memory,
 )
-from batchgen.engine.model_inputs import ModelInputs
-from batchgen.engine.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.constraint.compiler import GrammarCompiler
+from batchgen.engine.constraint.guide import Guide
+from batchgen.engine.constraint.queue import CompileQueue
+from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.execution.cuda_graph import CHUNK_ROWS
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.execution.step_timing import StepTimer, timed
+from batchgen.engine.execution.transfer import release_cached_memory, upload
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.outputs import HostCopy, RequestOutput, StepOutput
 from batchgen.engine.requests import Requests
-from batchgen.engine.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling_params import SamplingParams
-from batchgen.engine.scheduled_batch import (
+from batchgen.engine.sampling.inputs import SamplingInputs
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.scheduling.scheduled_batch import (
     DecodeBatch,
     MixedBatch,
     PrefillBatch,
     ScheduledBatch,
 )
-from batchgen.engine.scheduler import Scheduler
+from batchgen.engine.scheduling.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence
-from batchgen.engine.step_timing import StepTimer, timed
 from batchgen.engine.strategy import JoiningRows, Limits, Strategy
-from batchgen.engine.transfer import release_cached_memory, upload
 
 
 @dataclass

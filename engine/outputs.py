@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.engine.transfer import Download, upload
+from batchgen.engine.execution.transfer import Download, upload
 
 FinishReason = Literal["stop", "length", "constraint_conflict", "error"]
 Scope = Literal["output", "context"]

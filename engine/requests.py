@@ -5,10 +5,10 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput
-from batchgen.engine.sampler import requested_columns
-from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampler import requested_columns
+from batchgen.engine.scheduling.stopping import IncrementalDecoder, StopRule, decode
 from batchgen.engine.sequence import Sequence
-from batchgen.engine.stopping import IncrementalDecoder, StopRule, decode
 from batchgen.engine.strategy import Strategy
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.matcher import Matcher
+from batchgen.engine.constraint.matcher import Matcher
 from batchgen.engine.outputs import FinishReason, OutputColumn, RequestError
-from batchgen.engine.sampling_params import SamplingParams
-from batchgen.engine.stopping import StopRule
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.scheduling.stopping import StopRule
 
 
 class SequenceStatus(Enum):

@@ -11,17 +11,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.guide import Guide
-from batchgen.engine.model_config import ModelConfig
-from batchgen.engine.model_inputs import ModelInputs
-from batchgen.engine.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.constraint.guide import Guide
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.execution.transfer import upload
+from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
-from batchgen.engine.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling_params import SamplingParams
-from batchgen.engine.scheduled_batch import DecodeBatch, PrefillBatch
-from batchgen.engine.scheduler import Pacing
+from batchgen.engine.sampling.inputs import SamplingInputs
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.scheduling.scheduled_batch import DecodeBatch, PrefillBatch
+from batchgen.engine.scheduling.scheduler import Pacing
 from batchgen.engine.sequence import Sequence
-from batchgen.engine.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)

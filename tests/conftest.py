@@ -25,10 +25,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from batchgen.engine.forward_context import ForwardContext
-from batchgen.engine.memory import allocate_kv
+from batchgen.engine.cache.memory_plan import allocate_kv
+from batchgen.engine.execution.forward_context import ForwardContext
 from batchgen.engine.models.dense import DenseForCausalLM
-from batchgen.kernels.attention import AttentionMetadata
+from batchgen.kernels.attention.attention import AttentionMetadata
 
 TinyModel = Callable[..., Path]
 RunPaged = Callable[..., Tensor]

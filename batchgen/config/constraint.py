@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from batchgen.engine.constraint import Constraint, Kind
+from batchgen.constraint.json_text import parse_unique_json
+from batchgen.engine.constraint.constraint import Constraint, Kind
 from batchgen.errors import ConfigError
-from batchgen.json_text import parse_unique_json
 
 _JSON_KEYS = ("schema", "tag")
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from batchgen.config.constraint import ConstraintConfig, NoConstraintConfig
 from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.sampling_params import LogprobsMode
+from batchgen.engine.sampling.params import LogprobsMode
 from batchgen.errors import ConfigError
 
 TooLong = Literal["error", "truncate_left"]

@@ -31,8 +31,8 @@ from batchgen.config.groups import (
     SamplingConfig,
     StrategyConfig,
 )
-from batchgen.engine.constraint import ConstraintError
-from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.constraint.constraint import ConstraintError
+from batchgen.engine.sampling.params import SamplingParams
 from batchgen.errors import ConfigError
 
 T = TypeVar("T")

@@ -3,12 +3,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.forward_context import ForwardContext, OutputTokens
+from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.linear import Linear, MergedLinear
 from batchgen.engine.layers.norm import RMSNorm
-from batchgen.engine.model_config import ModelConfig
-from batchgen.kernels.attention import paged_attention
-from batchgen.kernels.qkv import prepare_qkv
+from batchgen.engine.models.config import ModelConfig
+from batchgen.kernels.attention.attention import paged_attention
+from batchgen.kernels.attention.qkv import prepare_qkv
 
 
 class Attention(nn.Module):

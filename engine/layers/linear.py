@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from batchgen.kernels.linear import add_linear_, linear, pack_weight
+from batchgen.kernels.layers.linear import add_linear_, linear, pack_weight
 
 
 def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:

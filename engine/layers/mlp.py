@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.engine.layers.linear import Linear, MergedLinear
-from batchgen.engine.model_config import ModelConfig
-from batchgen.kernels.activation import silu_and_mul
+from batchgen.engine.models.config import ModelConfig
+from batchgen.kernels.layers.activation import silu_and_mul
 
 
 class GatedMLP(nn.Module):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.engine.layers.linear import empty_parameter
-from batchgen.kernels.rms_norm import rms_norm
+from batchgen.kernels.layers.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from batchgen.engine.forward_context import ForwardContext, OutputTokens
+from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.attention import Attention
 from batchgen.engine.layers.linear import Linear, MergedLinear, empty_parameter
 from batchgen.engine.layers.mlp import GatedMLP
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import RotaryTable
-from batchgen.engine.model_config import ModelConfig
-from batchgen.kernels.embedding import embedding
+from batchgen.engine.models.config import ModelConfig
+from batchgen.kernels.layers.embedding import embedding
 
 
 class Embedding(nn.Module):

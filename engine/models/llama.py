@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from transformers import LlamaConfig, PretrainedConfig
 
-from batchgen.engine.model_config import ModelConfig, config_from_hf
+from batchgen.engine.models.config import ModelConfig, config_from_hf
 from batchgen.engine.models.dense import DenseForCausalLM
 
 

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from transformers import PretrainedConfig, Qwen3Config
 
-from batchgen.engine.model_config import ModelConfig, config_from_hf
+from batchgen.engine.models.config import ModelConfig, config_from_hf
 from batchgen.engine.models.dense import DenseForCausalLM
 
 

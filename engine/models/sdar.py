@@ -7,7 +7,7 @@ from dataclasses import replace
 from huggingface_hub.dataclasses import strict
 from transformers import PretrainedConfig, Qwen3Config
 
-from batchgen.engine.model_config import Diffusion, ModelConfig
+from batchgen.engine.models.config import Diffusion, ModelConfig
 from batchgen.engine.models.qwen3 import Qwen3ForCausalLM
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.engine.model_inputs import ModelInputs
-from batchgen.engine.model_runner import ModelRunner
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.model_runner import ModelRunner
 
 _DECAY = 0.98
 """Of what was learned, per step."""

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.model_inputs import ModelInputs
-from batchgen.engine.model_runner import ModelRunner
-from batchgen.engine.sampler import process, sample
-from batchgen.engine.scheduled_batch import PrefillBatch
-from batchgen.kernels.rejection import draw_drafts
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.model_runner import ModelRunner
+from batchgen.engine.sampling.sampler import process, sample
+from batchgen.engine.scheduling.scheduled_batch import PrefillBatch
+from batchgen.kernels.speculation.rejection import draw_drafts
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 
 CATCH_UP_WIDTH = 8

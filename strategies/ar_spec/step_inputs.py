@@ -10,15 +10,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.batched import Batched, row
-from batchgen.engine.model_inputs import ModelInputs
+from batchgen.engine.execution.batched import Batched, row
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.transfer import Download, upload
 from batchgen.engine.outputs import StepOutput
-from batchgen.engine.sampling_inputs import SamplingInputs
-from batchgen.engine.scheduled_batch import DecodeBatch
+from batchgen.engine.sampling.inputs import SamplingInputs
+from batchgen.engine.scheduling.scheduled_batch import DecodeBatch
 from batchgen.engine.strategy import JoiningRows, Limits
-from batchgen.engine.transfer import Download, upload
-from batchgen.kernels.ngram import NgramIndex
-from batchgen.kernels.speculation import advance, place_drafts
+from batchgen.kernels.speculation.drafts import advance, place_drafts
+from batchgen.kernels.speculation.ngram import NgramIndex
 from batchgen.strategies.ar_spec.controller import Acceptance
 from batchgen.strategies.base.step_inputs import StepInputs
 

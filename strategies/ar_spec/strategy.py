@@ -8,15 +8,15 @@ from typing import Literal
 import numpy as np
 import torch
 
-from batchgen.engine.guide import Guide
-from batchgen.engine.model_inputs import ModelInputs
-from batchgen.engine.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.constraint.guide import Guide
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.execution.transfer import upload
 from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
-from batchgen.engine.sampler import sample
-from batchgen.engine.sampling_inputs import SamplingInputs
-from batchgen.engine.scheduled_batch import DecodeBatch, PrefillBatch
+from batchgen.engine.sampling.inputs import SamplingInputs
+from batchgen.engine.sampling.sampler import sample
+from batchgen.engine.scheduling.scheduled_batch import DecodeBatch, PrefillBatch
 from batchgen.engine.strategy import JoiningRows, Limits
-from batchgen.engine.transfer import upload
 from batchgen.strategies.ar_spec.controller import DraftBudget, StepCosts
 from batchgen.strategies.ar_spec.proposers import DraftProposer, NgramProposer, Proposer
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs

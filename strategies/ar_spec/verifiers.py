@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from batchgen.engine.model_runner import ModelOutput
+from batchgen.engine.execution.model_runner import ModelOutput
 from batchgen.engine.outputs import StepOutput
-from batchgen.engine.sampler import describe, process, sample
-from batchgen.kernels.rejection import verify
-from batchgen.kernels.speculation import accept_drafts
-from batchgen.kernels.token_mask import TokenMask
+from batchgen.engine.sampling.sampler import describe, process, sample
+from batchgen.kernels.sampling.token_mask import TokenMask
+from batchgen.kernels.speculation.drafts import accept_drafts
+from batchgen.kernels.speculation.rejection import verify
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 
 Verifier = Callable[[SpecStepInputs, ModelOutput, Drafts, TokenMask | None], StepOutput]

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.engine.model_inputs import ModelInputs
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.transfer import upload
 from batchgen.engine.outputs import StepOutput
-from batchgen.engine.sampling_inputs import SamplingInputs
-from batchgen.engine.scheduled_batch import DecodeBatch
+from batchgen.engine.sampling.inputs import SamplingInputs
+from batchgen.engine.scheduling.scheduled_batch import DecodeBatch
 from batchgen.engine.strategy import JoiningRows
-from batchgen.engine.transfer import upload
 
 
 class StepInputs(ABC):

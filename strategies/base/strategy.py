@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from batchgen.engine.admission import Ints
-from batchgen.engine.model_config import ModelConfig
-from batchgen.engine.model_inputs import ModelInputs
-from batchgen.engine.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
-from batchgen.engine.sampler import sample
-from batchgen.engine.sampling_params import SamplingParams
-from batchgen.engine.scheduled_batch import DecodeBatch, PrefillBatch
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampler import sample
+from batchgen.engine.scheduling.admission import Ints
+from batchgen.engine.scheduling.scheduled_batch import DecodeBatch, PrefillBatch
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.strategy import JoiningRows, Limits, Strategy
 

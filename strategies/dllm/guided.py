@@ -19,11 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.guide import Guide, MaskBuilder
-from batchgen.engine.matcher import Matcher
-from batchgen.engine.sampler import Drawn
-from batchgen.engine.transfer import Download, upload
-from batchgen.kernels.token_mask import TokenMask
+from batchgen.engine.constraint.guide import Guide, MaskBuilder
+from batchgen.engine.constraint.matcher import Matcher
+from batchgen.engine.execution.transfer import Download, upload
+from batchgen.engine.sampling.sampler import Drawn
+from batchgen.kernels.sampling.token_mask import TokenMask
 
 
 @dataclass(frozen=True, slots=True)

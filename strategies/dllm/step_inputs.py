@@ -9,13 +9,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.batched import Batched, row
-from batchgen.engine.model_inputs import ModelInputs
+from batchgen.engine.execution.batched import Batched, row
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.transfer import Download, upload
 from batchgen.engine.outputs import OutputColumn, StepOutput
-from batchgen.engine.sampling_inputs import SamplingInputs
+from batchgen.engine.sampling.inputs import SamplingInputs
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.strategy import JoiningRows
-from batchgen.engine.transfer import Download, upload
 from batchgen.strategies.base.step_inputs import StepInputs
 
 STEP_MAP = OutputColumn("step_map", np.dtype(np.int32))

@@ -8,18 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.admission import Ints
-from batchgen.engine.guide import Guide
-from batchgen.engine.model_config import ModelConfig
-from batchgen.engine.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.constraint.guide import Guide
+from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.execution.transfer import upload
+from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
-from batchgen.engine.sampler import Drawn, draw
-from batchgen.engine.sampling_params import SamplingParams
-from batchgen.engine.scheduled_batch import DecodeBatch
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampler import Drawn, draw
+from batchgen.engine.scheduling.admission import Ints
+from batchgen.engine.scheduling.scheduled_batch import DecodeBatch
 from batchgen.engine.sequence import Sequence
-from batchgen.engine.transfer import upload
-from batchgen.kernels.token_mask import TokenMask
-from batchgen.kernels.unmask import MAX_BLOCK_LENGTH, Rule, schedule, unmask
+from batchgen.kernels.sampling.token_mask import TokenMask
+from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH, Rule, schedule, unmask
 from batchgen.strategies.base.strategy import BaseStrategy
 from batchgen.strategies.dllm.guided import denoise
 from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs

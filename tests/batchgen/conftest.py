@@ -1,14 +1,10 @@
-"""Makes helpers beside the tests and the scripts importable; no test folder is a package."""
+"""A model with a tokenizer and a file of rows, for the tests of jobs."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-_TESTS = Path(__file__).parent
-sys.path[:0] = [str(_TESTS), str(_TESTS.parents[1] / "scripts")]
 
 
 @pytest.fixture(scope="session")

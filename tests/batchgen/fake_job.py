@@ -30,10 +30,10 @@ from batchgen.config import (
     StrategyConfig,
     constraint_config,
 )
-from batchgen.dataset import Row
-from batchgen.engine.memory import MemoryPlan
+from batchgen.dataset.source import Row
+from batchgen.engine.cache.memory_plan import MemoryPlan
 from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput
-from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.sampling.params import SamplingParams
 from batchgen.job import JobParts, JobResult, run_job
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))

@@ -31,15 +31,15 @@ from batchgen.config import (
     resolved,
     sampling_params,
 )
-from batchgen.dataset import Row
-from batchgen.engine.constraint import Constraint, ConstraintError
-from batchgen.engine.grammar import GrammarCompiler
+from batchgen.constraint.row_constraints import RowConstraints
+from batchgen.dataset.source import Row
+from batchgen.engine.constraint.compiler import GrammarCompiler
+from batchgen.engine.constraint.constraint import Constraint, ConstraintError
 from batchgen.engine.outputs import RequestError
-from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.sampling.params import SamplingParams
 from batchgen.errors import ConfigError
 from batchgen.job import run_job
-from batchgen.manifest import Manifest
-from batchgen.row_constraints import RowConstraints
+from batchgen.output.manifest import Manifest
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 INLINE = "constraint.schema={type: object, properties: {name: {type: string}}, required: [name]}"

@@ -18,11 +18,11 @@ from check_kill_resume import compare_outputs
 from fake_job import BAD_PROMPT, BAD_REQUEST, MEMORY, FakeEngine, FakeJob, FakeSource, outcome
 
 from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.sampling.params import SamplingParams
 from batchgen.errors import ConfigError, JobError
 from batchgen.fingerprint import derive_seed
 from batchgen.job import JobParts, JobResult, run_job
-from batchgen.journal import Journal
+from batchgen.output.journal import Journal
 
 
 def _job(out: Path, **fields: Any) -> FakeJob:

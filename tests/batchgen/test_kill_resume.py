@@ -1,6 +1,6 @@
 """`kill -9` at random moments: nothing lost, nothing twice, nothing computed again.
 
-scripts/check_kill_resume.py does the same to any command, such as a job with a real model.
+scripts/check/check_kill_resume.py does the same to any command, such as a job with a real model.
 """
 
 import multiprocessing

@@ -17,10 +17,10 @@ from fake_job import FakeJob, FakeSource
 from jsonschema import Draft202012Validator
 
 from batchgen.config import DatasetConfig, NoConstraintConfig, constraint_config
-from batchgen.dataset import open_dataset
+from batchgen.constraint.text_checks import CHECKED_BY, Unchecked, make_check
+from batchgen.dataset.source import open_dataset
 from batchgen.errors import ConfigError, JobError
 from batchgen.job import run_job
-from batchgen.text_checks import CHECKED_BY, Unchecked, make_check
 from batchgen.validate import SHOWN, Report, main, validate
 
 ROOT = Path(__file__).parents[2]

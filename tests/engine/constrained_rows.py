@@ -23,16 +23,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from batchgen.engine.constraint import Constraint
+from batchgen.engine.constraint.compiler import GrammarCompiler, Matcher
+from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.grammar import GrammarCompiler, Matcher
-from batchgen.engine.loader import load_model
+from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.outputs import FinishReason, RequestOutput
-from batchgen.engine.sampler import sample
-from batchgen.engine.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling_params import SamplingParams
-from batchgen.engine.stopping import decode
+from batchgen.engine.sampling.inputs import SamplingInputs
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampler import sample
+from batchgen.engine.scheduling.stopping import decode
 
 Logits = Callable[[Sequence[int]], Tensor]
 """Token ids → [V], the model's logits behind the last."""

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from batchgen.engine.admission import LengthPredictor
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.scheduling.admission import LengthPredictor
 
 Request = tuple[list[int], SamplingParams]
 

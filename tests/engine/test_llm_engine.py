@@ -23,15 +23,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from batchgen.engine.cuda_graph import CHUNK_ROWS, ForwardGraphs
 from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.execution.cuda_graph import CHUNK_ROWS, ForwardGraphs
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loader import load_model
-from batchgen.engine.model_inputs import ModelInputs
-from batchgen.engine.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.outputs import RequestError, RequestOutput
-from batchgen.engine.sampling_params import SamplingParams
+from batchgen.engine.sampling.params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
 EOS = 7

@@ -21,8 +21,8 @@ import regex  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from batchgen.engine.sampling_params import SamplingParams
-from batchgen.kernels.philox import Stream, gumbel_noise, philox
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox
 
 INF = float("inf")
 Forward = Callable[[list[int]], Tensor]

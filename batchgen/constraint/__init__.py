@@ -1,0 +1,1 @@
+"""Each row's constraint, and the check of finished text against it."""

@@ -1,0 +1,312 @@
+"""From `dataset.path` to a HuggingFace dataset: local files and folders, and the hub."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import CRITICAL
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from datasets import Dataset, DatasetBuilder, DatasetDict, IterableDataset
+from datasets.exceptions import DatasetsError
+from datasets.utils import logging as datasets_logging
+from huggingface_hub import DatasetCard
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import logging as hub_logging
+
+from batchgen.config import DatasetConfig
+from batchgen.dataset.formats import (
+    SUPPORTED,
+    first_bad_line,
+    format_of,
+    json_list_as_lines,
+    reason,
+    root_cause,
+)
+from batchgen.errors import ConfigError
+from batchgen.fingerprint import fingerprint_files, fingerprint_text
+from batchgen.model.package_files import PACKAGE_SCHEME, find_in_package
+
+DEMO = Path(__file__).parents[1] / "data" / "demo.jsonl"
+# What datasets and the readers below it (pyarrow, pandas, fsspec) raise for data they cannot read.
+# StopIteration: a file without any row.
+READ_ERRORS = (
+    DatasetsError,
+    HfHubHTTPError,
+    pa.ArrowException,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    OSError,
+    EOFError,
+    RuntimeError,
+    StopIteration,
+)
+
+
+@dataclass(frozen=True)
+class LoadedDataset:
+    """One split, whole.
+
+    Attributes:
+        fingerprint: stands for the content of all its rows.
+        files: the local files that it is read from; none for the hub.
+    """
+
+    data: Dataset | IterableDataset
+    fingerprint: str
+    files: tuple[Path, ...] = ()
+
+
+def load_split(config: DatasetConfig) -> LoadedDataset:
+    """The split that the configuration names.
+
+    Local map-style data is converted once into Arrow files in datasets' cache, in a folder named
+    by the content: a source file that changed is never taken from an old cache.
+
+    Raises:
+        ConfigError: the path, the split or the data cannot be used.
+    """
+    with quiet():
+        if config.kind == "hub":
+            return _load_hub(config)
+        path = DEMO if config.kind == "demo" else _local_path(str(config.path))
+        if path.is_dir():
+            if config.name is None and (path / "dataset_dict.json").is_file():
+                return _load_saved(path / _pick_split(_saved_splits(path), config), config)
+            if config.name is None and (path / "state.json").is_file():
+                return _load_saved(path, config)
+            return _load_folder(path, config)
+        if config.name is not None:
+            raise ConfigError(f"dataset.name is for hub data sets and folders, {path} is neither")
+        return _load_files(_find_files(path), config, _pick_split(["train"], config))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without datasets' progress bars and log lines, whose content our errors carry."""
+    levels = [(log, log.get_verbosity()) for log in (datasets_logging, hub_logging)]
+    bars = datasets.are_progress_bars_disabled()
+    for log, _ in levels:
+        log.set_verbosity(CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        for log, level in levels:
+            log.set_verbosity(level)
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+def _local_path(path: str) -> Path:
+    if path.startswith(PACKAGE_SCHEME):
+        return find_in_package(path, "dataset.path:")
+    return Path(os.path.expanduser(path))
+
+
+def _find_files(path: Path) -> list[Path]:
+    if path.is_file():
+        files = [path]
+    elif glob.has_magic(str(path)):
+        files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        files = [file for file in files if file.is_file()]
+        if not files:
+            raise ConfigError(f"dataset.path: no file matches {path} (from {Path.cwd()})")
+    else:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        hub = "; for a data set of the hub use dataset=hub" if _like_hub_name(str(path)) else ""
+        raise ConfigError(f"dataset.path: {path} does not exist{where}{hub}")
+    _check_formats(files)
+    return files
+
+
+def _like_hub_name(path: str) -> bool:
+    return (
+        path.count("/") <= 1 and not path.startswith((".", "/")) and format_of(Path(path)) is None
+    )
+
+
+def _check_formats(files: Sequence[Path]) -> str:
+    """The one format of all files, or ConfigError."""
+    by_format: dict[str | None, Path] = {}
+    for file in files:
+        by_format.setdefault(format_of(file), file)
+    if None in by_format:
+        raise ConfigError(
+            f"dataset.path: {by_format[None]} is of no known format: use {SUPPORTED} "
+            "(.jsonl, .json and .csv also with .gz)"
+        )
+    if len(by_format) > 1:
+        examples = ", ".join(f"{kind} ({file.name})" for kind, file in by_format.items())
+        raise ConfigError(
+            f"dataset.path: files of several formats, {examples}: choose one with a glob such as "
+            f"'{files[0].parent}/*{files[0].suffix}'"
+        )
+    (kind,) = by_format
+    assert kind is not None
+    return kind
+
+
+def _load_files(files: Sequence[Path], config: DatasetConfig, split: str) -> LoadedDataset:
+    kind, fingerprint = _check_formats(files), _content(split, files)
+    cache = _cache_dir(fingerprint)
+    try:
+        if kind == "json":
+            parts = [json_list_as_lines(file, cache, i) or file for i, file in enumerate(files)]
+        else:
+            parts = list(files)
+        builder = datasets.load_dataset_builder(
+            kind,
+            data_files={split: [glob.escape(str(part.absolute())) for part in parts]},
+            cache_dir=str(cache),
+        )
+        return LoadedDataset(_read(builder, config)[split], fingerprint, tuple(files))
+    except ConfigError:
+        raise
+    except READ_ERRORS as error:
+        raise unreadable(error, files) from None
+
+
+def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
+    """A folder as datasets reads it: splits by file names, or as its README.md declares."""
+    files = sorted(f for f in folder.rglob("*") if f.is_file() and format_of(f) is not None)
+    files = [f for f in files if not any(p.startswith(".") for p in f.relative_to(folder).parts)]
+    if not files:
+        raise ConfigError(f"dataset.path: folder {folder} has no files of {SUPPORTED}")
+    declared = _declares_files(folder)
+    if not declared:
+        _check_formats(files)
+    try:
+        path = str(folder.absolute())
+        used = datasets.load_dataset_builder(path, config.name).config.data_files
+        split = _pick_split(list(map(str, used)), config)
+        chosen = [Path(name) for name in used[split]]
+        if not declared:
+            _check_all_used(files, [Path(name) for names in used.values() for name in names])
+            return _load_files(chosen, config, split)
+        fingerprint = _content(split, chosen)
+        cache = str(_cache_dir(fingerprint))
+        builder = datasets.load_dataset_builder(path, config.name, cache_dir=cache)
+        return LoadedDataset(_read(builder, config)[split], fingerprint, tuple(chosen))
+    except ConfigError:
+        raise
+    except READ_ERRORS as error:
+        raise unreadable(error, files) from None
+
+
+def _declares_files(folder: Path) -> bool:
+    readme = folder / "README.md"
+    try:
+        return readme.is_file() and bool(DatasetCard.load(readme).data.to_dict().get("configs"))
+    except ValueError as error:
+        raise ConfigError(f"dataset.path: the YAML of {readme} is wrong: {reason(error)}") from None
+
+
+def _check_all_used(files: Sequence[Path], used: Sequence[Path]) -> None:
+    """datasets leaves out files whose name names no split where others' names do."""
+    known = {file.resolve() for file in used}
+    left_out = [file for file in files if file.resolve() not in known]
+    if left_out:
+        raise ConfigError(
+            f"dataset.path: {left_out[0]} belongs to no split, though other files are named like "
+            "splits (train, test, …): name the files you mean with a glob"
+        )
+
+
+def _saved_splits(folder: Path) -> list[str]:
+    file = folder / "dataset_dict.json"
+    try:
+        return [str(split) for split in json.loads(file.read_text(encoding="utf-8"))["splits"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"dataset.path: {file} is damaged: {reason(error)}") from None
+
+
+def _load_saved(folder: Path, config: DatasetConfig) -> LoadedDataset:
+    """A split written by datasets' save_to_disk: memory-mapped as it is."""
+    try:
+        data = datasets.load_from_disk(str(folder))
+        assert not isinstance(data, DatasetDict)
+        names = [entry["filename"] for entry in data.cache_files]
+        fingerprint = _content(folder.name, [Path(name) for name in names])
+    except READ_ERRORS as error:
+        raise unreadable(error, [folder]) from None
+    return LoadedDataset(data.to_iterable_dataset() if config.streaming else data, fingerprint)
+
+
+def _load_hub(config: DatasetConfig) -> LoadedDataset:
+    try:
+        builder = datasets.load_dataset_builder(config.path, config.name, revision=config.revision)
+        if builder.info.splits:
+            _pick_split(list(builder.info.splits), config)  # before anything is downloaded
+        splits = _read(builder, config)
+        split = _pick_split(list(map(str, splits)), config)
+    except ConfigError:
+        raise
+    except READ_ERRORS as error:
+        raise ConfigError(f"dataset.path: cannot load {config.path}: {reason(error)}") from None
+    # builder.hash is the commit of the data set's repository, in the cache too.
+    parts = ("hub", str(config.path), builder.config.name, split, str(builder.hash))
+    return LoadedDataset(splits[split], fingerprint_text(*parts))
+
+
+def _read(builder: DatasetBuilder, config: DatasetConfig) -> dict[str, Any]:
+    """All splits of the builder, by name."""
+    if config.streaming:
+        return dict(builder.as_streaming_dataset())
+    builder.download_and_prepare()
+    if builder.info.splits and not sum(info.num_examples for info in builder.info.splits.values()):
+        raise ConfigError(f"dataset.path: {config.path} has no rows")
+    return dict(builder.as_dataset())
+
+
+def _pick_split(splits: Sequence[str], config: DatasetConfig) -> str:
+    names = ", ".join(map(str, splits))
+    if config.split is None:
+        if len(splits) == 1:
+            return splits[0]
+        raise ConfigError(f"dataset.split: {config.path} has several splits, choose among {names}")
+    if config.split not in splits:
+        raise ConfigError(f"dataset.split: {config.path} has no {config.split!r}, only {names}")
+    return config.split
+
+
+def _content(split: str, files: Sequence[Path]) -> str:
+    """The order of the files is the order of the rows, so it counts."""
+    try:
+        return fingerprint_text(split, *(fingerprint_files([file]) for file in files))
+    except OSError as error:
+        raise ConfigError(f"dataset.path: cannot read {error.filename}: {error.strerror}") from None
+
+
+def _cache_dir(fingerprint: str) -> Path:
+    return Path(datasets.config.HF_DATASETS_CACHE) / "batchgen" / fingerprint
+
+
+def unreadable(error: BaseException, files: Sequence[Path]) -> ConfigError:
+    """The error of datasets in words that name the file and, for JSON lines, the line."""
+    cause, cache = root_cause(error), str(datasets.config.HF_DATASETS_CACHE)
+    if isinstance(cause, OSError) and (
+        cause.errno in (errno.ENOSPC, errno.EDQUOT) or str(cause.filename).startswith(cache)
+    ):
+        return ConfigError(
+            f"dataset.path: datasets cannot write its cache {cache}: {cause.strerror}: set "
+            "HF_DATASETS_CACHE to another folder, or use dataset.streaming=true"
+        )
+    for file in files:
+        if format_of(file) == "json" and (where := first_bad_line(file)):
+            return ConfigError(f"dataset.path: {where}")
+        if file.is_file() and file.stat().st_size == 0:
+            return ConfigError(f"dataset.path: {file} is empty")
+    named = str(files[0]) if len(files) == 1 else f"{len(files)} files, {files[0]} …"
+    hint = ": give every row the same keys and types" if format_of(files[0]) == "json" else ""
+    return ConfigError(f"dataset.path: datasets cannot read {named}: {reason(error)}{hint}")

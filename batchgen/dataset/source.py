@@ -1,0 +1,273 @@
+"""The rows of a job's data set, one by one, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from datasets import ClassLabel, Dataset, Features, Value
+from datasets.features import Json, LargeList, List, Translation, TranslationVariableLanguages
+
+from batchgen.config import DatasetConfig
+from batchgen.dataset.files import READ_ERRORS, LoadedDataset, load_split, quiet, unreadable
+from batchgen.dataset.formats import reason
+from batchgen.dataset.row_ids import IdSet, check_unique, duplicate_error
+from batchgen.dataset.stored_json import stored_field
+from batchgen.engine.outputs import RequestError
+from batchgen.errors import ConfigError, JobError
+
+BATCH = 256  # rows read at a time
+FIRST_ROWS = 1000
+PLAIN = (Value, ClassLabel, Json, Translation, TranslationVariableLanguages)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the data set.
+
+    Attributes:
+        index: its position in the data set, counting every row from 0.
+        id: the value of `dataset.id_column` as text, else the index.
+        fields: its columns, as Python values (dates as datetime, labels as numbers, JSON parsed);
+            images, audio and the like are left out.
+    """
+
+    index: int
+    id: str
+    fields: dict[str, Any]
+
+
+def open_dataset(config: DatasetConfig) -> RowSource:
+    """The configured data set, checked as far as that takes no pass over a stream.
+
+    Raises:
+        ConfigError: data that does not exist, cannot be read, has no such split or column, has no
+            rows, or whose ids repeat.
+    """
+    return RowSource(load_split(config), config)
+
+
+class RowSource:
+    """The rows of one split, at most `dataset.limit` of them, in constant memory.
+
+    Map-style data is memory-mapped. A stream is read from its start for every call of `rows`.
+
+    Attributes:
+        columns: names of all columns that `Row.fields` has; features: what they hold.
+        schema: Arrow schema of the columns copied to the output, from the data set's features. A
+            stream without features gets those of its first 1000 rows; a later row that does not
+            fit them becomes an error row (`bad_row`). JSON values of several types in one column
+            are JSON text (of whose numbers datasets keeps ten decimals).
+        num_rows: None for a stream.
+        fingerprint: the same for the same rows on every machine; hub data by its commit.
+    """
+
+    def __init__(self, loaded: LoadedDataset, config: DatasetConfig) -> None:
+        self._config, self._files = config, loaded.files
+        self.fingerprint = loaded.fingerprint
+        data, features = loaded.data, loaded.data.features
+        self._cast = features is None
+        if features is None:
+            with self._reading("its first rows"):
+                features = _features_of(list(data.take(FIRST_ROWS)))
+        odd = [name for name, feature in features.items() if not _is_plain(feature)]
+        self.columns = tuple(name for name in features if name not in odd)
+        self._check_columns(features, odd)
+        self._data = data.select_columns(list(self.columns)) if odd else data
+        self._json = Features({n: features[n] for n in self.columns if _has_json(features[n])})
+        self.features = Features({name: features[name] for name in self.columns})
+        copied = self.columns if config.columns is None else config.columns
+        self.schema = pa.schema([self._field(name) for name in copied])
+        self.num_rows: int | None = None
+        if isinstance(data, Dataset):
+            self.num_rows = min(len(data), config.limit or len(data))
+        if self.num_rows == 0 or next(self.rows(), None) is None:
+            raise ConfigError(f"dataset.path: {config.path} has no rows")
+        if self.num_rows is not None and config.id_column is not None:
+            check_unique(self._ids, config.id_column)
+
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        """The rows from index `start` on.
+
+        Map-style data is not read before `start`; a stream is. Ids of a stream are checked as
+        they come, those before `start` too.
+
+        Raises:
+            ConfigError: while iterating, a file cannot be read further, or an id of a stream is
+                missing or repeats an earlier one.
+            JobError: the network or the disk failed.
+        """
+        column = self._config.id_column
+        seen = IdSet() if self.num_rows is None and column is not None else None
+        first = 0 if self.num_rows is None else start
+        for index, fields in enumerate(self._fields(first), first):
+            row_id = str(index) if column is None else self._id(index, fields.get(column))
+            if seen is not None and not seen.add(row_id):
+                self._check_earlier(index, row_id)
+            if index >= start:
+                yield Row(index, row_id, fields)
+
+    def passthrough(self, row: Row) -> dict[str, Any]:
+        """The values of the columns of `schema`.
+
+        Raises:
+            RequestError: `bad_row`, a value does not fit the schema.
+        """
+        values = {name: row.fields.get(name) for name in self.schema.names}
+        json = {name: values[name] for name in self._json if name in values}
+        if json:
+            values |= Features({name: self._json[name] for name in json}).encode_example(json)
+        if self._cast:
+            for field in self.schema:
+                try:
+                    pa.array([values[field.name]], type=field.type)
+                except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                    raise RequestError(
+                        "bad_row", f"column {field.name!r} is not {field.type}: {reason(error)}"
+                    ) from None
+        return values
+
+    def _field(self, name: str) -> pa.Field:
+        kind = _storage(self.features.arrow_schema.field(name).type)
+        if name in self._json:
+            return stored_field(name, self.features[name], kind)
+        return pa.field(name, kind)
+
+    def _fields(self, start: int) -> Iterator[dict[str, Any]]:
+        batches, index, limit = self._batches(start), start, self._config.limit
+        while limit is None or index < limit:
+            with self._reading(f"row {index} or the rows after it"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            for fields in batch if limit is None else batch[: limit - index]:
+                if self._json:
+                    fields |= self._json.decode_example({n: fields[n] for n in self._json})
+                yield fields
+            index += len(batch)
+
+    def _batches(self, start: int) -> Iterator[list[dict[str, Any]]]:
+        data = self._data
+        if self._cast:  # rows of different types: they fit into no Arrow batch
+            return ([row] for row in data)
+        if isinstance(data, Dataset):
+            if start >= len(data):
+                return iter(())  # `select` refuses to start at the end
+            data = data.select(range(start, len(data)))
+        return (batch.to_pylist() for batch in data.with_format("arrow").iter(batch_size=BATCH))
+
+    def _ids(self) -> Iterator[str]:
+        column, index = self._config.id_column, 0
+        assert column is not None and isinstance(self._data, Dataset)
+        data = self._data.select(range(self.num_rows or 0)).select_columns([column])
+        for batch in data.with_format("arrow").iter(batch_size=100 * BATCH):
+            for value in batch.column(column).to_pylist():
+                yield self._id(index, value)
+                index += 1
+
+    def _id(self, index: int, value: str | int | None) -> str:
+        if value is None:
+            raise ConfigError(
+                f"dataset.id_column: row {index} has no {self._config.id_column!r}: choose a "
+                "column without nulls, or null to number the rows"
+            )
+        return str(value)
+
+    def _check_earlier(self, index: int, row_id: str) -> None:
+        """Raise if a row before `index` has this id: a hash seen twice is not yet a duplicate."""
+        column = self._config.id_column
+        assert column is not None
+        for earlier, fields in zip(range(index), self._fields(0), strict=False):
+            if self._id(earlier, fields.get(column)) == row_id:
+                raise duplicate_error(column, {row_id: [earlier, index]})
+
+    def _check_columns(self, features: Features, odd: list[str]) -> None:
+        known = ", ".join(self.columns)
+        if self._config.columns is None and odd:
+            raise ConfigError(
+                f"dataset.columns: column {odd[0]!r} ({type(features[odd[0]]).__name__}) cannot be "
+                f"copied to the output: choose the columns to copy among {known}"
+            )
+        for name in self._config.columns or ():
+            if name in odd:
+                kind = type(features[name]).__name__
+                raise ConfigError(
+                    f"dataset.columns: column {name!r} ({kind}) cannot be copied to the output: "
+                    f"choose among {known}"
+                )
+            if name not in self.columns:
+                raise ConfigError(f"dataset.columns: no column {name!r}: choose among {known}")
+        column = self._config.id_column
+        if column is None:
+            return
+        if column not in self.columns:
+            raise ConfigError(f"dataset.id_column: no column {column!r}: choose among {known}")
+        kind = features.arrow_schema.field(column).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or _is_integer(kind)):
+            raise ConfigError(
+                f"dataset.id_column: column {column!r} holds {kind}: ids must be strings or "
+                "integers"
+            )
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        try:
+            with quiet():
+                yield
+        except READ_ERRORS as error:
+            if self._files:
+                raise unreadable(error, self._files) from None
+            text = f"dataset.path: {self._config.path}: cannot read {what}: {reason(error)}"
+            if isinstance(error, OSError):
+                raise JobError(f"{text}; run the same command to go on from there") from None
+            raise ConfigError(text) from None
+
+
+def _features_of(rows: list[dict[str, Any]]) -> Features:
+    """Of the columns of all rows: `pa.Table.from_pylist` takes only those of the first."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pa.table({name: [row.get(name) for row in rows] for name in names})
+    return Features.from_arrow_schema(table.schema)
+
+
+def _is_integer(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind))
+
+
+def _is_plain(feature: Any) -> bool:
+    """Whether its Arrow values are Python's own numbers, strings, lists and dicts."""
+    return (
+        isinstance(feature, PLAIN)
+        if (inner := _inner(feature)) is None
+        else all(map(_is_plain, inner))
+    )
+
+
+def _has_json(feature: Any) -> bool:
+    return isinstance(feature, Json) or any(map(_has_json, _inner(feature) or ()))
+
+
+def _inner(feature: Any) -> list[Any] | None:
+    if isinstance(feature, dict):
+        return list(feature.values())
+    if isinstance(feature, (List, LargeList)):
+        return [feature.feature]
+    return feature if isinstance(feature, list) else None
+
+
+def _storage(kind: pa.DataType) -> pa.DataType:
+    """The type with JSON as plain strings, at every depth."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind.storage_type
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(f.name, _storage(f.type)) for f in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(_storage(kind.value_type))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_storage(kind.value_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_storage(kind.value_type), kind.list_size)
+    return kind

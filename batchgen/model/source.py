@@ -1,0 +1,105 @@
+"""Where a model's files are: a folder, a file, inside an installed package, or on the hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from batchgen.errors import ConfigError
+from batchgen.model.package_files import PACKAGE_SCHEME, find_in_package
+
+_WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")
+_OTHER_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template*",
+)
+
+
+def resolve_model(path: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The folder or .gguf file on this machine; a hub model is downloaded first.
+
+    Args:
+        path: a folder, a .gguf file, `package://PACKAGE/PATH` (one of these inside an installed
+            Python package, which is not imported), a hub name `owner/name`, or a file of a hub
+            model `owner/name/FILE.gguf`. What exists on this machine is not looked for on the hub.
+        revision: commit, branch or tag of a hub model.
+        weights: download the weights too; a dummy model needs none.
+
+    Raises:
+        ConfigError: it cannot be found or fetched; the message says what to do.
+    """
+    local = Path(path).expanduser()
+    on_hub = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:/(.+\.gguf))?", path)
+    if not path.startswith(PACKAGE_SCHEME) and not local.exists() and on_hub:
+        return _from_hub(on_hub[1], on_hub[2], revision, weights)
+    if revision is not None:
+        raise ConfigError(f"model {path}: a revision ({revision}) needs a hub name, owner/name")
+    if path.startswith(PACKAGE_SCHEME):
+        local = find_in_package(path, "model")
+    if not local.exists():
+        raise ConfigError(
+            f"model {path} does not exist; give a folder, a .gguf file or a hub name, owner/name"
+        )
+    if local.is_file() and local.suffix != ".gguf":
+        raise ConfigError(f"model {path} is a file but not a .gguf file; give the model's folder")
+    return local.absolute()  # not resolved: the hub cache links to names without a suffix
+
+
+def model_files(path: Path) -> list[Path]:
+    """The files that define the model and its tokenizer, for fingerprints; sorted by name.
+
+    `path` is what `resolve_model` returned.
+    """
+    if path.is_file():
+        return [path]
+    patterns = ("*.safetensors", *_WEIGHT_FILES, *_OTHER_FILES)
+    return sorted({file for pattern in patterns for file in path.glob(pattern) if file.is_file()})
+
+
+def _from_hub(repo: str, file: str | None, revision: str | None, weights: bool) -> Path:
+    model = f"model {repo}" + (f" at revision {revision}" if revision else "")
+    try:
+        if file is not None:
+            return Path(hf_hub_download(repo, file, revision=revision))
+        patterns = [*_OTHER_FILES, *(_WEIGHT_FILES if weights else ())]
+        # Patterns match across slashes: other formats in subfolders are not wanted.
+        folder = snapshot_download(
+            repo, revision=revision, allow_patterns=patterns, ignore_patterns="*/*"
+        )
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{model} is gated: accept its terms on https://huggingface.co/{repo} and log in "
+            "(hf auth login, or set HF_TOKEN)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"{model}: the hub has the model but not this revision") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{model} is neither a folder here nor on the hub (or it is private: run hf auth login)"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"{model} is not on this machine and the hub cannot be reached: check the network (and "
+            "HF_HUB_OFFLINE), or give a local folder"
+        ) from error
+    except EntryNotFoundError as error:
+        raise ConfigError(f"{model} has no file {file}") from error
+    except HfHubHTTPError as error:
+        raise ConfigError(f"{model}: the hub answered with an error: {error}") from error
+    return Path(folder)

@@ -1,0 +1,1 @@
+"""What a job writes: schema, journal, shards, manifest, metrics and card, in a locked folder."""

@@ -1,0 +1,133 @@
+"""The column `parsed`: the JSON of a row as an Arrow value, typed where the schema says how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.constraint.json_text import parse_json
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.outputs import RequestOutput
+from batchgen.output.arrow_schema import Inexact, arrow_type
+
+_Fit = Callable[[Any], Any]
+_INT64 = range(-(2**63), 2**63)
+
+
+class _Misfit(Exception):
+    """A value that its Arrow type cannot hold as it is."""
+
+
+@dataclass(frozen=True)
+class ParsedColumn:
+    """How the JSON of a row becomes a value.
+
+    Attributes:
+        type: of the column; a string holds JSON text unless `typed`.
+        meaning: for the reader of the output.
+        start_after: the JSON stands behind the first of these texts.
+    """
+
+    type: pa.DataType
+    typed: bool
+    meaning: str
+    start_after: str
+
+    @staticmethod
+    def build(constraint: Constraint | None, start_after: str) -> ParsedColumn:
+        """Of a job with a constraint of JSON.
+
+        Args:
+            constraint: the job's; None if each row has its own.
+        """
+        null = "null unless constraint_satisfied"
+        try:
+            if constraint is None:
+                raise Inexact("each row has a schema of its own")
+            if constraint.kind == "json":
+                raise Inexact("there is no schema")
+            type = arrow_type(parse_json(constraint.text))
+        except Inexact as why:
+            meaning = f"the JSON of text, as JSON text, because {why}; {null}"
+            return ParsedColumn(pa.string(), False, meaning, start_after)
+        meaning = f"the JSON of text, typed by the schema; {null} and the types hold every value"
+        return ParsedColumn(type, True, meaning, start_after)
+
+    def array(self, outputs: Sequence[RequestOutput | None]) -> pa.Array:
+        """A value per row; null where the row has no complete JSON, or a value of it (an integer
+        beyond 64 bits, half a surrogate pair) does not fit its Arrow type.
+        """
+        fit = _fit(self.type) if self.typed else None
+        return pa.array([self._value(output, fit) for output in outputs], self.type)
+
+    def _value(self, output: RequestOutput | None, fit: _Fit | None) -> Any:
+        if output is None or output.error is not None or not output.constraint_satisfied:
+            return None
+        text = output.text
+        if self.start_after:
+            text = text.partition(self.start_after)[2]
+        try:
+            value = parse_json(text)
+            return text.strip() if fit is None else fit(value)
+        except (ValueError, RecursionError, _Misfit):
+            return None
+
+
+def _fit(type: pa.DataType) -> _Fit:
+    """Checks that a value of JSON fits the type; Arrow itself would raise, round or drop."""
+    if pa.types.is_struct(type):
+        fits = {field.name: _fit(field.type) for field in type}
+        return lambda value: None if value is None else _struct(value, fits)
+    if pa.types.is_list(type):
+        fit = _fit(type.value_type)
+        return lambda value: None if value is None else _list(value, fit)
+    scalar = {pa.int64(): _integer, pa.float64(): _number, pa.string(): _text, pa.bool_(): _bool}
+    fit = scalar[type]
+    return lambda value: None if value is None else fit(value)
+
+
+def _struct(value: Any, fits: dict[str, _Fit]) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value.keys() <= fits.keys():
+        raise _Misfit
+    return {name: fit(value.get(name)) for name, fit in fits.items()}
+
+
+def _list(value: Any, fit: _Fit) -> list[Any]:
+    if not isinstance(value, list):
+        raise _Misfit
+    return [fit(item) for item in value]
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 1.0 is an integer of JSON Schema
+    if type(value) is not int or value not in _INT64:
+        raise _Misfit
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise _Misfit
+    try:
+        number = float(value)
+    except OverflowError:
+        raise _Misfit from None
+    if number in (float("inf"), float("-inf")):  # of 1e999
+        raise _Misfit
+    return number
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or any("\ud800" <= char <= "\udfff" for char in value):
+        raise _Misfit
+    return value
+
+
+def _bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _Misfit
+    return value

@@ -1,0 +1,232 @@
+"""The Arrow schema of the output, fixed before the first token, and rows on their way into it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchgen.config import PARSED
+from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput
+from batchgen.errors import ConfigError
+from batchgen.output.parsed_column import ParsedColumn
+
+SCHEMA_VERSION = "1"
+
+_BEFORE = (
+    ("row_id", pa.string(), "the row's dataset.id_column, or its position"),
+    ("row_index", pa.int64(), "position of the row in the dataset, from 0"),
+    ("sample_index", pa.int32(), "which of the sampling.n samples of the row, from 0"),
+)
+_AFTER = (
+    ("text", pa.string(), "the generated text, cut before a stop string; null on error"),
+    ("token_ids", pa.list_(pa.int32()), "every generated token, with the one that ended the row"),
+    ("prompt_token_ids", pa.list_(pa.int32()), "the prompt as the model saw it; null on error"),
+    ("finish_reason", pa.string(), "stop, length, constraint_conflict or error"),
+    ("stop", pa.string(), "the stop string, or the text of the stop id, that ended the row"),
+    (
+        "error",
+        pa.struct([("type", pa.string()), ("message", pa.string())]),
+        "why the row has no answer; null if it has one",
+    ),
+    ("num_prompt_tokens", pa.int32(), "length of the prompt; null if the row failed before it"),
+    ("num_generated_tokens", pa.int32(), "length of token_ids"),
+)
+PROMPT_TOKEN_IDS = "prompt_token_ids"
+_SATISFIED = (
+    "constraint_satisfied",
+    pa.bool_(),
+    "whether what was generated is complete under the row's constraint; null if it has none or "
+    "the row failed",
+)
+_COUNTS = {
+    "num_forwards": "forwards of the model that yielded token_ids or made their KV final",
+    "num_commit_forwards": "of those, how many only made KV final",
+    "num_draft_tokens": "tokens that were drafted for the row in those forwards",
+    "num_accepted_tokens": "of token_ids, how many were drafts",
+}
+"""What `Strategy.counts` may name, and what it means."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    """One (row, sample) with its outcome: exactly one of `output` and `error` is given."""
+
+    row_id: str
+    row_index: int
+    sample_index: int
+    fields: Mapping[str, Any]
+    output: RequestOutput | None = None
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True)
+class OutputSchema:
+    """What a row of the output is made of.
+
+    Attributes:
+        arrow: of journal and shards; every field's metadata says what it means.
+        passthrough: names of the input columns that are copied into every row.
+        columns: the per-token columns, in their order.
+        counts: the fields of `RequestOutput` that are columns too.
+        parsed: what makes the column of that name, None without one.
+    """
+
+    arrow: pa.Schema
+    passthrough: tuple[str, ...]
+    columns: tuple[OutputColumn, ...]
+    counts: tuple[str, ...]
+    parsed: ParsedColumn | None
+
+    @staticmethod
+    def build(
+        passthrough: pa.Schema,
+        columns: Sequence[OutputColumn],
+        counts: Sequence[str],
+        prompt_token_ids: bool,
+        *,
+        constrained: bool = False,
+        parsed: ParsedColumn | None = None,
+    ) -> "OutputSchema":
+        """The schema of a job.
+
+        Args:
+            counts: what the strategy tells of each row.
+            constrained: rows have a column that says whether they satisfy their constraint.
+
+        Raises:
+            ConfigError: an input column has the name of an output column.
+        """
+        before = [_field(*column) for column in _BEFORE]
+        after = [
+            _field(name, type, meaning)
+            for name, type, meaning in _AFTER
+            if prompt_token_ids or name != PROMPT_TOKEN_IDS
+        ]
+        if constrained:
+            after.append(_field(*_SATISFIED))
+        if parsed is not None:
+            after.append(_field(PARSED, parsed.type, parsed.meaning))
+        not_run = "; null if the row failed before its first"
+        after += [_field(name, pa.int32(), _COUNTS[name] + not_run) for name in counts]
+        after += [_column_field(column) for column in columns]
+        # Also columns that this job does not write: a name means the same in every output.
+        taken = {name for name, *_ in _BEFORE + _AFTER} | {*_COUNTS}
+        taken |= {column.name for column in columns} | {_SATISFIED[0], PARSED}
+        clashes = [name for name in passthrough.names if name in taken]
+        if clashes:
+            raise ConfigError(
+                f"dataset columns {', '.join(map(repr, clashes))} have the names of columns that "
+                "batchgen writes: rename them in the dataset, or list the columns to pass through "
+                "in dataset.columns and leave these out"
+            )
+        # Without the metadata of the input's schema: it describes only the input's columns.
+        meaning = {"meaning": "as in the input"}
+        given = [f.with_metadata(meaning | _strings(f.metadata)) for f in passthrough]
+        schema = pa.schema(before + given + after, metadata={"batchgen.schema": SCHEMA_VERSION})
+        names = tuple(passthrough.names)
+        return OutputSchema(schema, names, tuple(columns), tuple(counts), parsed)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one generated token over all per-token columns."""
+        return 4 + sum(
+            column.dtype.itemsize * int(np.prod(column.tail_shape)) for column in self.columns
+        )
+
+    def encode(self, rows: Sequence[FinishedRow]) -> pa.RecordBatch:
+        """The rows as one Arrow batch.
+
+        One array per column and none per row: this is the job's hot path.
+        """
+        outputs = [row.output for row in rows]
+        errors = [row.error for row in rows]
+        values: dict[str, Any] = {
+            "row_id": [row.row_id for row in rows],
+            "row_index": [row.row_index for row in rows],
+            "sample_index": [row.sample_index for row in rows],
+            "text": [o.text if o and o.finish_reason != "error" else None for o in outputs],
+            "finish_reason": [o.finish_reason if o else "error" for o in outputs],
+            "stop": [o.stop if o else None for o in outputs],
+            "error": [_error(o, e) for o, e in zip(outputs, errors, strict=True)],
+            "num_prompt_tokens": [len(o.prompt_token_ids) if o else None for o in outputs],
+            "num_generated_tokens": [len(o.token_ids) if o else 0 for o in outputs],
+            "token_ids": _id_lists([o.token_ids if o else [] for o in outputs]),
+        }
+        for name in self.passthrough:
+            values[name] = [row.fields[name] for row in rows]
+        for name in self.counts:
+            values[name] = [getattr(o, name) if o else None for o in outputs]
+        for column in self.columns:
+            values[column.name] = _lists(column, outputs)
+        if _SATISFIED[0] in self.arrow.names:
+            values[_SATISFIED[0]] = [
+                o.constraint_satisfied if o and o.finish_reason != "error" else None
+                for o in outputs
+            ]
+        if self.parsed is not None:
+            values[PARSED] = self.parsed.array(outputs)
+        if PROMPT_TOKEN_IDS in self.arrow.names:
+            values[PROMPT_TOKEN_IDS] = [o.prompt_token_ids if o else None for o in outputs]
+        arrays = [
+            value if isinstance(value := values[f.name], pa.Array) else pa.array(value, f.type)
+            for f in self.arrow
+        ]
+        return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
+
+
+def _field(name: str, type: pa.DataType, meaning: str) -> pa.Field:
+    return pa.field(name, type, metadata={"meaning": meaning})
+
+
+def _strings(metadata: Mapping[bytes, bytes] | None) -> dict[str, str]:
+    return {key.decode(): value.decode() for key, value in (metadata or {}).items()}
+
+
+def _column_field(column: OutputColumn) -> pa.Field:
+    type = pa.from_numpy_dtype(column.dtype)
+    for size in reversed(column.tail_shape):
+        type = pa.list_(type, size)
+    rows = "generated token" if column.scope == "output" else "token that went through the model"
+    metadata = {
+        "meaning": f"{column.name}: one entry per {rows}",
+        "scope": column.scope,
+        "dtype": str(column.dtype),
+        "shape": str(["num_tokens", *column.tail_shape]).replace("'", ""),
+    }
+    return pa.field(column.name, pa.list_(type), metadata=metadata)
+
+
+def _error(output: RequestOutput | None, error: RequestError | None) -> dict[str, str] | None:
+    if output is not None:
+        error = output.error
+    return None if error is None else {"type": error.type, "message": str(error)}
+
+
+def _offsets(lengths: list[int]) -> npt.NDArray[np.int32]:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _id_lists(lists: list[list[int]]) -> pa.Array:
+    offsets = _offsets([len(ids) for ids in lists])
+    values = np.fromiter(chain.from_iterable(lists), np.int32, count=int(offsets[-1]))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def _lists(column: OutputColumn, outputs: list[RequestOutput | None]) -> pa.Array:
+    """A list per row of [num_tokens, *tail] entries; error rows have empty lists."""
+    given = [o.columns[column.name] if o else None for o in outputs]
+    present = [array for array in given if array is not None]
+    for array in present:
+        assert array.shape[1:] == column.tail_shape, f"{column.name} has shape {array.shape}"
+    flat = np.concatenate([a.reshape(-1) for a in present]) if present else np.empty(0)
+    values = pa.array(np.ascontiguousarray(flat, column.dtype))
+    for size in reversed(column.tail_shape):
+        values = pa.FixedSizeListArray.from_arrays(values, size)
+    offsets = _offsets([0 if array is None else len(array) for array in given])
+    return pa.ListArray.from_arrays(pa.array(offsets), values)

@@ -1,0 +1,1 @@
+"""From a row's columns to the token ids of its prompt."""

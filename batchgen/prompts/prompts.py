@@ -1,0 +1,263 @@
+"""From a row to the token ids of its prompt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from jinja2 import UndefinedError
+from transformers import PreTrainedTokenizerBase
+
+from batchgen.config import (
+    ChatPromptConfig,
+    PromptConfig,
+    TextPromptConfig,
+    TokensPromptConfig,
+)
+from batchgen.config.groups import TooLong
+from batchgen.dataset.source import Row
+from batchgen.engine.outputs import RequestError
+from batchgen.errors import ConfigError
+from batchgen.prompts.templates import RENDER_ERRORS, RowTemplate, template_errors
+
+
+class Prompt(Protocol):
+    """How rows become prompts."""
+
+    def token_ids(self, row: Row) -> list[int]:
+        """The prompt, not empty, of any length.
+
+        Raises:
+            RequestError: missing_field, template_error, bad_messages, bad_token_ids or
+                empty_prompt: this row has no prompt.
+        """
+
+
+def build_prompt(
+    config: PromptConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    vocab_size: int,
+    columns: Collection[str],
+) -> Prompt:
+    """The prompt that the configuration describes.
+
+    Args:
+        tokenizer: the model's; None if it has none, then only token ids can be prompts.
+        vocab_size: of the model; prompt ids are below it.
+        columns: of the data set.
+
+    Raises:
+        ConfigError: a template does not compile or asks for a column that the data set has not,
+            or the model has no tokenizer or no chat template.
+    """
+    if isinstance(config, TokensPromptConfig):
+        return TokensPrompt(config, vocab_size, columns)
+    if tokenizer is None:
+        raise ConfigError(
+            f"prompt.kind={config.kind} needs a tokenizer, and the model comes without one: use "
+            "prompt=tokens"
+        )
+    if isinstance(config, TextPromptConfig):
+        return TextPrompt(config, tokenizer, columns)
+    return ChatPrompt(config, tokenizer, columns)
+
+
+def fit_prompt(
+    ids: list[int], max_len: int, too_long: TooLong, bos_id: int | None = None
+) -> list[int]:
+    """`ids` if at most `max_len` of them, else what `prompt.too_long` says.
+
+    `truncate_left` keeps the last tokens; a BOS (`bos_id`) at the start stays there, as models
+    are lost without it. In a chat prompt it may cut the system message and the marks of a turn.
+
+    Raises:
+        RequestError: `prompt_too_long`.
+    """
+    assert max_len >= 1
+    if len(ids) <= max_len:
+        return ids
+    if too_long == "error":
+        raise RequestError(
+            "prompt_too_long",
+            f"the prompt has {len(ids)} tokens and at most {max_len} leave room for the answer: "
+            "raise engine.max_model_len, lower sampling.max_new_tokens, or set "
+            "prompt.too_long=truncate_left",
+        )
+    if ids[0] == bos_id and max_len > 1:
+        return [ids[0], *ids[1 - max_len :]]
+    return ids[-max_len:]
+
+
+class ChatPrompt:
+    """Messages in the model's chat format, up to where its answer starts.
+
+    The text of the chat template is tokenized without adding special tokens: the template writes
+    BOS itself where the model wants one.
+    """
+
+    def __init__(
+        self,
+        config: ChatPromptConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        columns: Collection[str],
+    ) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._kwargs = dict(config.template_kwargs or {})
+        self._check_chat_template()
+        if config.messages_column is not None:
+            _check_column("prompt.messages_column", config.messages_column, columns)
+        self._user = _template("prompt.user", config.user, columns)
+        self._system = _template("prompt.system", config.system, columns)
+        self._try_roles()
+
+    def token_ids(self, row: Row) -> list[int]:
+        column = self._config.messages_column
+        if self._user is not None:
+            messages = [{"role": "user", "content": self._user.render(row.fields)}]
+        else:
+            assert column is not None
+            messages = _checked_messages(row.fields.get(column), column)
+        if self._system is not None:
+            if messages[0]["role"] == "system":
+                raise RequestError(
+                    "bad_messages",
+                    f"the row's messages have a system message of their own ({column}): set "
+                    "prompt.system=null, or take it out of the row",
+                )
+            messages.insert(0, {"role": "system", "content": self._system.render(row.fields)})
+        try:
+            with template_errors("the model's chat template"):
+                text = self._render(messages)
+        except UndefinedError as error:
+            text = f"the model's chat template: {error.message}"
+            raise RequestError("template_error", text) from None
+        return _tokenize(self._tokenizer, text, add_special_tokens=False)
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        text = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self._kwargs
+        )
+        assert isinstance(text, str)
+        return text
+
+    def _check_chat_template(self) -> None:
+        template = self._kwargs.get("chat_template", self._tokenizer.chat_template)
+        if template is None:
+            raise ConfigError(
+                "prompt.kind=chat: the model's tokenizer has no chat template: use prompt=text and "
+                "write the whole prompt"
+            )
+        source = "".join(template.values()) if isinstance(template, Mapping) else str(template)
+        for name in self._kwargs:
+            if name != "chat_template" and not re.search(rf"\b{re.escape(name)}\b", source):
+                raise ConfigError(
+                    f"prompt.template_kwargs.{name}: the model's chat template knows no such option"
+                )
+
+    def _try_roles(self) -> None:
+        """Some templates refuse a system message: say so before the job and not in every row."""
+        roles = ["system"] * (self._system is not None) + ["user"]
+        try:
+            self._render([{"role": role, "content": "text"} for role in roles])
+        except RENDER_ERRORS as error:
+            raise ConfigError(
+                f"prompt: the model's chat template cannot take the roles {' and '.join(roles)}: "
+                f"{' '.join(str(error).split())}"
+            ) from None
+
+
+class TextPrompt:
+    """A template of the whole prompt; the tokenizer adds its special tokens (BOS) unless told."""
+
+    def __init__(
+        self,
+        config: TextPromptConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        columns: Collection[str],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._add_special_tokens = config.add_special_tokens
+        self._text = RowTemplate("prompt.text", config.text, columns)
+
+    def token_ids(self, row: Row) -> list[int]:
+        text = self._text.render(row.fields)
+        return _tokenize(self._tokenizer, text, add_special_tokens=self._add_special_tokens)
+
+
+class TokensPrompt:
+    """Ids from a column, as they are."""
+
+    def __init__(
+        self, config: TokensPromptConfig, vocab_size: int, columns: Collection[str]
+    ) -> None:
+        self._column, self._vocab_size = config.token_ids_column, vocab_size
+        _check_column("prompt.token_ids_column", self._column, columns)
+
+    def token_ids(self, row: Row) -> list[int]:
+        ids = row.fields.get(self._column)
+        if not isinstance(ids, list):
+            raise RequestError(
+                "bad_token_ids",
+                f"column {self._column!r} must hold a list of integers, got {_short(ids)}",
+            )
+        for position, token in enumerate(ids):
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise RequestError(
+                    "bad_token_ids",
+                    f"column {self._column!r}, position {position}: {_short(token)} is not "
+                    f"an id of the model, 0 to {self._vocab_size - 1}",
+                )
+        return _not_empty(ids)
+
+
+def _checked_messages(value: Any, column: str) -> list[dict[str, Any]]:
+    """The row's messages without null entries, which Arrow adds where messages differ in keys."""
+    if not isinstance(value, list) or not value:
+        raise RequestError(
+            "bad_messages",
+            f"column {column!r} must hold a list of {{role, content}}, got {_short(value)}",
+        )
+    messages = []
+    for position, item in enumerate(value):
+        message = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
+        content = message.get("content", "" if "tool_calls" in message else None)
+        if not isinstance(message.get("role"), str) or not isinstance(content, str):
+            raise RequestError(
+                "bad_messages",
+                f"column {column!r}, message {position}: role and content must be strings, got "
+                f"{_short(item)}",
+            )
+        messages.append(message)
+    return messages
+
+
+def _template(key: str, source: str | None, columns: Collection[str]) -> RowTemplate | None:
+    return None if source is None else RowTemplate(key, source, columns)
+
+
+def _check_column(key: str, name: str, columns: Collection[str]) -> None:
+    if name not in columns:
+        raise ConfigError(
+            f"{key}: the data set has no column {name!r}: choose among {', '.join(columns)}"
+        )
+
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool
+) -> list[int]:
+    # verbose: no warning about lengths, which fit_prompt looks after.
+    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+    return _not_empty(list(ids))
+
+
+def _not_empty(ids: list[int]) -> list[int]:
+    if not ids:
+        raise RequestError("empty_prompt", "the prompt has no tokens")
+    return ids
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"

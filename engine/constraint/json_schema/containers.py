@@ -1,0 +1,166 @@
+"""JSON Schema of arrays and objects, rewritten for xgrammar (see json_schema)."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from batchgen.engine.constraint.json_schema.keywords import MOST, refuse
+from batchgen.engine.constraint.json_schema.scalars import string_node
+from batchgen.engine.constraint.regex import text as regex_text
+
+Lower = Callable[[Any, str], dict[str, Any]]  # of a schema and its JSON pointer
+IsValid = Callable[[Any, Any], bool]  # of a schema and a value
+
+
+def lower_array(schema: Mapping[str, Any], at: str, lower: Lower) -> dict[str, Any]:
+    """A schema of an array; only keywords of arrays."""
+    prefix, rest = schema.get("prefixItems", []), schema.get("items")
+    if isinstance(rest, list):  # until draft 2019-09
+        prefix, rest = rest, schema.get("additionalItems")
+    elif "additionalItems" in schema:
+        raise refuse("additionalItems", at, "has no effect without a list of `items`: remove it")
+    rest = schema.get("unevaluatedItems") if rest is None else rest
+    low, high = int(schema.get("minItems", 0)), schema.get("maxItems", math.inf)
+    high = min(high, MOST) if high < math.inf else high
+    if rest is None:
+        rest = not prefix or low > len(prefix)
+    if rest is False:
+        high = min(high, len(prefix))
+    if low > min(high, MOST):
+        raise refuse("minItems", at, f"{low} is more than the {min(high, MOST)} that are allowed")
+    prefix = prefix if high == math.inf else prefix[: int(high)]
+    lowered: dict[str, Any] = {"type": "array"}
+    if prefix:
+        lowered["prefixItems"] = [lower(p, f"{at}/prefixItems/{i}") for i, p in enumerate(prefix)]
+    if high <= len(prefix):
+        lowered |= {"items": False} if prefix else {"items": {}, "maxItems": 0}
+    else:
+        lowered["items"] = lower(rest, f"{at}/items")
+        lowered |= {} if high == math.inf else {"maxItems": int(high)}
+    return lowered | ({"minItems": low} if low else {})
+
+
+def lower_object(
+    schema: Mapping[str, Any], at: str, lower: Lower, is_valid: IsValid
+) -> dict[str, Any]:
+    """A schema of an object; only keywords of objects."""
+    properties, required = dict(schema.get("properties", {})), schema.get("required", [])
+    patterns = schema.get("patternProperties", {})
+    extra = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
+    for name in required:
+        if name not in properties:
+            if patterns or extra is False:
+                raise refuse("required", at, f"names {name!r}: add it to `properties`")
+            properties[name] = True if extra is None else extra
+    if extra is None:
+        extra = not properties and not patterns
+    if "propertyNames" in schema and (extra is not False or patterns):
+        if properties or patterns:
+            raise refuse(
+                "propertyNames",
+                at,
+                "is enforced only for objects without `properties` and `patternProperties`: use "
+                "`additionalProperties: false`",
+            )
+        properties, patterns, extra = _of_names(schema["propertyNames"], extra, at, lower)
+    elif "propertyNames" in schema:
+        for name in properties:
+            if not is_valid(schema["propertyNames"], name):
+                raise refuse("propertyNames", at, f"forbids {name!r} of `properties`: remove one")
+    _check_patterns(patterns, properties, extra, at)
+    lowered: dict[str, Any] = {"type": "object"}
+    if properties:
+        parts = {name: lower(part, f"{at}/properties/{name}") for name, part in properties.items()}
+        lowered |= {"properties": parts, "required": required}
+    lowered |= _other_properties(list(properties), patterns, extra, at, lower)
+    return lowered | _counts(schema, lowered, at)
+
+
+def _of_names(
+    rule: Any, extra: Any, at: str, lower: Lower
+) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """`propertyNames` said by properties, patterns and what else is allowed."""
+    if rule is True:
+        return {}, {}, extra
+    if isinstance(rule, dict):
+        lowered = lower({"type": "string"} | rule, f"{at}/propertyNames")
+        if "enum" in lowered:
+            return dict.fromkeys(lowered["enum"], extra), {}, False
+        if rule.keys() <= {"type", "pattern"}:
+            return ({}, {rule["pattern"]: extra}, False) if "pattern" in rule else ({}, {}, extra)
+    raise refuse("propertyNames", at, "is enforced only as an `enum` or a `pattern`")
+
+
+def _check_patterns(
+    patterns: Mapping[str, Any], properties: Mapping[str, Any], extra: Any, at: str
+) -> None:
+    """No name may fall under two schemas: xgrammar would enforce either one."""
+    for pattern in patterns:
+        clash = [name for name in properties if re.search(pattern, name)]
+        if len(patterns) > 1 or clash or extra is not False:
+            what = "with several patterns" if len(patterns) > 1 else "with `additionalProperties`"
+            what = f"with {clash[0]!r} of `properties` under its pattern" if clash else what
+            raise refuse(
+                "patternProperties",
+                at,
+                f"{what} cannot be enforced, since one name may fall under two schemas: keep one",
+            )
+
+
+def _other_properties(
+    names: list[str], patterns: Mapping[str, Any], extra: Any, at: str, lower: Lower
+) -> dict[str, Any]:
+    """What an object may have besides the properties `names`."""
+    for pattern, part in patterns.items():
+        where = f"{at}/patternProperties/{pattern}"
+        key = regex_text.write(string_node({"pattern": pattern}, where), json=True)
+        return {"patternProperties": {key: lower(part, where)}, "additionalProperties": False}
+    if extra is False:
+        return {"additionalProperties": False}
+    part = lower(extra, f"{at}/additionalProperties")
+    if not names:
+        return {"additionalProperties": part}
+    # xgrammar would let a name of `properties` through again, spelled with escapes.
+    key = regex_text.write(regex_text.other_than(names), json=True)
+    return {"patternProperties": {key: part}, "additionalProperties": False}
+
+
+def _counts(schema: Mapping[str, Any], lowered: Mapping[str, Any], at: str) -> dict[str, int]:
+    """`minProperties` and `maxProperties`. A name that comes twice counts once in JSON."""
+    low, high = int(schema.get("minProperties", 0)), schema.get("maxProperties", math.inf)
+    high = min(high, MOST) if high < math.inf else high
+    needed = len(set(lowered.get("required", ())))
+    free = lowered["additionalProperties"] is not False or "patternProperties" in lowered
+    most = math.inf if free else len(lowered.get("properties", ()))
+    if free and low > max(1, needed):
+        raise refuse(
+            "minProperties",
+            at,
+            "cannot be enforced where names are free: list the names in `properties`, with "
+            "`additionalProperties: false`",
+        )
+    if high < max(low, needed) or low > most:
+        raise refuse("minProperties/maxProperties", at, "leave no possible number of properties")
+    bounds = {"minProperties": low} if low > needed else {}
+    return bounds | ({"maxProperties": int(high)} if high < most else {})
+
+
+def find_endless(schemas: Mapping[str, Any]) -> set[str]:
+    """Which of some rewritten schemas, by their reference, have no value of finite size."""
+    finite: set[str] = set()
+    while found := {k for k, v in schemas.items() if k not in finite and _ends(v, finite)}:
+        finite |= found
+    return schemas.keys() - finite
+
+
+def _ends(lowered: Any, finite: set[str]) -> bool:
+    """Whether a rewritten schema has a value, given the references that have one."""
+    if "$ref" in lowered:
+        return lowered["$ref"] in finite
+    if "anyOf" in lowered:
+        return any(_ends(branch, finite) for branch in lowered["anyOf"])
+    low, prefix = lowered.get("minItems", 0), lowered.get("prefixItems", [])
+    needed = [lowered["properties"][name] for name in lowered.get("required", ())]
+    needed += prefix[:low] + ([lowered["items"]] if low > len(prefix) else [])
+    return all(_ends(part, finite) for part in needed)

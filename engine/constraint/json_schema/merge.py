@@ -1,0 +1,145 @@
+"""Schemas that hold together as one schema, and schemas that exclude each other."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from batchgen.engine.constraint.json_schema.keywords import refuse
+
+Schema = Mapping[str, Any]
+# Keywords of an object that are about the names which the same schema does not list.
+_OTHERS = ("additionalProperties", "unevaluatedProperties")
+
+
+def split_unevaluated(schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keywords of a schema, and those that come last, being about what the others left."""
+    last = {k: v for k, v in schema.items() if k.startswith("unevaluated")}
+    return {k: v for k, v in schema.items() if k not in last}, last
+
+
+def merge(parts: Sequence[Schema], at: str, last: Schema | None = None) -> dict[str, Any]:
+    """One schema for all of `parts`, which have neither `$ref` nor `allOf`.
+
+    Args:
+        last: keywords about what no part speaks of.
+
+    Raises:
+        ConstraintError: keywords of two parts cannot be said in one schema.
+    """
+    merged: dict[str, Any] = {}
+    for part in parts:
+        _check_others(merged, part, at)
+        _check_others(part, merged, at)
+        for keyword, value in part.items():
+            merged[keyword] = (
+                _both(keyword, merged[keyword], value, at) if keyword in merged else value
+            )
+    for keyword, value in (last or {}).items():
+        merged[keyword] = _both(keyword, merged.get(keyword, value), value, at)
+    return merged
+
+
+def _check_others(part: Schema, other: Schema, at: str) -> None:
+    """What `part` says of further properties or items must not be about those of `other`."""
+    further = [keyword for keyword in _OTHERS if part.get(keyword, True) is not True]
+    new = other.get("properties", {}).keys() - part.get("properties", {}).keys()
+    unequal = not other.keys().isdisjoint(_OTHERS) and any(
+        part.get(keyword) != other.get(keyword) for keyword in _OTHERS
+    )
+    if further and (new or unequal or "patternProperties" in other):
+        raise refuse(
+            "allOf",
+            at,
+            f"joins `{further[0]}` with properties of another schema: move them into one",
+        )
+    further = [keyword for keyword in ("items", "unevaluatedItems") if keyword in part]
+    if further and "prefixItems" not in part and "prefixItems" in other:
+        raise refuse("allOf", at, f"joins `{further[0]}` with `prefixItems` of another schema")
+    if "unevaluatedItems" in part and "items" in other:
+        raise refuse("allOf", at, "joins `unevaluatedItems` with `items` of another schema")
+
+
+def _both(keyword: str, a: Any, b: Any, at: str) -> Any:
+    """The value of a keyword for which both values hold."""
+    if a == b and type(a) is type(b):
+        return a
+    match keyword:
+        case "type":
+            types = _types(a) & _types(b)
+            if "number" not in types and "number" in _types(a) | _types(b):
+                types |= {"integer"} & (_types(a) | _types(b))
+            if not types:
+                raise refuse("type", at, f"is both {a!r} and {b!r}: no value matches")
+            return sorted(types)
+        case "required":
+            return [*a, *(name for name in b if name not in a)]
+        case "properties":
+            joined = {name: {"allOf": [a[name], b[name]]} for name in a if name in b}
+            return {**a, **b, **joined}
+        case "items" | "propertyNames" if not isinstance(a, list) and not isinstance(b, list):
+            return {"allOf": [a, b]}
+        case "minimum" | "exclusiveMinimum" | "minLength" | "minItems" | "minProperties":
+            return max(a, b)
+        case "maximum" | "exclusiveMaximum" | "maxLength" | "maxItems" | "maxProperties":
+            return min(a, b)
+        case "enum":
+            common = [x for x in a if any(_same(x, y) for y in b)]
+            if common:
+                return common
+    raise refuse(
+        keyword,
+        at,
+        "stands in two schemas that hold together, which cannot be enforced: say it once",
+    )
+
+
+def _types(value: Any) -> set[str]:
+    return {value} if isinstance(value, str) else set(value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equality of JSON: true is not 1."""
+    return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
+
+
+def find_overlap(
+    branches: Sequence[Schema],
+    is_valid: Callable[[Schema, Any], bool],
+    flat: Callable[[Any], Schema],
+) -> tuple[int, int] | None:
+    """Two branches that some value may match at once, unless every two exclude each other.
+
+    Args:
+        branches: without `$ref` and `allOf`.
+        is_valid: whether a value is valid under a schema.
+        flat: a schema without `$ref` and `allOf`.
+    """
+    for (i, a), (j, b) in combinations(enumerate(branches), 2):
+        if not _exclude(a, b, is_valid, flat):
+            return i, j
+    return None
+
+
+def _exclude(
+    a: Schema,
+    b: Schema,
+    is_valid: Callable[[Schema, Any], bool],
+    flat: Callable[[Any], Schema],
+) -> bool:
+    for one, other in ((a, b), (b, a)):
+        values = [one["const"]] if "const" in one else one.get("enum")
+        if values is not None:
+            return not any(is_valid(one, v) and is_valid(other, v) for v in values)
+    if "type" not in a or "type" not in b:
+        return False
+    left, right = _types(a["type"]), _types(b["type"])
+    common = left & right
+    if "number" in left | right and "integer" in left | right:
+        common = common | {"integer"}
+    if common != {"object"}:
+        return not common
+    shared = set(a.get("required", ())) & set(b.get("required", ()))
+    return any(
+        _exclude(flat(a["properties"][name]), flat(b["properties"][name]), is_valid, flat)
+        for name in shared & a.get("properties", {}).keys() & b.get("properties", {}).keys()
+    )

@@ -1,0 +1,145 @@
+"""From the names and conventions of GGUF files to those of transformers' checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from batchgen.engine.layers.rotary import (
+    DefaultRope,
+    FrequencyFactorsRope,
+    LinearRope,
+    YarnRope,
+)
+from batchgen.engine.loading.gguf.file import GGUFFile
+from batchgen.engine.models.config import ModelConfig, extended_positions
+from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.registry import gguf_model_class
+
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+T = TypeVar("T")
+
+
+def gguf_config(file: GGUFFile) -> ModelConfig:
+    """The configuration that the file's metadata and tensors describe.
+
+    Raises:
+        ValueError: unsupported architecture or rope, or a key that must exist does not.
+    """
+    prefix = _get(file, "general.architecture", str)
+    model = gguf_model_class(prefix, file.path)
+    num_heads = _get(file, f"{prefix}.attention.head_count", int)
+    hidden_size = _get(file, f"{prefix}.embedding_length", int)
+    # The format defines the defaults.
+    head_dim = _get(file, f"{prefix}.attention.key_length", int, hidden_size // num_heads)
+    if _get(file, f"{prefix}.attention.value_length", int, head_dim) != head_dim:
+        raise ValueError(f"{file.path}: keys and values of different sizes are not supported")
+    if _get(file, f"{prefix}.rope.dimension_count", int, head_dim) != head_dim:
+        raise ValueError(f"{file.path}: partial rotary embedding is not supported")
+    if "token_embd.weight" not in file.tensors:
+        raise ValueError(f"{file.path}: tensor token_embd.weight is missing")
+    rope = _rope(file, prefix)
+    context_length = _get(file, f"{prefix}.context_length", int)
+    return ModelConfig(
+        architecture=model.__name__,
+        hidden_size=hidden_size,
+        num_layers=_get(file, f"{prefix}.block_count", int),
+        num_heads=num_heads,
+        num_kv_heads=_get(file, f"{prefix}.attention.head_count_kv", int, num_heads),
+        head_dim=head_dim,
+        intermediate_size=_get(file, f"{prefix}.feed_forward_length", int),
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        rms_norm_eps=_get(file, f"{prefix}.attention.layer_norm_rms_epsilon", float),
+        rope=rope,
+        max_position_embeddings=extended_positions(rope, context_length),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        qk_norm=model.qk_norm,
+        dtype=torch.float32,
+    )
+
+
+def gguf_weights(file: GGUFFile, model: DenseForCausalLM) -> Iterator[tuple[str, Tensor]]:
+    """(name in transformers' checkpoints, float32 tensor) of every weight of the file."""
+    heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads}
+    for name in file.tensors:
+        if name == _ROPE_FACTORS:
+            continue
+        hf_name = _hf_name(name)
+        tensor = file.load(name)
+        projection = hf_name.split(".")[-2]
+        if model.gguf_permutes_qk and projection in heads:
+            # Rows of a head stand as pairs (i, i + D/2) side by side; put the halves apart again.
+            pairs = tensor.view(heads[projection], -1, 2, *tensor.shape[1:])
+            tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+        yield hf_name, tensor
+
+
+def _hf_name(name: str) -> str:
+    """A name that is not known stays as it is; the loader reports it."""
+    stem, _, kind = name.rpartition(".")
+    if stem in _TOP:
+        return f"{_TOP[stem]}.{kind}"
+    block = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if block and block[2] in _BLOCK:
+        return f"model.layers.{block[1]}.{_BLOCK[block[2]]}.{kind}"
+    return name
+
+
+def _rope(file: GGUFFile, prefix: str) -> DefaultRope:
+    theta = _get(file, f"{prefix}.rope.freq_base", float, 10000.0)
+    scaling = {
+        key.removeprefix(f"{prefix}.rope.scaling."): value
+        for key, value in file.metadata.items()
+        if key.startswith(f"{prefix}.rope.scaling.")
+    }
+    scaling.pop("finetuned", None)  # tells a reader nothing that it must do
+    kind = scaling.pop("type", "none")
+    if _ROPE_FACTORS in file.tensors:
+        if kind != "none":
+            raise ValueError(f"{file.path}: {_ROPE_FACTORS} with rope scaling {kind!r}")
+        return FrequencyFactorsRope(theta, tuple(file.load(_ROPE_FACTORS).tolist()))
+    rope: DefaultRope | None = None
+    if kind == "none" and not scaling:
+        rope = DefaultRope(theta)
+    elif kind == "linear" and scaling.keys() == {"factor"}:
+        rope = LinearRope(theta, scaling["factor"])
+    elif kind == "yarn" and scaling.keys() == {"factor", "original_context_length"}:
+        rope = YarnRope(theta, scaling["factor"], scaling["original_context_length"])
+    if rope is None:
+        raise ValueError(
+            f"{file.path}: rope scaling {kind!r} with {sorted(scaling)} is not supported; "
+            "supported: linear (factor) and yarn (factor, original_context_length)"
+        )
+    return rope
+
+
+def _get(file: GGUFFile, key: str, kind: type[T], default: T | None = None) -> T:
+    value = file.metadata.get(key, default)
+    if not isinstance(value, kind):
+        raise ValueError(f"{file.path}: metadata {key} is missing or not of type {kind.__name__}")
+    return value

@@ -1,0 +1,173 @@
+"""A fast tokenizer from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+from transformers import PreTrainedTokenizerFast
+
+from batchgen.engine.loading.gguf.file import GGUFFile
+
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+
+
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def _single_digits() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _words(digits: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
+    """The pattern of Llama 3 and Qwen2, which differ in how many digits go together."""
+    return lambda: _split(
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    "gpt-2": _gpt2,
+    "smollm": _single_digits,
+    "llama-bpe": _words(r"\p{N}{1,3}"),
+    "qwen2": _words(r"\p{N}"),
+    "deepseek-r1-qwen": _words(r"\p{N}"),
+}
+"""Value of `tokenizer.ggml.pre` → how text is cut before byte-level BPE."""
+
+
+def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast | None:
+    """The tokenizer that the file describes, with its chat template; None if it has none.
+
+    Raises:
+        ValueError: its kind is not supported; the message lists those that are.
+    """
+    metadata = {
+        key.removeprefix("tokenizer.ggml."): value
+        for key, value in file.metadata.items()
+        if key.startswith("tokenizer.ggml.")
+    }
+    kind = metadata.get("model", "none")
+    if kind == "none":
+        return None
+    if kind not in _BUILDERS:
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.model {kind!r} is not supported; "
+            f"supported: {', '.join(_BUILDERS)}"
+        )
+    try:
+        tokenizer = _BUILDERS[kind](metadata)
+        _add_tokens(tokenizer, metadata)
+        _add_sequence_ends(tokenizer, metadata)
+    except KeyError as error:
+        raise ValueError(
+            f"{file.path}: metadata tokenizer.ggml.{error.args[0]} is missing"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {error}") from error
+    named = {
+        f"{name}_token": metadata["tokens"][metadata[f"{key}_token_id"]]
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if f"{key}_token_id" in metadata
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
+    pre = str(metadata.get("pre"))
+    if pre not in _PRE_TOKENIZERS:
+        raise ValueError(
+            f"tokenizer.ggml.pre {pre!r} is not supported; supported: {', '.join(_PRE_TOKENIZERS)}"
+        )
+    vocab = {token: index for index, token in enumerate(metadata["tokens"])}
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
+    if "qwen" in pre:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
+    """SentencePiece joins the pair whose token has the best score: the same as ranked merges."""
+    tokens, scores, types = metadata["tokens"], metadata["scores"], metadata["token_type"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    ranked = [
+        (-score, vocab[token[:cut]], vocab[token[cut:]])
+        for token, score, its_type in zip(tokens, scores, types, strict=True)
+        if its_type == _NORMAL
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    merges = [(tokens[left], tokens[right]) for _, left, right in sorted(ranked)]
+    unknown = tokens[metadata["unknown_token_id"]]
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    prefix = metadata.get("add_space_prefix", True)
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
+    return tokenizer
+
+
+_BUILDERS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
+
+
+def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
+    """Let the tokens that are matched whole in a text be found before anything else."""
+    for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        tokenizer.add_tokens(
+            [
+                AddedToken(token, special=special, normalized=False)
+                for token, its_type in zip(metadata["tokens"], metadata["token_type"], strict=True)
+                if its_type == wanted
+            ]
+        )
+
+
+def _add_sequence_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
+    """Let plain encoding put BOS before and EOS after the text where the file asks for it."""
+    # Files of these two kinds may leave it out and still mean it.
+    bos_default = metadata["model"] == "llama" or metadata.get("pre") == "llama-bpe"
+    template, ends = ["$A"], []
+    if metadata.get("add_bos_token", bos_default):
+        ends.append((metadata["tokens"][metadata["bos_token_id"]], metadata["bos_token_id"]))
+        template = [ends[-1][0], *template]
+    if metadata.get("add_eos_token", False):
+        ends.append((metadata["tokens"][metadata["eos_token_id"]], metadata["eos_token_id"]))
+        template = [*template, ends[-1][0]]
+    if ends:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=ends
+        )

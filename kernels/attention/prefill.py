@@ -1,0 +1,359 @@
+"""Attention of many new tokens per row over the paged KV cache, in Triton.
+
+FlashAttention-2 (Dao 2023) on ragged rows. One program computes a tile of consecutive tokens of one
+row for all query heads of one KV head: the heads of a token are neighbouring rows of its matrix
+products. So a tile spans few positions, little is computed above the diagonal, and rows shorter
+than a tile waste less.
+
+A query visits tiles of keys that begin at multiples of `block_n` in its row, in order, wherever
+its own tile begins. Keys that it may not see change no bit of its sums, so its result does not
+depend on the batch, nor on how its row was cut into chunks (of whole blocks, where attention is
+full inside blocks). The PyTorch reference is kernels/attention.py.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.attention.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """Rows (tokens × heads of a group) and keys of a tile, and how the compiler lays it out."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """The tiles of one forward, shared by its layers.
+
+    Attributes:
+        tiles: [num_tiles, 3] int32: row, first token in the batch, and how many the row has from
+            there on, of which the tile takes as many as config allows; one of none is passed over.
+        num_tokens: T, of all rows.
+        num_rows: B.
+        group: query heads per KV head.
+        config: that the tiles were cut for.
+    """
+
+    tiles: Tensor
+    num_tokens: int
+    num_rows: int
+    group: int
+    config: PrefillConfig
+
+
+def _config(head_dim: int, itemsize: int, group: int) -> PrefillConfig:
+    """Of nothing that varies from batch to batch: equal tokens must get equal bits."""
+    # The largest tiles that the compiler for sm_90 keeps in registers without spills.
+    if itemsize == 4:  # no tensor cores: the operands of the FMAs are in registers too
+        block_m, block_n, num_stages = 32, 16, 2
+    else:
+        block_m, block_n, num_stages = 128, 32, 3
+    block_m = max(block_m, triton.next_power_of_2(group))
+    return PrefillConfig(block_m, block_n, 8 if itemsize == 4 or head_dim > 128 else 4, num_stages)
+
+
+def plan_prefill(
+    query_lens: Sequence[int],
+    device: torch.device | str,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    context_lens: Sequence[int] | None = None,
+    tiles: Tensor | None = None,
+    config: PrefillConfig | None = None,
+) -> PrefillPlan:
+    """How the B rows are cut into tiles.
+
+    Args:
+        query_lens: [B] new tokens of each row; 0 is allowed.
+        device: of the forward.
+        num_heads, num_kv_heads, head_dim, dtype: of the queries and the cache.
+        context_lens: as for `cut_tiles`.
+        tiles: on the device, as `cut_tiles` or `cut_equal_tiles` give them; cut if absent.
+        config: instead of the one for this shape.
+    """
+    group = num_heads // num_kv_heads
+    config = config or _config(head_dim, dtype.itemsize, group)
+    if tiles is None:
+        tiles = cut_tiles(query_lens, _tile_tokens(config, group), context_lens)
+        device = torch.device(device)
+        if device.type == "cuda":
+            tiles = tiles.pin_memory().to(device, non_blocking=True)
+    return PrefillPlan(tiles, sum(query_lens), len(query_lens), group, config)
+
+
+def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Tokens of a tile, for queries and a cache of this shape."""
+    group = num_heads // num_kv_heads
+    return _tile_tokens(_config(head_dim, dtype.itemsize, group), group)
+
+
+def _tile_tokens(config: PrefillConfig, group: int) -> int:
+    if config.block_m < group:
+        raise ValueError(f"block_m {config.block_m} is less than the {group} heads of a group")
+    return config.block_m // group
+
+
+def cut_tiles(
+    query_lens: Sequence[int], size: int, context_lens: Sequence[int] | None = None
+) -> Tensor:
+    """`PrefillPlan.tiles` on the host, those with the longest context first: none is left at last.
+
+    Args:
+        size: tokens of a tile, at most: `tile_tokens` of the kernel that is to run.
+        context_lens: [B] tokens in the cache, the new ones included; only the order of the tiles
+            depends on it. Without it rows count as having no cached prefix.
+    """
+    lens = torch.tensor(query_lens, dtype=torch.int64)
+    contexts = lens if context_lens is None else torch.tensor(context_lens, dtype=torch.int64)
+    counts = (lens + size - 1) // size
+    row = torch.repeat_interleave(counts)
+    offset = (torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]) * size
+    remaining = lens[row] - offset
+    first = (lens.cumsum(0) - lens)[row] + offset
+    ends = (contexts - lens)[row] + offset + remaining.clamp(max=size)
+    order = ends.argsort(descending=True, stable=True)
+    return torch.stack((row, first, remaining), 1)[order].to(torch.int32)
+
+
+def cut_equal_tiles(num_rows: int, width: int, size: int, device: torch.device | str) -> Tensor:
+    """`cut_tiles` for rows of `width` tokens each, computed on the device: a graph that is captured
+    meanwhile keeps no address on the host."""
+    per_row = triton.cdiv(width, size)
+    tile = torch.arange(num_rows * per_row, dtype=torch.int32, device=device)
+    row, offset = tile // per_row, tile % per_row * size
+    return torch.stack((row, row * width + offset, width - offset), 1)
+
+
+def paged_attention_prefill(
+    q: Tensor,
+    cache: KVCache,
+    positions: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    plan: PrefillPlan,
+    out: Tensor | None = None,
+    *,
+    block_length: int = 1,
+) -> Tensor:
+    """softmax(q·kᵀ·scale)·v for each query over its row's cached context, up to the end of its
+    position's block and to the row's last query at most.
+
+    Args:
+        q: [T, num_heads, head_dim], the rows' queries one after another; a token's heads are
+            contiguous, tokens may be further apart.
+        cache: already holds the new tokens, in q's dtype; values are finite.
+        positions: [T] int64, ascending within a row, which may repeat the same one.
+        block_tables: [B, N] int32 or int64, rows may be further apart; entries past a row's last
+            query are not read.
+        scale: of the scores, positive.
+        plan: of these rows and heads.
+        out: [T, num_heads, head_dim], contiguous; allocated if absent.
+        block_length: positions of a block; 1 is causal attention.
+
+    Returns:
+        out, in q's dtype; scores and sums are float32. A query that reads a NaN key is NaN.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, _, block_size, _ = cache.key.shape
+    if (num_tokens, num_heads) != (plan.num_tokens, plan.group * num_kv_heads):
+        raise ValueError(f"the plan is not for queries of shape {tuple(q.shape)}")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    assert q.stride()[1:] == (head_dim, 1) and out.is_contiguous()
+    assert cache.key.stride() == cache.value.stride() and cache.key[0].is_contiguous()
+    assert cache.key.dtype == cache.value.dtype == q.dtype and scale > 0
+    assert len(block_tables) == plan.num_rows and block_tables.stride(1) == 1
+    if not num_tokens:
+        return out
+    config = plan.config
+    _prefill_kernel[(num_kv_heads * len(plan.tiles),)](
+        q,
+        cache.key,
+        cache.value,
+        out,
+        positions,
+        block_tables,
+        plan.tiles,
+        block_tables.stride(0),
+        q.stride(0),
+        cache.key.stride(0),
+        scale * math.log2(math.e),
+        block_length,
+        BLOCKED=block_length > 1,
+        NUM_HEADS=num_heads,
+        GROUP=plan.group,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=block_size,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        INTERPRETED=not q.is_cuda,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out
+
+
+@triton.jit
+def _dot(a, b, acc, INTERPRETED: tl.constexpr):
+    """acc + a·b; Triton's interpreter multiplies the bits of bfloat16 as integers."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _attend_tile(
+    acc,
+    top,
+    total,
+    q,
+    key,
+    value,
+    table,
+    page,
+    start,
+    last_seen,
+    limit,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Add the keys at start … start + BLOCK_N; MASKED where some query may not see all of them: it
+    sees those up to `last_seen`, [BLOCK_M].
+
+    Page numbers are loaded one tile ahead: if keys waited for a load of their own tile, Triton's
+    pipeline would not start them an iteration or more before their use.
+    """
+    n = start + tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, BLOCK_D)
+    slot = page.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
+    place = slot[:, None] * HEAD_DIM + dim[None, :]
+    n_next = n + BLOCK_N
+    page = tl.load(table + n_next // BLOCK_SIZE, mask=n_next < limit, other=0)
+    if MASKED:
+        loaded = (n < limit)[:, None] & (dim < HEAD_DIM)[None, :]
+        k = tl.load(key + place, mask=loaded, other=0.0)
+        v = tl.load(value + place, mask=loaded, other=0.0)
+    elif BLOCK_D != HEAD_DIM:
+        k = tl.load(key + place, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        v = tl.load(value + place, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    else:
+        k = tl.load(key + place)
+        v = tl.load(value + place)
+    score = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), INTERPRETED)
+    if MASKED:
+        # Before the scaling: the fused multiply-subtract below then rounds as in full tiles.
+        score = tl.where(n[None, :] <= last_seen[:, None], score, float("-inf"))
+    peak = tl.maximum(top, tl.max(score, 1) * scale_log2)
+    weight = tl.exp2(score * scale_log2 - peak[:, None])
+    rescale = tl.exp2(top - peak)
+    total = total * rescale + tl.sum(weight, 1)
+    acc = _dot(weight.to(v.dtype), v, acc * rescale[:, None], INTERPRETED)
+    return acc, peak, total, page
+
+
+@triton.jit(do_not_specialize=["table_stride", "block_length"])
+def _prefill_kernel(
+    q_ptr,
+    key_ptr,
+    value_ptr,
+    out_ptr,
+    positions_ptr,
+    tables_ptr,
+    tiles_ptr,
+    table_stride,
+    q_stride,
+    head_stride,
+    scale_log2,
+    block_length,
+    BLOCKED: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    # One dimension: the others end at 65535. The heads of a tile run together.
+    kv_heads: tl.constexpr = NUM_HEADS // GROUP
+    kv_head = tl.program_id(0) % kv_heads
+    tile = tiles_ptr + tl.program_id(0) // kv_heads * 3
+    row = tl.load(tile).to(tl.int64)
+    first = tl.load(tile + 1).to(tl.int64)
+    remaining = tl.load(tile + 2)
+    if remaining == 0:
+        return
+    size = tl.minimum(remaining, BLOCK_M // GROUP)
+    # Keys before `common` are seen by every query of the tile, and none from `limit` on.
+    common = tl.load(positions_ptr + first).to(tl.int32) + 1
+    limit = tl.load(positions_ptr + first + size - 1).to(tl.int32) + 1
+    if BLOCKED:
+        row_end = tl.load(positions_ptr + first + remaining - 1).to(tl.int32) + 1
+        common = tl.minimum(tl.cdiv(common, block_length) * block_length, row_end)
+        limit = tl.minimum(tl.cdiv(limit, block_length) * block_length, row_end)
+
+    m = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    token = m // GROUP
+    inside = (token < size)[:, None] & (dim < HEAD_DIM)[None, :]
+    # A token's heads of one group are contiguous, in q as in out.
+    head = (kv_head * GROUP + m % GROUP) * HEAD_DIM
+    q_place = (first + token) * q_stride + head
+    q = tl.load(q_ptr + q_place[:, None] + dim[None, :], mask=inside, other=0.0)
+
+    table = tables_ptr + row * table_stride
+    key = key_ptr + kv_head.to(tl.int64) * head_stride
+    value = value_ptr + kv_head.to(tl.int64) * head_stride
+    full = common // BLOCK_N * BLOCK_N
+
+    # Every query sees position 0, so `top` is finite after the first tile of keys.
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    n = tl.arange(0, BLOCK_N)
+    page = tl.load(table + n // BLOCK_SIZE, mask=n < limit, other=0)
+    for start in tl.range(0, full, BLOCK_N):
+        acc, top, total, page = _attend_tile(
+            acc, top, total, q, key, value, table, page, start, None, limit, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, INTERPRETED,
+        )  # fmt: skip
+    # Not before: the loop above has no registers to spare.
+    last_seen = tl.load(positions_ptr + first + token, mask=token < size, other=0).to(tl.int32)
+    if BLOCKED:
+        block_end = (last_seen // block_length + 1) * block_length
+        last_seen = tl.minimum(block_end, limit) - 1
+    for start in tl.range(full, limit, BLOCK_N):
+        acc, top, total, page = _attend_tile(
+            acc, top, total, q, key, value, table, page, start, last_seen, limit, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, INTERPRETED,
+        )  # fmt: skip
+
+    out_place = (first + token) * (NUM_HEADS * HEAD_DIM) + head
+    result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_place[:, None] + dim[None, :], result, mask=inside)

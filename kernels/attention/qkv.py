@@ -1,0 +1,213 @@
+"""From the merged q, k, v projection to rotated queries and a filled cache, in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.attention.kv_cache import KVCache, write_kv
+from batchgen.kernels.attention.rotary import apply_rotary
+from batchgen.kernels.layers.rms_norm import rms_norm_reference
+
+_TILE = 1024
+"""Elements of half the heads' width per program: 16-byte accesses by 128 threads."""
+
+
+def prepare_qkv(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    cache: KVCache,
+    slots: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+) -> Tensor:
+    """Normalise q and k per head, rotate them, and store k and v in the cache.
+
+    The rounding steps are those of `rms_norm`, `apply_rotary` and `write_kv` one after another.
+
+    Args:
+        qkv: [T, (num_heads + 2 · num_kv_heads) · D]: the heads of q, of k, of v; rows contiguous.
+            D is even.
+        q_weight, k_weight: [D], dtype of qkv; both None for no norm.
+        eps: of the norms.
+        cos_sin: [T, D] float32, the D/2 cosines and then the D/2 sines of each token.
+        cache: of this layer; not-finite tokens are stored as `KVCache` says.
+        slots: [T] int64, where each token's k and v go; of equal slots any token may win.
+
+    Returns:
+        The rotated q, [T, num_heads, D], dtype of qkv, contiguous.
+    """
+    run = prepare_qkv_triton if qkv.is_cuda else prepare_qkv_reference
+    return run(qkv, q_weight, k_weight, eps, cos_sin, cache, slots, num_heads, num_kv_heads)
+
+
+def prepare_qkv_reference(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    cache: KVCache,
+    slots: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+) -> Tensor:
+    """`prepare_qkv` in PyTorch."""
+    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)
+    q, k = apply_rotary(q, k, cos_sin)
+    write_kv(k, v, cache, slots)
+    return q
+
+
+def prepare_qkv_triton(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    cache: KVCache,
+    slots: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+) -> Tensor:
+    """`prepare_qkv` in one launch."""
+    num_tokens, width = qkv.shape
+    head_dim = width // (num_heads + 2 * num_kv_heads)
+    assert cache.key.shape[-1] == head_dim and cache.key.shape[0] == num_kv_heads
+    assert cache.key.is_contiguous() and cache.value.is_contiguous()
+    assert qkv.stride(1) == 1 and cos_sin.is_contiguous() and slots.is_contiguous()
+    assert (q_weight is None) == (k_weight is None)
+    q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    half = triton.next_power_of_2(head_dim // 2)
+    most = max(1, _TILE // half)
+    q_block = min(most, triton.next_power_of_2(num_heads))
+    kv_block = min(most, triton.next_power_of_2(num_kv_heads))
+    q_groups = triton.cdiv(num_heads, q_block)
+    groups = q_groups + triton.cdiv(num_kv_heads, kv_block)
+    _prepare_qkv[(num_tokens * groups,)](
+        qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
+        cos_sin, q, cache.key, cache.value, slots, qkv.stride(0), cache.key.stride(0), eps,
+        NORM=q_weight is not None, HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_dim, HALF=half,
+        Q_BLOCK=q_block, KV_BLOCK=kv_block, Q_GROUPS=q_groups, GROUPS=groups,
+        # Without fused multiply-add the rotation has the bits of the reference.
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return q
+
+
+@triton.jit
+def _prepare_qkv(
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, q_ptr, key_ptr, value_ptr, slots_ptr,
+    qkv_stride, cache_stride, eps,
+    NORM: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
+    Q_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """One group of query heads, or of KV heads, of one token; both halves of a head's width."""
+    token = (tl.program_id(0) // GROUPS).to(tl.int64)
+    group = tl.program_id(0) % GROUPS
+    column = tl.arange(0, HALF)[None, :]
+    inside = column < D // 2
+    cos = tl.load(cos_sin_ptr + token * D + column, mask=inside, other=0.0)
+    sin = tl.load(cos_sin_ptr + token * D + D // 2 + column, mask=inside, other=0.0)
+    source = qkv_ptr + token * qkv_stride
+    if group < Q_GROUPS:
+        _query_heads(
+            source, q_weight_ptr, q_ptr + token * (HEADS * D), cos, sin, eps, group,
+            NORM, HEADS, D, HALF, Q_BLOCK,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        _kv_heads(
+            source + HEADS * D, k_weight_ptr, key_ptr + slot * D, value_ptr + slot * D,
+            cache_stride, cos, sin, eps, group - Q_GROUPS, NORM, KV_HEADS, D, HALF, KV_BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _query_heads(
+    source, weight_ptr, target, cos, sin, eps, group,
+    NORM: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = group * BLOCK + tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    mask = (head < HEADS) & (column < D // 2)
+    offset = head * D + column
+    first, second = _load_halves(source + offset, mask, D)
+    if NORM:
+        first, second = _norm(first, second, weight_ptr, eps, column, D)
+    first, second = _rotate(first, second, cos, sin)
+    tl.store(target + offset, first, mask=mask)
+    tl.store(target + offset + D // 2, second, mask=mask)
+
+
+@triton.jit
+def _kv_heads(
+    source, weight_ptr, key_ptr, value_ptr, cache_stride, cos, sin, eps, group,
+    NORM: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """source: the token's first key; key_ptr, value_ptr: its place of head 0."""
+    head = group * BLOCK + tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    mask = (head < HEADS) & (column < D // 2)
+    source += head * D + column
+    k1, k2 = _load_halves(source, mask, D)
+    v1, v2 = _load_halves(source + HEADS * D, mask, D)
+    if NORM:
+        k1, k2 = _norm(k1, k2, weight_ptr, eps, column, D)
+    k1, k2 = _rotate(k1, k2, cos, sin)
+    dtype = key_ptr.dtype.element_ty
+    k1, k2, v1, v2 = k1.to(dtype), k2.to(dtype), v1.to(dtype), v2.to(dtype)
+    broken = _not_finite(k1) | _not_finite(k2) | _not_finite(v1) | _not_finite(v2)
+    broken = tl.max(broken.to(tl.int32), axis=1)[:, None] > 0
+    target = head.to(tl.int64) * cache_stride + column
+    tl.store(key_ptr + target, tl.where(broken, float("nan"), k1), mask=mask)
+    tl.store(key_ptr + target + D // 2, tl.where(broken, float("nan"), k2), mask=mask)
+    tl.store(value_ptr + target, tl.where(broken, 0.0, v1), mask=mask)
+    tl.store(value_ptr + target + D // 2, tl.where(broken, 0.0, v2), mask=mask)
+
+
+@triton.jit
+def _load_halves(source, mask, D: tl.constexpr):
+    return (
+        tl.load(source, mask=mask, other=0.0),
+        tl.load(source + D // 2, mask=mask, other=0.0),
+    )
+
+
+@triton.jit
+def _norm(first, second, weight_ptr, eps, column, D: tl.constexpr):
+    dtype = first.dtype
+    inside = column < D // 2
+    weight1 = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    weight2 = tl.load(weight_ptr + D // 2 + column, mask=inside, other=0.0).to(tl.float32)
+    wide1, wide2 = first.to(tl.float32), second.to(tl.float32)
+    mean = tl.sum(wide1 * wide1 + wide2 * wide2, axis=1) / D
+    scale = tl.rsqrt(mean + eps)[:, None]
+    normed1 = (wide1 * scale).to(dtype).to(tl.float32) * weight1
+    normed2 = (wide2 * scale).to(dtype).to(tl.float32) * weight2
+    return normed1.to(dtype), normed2.to(dtype)
+
+
+@triton.jit
+def _rotate(first, second, cos, sin):
+    wide1, wide2 = first.to(tl.float32), second.to(tl.float32)
+    rotated1 = (wide1 * cos - wide2 * sin).to(first.dtype)
+    rotated2 = (wide2 * cos + wide1 * sin).to(first.dtype)
+    return rotated1, rotated2
+
+
+@triton.jit
+def _not_finite(x):
+    # NaN compares false.
+    return (tl.abs(x.to(tl.float32)) < float("inf")) == 0

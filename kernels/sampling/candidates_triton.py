@@ -1,0 +1,234 @@
+"""Finding a row's likely tokens without reading it often: by the maxima of small groups of columns.
+
+One pass over the logits, by many programs per row, leaves the maximum and the weight of each group.
+What follows is one program's work per row, on a few thousand numbers: it picks a bound, lists the
+groups that reach it, and searches their members alone. For one, the k-th largest maximum is a lower
+bound of the k-th largest logit, and only about k groups reach it. A list may hold every group, so
+that flat distributions need no path of their own; they only take longer.
+
+A search is a bisection on the order-preserving integer image of the logits: a pass counts, or
+weighs, what is at or above several pivots at once. The first pivots lie at growing distances below
+the maximum, where thresholds are; the others split what is left evenly. Logits of 16 bits have
+16-bit images, so three or four passes find a value exactly; float32 takes up to eleven. Sums have a
+fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from batchgen.kernels.sampling.sampling_triton import load_logits, processed_logit
+
+ZERO_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
+"""Low bits that are zero in a float32 of this type's values."""
+LOWEST = tl.constexpr(-2139095041)  # the image of -inf in float32
+_PIVOTS = tl.constexpr(8)
+_COARSE = tl.constexpr(16)  # bits that a bound may do without
+
+
+class Tiles(NamedTuple):
+    """Powers of two. Fixed, as the numbers of warps are: a row's sums must not depend on how many
+    rows there are.
+
+    Attributes:
+        group: columns of a group; 32 of 16 bits are two sectors of memory.
+        chunk: columns that a program of the first pass reads.
+        block: numbers that the program of a row looks at together.
+    """
+
+    group: int = 32
+    chunk: int = 4096
+    block: int = 2048
+
+
+TILES = Tiles()
+
+
+@triton.jit
+def summarise_chunk(
+    ptr, maxima_ptr, weights_ptr, chunk, vocab, limit, temperature,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Each group's maximum, and its weight in units of the maximum's, of logits from `limit` on."""
+    groups: tl.constexpr = CHUNK // GROUP
+    index = chunk * groups + tl.arange(0, groups)
+    columns = index[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    values = load_logits(ptr, columns, vocab)
+    maxima = tl.max(values, axis=1)
+    weights = weight(values, maxima[:, None], 1 / temperature)
+    weights = tl.sum(tl.where(values >= limit, weights, 0.0), axis=1)
+    here = index < tl.cdiv(vocab, GROUP)
+    tl.store(maxima_ptr + index, maxima, mask=here)
+    tl.store(weights_ptr + index, weights, mask=here)
+
+
+@triton.jit
+def weight(values, top, inverse_temperature):
+    """Probability relative to that of a token with the logit `top`."""
+    shift = tl.where(top == -float("inf"), 0.0, top)
+    return tl.where(values > -float("inf"), tl.exp((values - shift) * inverse_temperature), 0.0)
+
+
+@triton.jit
+def row_totals(maxima_ptr, weights_ptr, groups, temperature, BLOCK: tl.constexpr):
+    """The maximum of a row and its weight, in units of the maximum's."""
+    tops = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for start in range(0, groups, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        maxima = tl.load(maxima_ptr + index, mask=index < groups, other=-float("inf"))
+        tops = tl.maximum(tops, maxima)
+    top = tl.max(tops, axis=0)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, groups, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        _, weights = _load_groups(
+            maxima_ptr, weights_ptr, index, groups, top, 1 / temperature, True
+        )
+        sums += weights
+    return top, tl.sum(sums, axis=0)
+
+
+@triton.jit
+def bound_of(
+    maxima_ptr, weights_ptr, groups, target, total, top, temperature,
+    MASS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest logit, but for the last bits of a float32, such that the groups that reach it
+    number `target`, or weigh the share `target` of `total`; -inf if all of them do not."""
+    image = _search(
+        maxima_ptr, weights_ptr, groups, 0, tl.cast(LOWEST >> _COARSE, tl.int64), target, total,
+        top, temperature, False, MASS, _COARSE, 1, BLOCK,
+    )  # fmt: skip
+    bits = image << _COARSE
+    bound = tl.where(image < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(bound != bound, -float("inf"), bound)  # -inf, without its last bits, is a NaN
+
+
+@triton.jit
+def list_groups(
+    maxima_ptr, listed_ptr, groups, least, high, log_total, top, temperature,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """List the groups whose maximum's log-probability is `least` or more, in ascending order.
+
+    High is the processed logit of the top, log_total the logarithm of the row's weight; with 0 for
+    both, `least` is a processed logit. These rise with the logit, so a group that is left out has
+    no member at `least` or above. Returns the number of columns of the listed groups.
+    """
+    tl.debug_barrier()  # the list may replace another one
+    count = 0
+    for start in range(0, groups, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        here = index < groups
+        maxima = tl.load(maxima_ptr + index, mask=here, other=-float("inf"))
+        scaled = processed_logit(maxima, top, temperature) - high - log_total
+        listed = (here & (scaled >= least)).to(tl.int32)
+        found = tl.sum(listed, axis=0)
+        if found > 0:
+            place = count + tl.cumsum(listed, axis=0) - 1
+            tl.store(listed_ptr + place, index, mask=listed != 0)
+            count += found
+    tl.debug_barrier()
+    return count * GROUP
+
+
+@triton.jit
+def load_members(ptr, listed_ptr, start, members, vocab, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Some columns of the listed groups, ascending, and their logits, -inf past the end."""
+    index = start + tl.arange(0, BLOCK)
+    here = index < members
+    groups = tl.load(listed_ptr + index // GROUP, mask=here, other=0)
+    columns = tl.where(here, groups * GROUP + index % GROUP, vocab)
+    return columns, load_logits(ptr, columns, vocab)
+
+
+@triton.jit
+def search_members(
+    ptr, listed_ptr, members, vocab, base, target, total, top, temperature,
+    MASS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest image t ≥ base such that the listed tokens from t on number `target`, or weigh
+    the share `target` of `total`, or, if that is 0, of the listed tokens from base on.
+
+    The image of -inf if not even those from base on are enough, which the first pass tells.
+    """
+    return _search(
+        ptr, listed_ptr, members, vocab, base, target, total, top, temperature,
+        True, MASS, BITS, GROUP, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def value_of(image, BITS: tl.constexpr):
+    """The float32 value of an image (int64)."""
+    bits = image << BITS
+    bits = tl.where(image < 0, (bits | ((1 << BITS) - 1)) ^ 0x7FFFFFFF, bits)
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def image_of(values, BITS: tl.constexpr):
+    """Integers in the order of float32 values, without their lowest bits."""
+    bits = values.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> BITS
+
+
+@triton.jit
+def _load_groups(
+    maxima_ptr, weights_ptr, index, groups, top, inverse_temperature, MASS: tl.constexpr
+):
+    """Maxima of groups and their weights, in units of the top's; without MASS 1."""
+    here = index < groups
+    maxima = tl.load(maxima_ptr + index, mask=here, other=-float("inf"))
+    weights = 1.0
+    if MASS:
+        weights = tl.load(weights_ptr + index, mask=here, other=0.0)
+        weights *= weight(maxima, top, inverse_temperature)
+    return maxima, weights
+
+
+@triton.jit
+def _search(
+    ptr, other_ptr, size, vocab, base, target, total, top, temperature,
+    MEMBERS: tl.constexpr, MASS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `search_members`; without MEMBERS, of the groups' maxima (ptr) and weights (other_ptr)."""
+    inverse = 1 / temperature
+    step = tl.arange(0, _PIVOTS)
+    low = base
+    high = image_of(top, BITS).to(tl.int64) + 2  # not + 1: the base must be weighed at least once
+    probes = top - temperature * tl.exp2(5.0 - step.to(tl.float32))
+    pivots = image_of(probes, BITS).to(tl.int64)
+    while high - low > 1:
+        pivots = tl.where(step == 0, base, tl.minimum(tl.maximum(pivots, low), high))
+        narrow = pivots.to(tl.int32)
+        sums = tl.zeros((_PIVOTS, BLOCK), tl.float32)
+        for start in range(0, size, BLOCK):
+            weights = 1.0
+            if MEMBERS:
+                _, values = load_members(ptr, other_ptr, start, size, vocab, GROUP, BLOCK)
+                if MASS:
+                    weights = weight(values, top, inverse)[None, :]
+            else:
+                index = start + tl.arange(0, BLOCK)
+                values, weights = _load_groups(ptr, other_ptr, index, size, top, inverse, MASS)
+                if MASS:
+                    weights = weights[None, :]
+            above = image_of(values, BITS)[None, :] >= narrow[:, None]
+            sums += tl.where(above, weights, 0.0)
+        reached = tl.sum(sums, axis=1)
+        most = tl.max(reached, axis=0)  # from the base on
+        enough = target
+        if MASS:
+            enough = target * tl.where(total > 0, total, most)
+        met = (reached >= enough) | (pivots <= low)
+        low = tl.max(tl.where(met, pivots, low), axis=0)
+        high = tl.min(tl.where(met, high, pivots), axis=0)
+        high = tl.where(most >= enough, high, low)
+        pivots = low + (high - low) * (step + 1) // (_PIVOTS + 1)
+    return tl.where(high > low, low, tl.cast(LOWEST >> BITS, tl.int64))

@@ -1,0 +1,167 @@
+"""Top-k, top-p and min-p thresholds without a sort: see `candidates_triton`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.sampling.candidates_triton import (
+    LOWEST,
+    TILES,
+    ZERO_BITS,
+    Tiles,
+    bound_of,
+    image_of,
+    list_groups,
+    load_members,
+    row_totals,
+    search_members,
+    summarise_chunk,
+    value_of,
+)
+from batchgen.kernels.sampling.sampling_triton import ROW_ARGUMENTS, processed_logit
+
+
+def thresholds(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    *,
+    tiles: Tiles = TILES,
+) -> Tensor:
+    """The lowest logit of each row that top-k, top-p and min-p keep.
+
+    As `filter_top_k_top_p_min_p` after `apply_temperature`: tokens that tie with the last one kept
+    are kept, also where only rounding by the temperature makes the tie.
+
+    Args:
+        logits: [R, V] bfloat16, float16 or float32, V < 2²⁴; columns contiguous.
+        temperature, top_p, min_p: [R] float32.
+        top_k: [R] int64.
+
+    Returns:
+        [R] float32 in the scale of `logits`; -inf for rows without a filter.
+    """
+    rows, vocab = logits.shape
+    assert logits.stride(1) == 1 and vocab < 2**24
+    groups = triton.cdiv(vocab, tiles.group)
+    summary = torch.empty((2, rows, groups), dtype=torch.float32, device=logits.device)
+    listed = torch.empty((rows, groups), dtype=torch.int32, device=logits.device)
+    out = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    arguments = (
+        logits, temperature, top_k, top_p, min_p, summary[0], summary[1], logits.stride(0), vocab,
+        groups,
+    )  # fmt: skip
+    _summarise[(rows, triton.cdiv(vocab, tiles.chunk))](
+        *arguments, GROUP=tiles.group, CHUNK=tiles.chunk, num_warps=8
+    )
+    _thresholds[(rows,)](
+        *arguments, listed, out,
+        BITS=ZERO_BITS[logits.dtype], GROUP=tiles.group, BLOCK=tiles.block, num_warps=16,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _load_options(top_k_ptr, top_p_ptr, min_p_ptr, row, vocab):
+    top_k = tl.load(top_k_ptr + row)
+    return top_k, (top_k > 0) & (top_k < vocab), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+
+
+@triton.jit(do_not_specialize_on_alignment=[*ROW_ARGUMENTS, "weights_ptr"])
+def _summarise(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, maxima_ptr, weights_ptr,
+    stride, vocab, groups, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    _, limited, top_p, min_p = _load_options(top_k_ptr, top_p_ptr, min_p_ptr, row, vocab)
+    if limited | (top_p < 1) | (min_p > 0):
+        summarise_chunk(
+            logits_ptr + row * stride, maxima_ptr + row * groups, weights_ptr + row * groups,
+            tl.program_id(1), vocab, -float("inf"), tl.load(temperature_ptr + row), GROUP, CHUNK,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=[*ROW_ARGUMENTS, "weights_ptr"])
+def _thresholds(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, maxima_ptr, weights_ptr,
+    stride, vocab, groups, listed_ptr, out_ptr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    maxima_ptr += row * groups
+    weights_ptr += row * groups
+    listed_ptr += row * groups
+    temperature = tl.load(temperature_ptr + row)
+    top_k, limited, top_p, min_p = _load_options(top_k_ptr, top_p_ptr, min_p_ptr, row, vocab)
+    nucleus = top_p < 1
+    limit = -float("inf")
+    if limited | nucleus | (min_p > 0):
+        k = top_k.to(tl.float32)
+        top, total = row_totals(maxima_ptr, weights_ptr, groups, temperature, BLOCK)
+        least = tl.where(min_p > 0, tl.log(min_p), -float("inf"))
+        least += processed_logit(top, top, temperature)
+        # No group below the cut has a token that is kept.
+        cut = least
+        bound = -float("inf")
+        if limited:
+            bound = bound_of(
+                maxima_ptr, weights_ptr, groups, k, total, top, temperature, False, BLOCK
+            )
+            cut = processed_logit(bound, top, temperature)
+        elif nucleus:
+            # A guess, checked below: a quarter of what may be left out lies in groups left out,
+            # hopefully not much more than another quarter in the rest of those listed.
+            share = 1 - (1 - top_p) * 0.25
+            bound = bound_of(
+                maxima_ptr, weights_ptr, groups, share, total, top, temperature, True, BLOCK
+            )
+            cut = processed_logit(bound, top, temperature)
+        base = image_of(bound, BITS).to(tl.int64)
+        lowest = -float("inf")
+        members = 0
+        searching = True
+        while searching:
+            members = list_groups(
+                maxima_ptr, listed_ptr, groups, cut, 0.0, 0.0, top, temperature, GROUP, BLOCK
+            )
+            image = base
+            if limited:
+                image = search_members(
+                    logits_ptr, listed_ptr, members, vocab, image, k, total, top, temperature,
+                    False, BITS, GROUP, BLOCK,
+                )  # fmt: skip
+            if nucleus:
+                image = search_members(
+                    logits_ptr, listed_ptr, members, vocab, image, top_p,
+                    tl.where(limited, 0.0, total), top, temperature, True, BITS, GROUP, BLOCK,
+                )  # fmt: skip
+            lowest = processed_logit(value_of(image, BITS), top, temperature)
+            searching = nucleus & (lowest < cut)
+            cut = -float("inf")  # the guess was too high: now every group
+            base = tl.cast(LOWEST >> BITS, tl.int64)
+        limit = tl.maximum(lowest, least)
+        if temperature != 1:
+            limit = _lowest_from(
+                logits_ptr, listed_ptr, members, vocab, limit, top, temperature, GROUP, BLOCK
+            )
+    tl.store(out_ptr + row, limit)
+
+
+@triton.jit
+def _lowest_from(
+    ptr, listed_ptr, members, vocab, limit, top, temperature,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The lowest logit of the listed that the temperature takes to `limit` or above."""
+    lowest = tl.full((BLOCK,), float("inf"), tl.float32)
+    for start in range(0, members, BLOCK):
+        _, values = load_members(ptr, listed_ptr, start, members, vocab, GROUP, BLOCK)
+        kept = processed_logit(values, top, temperature) >= limit
+        lowest = tl.minimum(lowest, tl.where(kept, values, float("inf")))
+    return tl.min(lowest, axis=0)

@@ -1,0 +1,135 @@
+"""Penalties and ban in place on float32 logits: one program per row, linear in its history.
+
+Tokens repeat in a history and must be penalised once. Neither a table of the vocabulary nor scratch
+is needed for that: occurrences are counted in the logits' own places, as numbers that no logit is,
+and whoever finds a number there writes the logit, from the source. A token's places in the history
+all write the same, so it does not matter which of them comes first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.sampling.sampling_triton import ROW_ARGUMENTS
+
+_BLOCK = 1024
+_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+_ZERO = tl.constexpr(0x7F800001)
+"""What stands for the count 0: the least of the bits of float32 that are NaN of positive sign, 2²³
+of which follow one another. A penalised logit is finite, -inf, or NaN as its source."""
+
+
+def apply_penalties(
+    logits: Tensor,
+    source: Tensor,
+    history: Tensor,
+    positions: Tensor,
+    prompt_lens: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """`kernels.sampling.apply_penalties`: three passes over the part of a history that counts."""
+    rows, vocab = logits.shape
+    assert logits.dtype == torch.float32 and logits.is_contiguous() and history.is_contiguous()
+    assert source.shape == logits.shape and source.stride(1) == 1 and source is not logits
+    assert positions.is_contiguous()
+    width = history.shape[1]
+    if width and rows:
+        assert rows % len(history) == 0
+        _apply_penalties[(rows,)](
+            logits.view(torch.int32), source, history, positions, prompt_lens, repetition, presence,
+            frequency, source.stride(0), vocab, width, rows // len(history),
+            BLOCK=_BLOCK, num_warps=8,
+        )  # fmt: skip
+    return logits
+
+
+def apply_ban(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
+    """`kernels.sampling.apply_ban`; rows that are not banned are not read."""
+    rows, width = token_ids.shape
+    assert logits.dtype == torch.float32 and logits.is_contiguous() and token_ids.is_contiguous()
+    if width:
+        _apply_ban[(rows,)](
+            logits, token_ids, banned, logits.shape[1], width,
+            WIDTH=triton.next_power_of_2(width), BLOCK=4 * _BLOCK, num_warps=8,
+        )  # fmt: skip
+    return logits
+
+
+@triton.jit(
+    do_not_specialize=["width", "repeats"],
+    do_not_specialize_on_alignment=[*ROW_ARGUMENTS, "source_ptr"],
+)
+def _apply_penalties(
+    bits_ptr, source_ptr, history_ptr, positions_ptr, prompt_lens_ptr, repetition_ptr,
+    presence_ptr, frequency_ptr, source_stride, vocab, width, repeats, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Barriers part the phases, and the last loads pass by the L1 cache, which atomics do not
+    update."""
+    row = tl.program_id(0).to(tl.int64)
+    bits_ptr += row * vocab
+    source_ptr += row * source_stride
+    history_ptr += row // repeats * width
+    prompt_len = tl.load(prompt_lens_ptr + row)
+    repetition = tl.load(repetition_ptr + row)
+    presence = tl.load(presence_ptr + row)
+    frequency = tl.load(frequency_ptr + row)
+    index = tl.arange(0, BLOCK)
+    end = tl.minimum(tl.load(positions_ptr + row), width).to(tl.int32)
+    end = tl.where(tl.load(history_ptr) >= 0, end, 0)
+    for start in range(0, end, BLOCK):
+        token, known = _tokens(history_ptr, start + index, end)
+        tl.store(bits_ptr + token, tl.full((BLOCK,), _ZERO, tl.int32), mask=known)
+    tl.debug_barrier()
+    for start in range(0, end, BLOCK):
+        token, known = _tokens(history_ptr, start + index, end)
+        generated = known & (start + index >= prompt_len)
+        ones = tl.full((BLOCK,), 1, tl.int32)
+        tl.atomic_add(bits_ptr + token, ones, mask=generated, sem="relaxed")
+    tl.debug_barrier()
+    for start in range(0, end, BLOCK):
+        token, known = _tokens(history_ptr, start + index, end)
+        bits = tl.load(bits_ptr + token, mask=known, other=0, cache_modifier=".cg")
+        counted = known & (bits >= _ZERO)  # else the logit is there already
+        count = (tl.maximum(bits, _ZERO) - _ZERO).to(tl.float32)
+        before = tl.load(source_ptr + token, mask=counted, other=0.0).to(tl.float32)
+        after = tl.where(before > 0, tl.div_rn(before, repetition), before * repetition)
+        after -= frequency * count
+        after -= tl.where(count > 0, presence, 0.0)
+        after = tl.minimum(tl.maximum(after, -_LARGEST), _LARGEST)  # no penalty excludes a token
+        after = tl.where(before > -float("inf"), after, before)
+        tl.store(bits_ptr + token, after.to(tl.int32, bitcast=True), mask=counted)
+
+
+@triton.jit
+def _tokens(history_ptr, index, end):
+    """Tokens of a part of the history, and which entries are any."""
+    token = tl.load(history_ptr + index, mask=index < end, other=-1)
+    return token, token >= 0
+
+
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=ROW_ARGUMENTS)
+def _apply_ban(
+    logits_ptr, ids_ptr, banned_ptr, vocab, width, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * vocab
+    if tl.load(banned_ptr + row) != 0:
+        index = tl.arange(0, WIDTH)
+        token = tl.load(ids_ptr + row * width + index, mask=index < width, other=-1)
+        active = (token >= 0) & (token < vocab)
+        before = tl.load(logits_ptr + token, mask=active, other=0.0)
+        tl.debug_barrier()
+        tl.store(logits_ptr + token, tl.full((WIDTH,), -float("inf"), tl.float32), mask=active)
+        tl.debug_barrier()
+        left = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, vocab, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            logits = tl.load(logits_ptr + columns, mask=columns < vocab, other=-float("inf"))
+            left |= (logits != -float("inf")).to(tl.int32)
+        if tl.max(left, axis=0) == 0:  # nothing but banned tokens: the ban is void
+            tl.store(logits_ptr + token, before, mask=active)

@@ -1,0 +1,274 @@
+"""From logits to a token: penalties, ban, temperature, filters, the draw and its logprobs.
+
+Every function is computed row by row: a row's result has the same bits whatever rows stand beside
+it. That rules out `sum` and `logsumexp` over the vocabulary, whose order of additions on the CPU
+depends on the number of rows; `softmax`, `log_softmax` and `cumsum` have one order. Functions named
+`apply_…` and `filter_…` overwrite the logits they are given, [R, V] float32 and contiguous, and
+return them. A logit is finite, or -inf where the token is excluded.
+
+On CUDA the functions run the Triton kernels of `sampling_triton`, `filter_triton`,
+`top_logprobs_triton` and `penalties_triton`; the engine's sampler calls those itself where they do
+several steps at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchgen.kernels.sampling import (
+    filter_triton,
+    penalties_triton,
+    sampling_triton,
+    top_logprobs_triton,
+)
+from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox, philox_at
+
+_INF = float("inf")
+_LARGEST = torch.finfo(torch.float32).max
+_WORDS_IN_CACHE = 2**18
+"""Random words made at once on the CPU: the state of Philox then stays in two cores' L2 caches."""
+
+
+def sample(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    greedy: Tensor,
+    stream: Stream = Stream.SAMPLE,
+    draws: Tensor | None = None,
+) -> Tensor:
+    """One token per row: argmax(logits + Gumbel noise), a draw from softmax(logits).
+
+    Args:
+        logits: [R, V] float32, final.
+        seeds: [R] int64.
+        positions: [R] int64, absolute position of the token that is drawn.
+        greedy: [R] bool, rows that take the plain argmax.
+        stream: the use that the noise is for.
+        draws: [R] int64, the number of the draw at its position, from 0; None is 0 for all.
+
+    Returns:
+        [R] int64; of equal scores the lowest id, and 0 for a row with every token excluded.
+    """
+    if logits.is_cuda:
+        ones = torch.ones_like(seeds, dtype=torch.float32)
+        arguments = (logits, logits, ones, None, seeds, positions, greedy, None)
+        return sampling_triton.draw(*arguments, stream=stream, draws=draws).token_ids
+    if draws is None:
+        draws = torch.zeros_like(seeds)
+    out = torch.empty(len(logits), dtype=torch.int64)
+    plain = greedy.nonzero().squeeze(1)
+    if len(plain):
+        out[plain] = logits[plain].argmax(-1)
+    # Noise depends on the column alone, so rows with few tokens left need only theirs.
+    counts = (logits > -_INF).sum(-1)
+    sparse = counts * 16 <= logits.shape[1]
+    dense = (~greedy & ~sparse).nonzero().squeeze(1)
+    step = max(1, _WORDS_IN_CACHE // logits.shape[1])
+    for start in range(0, len(dense), step):
+        rows = dense[start : start + step]
+        words = philox(seeds[rows], positions[rows], draws[rows], stream, logits.shape[1])
+        out[rows] = gumbel_noise(words).add_(logits[rows]).argmax(-1)
+    rows = (~greedy & sparse).nonzero().squeeze(1)
+    if len(rows):
+        few = logits[rows]
+        columns, _ = _columns_of(few > -_INF)  # filling is column 0: excluded, or there anyway
+        words = philox_at(seeds[rows], positions[rows], draws[rows], stream, columns)
+        scores = gumbel_noise(words).add_(few.gather(1, columns))
+        out[rows] = columns.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
+    return out
+
+
+def _columns_of(keep: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns where keep [R, V] holds, ascending, and which entries are real: [R, S] each.
+
+    S is at least 1; filling entries are column 0. Reads the device: for the CPU.
+    """
+    rows, columns = keep.nonzero(as_tuple=True)
+    counts = torch.bincount(rows, minlength=len(keep))
+    width = max(1, int(counts.max()))
+    index = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+    out = torch.zeros(len(keep), width, dtype=torch.int64)
+    out[rows, index] = columns
+    return out, torch.arange(width) < counts.unsqueeze(1)
+
+
+def apply_penalties(
+    logits: Tensor,
+    source: Tensor,
+    history: Tensor,
+    positions: Tensor,
+    prompt_lens: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """Repetition penalty (Keskar et al. 2019, CTRL), then presence and frequency penalties.
+
+    Args:
+        logits: overwritten at the tokens of the histories; what stands there is not read.
+        source: [R, V], another tensor of any floating dtype: the logits to be penalised.
+        history: [B, H] int64, token ids by absolute position; R is a multiple of B, and row r reads
+            history r // (R / B). A history that starts with -1 is none: its rows are left as they
+            are. Other negative entries are no tokens.
+        positions: [R] int64; tokens before this position are the row's history, whatever stands
+            from there on is ignored.
+        prompt_lens: [R] int64; presence and frequency count tokens from this position on.
+        repetition: [R] float32; positive logits of tokens in the history are divided by it,
+            negative ones multiplied.
+        presence, frequency: [R] float32, subtracted once and per occurrence in the output.
+    """
+    if not history.shape[1] or not len(logits):
+        return logits
+    if logits.is_cuda:
+        return penalties_triton.apply_penalties(
+            logits, source, history, positions, prompt_lens, repetition, presence, frequency
+        )
+    repeats = len(logits) // len(history)
+    kept = (history[:, 0] >= 0).repeat_interleave(repeats) & (positions > 0)
+    rows = kept.nonzero().squeeze(1)
+    places = torch.arange(min(history.shape[1], int(positions.max())))
+    history = history[rows // repeats, : len(places)]
+    known = (history >= 0) & (places < _of(positions, rows))
+    # Filling repeats the row's first token: equal values are written to equal places.
+    tokens = torch.where(known, history, history[:, :1])
+    generated = known & (places >= _of(prompt_lens, rows))
+    counts = torch.zeros(len(rows), logits.shape[1])
+    counts = counts.scatter_add_(1, tokens, generated.float()).gather(1, tokens)
+
+    before = source[rows.unsqueeze(1), tokens].float()
+    factor = _of(repetition, rows)
+    after = torch.where(before > 0, before / factor, before * factor)
+    after -= _of(frequency, rows) * counts
+    after -= _of(presence, rows) * (counts > 0)
+    after.clamp_(-_LARGEST, _LARGEST)  # no penalty excludes a token
+    logits[rows.unsqueeze(1), tokens] = torch.where(before > -_INF, after, before)
+    return logits
+
+
+def apply_ban(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
+    """Exclude tokens, unless that would leave a row without any: then the row's ban is void.
+
+    Args:
+        token_ids: [R, S] int64; ids outside the vocabulary (as the filling -1) are ignored.
+        banned: [R] bool, rows whose tokens are excluded.
+    """
+    if logits.is_cuda:
+        return penalties_triton.apply_ban(logits, token_ids, banned)
+    active = (token_ids >= 0) & (token_ids < logits.shape[1]) & banned.unsqueeze(1)
+    place = torch.where(active, token_ids, 0)
+    before = logits.gather(1, place)
+    # amin and amax instead of a plain write: filling entries share column 0 with real ones.
+    logits.scatter_reduce_(1, place, torch.where(active, -_INF, _INF), "amin")
+    empty = logits.amax(-1, keepdim=True) == -_INF
+    restored = torch.where(active & empty, before, -_INF)
+    return logits.scatter_reduce_(1, place, restored, "amax")
+
+
+def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
+    """(logits - row maximum) / temperature [R]; rows of temperature 1 are left as they are.
+
+    Without the shift a low temperature would overflow large logits.
+    """
+    top = logits.amax(-1)
+    shift = torch.where((temperature == 1) | (top == -_INF), 0, top)
+    return logits.sub_(shift.unsqueeze(1)).div_(temperature.unsqueeze(1))
+
+
+def filter_top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Exclude unlikely tokens: top-k, then top-p of what top-k left, then min-p.
+
+    Each filter is a threshold on the logit. Tokens equal to the last one kept are kept, so no
+    result depends on a sort order, and the most likely token always stays.
+
+    Args:
+        logits: divided by the temperature.
+        top_k: [R] int64; 0 is off.
+        top_p: [R] float32; 1 is off. A token is kept if less than top_p lies strictly before it.
+        min_p: [R] float32, relative to the most likely token; 0 is off.
+    """
+    if logits.is_cuda:
+        ones = torch.ones_like(min_p)
+        threshold = filter_triton.thresholds(logits, ones, top_k, top_p, min_p)
+        return logits.masked_fill_(logits < threshold.unsqueeze(1), -_INF)
+    threshold = torch.full_like(min_p, -_INF)
+    limited = ((top_k > 0) & (top_k < logits.shape[1])).nonzero().squeeze(1)
+    if len(limited):
+        threshold[limited] = _kth_largest(logits[limited], top_k[limited])
+        logits.masked_fill_(logits < threshold.unsqueeze(1), -_INF)
+    nucleus = (top_p < 1).nonzero().squeeze(1)
+    if len(nucleus):
+        threshold[nucleus] = _top_p_threshold(logits[nucleus], top_p[nucleus])
+    threshold = threshold.maximum(logits.amax(-1) + min_p.log())
+    return logits.masked_fill_(logits < threshold.unsqueeze(1), -_INF)
+
+
+def _kth_largest(logits: Tensor, k: Tensor) -> Tensor:
+    vocab = logits.shape[1]
+    k = torch.where(k > 0, k, vocab).clamp(max=vocab)
+    return logits.topk(int(k.max())).values.gather(1, k.unsqueeze(1) - 1).squeeze(1)
+
+
+def _top_p_threshold(logits: Tensor, top_p: Tensor) -> Tensor:
+    """[R]: the logit of the token with which the mass of the most likely tokens reaches top_p.
+
+    It looks at the 128 most likely tokens first and at more for rows that need them: a longer list
+    starts with the same values, so the sums have the same bits.
+    """
+    vocab = logits.shape[1]
+    out = torch.full_like(top_p, -_INF)
+    probs = logits.softmax(-1)
+    rows = torch.arange(len(logits))
+    width = 128
+    while len(rows):
+        width = min(width, vocab)
+        values, columns = logits[rows].topk(width)
+        mass = probs[rows].gather(1, columns).cumsum(-1, dtype=torch.float64)
+        short = mass < top_p[rows].unsqueeze(1)
+        last = short.sum(-1, keepdim=True).clamp(max=width - 1)
+        reached = values.gather(1, last).squeeze(1)
+        # The rounded sum can reach 1 before the last token: rows that are off are left by value.
+        out[rows] = torch.where(top_p[rows] < 1, reached, -_INF)
+        if width == vocab:
+            break
+        rows = rows[short[:, -1]]
+        width *= 8
+    return out
+
+
+def logprobs_of(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """log softmax(logits) at token_ids [R]: [R] float32, -inf for an excluded token."""
+    return logits.float().log_softmax(-1).gather(1, token_ids.unsqueeze(1)).squeeze(1)
+
+
+def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """softmax(logits) at token_ids [R]: [R] float32, never above 1."""
+    return logits.float().softmax(-1).gather(1, token_ids.unsqueeze(1)).squeeze(1)
+
+
+def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k most likely tokens of each row, most likely first, of equal ones the lowest id.
+
+    Returns:
+        ids [R, k] int32 and log-probabilities [R, k] float32. Where fewer than k tokens are not
+        excluded, the rest is id -1 with -inf.
+    """
+    if logits.is_cuda:
+        ones = torch.ones_like(logits[:, 0], dtype=torch.float32)
+        raw = torch.zeros_like(ones, dtype=torch.bool)
+        return top_logprobs_triton.top_logprobs(logits, logits, ones, None, raw, k)
+    logprobs = logits.float().log_softmax(-1)
+    last = logprobs.topk(min(k, logits.shape[1])).values[:, -1:]
+    columns, present = _columns_of((logprobs >= last) & (logprobs > -_INF))
+    candidates = logprobs.gather(1, columns).masked_fill_(~present, -_INF)
+    values, order = candidates.sort(dim=-1, descending=True, stable=True)
+    ids = columns.gather(1, order)
+    values = F.pad(values, (0, max(0, k - values.shape[1])), value=-_INF)[:, :k]
+    ids = F.pad(ids, (0, max(0, k - ids.shape[1])), value=-1)[:, :k]
+    return ids.masked_fill(values == -_INF, -1).int(), values
+
+
+def _of(values: Tensor, rows: Tensor) -> Tensor:
+    return values[rows].unsqueeze(1)

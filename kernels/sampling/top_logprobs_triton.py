@@ -1,0 +1,207 @@
+"""The most likely tokens and their log-probabilities without a sort: see `candidates_triton`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.sampling.candidates_triton import (
+    TILES,
+    ZERO_BITS,
+    Tiles,
+    bound_of,
+    image_of,
+    list_groups,
+    load_members,
+    row_totals,
+    search_members,
+    summarise_chunk,
+    value_of,
+)
+from batchgen.kernels.sampling.sampling_triton import ROW_ARGUMENTS, processed_logit
+
+
+def top_logprobs(
+    logits: Tensor,
+    raw: Tensor,
+    temperature: Tensor,
+    threshold: Tensor | None,
+    processed_logprobs: Tensor,
+    k: int,
+    *,
+    tiles: Tiles = TILES,
+) -> tuple[Tensor, Tensor]:
+    """The k most likely tokens of each row, most likely first, of equal ones the lowest id.
+
+    Args:
+        logits, raw, temperature, threshold, processed_logprobs: as for `sampling_triton.draw`.
+        k: in [1, 256].
+
+    Returns:
+        As `kernels.sampling.top_logprobs`: ids [R, k] int32 and log-probabilities [R, k] float32.
+    """
+    rows, vocab = logits.shape
+    assert 1 <= k <= 256 and vocab < 2**24
+    assert logits.stride(1) == 1 and raw.stride(1) == 1 and raw.shape == logits.shape
+    device = logits.device
+    groups = triton.cdiv(vocab, tiles.group)
+    summary = torch.empty((2, rows, groups), dtype=torch.float32, device=device)
+    listed = torch.empty((rows, groups), dtype=torch.int32, device=device)
+    ids = torch.empty((rows, k), dtype=torch.int32, device=device)
+    values = torch.empty((rows, k), dtype=torch.float32, device=device)
+    tile = max(16, triton.next_power_of_2(2 * k))
+    found = torch.empty((2, rows, tile), dtype=torch.int32, device=device)
+    limits = temperature if threshold is None else threshold  # not read if there is none
+    arguments = (
+        logits, raw, temperature, limits, processed_logprobs, summary[0], summary[1],
+        logits.stride(0), raw.stride(0), vocab, groups,
+    )  # fmt: skip
+    filtered = threshold is not None
+    _summarise[(rows, triton.cdiv(vocab, tiles.chunk))](
+        *arguments, FILTERED=filtered, GROUP=tiles.group, CHUNK=tiles.chunk, num_warps=8
+    )
+    _top_logprobs[(rows,)](
+        *arguments, listed, found[0], found[1].view(torch.float32), ids, values, k,
+        FILTERED=filtered, BITS=ZERO_BITS[logits.dtype], RAW_BITS=ZERO_BITS[raw.dtype], TILE=tile,
+        GROUP=tiles.group, BLOCK=tiles.block, num_warps=16,
+    )  # fmt: skip
+    return ids, values
+
+
+@triton.jit(do_not_specialize_on_alignment=[*ROW_ARGUMENTS, "weights_ptr"])
+def _summarise(
+    logits_ptr, raw_ptr, temperature_ptr, threshold_ptr, mode_ptr, maxima_ptr, weights_ptr,
+    stride, raw_stride, vocab, groups,
+    FILTERED: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    maxima_ptr += row * groups
+    weights_ptr += row * groups
+    if tl.load(mode_ptr + row) != 0:
+        limit = -float("inf")
+        if FILTERED:
+            limit = tl.load(threshold_ptr + row)
+        summarise_chunk(
+            logits_ptr + row * stride, maxima_ptr, weights_ptr, tl.program_id(1), vocab, limit,
+            tl.load(temperature_ptr + row), GROUP, CHUNK,
+        )  # fmt: skip
+    else:
+        summarise_chunk(
+            raw_ptr + row * raw_stride, maxima_ptr, weights_ptr, tl.program_id(1), vocab,
+            -float("inf"), 1.0, GROUP, CHUNK,
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["k"],
+    do_not_specialize_on_alignment=[*ROW_ARGUMENTS, "weights_ptr"],
+)
+def _top_logprobs(
+    logits_ptr, raw_ptr, temperature_ptr, threshold_ptr, mode_ptr, maxima_ptr, weights_ptr,
+    stride, raw_stride, vocab, groups, listed_ptr, found_ids_ptr, found_values_ptr,
+    ids_ptr, values_ptr, k,
+    FILTERED: tl.constexpr, BITS: tl.constexpr, RAW_BITS: tl.constexpr,
+    TILE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    maxima_ptr += row * groups
+    weights_ptr += row * groups
+    listed_ptr += row * groups
+    found_ids_ptr += row * TILE
+    found_values_ptr += row * TILE
+    if tl.load(mode_ptr + row) != 0:
+        limit = -float("inf")
+        if FILTERED:
+            limit = tl.load(threshold_ptr + row)
+        temperature = tl.load(temperature_ptr + row)
+        above, ties = _collect(
+            logits_ptr + row * stride, maxima_ptr, weights_ptr, listed_ptr, vocab, groups, k,
+            limit, temperature, found_ids_ptr, found_values_ptr, BITS, TILE, GROUP, BLOCK,
+        )  # fmt: skip
+    else:
+        above, ties = _collect(
+            raw_ptr + row * raw_stride, maxima_ptr, weights_ptr, listed_ptr, vocab, groups, k,
+            -float("inf"), 1.0, found_ids_ptr, found_values_ptr, RAW_BITS, TILE, GROUP, BLOCK,
+        )  # fmt: skip
+    tl.debug_barrier()
+    _store_in_order(
+        found_ids_ptr, found_values_ptr, above, ties, ids_ptr + row * k, values_ptr + row * k, k,
+        TILE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _collect(
+    ptr, maxima_ptr, weights_ptr, listed_ptr, vocab, groups, k, limit, temperature, ids_ptr,
+    values_ptr, BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find the tokens above the k-th log-probability, at most k - 1, and the first k equal to it.
+
+    Tokens below the limit are left out. The former are written from the start of the tile, the
+    latter from its end; returns how many there are of each.
+    """
+    top, total = row_totals(maxima_ptr, weights_ptr, groups, temperature, BLOCK)
+    log_total = tl.log(total)
+    high = processed_logit(top, top, temperature)
+    wanted = tl.minimum(k, vocab).to(tl.float32)
+    bound = bound_of(maxima_ptr, weights_ptr, groups, wanted, total, top, temperature, False, BLOCK)
+    # Compared as log-probabilities: rounding may make equal what differed as logits.
+    least = processed_logit(tl.maximum(bound, limit), top, temperature) - high - log_total
+    members = list_groups(
+        maxima_ptr, listed_ptr, groups, least, high, log_total, top, temperature, GROUP, BLOCK
+    )
+    image = search_members(
+        ptr, listed_ptr, members, vocab, image_of(bound, BITS).to(tl.int64), wanted, total, top,
+        temperature, False, BITS, GROUP, BLOCK,
+    )  # fmt: skip
+    last = tl.maximum(value_of(image, BITS), limit)  # the limit, if fewer than k reach it
+    least = processed_logit(last, top, temperature) - high - log_total
+    above = 0
+    ties = 0
+    for start in range(0, members, BLOCK):
+        columns, values = load_members(ptr, listed_ptr, start, members, vocab, GROUP, BLOCK)
+        scaled = processed_logit(values, top, temperature) - high - log_total
+        kept = (values >= limit) & (values > -float("inf"))
+        more = (kept & (scaled > least)).to(tl.int32)
+        same = (kept & (scaled == least)).to(tl.int32)
+        num_more = tl.sum(more, axis=0)
+        num_same = tl.sum(same, axis=0)
+        if num_more + num_same > 0:
+            place = above + tl.cumsum(more, axis=0) - 1
+            tie = ties + tl.cumsum(same, axis=0) - 1
+            place = tl.where(more != 0, place, TILE - 1 - tie)
+            write = (more != 0) | ((same != 0) & (tie < k))
+            tl.store(ids_ptr + place, columns, mask=write)
+            tl.store(values_ptr + place, scaled, mask=write)
+            above += num_more
+            ties += num_same
+    return above, tl.minimum(ties, k)
+
+
+@triton.jit
+def _store_in_order(
+    found_ids_ptr, found_values_ptr, above, ties, ids_ptr, values_ptr, k, TILE: tl.constexpr
+):
+    """The first k of the found tokens in their order; id -1 and -inf where they are fewer."""
+    index = tl.arange(0, TILE)
+    filled = (index < above) | (index >= TILE - ties)
+    ids = tl.load(found_ids_ptr + index, mask=filled, other=0)
+    values = tl.load(found_values_ptr + index, mask=filled, other=-float("inf"))
+    rank = tl.zeros((TILE,), tl.int32)
+    for start in range(0, TILE, 16):
+        index2 = start + tl.arange(0, 16)
+        filled2 = (index2 < above) | (index2 >= TILE - ties)
+        ids2 = tl.load(found_ids_ptr + index2, mask=filled2, other=0)[None, :]
+        values2 = tl.load(found_values_ptr + index2, mask=filled2, other=-float("inf"))[None, :]
+        before = (values2 > values[:, None]) | (
+            (values2 == values[:, None]) & (ids2 < ids[:, None])
+        )
+        rank += tl.sum((before & filled2[None, :]).to(tl.int32), axis=1)
+    wanted = filled & (rank < k)
+    tl.store(ids_ptr + rank, ids, mask=wanted)
+    tl.store(values_ptr + rank, values, mask=wanted)
+    missing = (index >= above + ties) & (index < k)
+    tl.store(ids_ptr + index, tl.full((TILE,), -1, tl.int32), mask=missing)
+    tl.store(values_ptr + index, tl.full((TILE,), -float("inf"), tl.float32), mask=missing)

@@ -1,0 +1,173 @@
+"""The operations of `kernels.ngram` in one launch each; rows or tokens are lanes of a program."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from batchgen.kernels.speculation.ngram import NgramIndex
+
+EXTEND = 0x2545F4914F6CDD1D
+FINISH = 0x369DEA0F31A53F85
+"""Multipliers of the hash (those of xorshift64* and of L'Ecuyer 1999), odd and below 2⁶³."""
+
+_EXTEND = tl.constexpr(EXTEND)
+_FINISH = tl.constexpr(FINISH)
+_TOKENS = 128
+_SIZES = ["width", "stride", "num_tokens", "max_len", "bucket_mask", "last_stamp"]
+_INPUTS = ["slots_ptr", "starts_ptr", "ids_ptr", "counts_ptr"]
+"""May be parts of larger tensors: neither their alignment nor a size makes Triton compile anew."""
+
+
+def append(
+    index: NgramIndex, slots: Tensor, starts: Tensor, token_ids: Tensor, counts: Tensor
+) -> None:
+    """`NgramIndex.append` in one launch: a lane per token."""
+    rows, width = token_ids.shape
+    assert slots.is_contiguous() and starts.is_contiguous() and counts.is_contiguous()
+    assert token_ids.stride(1) == 1 or width == 1
+    assert rows * width < 2**31 - _TOKENS
+    if rows * width:
+        _append[(triton.cdiv(rows * width, _TOKENS),)](
+            index.tokens, index.lengths, index.entries, index.clock, slots, starts, token_ids,
+            counts, rows * width, width, token_ids.stride(0), index.tokens.shape[1],
+            len(index.entries) - 1, index.last_stamp, MIN_N=index.min_n, MAX_N=index.max_n,
+            POOL=index.pool, POSITION_BITS=index.position_bits, SLOT_BITS=index.slot_bits,
+            BLOCK=_TOKENS, num_warps=4,
+        )  # fmt: skip
+
+
+def propose(index: NgramIndex, slots: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`NgramIndex.propose` in one launch: a program per row, a lane per key, no load in turn."""
+    assert slots.is_contiguous() and k > 0
+    rows, keys = len(slots), (index.max_n - index.min_n + 1) * (1 + index.pool)
+    drafts = torch.empty((rows, k), dtype=torch.int64, device=slots.device)
+    num_drafts = torch.empty(rows, dtype=torch.int32, device=slots.device)
+    if rows:
+        _propose[(rows,)](
+            index.tokens, index.lengths, index.entries, slots, drafts, num_drafts,
+            index.tokens.shape[1], len(index.entries) - 1, K=k, K_BLOCK=triton.next_power_of_2(k),
+            MIN_N=index.min_n, MAX_N=index.max_n, POOL=index.pool,
+            POSITION_BITS=index.position_bits, SLOT_BITS=index.slot_bits,
+            KEYS=triton.next_power_of_2(keys), BACK=triton.next_power_of_2(index.max_n),
+            num_warps=1,
+        )  # fmt: skip
+    return drafts, num_drafts
+
+
+@triton.jit
+def _extend(state, token):
+    """The hash of an n-gram, from that of its last n - 1 tokens and the token before them."""
+    state = (state + token + 1) * _EXTEND
+    return state ^ ((state >> 33) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _bucket(state, salt, n, bucket_mask):
+    state = (state + (salt * 16 + n)) * _FINISH
+    return (state ^ ((state >> 33) & 0x7FFFFFFF)) & bucket_mask
+
+
+@triton.jit
+def _take_stamp(clock_ptr, last_stamp):
+    """The number of this launch, which the program that is last to read it raises for the next."""
+    stamp = tl.load(clock_ptr)
+    tl.debug_barrier()
+    if tl.atomic_add(clock_ptr + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(clock_ptr, stamp + 1)
+        tl.store(clock_ptr + 1, 0)
+    return tl.minimum(stamp, last_stamp)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_INPUTS)
+def _append(
+    tokens_ptr, lengths_ptr, entries_ptr, clock_ptr, slots_ptr, starts_ptr, ids_ptr, counts_ptr,
+    num_tokens, width, stride, max_len, bucket_mask, last_stamp,
+    MIN_N: tl.constexpr, MAX_N: tl.constexpr, POOL: tl.constexpr, POSITION_BITS: tl.constexpr,
+    SLOT_BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Reads of `tokens` stay below the rows' starts: what stands there no program writes."""
+    stamp = _take_stamp(clock_ptr, last_stamp)
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, step = lane // width, lane % width
+    inside = lane < num_tokens
+    slot = tl.load(slots_ptr + row, mask=inside, other=0)
+    start = tl.load(starts_ptr + row, mask=inside, other=0)
+    count = tl.load(counts_ptr + row, mask=inside, other=0).to(tl.int64)
+    count = tl.minimum(count, max_len - start)
+    new = inside & (step < count)
+    position = start + step
+    source = ids_ptr + row.to(tl.int64) * stride + step
+    target = tokens_ptr + slot * max_len + position
+    tl.store(target, tl.load(source, mask=new, other=0).to(tl.int32), mask=new)
+    tl.store(lengths_ptr + slot, (start + count).to(tl.int32), mask=new & (step == 0))
+
+    packed = (((stamp << SLOT_BITS) | slot) << POSITION_BITS) | position
+    state = tl.zeros((BLOCK,), tl.int64)
+    for n in tl.static_range(1, MAX_N + 1):
+        known = new & (position >= n)
+        token = tl.load(source - n, mask=known & (step >= n), other=0)
+        older = tl.load(target - n, mask=known & (step < n), other=0).to(tl.int64)
+        state = _extend(state, tl.where(step >= n, token, older))
+        if n >= MIN_N:
+            own = _bucket(state, slot + 1, n, bucket_mask)
+            tl.atomic_max(entries_ptr + own, packed, mask=known, sem="relaxed")
+            if POOL:
+                shared = _bucket(state, tl.zeros_like(slot), n, bucket_mask)
+                tl.atomic_max(entries_ptr + shared, packed, mask=known, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_INPUTS)
+def _propose(
+    tokens_ptr, lengths_ptr, entries_ptr, slots_ptr, drafts_ptr, num_drafts_ptr, max_len,
+    bucket_mask, K: tl.constexpr, K_BLOCK: tl.constexpr, MIN_N: tl.constexpr, MAX_N: tl.constexpr,
+    POOL: tl.constexpr, POSITION_BITS: tl.constexpr, SLOT_BITS: tl.constexpr, KEYS: tl.constexpr,
+    BACK: tl.constexpr,
+):  # fmt: skip
+    """Keys in order of preference: n falls, and of two keys of one n the slot's own comes first."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    length = tl.load(lengths_ptr + slot)
+    end = tokens_ptr + slot * max_len + length
+    key = tl.arange(0, KEYS)
+    n = MAX_N - key // (1 + POOL)
+    own = key % (1 + POOL) == 0
+    state = tl.zeros((KEYS,), tl.int64)
+    ngram = state
+    for back in tl.static_range(1, MAX_N + 1):
+        state = _extend(state, tl.load(end - back, mask=length >= back, other=0).to(tl.int64))
+        ngram = tl.where(n == back, state, ngram)
+    bucket = _bucket(ngram, tl.where(own, slot + 1, 0), n, bucket_mask)
+    known = (n >= MIN_N) & (n <= length)
+    entry = tl.load(entries_ptr + bucket, mask=known, other=0)
+
+    position = (entry & ((1 << POSITION_BITS) - 1)).to(tl.int32)
+    source = (entry >> POSITION_BITS) & ((1 << SLOT_BITS) - 1)
+    inside = known & (position >= n) & ((source == slot) | (own == 0))
+    rest = tl.load(lengths_ptr + source, mask=inside, other=0) - position
+    place = tokens_ptr + source * max_len + position
+    back = 1 + tl.arange(0, BACK)[None, :]
+    compared = inside[:, None] & (back <= n[:, None])
+    theirs = tl.load(place[:, None] - back, mask=compared, other=0)
+    ours = tl.load(end - back, mask=back <= length, other=0)
+    different = tl.sum((compared & (theirs != ours)).to(tl.int32), axis=1)
+    holds = inside & (rest > 0) & (different == 0)
+
+    best = tl.min(tl.where(holds, key, KEYS), axis=0)
+    source = tl.sum(tl.where(key == best, source, 0), axis=0)
+    position = tl.sum(tl.where(key == best, position, 0), axis=0)
+    rest = tl.sum(tl.where(key == best, rest, 0), axis=0)  # 0: nothing found
+    num_drafts = tl.where((rest > 0) & (source == slot), K, tl.minimum(rest, K))
+    tl.store(num_drafts_ptr + row, num_drafts)
+    ahead = tl.arange(0, K_BLOCK)
+    start = tokens_ptr + source * max_len + position
+    drafted = ahead < num_drafts
+    draft = tl.load(start + ahead % tl.maximum(rest, 1), mask=drafted, other=0)
+    last = tl.load(end - 1, mask=length > 0, other=0)
+    draft = tl.where(drafted, draft, last).to(tl.int64)
+    tl.store(drafts_ptr + row * K + ahead, draft, mask=ahead < K)

@@ -1,0 +1,176 @@
+"""Block diffusion against autoregressive forwards of as many tokens: milliseconds of a step.
+
+A step of `dllm` denoises a block of each row and makes those that were complete final, so its
+forward has more tokens than the rows' blocks. An autoregressive forward of the same weights reads
+rows of as many tokens under a causal mask, as verifying drafts does, and draws a token for each.
+
+    python scripts/bench/bench_dllm.py [--model sdar-8b] [--lengths 4,32] [--batches 64,256]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from workloads import MODELS, write_config
+
+from batchgen.engine.cache.memory_plan import allocate_kv
+from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.execution.cuda_graph import GraphShapes, launch_bound_tokens
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.model_runner import ModelRunner
+from batchgen.engine.execution.step_timing import StepTimer
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.loader import load_model
+from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.sampling.inputs import SamplingInputs
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampler import sample
+from batchgen.strategies.dllm.strategy import DLLMStrategy
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=100_000, ignore_eos=True)
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Medians of steps, in milliseconds.
+
+    Attributes:
+        tokens: of a diffusion forward, on average.
+        dllm: a step of the engine.
+        ar_blocks: an autoregressive forward of the rows' blocks alone.
+        ar_all: one of at least as many tokens as the diffusion forward.
+    """
+
+    rows: int
+    block_length: int
+    tokens: float
+    dllm: float
+    ar_blocks: float
+    ar_all: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows:4} rows, blocks of {self.block_length:2}: {self.dllm:7.2f} ms a step of "
+            f"{self.tokens:.0f} tokens; autoregressive {self.ar_all:7.2f} ms for as many "
+            f"(ratio {self.ar_all / self.dllm:.2f}), {self.ar_blocks:7.2f} ms for the blocks alone "
+            f"(ratio {self.ar_blocks / self.dllm:.2f})"
+        )
+
+
+class Counting(DLLMStrategy):
+    """Keeps how many tokens its forwards have."""
+
+    tokens: list[int]
+
+    def _room(self, rows: int) -> int:
+        room = super()._room(rows)
+        self.tokens.append((rows + room) * self._length)
+        return room
+
+
+def measure_dllm(
+    model: DenseForCausalLM, rows: int, length: int, args: argparse.Namespace
+) -> tuple[float, float]:
+    """Milliseconds and tokens of a step that unmasks two positions of each row."""
+    strategy = Counting(length, unmasking="low_confidence_static", denoising_steps=length // 2)
+    strategy.tokens = []
+    warm = 8
+    new_tokens = 2 * (args.steps + warm) + 2 * length
+    config = EngineConfig(
+        max_num_seqs=rows,
+        max_model_len=args.context + -(-new_tokens // length) * length,
+        prefix_caching=False,
+        gpu_memory_utilization=0.95,
+    )
+    timer = StepTimer(model.device)
+    engine = LLMEngine(model, None, (), strategy, config, timer=timer)
+    params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
+    for row in range(rows):
+        engine.add_request(str(row), [row % 400, *range(1, args.context)], params)
+    while engine.stats.decode_steps < warm:
+        engine.step()
+    timer.reset()
+    strategy.tokens.clear()
+    for _ in range(args.steps):
+        engine.step()
+    times = [step.seconds for step in timer.steps() if step.rows == rows]
+    return statistics.median(times) * 1e3, statistics.mean(strategy.tokens)
+
+
+def measure_ar(model: DenseForCausalLM, rows: int, width: int, args: argparse.Namespace) -> float:
+    """Milliseconds of a forward of rows of so many tokens, behind a context, with their draws."""
+    device, blocks = model.device, -(-(args.context + width) // BLOCK_SIZE)
+    caches = allocate_kv(
+        model.config, 1 + rows * blocks, BLOCK_SIZE, dtype=model.dtype, device=device
+    )
+    runner = ModelRunner(model, caches)
+    captured = launch_bound_tokens(model.config.num_layers, model.num_parameters, 8192)
+    runner.capture(GraphShapes(rows, blocks, 0, captured, widths=(width,)))
+    tables = torch.arange(1, 1 + rows * blocks, device=device).view(rows, blocks)
+    positions = torch.arange(args.context, args.context + width, device=device).repeat(rows)
+    inputs = ModelInputs(
+        torch.arange(rows * width, device=device) % model.config.vocab_size,
+        positions,
+        tables,
+        np.full(rows, width),
+        np.full(rows, args.context + width),
+    )
+    count = rows * width
+    sampling = SamplingInputs.build(
+        [GREEDY] * count, [1] * count, [[1]] * count, [()] * count, [2] * count, device
+    )
+
+    def step() -> None:
+        output = runner.decode(inputs)
+        sample(output.logits, sampling, output.positions + 1)
+
+    times: list[float] = []
+    for _ in range(args.ar_steps + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="sdar-8b", help=", ".join(MODELS))
+    parser.add_argument("--lengths", default="4,32", help="of blocks")
+    parser.add_argument("--batches", default="64,256")
+    parser.add_argument("--context", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--ar-steps", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device = torch.device("cuda")
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_config(args.model, Path(folder))
+        model = load_model(path, device=device, dtype=torch.bfloat16, load_format="dummy")
+    timings: list[Timing] = []
+    with torch.inference_mode():
+        for length in map(int, args.lengths.split(",")):
+            for rows in map(int, args.batches.split(",")):
+                dllm, tokens = measure_dllm(model, rows, length, args)
+                blocks = measure_ar(model, rows, length, args)
+                everything = measure_ar(model, -(-int(tokens) // length), length, args)
+                timings.append(Timing(rows, length, tokens, dllm, blocks, everything))
+                print(timings[-1], flush=True)
+    if args.json:
+        figures: list[dict[str, Any]] = [asdict(timing) for timing in timings]
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Runs of the engine on benchmark workloads: timed, split into phases, or under the profiler."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from device_rates import H100, Rates
+from kernel_profile import profile_window
+from workloads import (
+    PROMPT_VOCAB,
+    WORKLOADS,
+    BenchRequest,
+    Floor,
+    floor_seconds,
+    requests,
+    write_config,
+)
+
+from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.execution.step_timing import PhaseSplit, StepTime, StepTimer
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.loader import load_model
+from batchgen.engine.outputs import RequestOutput
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.strategies.ar.strategy import ARStrategy
+
+FULL_BATCH = 256
+PROFILED_PREFILLS = 4
+PROFILED_DECODES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One timed run of a workload. Seconds; `by_batch` splits the decode steps by their rows."""
+
+    workload: str
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    floor: Floor
+    floor_here: Floor | None
+    prefill: PhaseSplit
+    decode: PhaseSplit
+    mixed: PhaseSplit
+    full_batch: PhaseSplit
+    by_batch: dict[str, PhaseSplit]
+    preemptions: int
+    cached_tokens: int
+    peak_kv_usage: float
+
+    @property
+    def idle(self) -> float:
+        return sum(phase.idle_before for phase in (self.prefill, self.decode, self.mixed))
+
+    @property
+    def output_rate(self) -> float:
+        """Output tokens per second."""
+        return self.output_tokens / self.seconds
+
+    @property
+    def total_rate(self) -> float:
+        """Prompt and output tokens per second."""
+        return (self.prompt_tokens + self.output_tokens) / self.seconds
+
+
+class Bench:
+    """One model and its engine, with the seconds that it took to make them."""
+
+    def __init__(self, model: str, config: EngineConfig, device: torch.device) -> None:
+        self.device = device
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            weights = load_model(
+                write_config(model, Path(folder)),
+                device=device,
+                dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+                load_format="dummy",
+            )
+        self.model_config = weights.config
+        self.synchronize()
+        self.load_seconds = time.perf_counter() - start
+
+        start = time.perf_counter()
+        self.timer = StepTimer(device)
+        self.engine = LLMEngine(weights, None, (), ARStrategy(), config, timer=self.timer)
+        self.synchronize()
+        self.engine_seconds = time.perf_counter() - start
+        resolved = self.engine.config
+        assert resolved.max_batched_tokens is not None
+        self.max_num_seqs = resolved.max_num_seqs
+        self.max_batched_tokens = resolved.max_batched_tokens
+        self._runs = 0
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def load(self, name: str) -> list[BenchRequest]:
+        """A workload whose prompts the prefix cache cannot have.
+
+        Workloads share the draws of one seed, so the prompts of one begin like those of another.
+        After the first run all ids are shifted, each time by one more.
+        """
+        vocab = min(PROMPT_VOCAB, self.model_config.vocab_size)
+        shift, self._runs = self._runs, self._runs + 1
+        return [
+            replace(r, prompt=[(i + shift) % vocab for i in r.prompt])
+            for r in requests(name, vocab)
+        ]
+
+    def add(self, load: list[BenchRequest], temperature: float) -> None:
+        for index, request in enumerate(load):
+            params = SamplingParams(
+                temperature=temperature,
+                max_new_tokens=request.output_len,
+                ignore_eos=True,
+                seed=index,
+            )
+            self.engine.add_request(str(index), request.prompt, params)
+
+    def finish(self) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        while self.engine.has_unfinished():
+            outputs += self.engine.step()
+        self.synchronize()
+        return outputs
+
+    def first_token(self, temperature: float) -> None:
+        self.add([BenchRequest(list(range(64)), 1)], temperature)
+        self.finish()
+
+    def warm_up(self, names: list[str], temperature: float) -> float:
+        """Compile and capture all that the workloads will need; returns the seconds it took.
+
+        Rows end one after another, so that every batch size below the largest comes by.
+        """
+        start = time.perf_counter()
+        rows = min(self.max_num_seqs, max(WORKLOADS[name].num_requests for name in names))
+        longest = max(WORKLOADS[name].input_lens[1] for name in names)
+        sizes = [*range(rows, 8, -4), *range(min(rows, 8), 0, -1)]
+        draws = random.Random("warm-up")
+        load = []
+        for row in range(rows):
+            length = draws.randint(16, 64) if row % 8 else draws.randint(longest // 2, longest)
+            prompt = [draws.randrange(self.model_config.vocab_size) for _ in range(length)]
+            load.append(BenchRequest(prompt, 1 + sum(size > row for size in sizes)))
+        self.add(load, temperature)
+        self.finish()
+        return time.perf_counter() - start
+
+    def run(self, name: str, temperature: float, here: Rates | None) -> Run:
+        load = self.load(name)
+        before = replace(self.engine.stats)
+        self.engine.stats.peak_kv_usage = 0.0
+        self.timer.reset()
+        gc.collect()
+        self.synchronize()
+        start = time.perf_counter()
+        self.add(load, temperature)
+        outputs = self.finish()
+        seconds = time.perf_counter() - start
+
+        for output in outputs:
+            wanted = load[int(output.request_id)].output_len
+            if output.finish_reason != "length" or len(output.token_ids) != wanted:
+                raise RuntimeError(
+                    f"request {output.request_id} ended with {output.finish_reason} "
+                    f"({output.error}) after {len(output.token_ids)} of {wanted} tokens"
+                )
+        if len(outputs) != len(load):
+            raise RuntimeError(f"{len(outputs)} of {len(load)} requests came back")
+        steps, stats = self.timer.steps(), self.engine.stats
+        return Run(
+            workload=name,
+            seconds=seconds,
+            prompt_tokens=sum(len(r.prompt) for r in load),
+            output_tokens=sum(r.output_len for r in load),
+            floor=self.floor(load, H100),
+            floor_here=self.floor(load, here) if here else None,
+            prefill=PhaseSplit.of(s for s in steps if s.kind == "prefill"),
+            decode=PhaseSplit.of(s for s in steps if s.kind == "decode"),
+            mixed=PhaseSplit.of(s for s in steps if s.kind == "mixed"),
+            full_batch=full_batch(steps),
+            by_batch=by_batch(steps),
+            preemptions=stats.preemptions - before.preemptions,
+            cached_tokens=stats.cached_tokens - before.cached_tokens,
+            peak_kv_usage=stats.peak_kv_usage,
+        )
+
+    def floor(self, load: list[BenchRequest], rates: Rates) -> Floor:
+        return floor_seconds(self.model_config, load, bandwidth=rates.bandwidth, flops=rates.flops)
+
+    def profile(self, name: str, temperature: float, path: Path, after: int) -> None:
+        """Print where the first prefills and a window of decode steps at full batch spend time.
+
+        Args:
+            path: the traces are written beside each other as WORKLOAD-prefill-NAME and
+                WORKLOAD-decode-NAME.
+            after: decode steps before the window; contexts grow with it.
+        """
+        length = after + 2 * PROFILED_DECODES  # no row ends before the window does
+        load = [replace(r, output_len=length) for r in self.load(name)[: self.max_num_seqs]]
+        self.add(load, temperature)
+        try:
+            tokens = sum(len(r.prompt) for r in load)
+            full_prefills = max(1, tokens // self.max_batched_tokens)
+            self._profile("prefill", min(PROFILED_PREFILLS, full_prefills), path, name)
+            # Rows that fit are prefilled first, so the first decode step has all of them.
+            decodes = self.engine.stats.decode_steps
+            while self.engine.stats.decode_steps == decodes:
+                self.engine.step()
+            for _ in range(after):
+                self.engine.step()
+            self._profile("decode", PROFILED_DECODES, path, name)
+        finally:
+            for index in range(len(load)):
+                self.engine.abort(str(index))
+
+    def _profile(self, kind: str, count: int, path: Path, name: str) -> None:
+        self.synchronize()
+        self.timer.reset()
+        trace = path.with_name(f"{name}-{kind}-{path.name}")
+        window = profile_window(lambda: self._steps(count), trace)
+        steps = self.timer.steps()
+        kinds = {step.kind for step in steps}
+        rows = statistics.mean(step.rows for step in steps)
+        title = f"{name}: {len(steps)} {'+'.join(sorted(kinds))} steps of {rows:.1f} rows"
+        print(window.table(title, len(steps)))
+
+    def _steps(self, count: int) -> None:
+        while len(self.timer) < count and self.engine.has_unfinished():
+            self.engine.step()
+
+
+def full_batch(steps: list[StepTime]) -> PhaseSplit:
+    """The decode steps of `FULL_BATCH` rows, or of the most rows there were, that follow another
+    decode step.
+    """
+    following = [b for a, b in pairwise(steps) if a.kind == b.kind == "decode"]
+    sizes = {step.rows for step in following}
+    rows = FULL_BATCH if FULL_BATCH in sizes else max(sizes, default=0)
+    return PhaseSplit.of(step for step in following if step.rows == rows)
+
+
+def by_batch(steps: list[StepTime], width: int = 32) -> dict[str, PhaseSplit]:
+    groups: dict[int, list[StepTime]] = defaultdict(list)
+    for step in steps:
+        if step.kind == "decode":
+            groups[(step.rows - 1) // width].append(step)
+    return {
+        f"{group * width + 1}-{(group + 1) * width}": PhaseSplit.of(members)
+        for group, members in sorted(groups.items())
+    }

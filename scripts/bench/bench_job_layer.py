@@ -1,0 +1,144 @@
+"""What the job layer itself costs: rows through `run_job` with an engine that costs nothing.
+
+    python scripts/bench/bench_job_layer.py --rows 200000
+
+A data set of that many rows is written as JSONL and streamed from there; prompts are ready-made
+token ids, so neither tokenizing nor a model is in the figures. Printed: resident memory at 10% and
+at 100% of the rows, and microseconds per row of everything but the engine (reading, requests,
+journal, shards).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from batchgen.config import (
+    DatasetConfig,
+    EngineGroup,
+    JobConfig,
+    ModelGroup,
+    OutputConfig,
+    SamplingConfig,
+    StrategyConfig,
+    TextPromptConfig,
+)
+from batchgen.dataset.source import Row, open_dataset
+from batchgen.engine.cache.memory_plan import MemoryPlan
+from batchgen.engine.outputs import OutputColumn, RequestOutput
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.job import JobParts, run_job
+
+PROMPT = list(range(1000, 1100))
+TOKENS = list(range(2000, 2100))
+TEXT = "an answer of some length " * 16
+LOGPROBS = {"logprobs": np.linspace(-3, 0, len(TOKENS), dtype=np.float32)}
+
+
+@dataclass
+class Stats:
+    finished: int = 0
+
+
+class InstantEngine:
+    """Finishes the `per_step` oldest requests in every step.
+
+    Attributes:
+        resident: (rows finished, resident MiB), every 1000 rows.
+    """
+
+    def __init__(self, per_step: int) -> None:
+        self.stats = Stats()
+        self.memory = MemoryPlan(0, 0, 0, num_blocks=0, kv_tokens=0, total=None)
+        self.generated_tokens = 0
+        self.resident: list[tuple[int, float]] = []
+        self._per_step = per_step
+        self._waiting: list[str] = []
+
+    def add_request(self, request_id: str, prompt_token_ids: list[int], params: object) -> None:
+        assert isinstance(params, SamplingParams)
+        self._waiting.append(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        done = self._waiting[: self._per_step]
+        del self._waiting[: self._per_step]
+        before = self.stats.finished
+        self.stats.finished += len(done)
+        self.generated_tokens += len(done) * len(TOKENS)
+        if self.stats.finished // 1000 != before // 1000:
+            self.resident.append((self.stats.finished, resident_mib()))
+        return [
+            RequestOutput(request_id, PROMPT, TOKENS, TEXT, "stop", stop="</s>", columns=LOGPROBS)
+            for request_id in done
+        ]
+
+
+class ReadyPrompt:
+    def token_ids(self, row: Row) -> list[int]:
+        return PROMPT
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def run(folder: Path, rows: int, per_step: int) -> None:
+    path = folder / "rows.jsonl"
+    with path.open("w") as file:
+        for i in range(rows):
+            row = {"question": f"What is {i} plus {i}? " * 4, "answer": str(2 * i)}
+            file.write(json.dumps(row) + "\n")
+    config = JobConfig(
+        model=ModelGroup(path="none"),
+        dataset=DatasetConfig(kind="files", path=str(path), streaming=True),
+        prompt=TextPromptConfig(text="{{ question }}"),
+        sampling=SamplingConfig(max_new_tokens=len(TOKENS)),
+        strategy=StrategyConfig(target="none.Strategy"),
+        engine=EngineGroup(),
+        output=OutputConfig(dir=str(folder / "out"), columns=("logprobs",)),
+    )
+    engine = InstantEngine(per_step)
+    parts = JobParts(
+        source=open_dataset(config.dataset),
+        prompt=ReadyPrompt(),
+        bos_id=None,
+        max_model_len=4096,
+        columns=(OutputColumn("logprobs", np.dtype(np.float32)),),
+        fingerprints={},
+        build_engine=lambda: engine,
+    )
+    before = resident_mib()
+    started = time.perf_counter()
+    result = run_job(config, parts)
+    seconds = time.perf_counter() - started
+    assert result.exit_code == 0, result.message
+    early = max(mib for done, mib in engine.resident if done <= rows / 10)
+    peak = max(mib for _, mib in engine.resident)
+    print(f"{rows} rows, {per_step} finished per step, {seconds:.1f} s")
+    print(f"peak RSS: {early:.0f} MiB at 10%, {peak:.0f} MiB at 100% ({before:.0f} MiB before)")
+    print(f"the job layer costs {seconds / rows * 1e6:.0f} us per row")
+    if peak > 1.1 * early:
+        raise SystemExit("memory is not flat: more than 10% above that of the first tenth")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Cost and memory of the job layer.")
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--per-step", type=int, default=32, help="rows that finish in a step")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="bench_job_layer"))
+    try:
+        run(folder, args.rows, args.per_step)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""Speculative decoding against plain decoding: seconds of the same rows, on one GPU.
+
+replay: a model of random weights; the drafts are the rows' known tokens, each right with a given
+probability, so that every forward, draw and commit is done and the acceptance is what was asked
+for. ngram: a real model copies its prompt, with drafts looked up in it.
+
+    python scripts/bench/bench_spec.py replay [--model qwen3-8b] [--accuracy 0.7] \\
+              [--batches 4,32,256]
+    python scripts/bench/bench_spec.py ngram --model X.gguf --rows gsm8k.jsonl [--field question]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernel_profile import profile_window
+from torch import Tensor
+from workloads import MODELS, write_config
+
+from batchgen.engine.constraint.guide import Guide
+from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.execution.model_runner import ModelOutput
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.loader import load_model
+from batchgen.engine.outputs import RequestOutput, StepOutput
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampler import sample
+from batchgen.engine.scheduling.scheduled_batch import DecodeBatch
+from batchgen.engine.strategy import Strategy
+from batchgen.kernels.sampling.token_mask import TokenMask
+from batchgen.model.open_model import open_model
+from batchgen.strategies.ar.strategy import ARStrategy
+from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
+from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from batchgen.strategies.ar_spec.verifiers import keep_held
+
+sys.path.append(str(Path(__file__).parents[1] / "check"))
+from real_rows import chat_ids, read_texts
+
+PROMPT_TOKENS = 128
+PROFILED_STEPS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Of one run."""
+
+    name: str
+    rows: int
+    seconds: float
+    tokens: int
+    forwards: int
+    drafts: int
+    accepted: int
+
+    def line(self, plain: Timing | None) -> str:
+        text = (
+            f"  {self.name:<22} {self.seconds:7.3f} s, {self.tokens / self.seconds:8.0f} tok/s, "
+            f"{self.seconds / self.forwards * 1e3:7.3f} ms per forward"
+        )
+        if self.drafts:
+            text += f", {self.accepted / self.drafts:.1%} of {self.drafts} drafts held"
+        return text + (f", {plain.seconds / self.seconds:.2f} times plain" if plain else "")
+
+
+class ReplayStrategy(ARSpecStrategy):
+    """Drafts known tokens, some of them replaced by wrong ones. Samples as always, then goes on
+    with the known tokens instead of what came out: wide and narrow forwards round differently, and
+    one other token would spoil all drafts after it.
+
+    Attributes:
+        known: [S, L] int64, the rows' tokens, by the first token of their prompts and by position.
+    """
+
+    def __init__(self, accuracy: float, k: int, adaptive: bool) -> None:
+        super().__init__(num_spec_tokens=k, adaptive=adaptive)
+        self.known = torch.empty(0)
+        self._accuracy = accuracy
+        self._verify = self._replay
+
+    def propose(self, batch: DecodeBatch) -> None:
+        super().propose(batch)
+        state, k = self.step_inputs, batch.width - 1
+        if k:
+            places = state.positions_ahead(1 + k)[:, 1:]
+            right = self._at(places)
+            # Not random, but as good: what must cost nothing here is the choice.
+            mixed = ((places * 7 + _keys(state).unsqueeze(1) * 13) * 2654435761) >> 12
+            wrong = mixed % 1000 >= int(1000 * self._accuracy)
+            counts = torch.full_like(places[:, 0], k, dtype=torch.int32)
+            state.set_drafts(Drafts(right + wrong, counts))
+
+    def _replay(
+        self,
+        state: SpecStepInputs,
+        output: ModelOutput,
+        drafts: Drafts,
+        mask: TokenMask | None = None,
+    ) -> StepOutput:
+        width = 1 + drafts.token_ids.shape[1]
+        step = sample(output.logits, state.repeated(width), output.positions + 1)
+        places = (output.positions + 1).view(-1, width)
+        return keep_held(replace(step, token_ids=self._at(places)), drafts)
+
+    def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
+        step = super().decide(output, guide)
+        if self.step_inputs.drafts is None:
+            step = replace(step, token_ids=self._at((output.positions + 1).unsqueeze(1)))
+        return step
+
+    def _at(self, places: Tensor) -> Tensor:
+        places = places.clamp(max=self.known.shape[1] - 1)
+        return self.known[_keys(self.step_inputs).unsqueeze(1), places]
+
+
+def _keys(state: SpecStepInputs) -> Tensor:
+    """[B]: which row it is; its prompt begins with that."""
+    return state.store.tokens[state.rows.slots_there, 0].long()
+
+
+def run(
+    engine: LLMEngine, name: str, prompts: Sequence[list[int]], params: SamplingParams
+) -> tuple[Timing, dict[int, RequestOutput]]:
+    before = replace(engine.stats)
+    gc.collect()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, params)
+    outputs: dict[int, RequestOutput] = {}
+    while engine.has_unfinished():
+        outputs |= {int(output.request_id): output for output in engine.step()}
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    stats = engine.stats
+    timing = Timing(
+        name,
+        len(prompts),
+        seconds,
+        sum(len(output.token_ids) for output in outputs.values()),
+        stats.decode_steps - before.decode_steps,
+        stats.draft_tokens - before.draft_tokens,
+        stats.accepted_tokens - before.accepted_tokens,
+    )
+    return timing, outputs
+
+
+def timed(
+    engine: LLMEngine, name: str, prompts: Sequence[list[int]], params: SamplingParams, runs: int
+) -> tuple[Timing, dict[int, RequestOutput]]:
+    """The fastest run; the first, which captures graphs, does not count."""
+    run(engine, name, prompts, params)
+    results = [run(engine, name, prompts, params) for _ in range(runs)]
+    return min(results, key=lambda result: result[0].seconds)
+
+
+def profile(
+    engine: LLMEngine, prompts: Sequence[list[int]], params: SamplingParams, trace: Path
+) -> None:
+    """Print the kernels of some steps, and leave a Chrome trace of them."""
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, params)
+    for _ in range(20):
+        engine.step()
+
+    def steps() -> None:
+        for _ in range(PROFILED_STEPS):
+            engine.step()
+
+    window = profile_window(steps, trace)
+    print(window.table(f"{len(prompts)} rows with drafts", PROFILED_STEPS, top=30))
+    for index in range(len(prompts)):
+        engine.abort(str(index))
+
+
+def replay(arguments: argparse.Namespace) -> list[Timing]:
+    device = torch.device("cuda")
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_config(arguments.model, Path(folder))
+        model = load_model(path, device=device, dtype=torch.bfloat16, load_format="dummy")
+    config = EngineConfig(
+        max_num_seqs=max(arguments.batches),
+        max_model_len=PROMPT_TOKENS + arguments.output_len,
+        kv_cache_gib=arguments.kv_cache_gib,
+        prefix_caching=False,
+    )
+    k = arguments.drafts
+    fixed, chosen = (ReplayStrategy(arguments.accuracy, k, adaptive) for adaptive in (False, True))
+    plain_engine = LLMEngine(model, None, (), ARStrategy(), config)
+    engines = {
+        f"{strategy.name}, {limit} {k} drafts": (
+            strategy,
+            LLMEngine(model, None, (), strategy, config),
+        )
+        for limit, strategy in (("always", fixed), ("up to", chosen))
+    }
+    params = SamplingParams(temperature=0.6, max_new_tokens=arguments.output_len, ignore_eos=True)
+    timings: list[Timing] = []
+    for rows in arguments.batches:
+        prompts = [[row, *range(1000, 999 + PROMPT_TOKENS)] for row in range(rows)]
+        print(f"{arguments.model}, {rows} rows of {arguments.output_len} tokens", flush=True)
+        plain, outputs = timed(plain_engine, "plain", prompts, params, arguments.runs)
+        print(plain.line(None), flush=True)
+        timings.append(plain)
+        ids = [prompts[row] + outputs[row].token_ids for row in range(rows)]
+        known = torch.tensor(ids, device=device).clamp(max=model.config.vocab_size - 2)
+        for name, (strategy, engine) in engines.items():
+            strategy.known = known
+            timing, _ = timed(engine, name, prompts, params, arguments.runs)
+            print(timing.line(plain), flush=True)
+            timings.append(timing)
+        if arguments.profile:
+            trace = arguments.profile.with_name(f"{rows}-{arguments.profile.name}")
+            profile(engine, prompts, params, trace)
+    return timings
+
+
+def ngram(arguments: argparse.Namespace) -> list[Timing]:
+    opened = open_model(arguments.model, None, "auto")
+    model = opened.load("bfloat16", "cuda")
+    texts = read_texts(arguments.rows, arguments.field, max(arguments.batches))
+    timings: list[Timing] = []
+    for rows in arguments.batches:
+        prompts = [
+            chat_ids(opened.tokenizer, f"Repeat this text word for word:\n\n{text}")
+            for text in texts[:rows]
+        ]
+        params = SamplingParams(temperature=0, max_new_tokens=arguments.output_len)
+        config = EngineConfig(max_num_seqs=rows, max_model_len=2048, prefix_caching=False)
+        config = replace(config, kv_cache_gib=arguments.kv_cache_gib)
+        print(f"{Path(arguments.model).name}, {rows} rows to copy", flush=True)
+        plain: Timing | None = None
+        same: dict[int, RequestOutput] = {}
+        k = arguments.drafts
+        strategies: dict[str, Strategy] = {
+            "plain": ARStrategy(),
+            f"ngram, {k} drafts": ARSpecStrategy(num_spec_tokens=k, adaptive=False),
+            f"ngram, up to {k}": ARSpecStrategy(num_spec_tokens=k),
+        }
+        for name, strategy in strategies.items():
+            timing, outputs = timed(
+                opened.engine(model, strategy, config), name, prompts, params, arguments.runs
+            )
+            print(timing.line(plain), flush=True)
+            timings.append(timing)
+            plain, same = plain or timing, same or outputs
+            differ = sum(outputs[i].token_ids != same[i].token_ids for i in outputs)
+            if differ:
+                print(f"    {differ} of {len(outputs)} rows differ from plain (bfloat16)")
+    return timings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["replay", "ngram"])
+    parser.add_argument("--model", default="qwen3-8b", help=f"replay: {', '.join(MODELS)}")
+    parser.add_argument("--rows", type=Path, help="ngram: JSONL")
+    parser.add_argument("--field", default="question")
+    parser.add_argument("--batches", default="4,32,256")
+    parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--accuracy", type=float, default=0.7)
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--kv-cache-gib", type=float, default=20.0)
+    parser.add_argument("--profile", type=Path, help="replay: a trace of ten steps of each batch")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    arguments.batches = [int(part) for part in arguments.batches.split(",")]
+    if arguments.what == "ngram" and arguments.rows is None:
+        parser.error("ngram needs --rows")
+    timings = replay(arguments) if arguments.what == "replay" else ngram(arguments)
+    if arguments.json:
+        figures: list[dict[str, Any]] = [asdict(timing) for timing in timings]
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""Run every Triton kernel a few times on a GPU, in engines of tiny random models.
+
+Made for NVIDIA's memory checker, which slows kernels down by 20 to 50 times:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \
+        --report-api-errors no --error-exitcode 9 python scripts/check/check_kernels.py
+
+Without PyTorch's caching every tensor is an allocation of its own, so that a write past its end is
+seen; CUDA graphs cannot be captured then and are off. Exits with 1 if greedy rows in float32 are
+not those of the PyTorch references on the CPU, or if a kernel was never launched.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from triton.runtime import KernelInterface
+
+from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.loader import load_model
+from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.outputs import RequestOutput
+from batchgen.engine.sampling.inputs import SamplingInputs
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampler import draw
+from batchgen.engine.strategy import Strategy
+from batchgen.kernels.sampling.token_mask import TokenMask
+from batchgen.strategies.ar.strategy import ARStrategy
+from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from batchgen.strategies.dllm.strategy import DLLMStrategy
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+EOS = 2
+_SIZES: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 5003,  # a multiple of nothing
+    "max_position_embeddings": 1024,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+QWEN3 = _SIZES | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_attention_heads": 6,
+    "head_dim": 128,
+    "attention_bias": False,
+}
+LLAMA = _SIZES | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_attention_heads": 8,
+    "head_dim": 24,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+SDAR = QWEN3 | {
+    "architectures": ["SDARForCausalLM"],
+    "model_type": "sdar",
+    "block_size": 4,
+    "mask_token_id": 5002,
+}
+RUNS = (
+    (QWEN3, torch.float32),
+    (LLAMA, torch.float32),
+    (QWEN3, torch.bfloat16),
+    (SDAR, torch.float32),
+)
+
+STRATEGIES: dict[str, dict[str, Any] | None] = {
+    "ar": None,
+    "ngram": {"adaptive": False, "ngram_min": 1, "ngram_pool": True},
+    "draft": {"adaptive": False, "proposer": "draft", "verifier": "rejection"},
+}
+"""Options of `ar_spec`."""
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=3)
+PLAIN = [(1, GREEDY), (17, GREEDY), (33, SamplingParams(temperature=1.3, max_new_tokens=3))]
+"""(tokens of the prompt, parameters) of rows that run together."""
+EVERY_OPTION = [
+    (70, replace(GREEDY, logprobs=True, repetition_penalty=1.3, presence_penalty=0.5)),
+    (16, replace(GREEDY, frequency_penalty=0.7, min_new_tokens=3, stop_token_ids=(7, 4999))),
+    (31, SamplingParams(temperature=0.7, top_k=40, top_p=0.9, max_new_tokens=3)),
+    (
+        5,
+        SamplingParams(
+            min_p=0.01, top_p=0.8, top_logprobs=20, logprobs_mode="processed", max_new_tokens=3
+        ),
+    ),
+    # Longer than a split of the decode kernel, and prefilled while the others decode.
+    (530, replace(GREEDY, top_logprobs=7)),
+]
+
+
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, name: str, kernel: KernelInterface, launches: Counter[str]) -> None:
+        self._name, self._kernel, self._launches = name, kernel, launches
+
+    def __getitem__(self, grid: Any) -> Any:
+        self._launches[self._name] += 1
+        return self._kernel[grid]
+
+
+def count_launches() -> Counter[str]:
+    """From now on, launches by MODULE.KERNEL, for every kernel that the sources launch."""
+    launches: Counter[str] = Counter()
+    for source in sorted(KERNELS.glob("*.py")):
+        module = import_module(f"batchgen.kernels.{source.stem}")
+        for node in ast.walk(ast.parse(source.read_text())):
+            # A launch: kernel[grid](...).
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)):
+                continue
+            name = ast.unparse(node.func.value)
+            kernel = vars(module).get(name)
+            if isinstance(kernel, KernelInterface):
+                launches[f"{source.stem}.{name}"] = 0
+                setattr(module, name, Counted(f"{source.stem}.{name}", kernel, launches))
+    return launches
+
+
+def make_model(sizes: dict[str, Any], dtype: torch.dtype, device: torch.device) -> DenseForCausalLM:
+    """Weights drawn on the CPU, so that they are the same on every device."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(sizes))
+        model = load_model(Path(folder), device=device, dtype=dtype, load_format="dummy")
+    for index, (name, slot) in enumerate(sorted(model.checkpoint_slots().items())):
+        generator = torch.Generator().manual_seed(index)
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        slot.copy_(torch.empty(slot.shape).normal_(mean, 0.15, generator=generator))
+    return model
+
+
+def batches_of(sizes: dict[str, Any]) -> tuple[list[tuple[int, SamplingParams]], ...]:
+    """First rows without options, then those with every one that the paradigm knows."""
+    diffusion = sizes["model_type"] == "sdar"
+    return PLAIN, [row for row in EVERY_OPTION if not (diffusion and row[1].has_penalties)]
+
+
+def run(
+    model: DenseForCausalLM,
+    strategy: Strategy,
+    batches: tuple[list[tuple[int, SamplingParams]], ...],
+    draft: DenseForCausalLM | None = None,
+) -> list[RequestOutput]:
+    """The outputs of all rows, one batch after another."""
+    config = EngineConfig(
+        max_num_seqs=len(EVERY_OPTION), max_batched_tokens=256, kv_cache_gib=0.02, cuda_graph=False
+    )
+    engine = LLMEngine(model, None, (EOS,), strategy, config, draft=draft)
+    outputs: dict[str, RequestOutput] = {}
+    index = 0
+    for rows in batches:
+        for length, params in rows:
+            prompt = [(7 * index + 13 * i + i * i) % model.config.vocab_size for i in range(length)]
+            engine.add_request(str(index), prompt, replace(params, seed=index))
+            index += 1
+        while engine.has_unfinished():
+            outputs |= {output.request_id: output for output in engine.step()}
+    return [outputs[str(i)] for i in range(index)]
+
+
+def differences(
+    expected: list[RequestOutput],
+    found: list[RequestOutput],
+    batches: tuple[list[tuple[int, SamplingParams]], ...],
+) -> list[str]:
+    """What is wrong with the greedy rows."""
+    problems = []
+    params = [params for rows in batches for _, params in rows]
+    for index, (a, b, own) in enumerate(zip(expected, found, params, strict=True)):
+        if not own.greedy:
+            continue
+        if a.token_ids != b.token_ids or a.error != b.error:
+            problems.append(f"row {index}: tokens {b.token_ids} ({b.error}), not {a.token_ids}")
+        elif any(not np.allclose(a.columns[k], b.columns[k], atol=1e-3) for k in a.columns):
+            problems.append(f"row {index}: other log-probabilities")
+    return problems
+
+
+def check_masks() -> list[str]:
+    """Masked draws, in place behind penalties and in a copy, against the reference on the CPU."""
+    problems = []
+    rows, vocab = len(EVERY_OPTION), _SIZES["vocab_size"]
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.empty(rows, vocab).normal_(0, 2, generator=generator)
+    words = torch.empty((2, -(-vocab // 32))).uniform_(-(2**31), 2**31 - 1, generator=generator)
+    lines = torch.tensor([0, -1, 1, 1, 0], dtype=torch.int32)
+    for options in (PLAIN, EVERY_OPTION):
+        params = [(options * rows)[i][1] for i in range(rows)]
+        expected, found = (
+            draw(
+                logits.to(device),
+                SamplingInputs.build(
+                    params, [4] * rows, [[5, 6, 7, 8]] * rows, [(2,)] * rows, [99] * rows, device
+                ),
+                torch.full((rows,), 4, device=device),
+                mask=TokenMask(words.int().to(device), lines.to(device)),
+            )
+            for device in (torch.device("cpu"), torch.device("cuda"))
+        )
+        if expected.token_ids.tolist() != found.token_ids.tolist():
+            problems.append(f"masked tokens {found.token_ids}, not {expected.token_ids}")
+    return problems
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("needs a GPU: the kernels run on nothing else")
+    launches = count_launches()
+    problems = check_masks()
+    for sizes, dtype in RUNS:
+        batches, diffusion = batches_of(sizes), sizes["model_type"] == "sdar"
+        reference = DLLMStrategy() if diffusion else ARStrategy()
+        expected = run(make_model(sizes, torch.float32, torch.device("cpu")), reference, batches)
+        strategies = {"dllm": None} if diffusion else STRATEGIES
+        for kind, options in strategies.items():
+            drafting = options is not None and options.get("proposer") == "draft"
+            model, draft = (make_model(sizes, dtype, torch.device("cuda")) for _ in range(2))
+            strategy: Strategy = DLLMStrategy() if diffusion else ARStrategy()
+            if options is not None:
+                strategy = ARSpecStrategy(**options)
+            found = run(model, strategy, batches, draft if drafting else None)
+            torch.cuda.synchronize()
+            name = f"{sizes['model_type']} {str(dtype).removeprefix('torch.')} {kind}"
+            if dtype == torch.float32:
+                problems += [
+                    f"{name}, {problem}" for problem in differences(expected, found, batches)
+                ]
+            problems += [f"{name}: {row.error}" for row in found if row.error is not None]
+    print(", ".join(f"{name} {count}" for name, count in launches.items()))
+    problems += [f"{name} was never launched" for name, count in launches.items() if not count]
+    for problem in problems:
+        print(problem)
+    print(f"{len(launches)} kernels, {launches.total()} launches, {len(problems)} problems")
+    sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Kill a job again and again and compare its output with that of one that was left alone.
+
+    python scripts/check/check_kill_resume.py --kills 20 --work /tmp/check -- \
+        batchgen dataset=files dataset.path=rows.jsonl sampling.n=2 output.dir={out}
+
+`{out}` in the command is replaced by the output folder. The first run is not disturbed and says
+how long a run takes; then the job is killed (SIGKILL) at random moments, and in the end left
+alone. Checked: every column of every shard is equal (floats within 1e-5), and
+every (row, sample) that was finished when a run was killed was taken over by the next one.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.output.journal import journal_files, read_file
+
+TOLERANCE = 1e-5
+
+
+def compare_outputs(expected: Path, found: Path) -> int:
+    """Compare two output folders shard by shard; returns the number of rows.
+
+    Raises:
+        AssertionError: they differ; the message says where.
+    """
+    names = [path.name for path in sorted((expected / "data").iterdir())]
+    assert names == [path.name for path in sorted((found / "data").iterdir())], "other shards"
+    rows = 0
+    for name in names:
+        one, two = (pq.read_table(folder / "data" / name) for folder in (expected, found))
+        assert one.schema.equals(two.schema, check_metadata=True), f"{name}: other schema"
+        assert one.num_rows == two.num_rows, f"{name}: {one.num_rows} and {two.num_rows} rows"
+        keys = list(zip(two["row_index"].to_pylist(), two["sample_index"].to_pylist(), strict=True))
+        assert keys == sorted(set(keys)), f"{name}: rows out of order or twice"
+        for column in one.column_names:
+            assert _equal(one[column], two[column]), f"{name}: column {column} differs"
+        rows += one.num_rows
+    return rows
+
+
+def finished_rows(folder: Path) -> int:
+    """Output rows in the shards and the journal of a job that is not running."""
+    if not (folder / "data").is_dir():
+        return 0
+    rows: int = sum(pq.read_metadata(path).num_rows for path in (folder / "data").glob("*.parquet"))
+    if (folder / "journal").is_dir():
+        published = {path.stem for path in (folder / "data").glob("*.parquet")}
+        for number, files in journal_files(folder / "journal").items():
+            if f"part-{number:05d}" not in published:
+                rows += sum(batch.num_rows for file in files for batch in read_file(file))
+    return rows
+
+
+def attempts(folder: Path) -> list[dict[str, Any]]:
+    """The attempts in the folder's metrics.json."""
+    path = folder / "metrics.json"
+    found: list[dict[str, Any]] = json.loads(path.read_text())["attempts"] if path.exists() else []
+    return found
+
+
+def _equal(one: pa.ChunkedArray, two: pa.ChunkedArray) -> bool:
+    if one.equals(two):
+        return True
+    one, two = one.combine_chunks(), two.combine_chunks()
+    while pa.types.is_list(one.type) or pa.types.is_fixed_size_list(one.type):
+        if pa.types.is_list(one.type) and not one.offsets.equals(two.offsets):
+            return False
+        one, two = one.flatten(), two.flatten()
+    if not pa.types.is_floating(one.type) or one.null_count or two.null_count:
+        return False
+    return np.allclose(one.to_numpy(), two.to_numpy(), rtol=0, atol=TOLERANCE)
+
+
+def _run_killed(command: list[str], delay: float, log: Path) -> int | None:
+    """Run the command and kill it after `delay` seconds; None if it was, else its exit code."""
+    with log.open("a") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        return process.wait(delay)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Check that a job survives kill -9.")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--work", type=Path, required=True, help="folder to work in; is emptied")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("command", nargs="+")
+    args = parser.parse_args()
+    shutil.rmtree(args.work, ignore_errors=True)
+    args.work.mkdir(parents=True)
+    expected, found, log = args.work / "expected", args.work / "killed", args.work / "log"
+    commands = {
+        out: [part.replace("{out}", str(out)) for part in args.command] for out in (expected, found)
+    }
+    started = time.monotonic()
+    code = _run_killed(commands[expected], 1e9, log)
+    seconds = time.monotonic() - started
+    if code not in (0, 3):
+        sys.exit(f"the undisturbed job ended with exit code {code}: see {log}")
+    generating: float = attempts(expected)[0]["generate_s"]
+    startup = seconds - generating
+    print(f"the undisturbed job took {startup:.1f} s to start and {generating:.1f} s to generate")
+    rng = random.Random(args.seed)
+    kills = 0
+    while True:
+        # Some kills while it starts; the others so early that the job outlives all of them.
+        delay = rng.uniform(0.8 * startup, startup + generating / args.kills)
+        delay = delay if kills < args.kills else 1e9
+        before = finished_rows(found), len(attempts(found))
+        code = _run_killed(commands[found], delay, log)
+        # An attempt that was killed while it started is not in the list.
+        if len(attempts(found)) > before[1]:
+            resumed = attempts(found)[-1]["rows_resumed"]
+            assert resumed == before[0], f"{resumed} of {before[0]} finished rows were taken over"
+        if code is not None:
+            break
+        kills += 1
+        print(f"kill {kills} after {delay:.2f} s: {finished_rows(found)} rows are safe", flush=True)
+    if code not in (0, 3):
+        sys.exit(f"the killed job ended with exit code {code}: see {log}")
+    rows = compare_outputs(expected, found)
+    print(f"{kills} kills, {rows} rows: equal to those of the undisturbed job")
+    if kills < args.kills:
+        sys.exit(f"only {kills} kills before the job was complete: use a longer job")
+
+
+if __name__ == "__main__":
+    main()

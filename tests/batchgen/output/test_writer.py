@@ -1,0 +1,218 @@
+"""Rows in any order become the same shards; nothing is lost, doubled or half-written."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fake_job import LOGPROBS, TOP_LOGPROBS, FakeSource, outcome
+
+import batchgen.output.shards
+from batchgen.engine.outputs import RequestError
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.errors import ConfigError, JobError
+from batchgen.output.schema import FinishedRow, OutputSchema
+from batchgen.output.writer import OutputWriter
+
+SCHEMA = OutputSchema.build(FakeSource.schema, (LOGPROBS, TOP_LOGPROBS), (), prompt_token_ids=True)
+ROWS, SAMPLES, PER_SHARD = 23, 3, 5
+
+
+def _row(index: int, sample: int) -> FinishedRow:
+    fields = {"question": f"q{index}", "number": index, "tags": ["t"] * (index % 3)}
+    row_id = f"id{index}"
+    if index % 7 == 3:
+        return FinishedRow(row_id, index, sample, fields, error=RequestError("bad", "is bad"))
+    output = outcome("", [index] * (index % 4), SamplingParams(seed=sample))
+    return FinishedRow(row_id, index, sample, fields, output=output)
+
+
+def _all_rows(rows: int = ROWS) -> list[FinishedRow]:
+    return [_row(i, s) for i in range(rows) for s in range(SAMPLES)]
+
+
+def _writer(folder: Path, per_shard: int = PER_SHARD) -> OutputWriter:
+    for name in ("data", "journal"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    return OutputWriter(folder / "data", folder / "journal", SCHEMA, per_shard, SAMPLES)
+
+
+def _write(folder: Path, batches: Sequence[Sequence[FinishedRow]], per_shard: int, n: int) -> None:
+    with _writer(folder, per_shard) as writer:
+        for batch in batches:
+            writer.write(batch)
+        writer.finish(n)
+
+
+def _shards(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "data").iterdir())}
+
+
+def _split(rows: list[FinishedRow], rng: random.Random) -> list[list[FinishedRow]]:
+    cuts = sorted(rng.sample(range(1, len(rows)), min(len(rows) - 1, rng.randint(1, 20))))
+    return [rows[a:b] for a, b in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
+
+
+def test_every_row_is_where_it_belongs(tmp_path: Path) -> None:
+    rows = _all_rows()
+    _write(tmp_path, [rows], PER_SHARD, ROWS)
+    assert list(_shards(tmp_path)) == [f"part-0000{k}.parquet" for k in range(5)]
+    assert list((tmp_path / "journal").iterdir()) == []
+    for k in range(5):
+        table = pq.read_table(tmp_path / f"data/part-0000{k}.parquet")
+        assert table.schema.equals(SCHEMA.arrow)
+        assert table.schema.metadata == SCHEMA.arrow.metadata
+        assert [f.metadata for f in table.schema] == [f.metadata for f in SCHEMA.arrow]
+        mine = [row for row in rows if row.row_index // PER_SHARD == k]
+        found = table.to_pylist()
+        assert len(found) == len(mine)
+        for row, wrote in zip(mine, found, strict=True):
+            assert wrote["row_id"] == row.row_id
+            assert (wrote["row_index"], wrote["sample_index"]) == (row.row_index, row.sample_index)
+            assert {name: wrote[name] for name in row.fields} == row.fields
+            if row.output is None:
+                assert wrote["error"] == {"type": "bad", "message": "is bad"}
+                assert wrote["finish_reason"] == "error" and wrote["text"] is None
+                assert wrote["token_ids"] == wrote["logprobs"] == wrote["top_logprobs"] == []
+                assert wrote["num_generated_tokens"] == 0
+                assert wrote["num_prompt_tokens"] is wrote["prompt_token_ids"] is None
+                continue
+            output = row.output
+            assert wrote["error"] is None
+            assert wrote["text"] == output.text and wrote["token_ids"] == output.token_ids
+            assert wrote["prompt_token_ids"] == output.prompt_token_ids
+            assert (wrote["finish_reason"], wrote["stop"]) == (output.finish_reason, output.stop)
+            assert wrote["num_prompt_tokens"] == len(output.prompt_token_ids)
+            assert wrote["num_generated_tokens"] == len(output.token_ids)
+            for name in ("logprobs", "top_logprobs"):
+                np.testing.assert_array_equal(np.array(wrote[name]), output.columns[name])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_shards_do_not_depend_on_the_order_of_completion(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batchgen.output.shards, "ROW_GROUP_BYTES", 4000)  # several in a shard
+    rng = random.Random(seed)
+    rows = _all_rows()
+    _write(tmp_path / "one", [rows], PER_SHARD, ROWS)
+    rng.shuffle(rows)
+    _write(tmp_path / "two", _split(rows, rng), PER_SHARD, ROWS)
+    assert pq.ParquetFile(tmp_path / "one/data/part-00000.parquet").num_row_groups > 1
+    assert _shards(tmp_path / "one") == _shards(tmp_path / "two")  # to the byte
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_resuming_at_any_point_gives_the_same_shards(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    rows = _all_rows()
+    _write(tmp_path / "one", [rows], PER_SHARD, ROWS)
+    rng.shuffle(rows)
+    done: set[tuple[int, int]] = set()
+    while len(done) < len(rows):
+        with _writer(tmp_path / "two") as writer:
+            assert writer.resumed == len(done)
+            for index in range(ROWS):
+                expected = [s for s in range(SAMPLES) if (index, s) not in done]
+                assert writer.missing(index) == expected
+            left = [row for row in rows if (row.row_index, row.sample_index) not in done]
+            for batch in _split(left, rng)[: rng.randint(0, 3)] if len(left) > 1 else [left]:
+                writer.write(batch)
+                done |= {(row.row_index, row.sample_index) for row in batch}
+    with _writer(tmp_path / "two") as writer:
+        assert writer.num_leading_rows == 20  # the end of the last shard is not known yet
+        writer.finish(ROWS)
+        assert writer.num_leading_rows == ROWS
+    assert _shards(tmp_path / "one") == _shards(tmp_path / "two")
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 5, 6, 10])
+@pytest.mark.parametrize("per_shard", [1, 5])
+def test_the_last_shard_is_as_long_as_the_rows_left(
+    tmp_path: Path, num_rows: int, per_shard: int
+) -> None:
+    _write(tmp_path, [_all_rows(num_rows)], per_shard, num_rows)
+    files = sorted((tmp_path / "data").iterdir())
+    lengths = [pq.read_metadata(path).num_rows // SAMPLES for path in files]
+    full, rest = divmod(num_rows, per_shard)
+    assert lengths == [per_shard] * full + [rest] * (rest > 0 or num_rows == 0)
+    assert all(pq.read_schema(path).equals(SCHEMA.arrow) for path in files)
+
+
+def test_a_shard_does_not_wait_for_an_earlier_one(tmp_path: Path) -> None:
+    with _writer(tmp_path) as writer:
+        writer.write([row for row in _all_rows() if row.row_index != 2])
+        writer.flush()
+        assert list(_shards(tmp_path)) == [f"part-0000{k}.parquet" for k in (1, 2, 3)]
+        writer.write([_row(2, s) for s in range(SAMPLES)])
+        writer.finish(ROWS)
+    assert len(_shards(tmp_path)) == 5
+
+
+def test_a_row_is_never_taken_twice(tmp_path: Path) -> None:
+    with _writer(tmp_path) as writer, pytest.raises(AssertionError, match="written twice"):
+        writer.write([_row(0, 0)])
+        writer.write([_row(0, 0)])
+
+
+def test_leftovers_of_a_kill_while_publishing_are_cleaned_up(tmp_path: Path) -> None:
+    with _writer(tmp_path) as writer:
+        writer.write([_row(i, s) for i in range(4) for s in range(SAMPLES)])
+    journal = tmp_path / "journal"
+    (kept,) = journal.iterdir()
+    content = kept.read_bytes()
+    with _writer(tmp_path) as writer:
+        writer.write([_row(4, s) for s in range(SAMPLES)])
+        writer.flush()
+    kept.write_bytes(content)  # killed after the shard was renamed, before its journal was deleted
+    (journal / "part-00001.parquet.tmp").write_bytes(b"PAR1 half")
+    with _writer(tmp_path) as writer:
+        assert writer.resumed == PER_SHARD * SAMPLES
+        assert list(journal.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "foreign"])
+def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
+    _write(tmp_path, [_all_rows()], PER_SHARD, ROWS)
+    path = tmp_path / "data/part-00001.parquet"
+    content = path.read_bytes()
+    if damage == "foreign":
+        pq.write_table(pa.table({"a": [1]}), path)
+    else:
+        path.write_bytes({"truncated": content[:-9], "garbage": b"x" * 99, "empty": b""}[damage])
+    with pytest.raises(JobError, match=r"part-00001\.parquet is damaged .*: delete it and run the"):
+        _writer(tmp_path)
+    path.unlink()
+    with _writer(tmp_path) as writer:
+        assert writer.num_leading_rows == PER_SHARD
+        assert writer.missing(4) == [] and writer.missing(5) == list(range(SAMPLES))
+
+
+def test_a_dataset_that_grew_or_shrank_is_noticed(tmp_path: Path) -> None:
+    _write(tmp_path, [_all_rows()], PER_SHARD, ROWS)
+    with _writer(tmp_path) as writer:
+        with pytest.raises(JobError, match=r"ends before row 23, which the dataset has"):
+            writer.missing(ROWS)
+        with pytest.raises(JobError, match=r"part-00004\.parquet is damaged"):
+            writer.finish(20)
+
+
+def test_input_columns_may_not_have_the_names_of_output_columns() -> None:
+    given = pa.schema([("text", pa.string()), ("x", pa.int8()), ("logprobs", pa.string())])
+    with pytest.raises(ConfigError, match=r"'text', 'logprobs' .*dataset\.columns"):
+        OutputSchema.build(given, (LOGPROBS,), (), prompt_token_ids=False)
+
+
+def test_every_field_says_what_it_is() -> None:
+    assert SCHEMA.arrow.names[:6] == [
+        *("row_id", "row_index", "sample_index"),
+        *("question", "number", "tags"),
+    ]
+    assert all(field.metadata[b"meaning"] for field in SCHEMA.arrow)
+    top = SCHEMA.arrow.field("top_logprobs")
+    assert top.type == pa.list_(pa.list_(pa.list_(pa.float32(), 3), 2))
+    assert top.metadata[b"shape"] == b"[num_tokens, 2, 3]"
+    assert (top.metadata[b"dtype"], top.metadata[b"scope"]) == (b"float32", b"output")

@@ -1,0 +1,391 @@
+"""Prompts: what the tokenizer gets, and every row and configuration that gives none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from batchgen.config import ChatPromptConfig, TextPromptConfig, TokensPromptConfig
+from batchgen.config.groups import PromptConfig
+from batchgen.dataset.source import Row
+from batchgen.engine.outputs import RequestError
+from batchgen.errors import ConfigError
+from batchgen.prompts.prompts import Prompt, build_prompt, fit_prompt
+
+BOS = 256
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{% if enable_thinking is defined and not "
+    "enable_thinking %}<no_think>{% endif %}"
+)
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{{ messages[0].content + '!' }}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = CHAT) -> PreTrainedTokenizerFast:
+    """A token per byte, in the order of the byte-level alphabet, then `<s>`, put before texts."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", BOS)]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+    fast.chat_template = chat_template
+    return fast
+
+
+TOKENIZER = byte_tokenizer()
+COLUMNS = ("q", "note", "n", "items", "messages", "ids", "two words")
+
+
+def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None = TOKENIZER) -> Prompt:
+    return build_prompt(config, tokenizer, vocab_size=257, columns=COLUMNS)
+
+
+def row(**fields: Any) -> Row:
+    return Row(0, "0", fields)
+
+
+def shown(prompt: Prompt, **fields: Any) -> str:
+    return str(TOKENIZER.decode(prompt.token_ids(row(**fields))))
+
+
+def test_chat_has_one_bos_and_ends_where_the_answer_starts() -> None:
+    prompt = build(ChatPromptConfig(user="{{ q }}?", system="Be {{ note }}."))
+    ids = prompt.token_ids(row(q="Why", note="kind"))
+    assert ids.count(BOS) == 1
+    assert TOKENIZER.decode(ids) == "<s><system>Be kind.</><user>Why?</><assistant>"
+
+
+def test_template_kwargs_reach_the_chat_template() -> None:
+    prompt = build(ChatPromptConfig(user="x", template_kwargs={"enable_thinking": False}))
+    assert shown(prompt) == "<s><user>x</><assistant><no_think>"
+    own = build(
+        ChatPromptConfig(user="x", template_kwargs={"chat_template": "{{ messages[0].content }}"})
+    )
+    assert shown(own) == "x"
+
+
+def test_messages_column() -> None:
+    turns = [
+        {"role": "user", "content": "a", "name": None},
+        {"role": "assistant", "content": "b", "name": None},
+        {"role": "user", "content": "c", "name": None},
+    ]
+    plain = build(ChatPromptConfig(messages_column="messages"))
+    assert shown(plain, messages=turns) == "<s><user>a</><assistant>b</><user>c</><assistant>"
+    system = build(ChatPromptConfig(messages_column="messages", system="S{{ n }}"))
+    assert shown(system, messages=turns[:1], n=1) == "<s><system>S1</><user>a</><assistant>"
+    assert "name" in turns[0]
+
+
+def test_text_gets_the_tokenizers_special_tokens_unless_told() -> None:
+    assert shown(build(TextPromptConfig(text="{{ q }}\n")), q="x") == "<s>x\n"
+    bare = build(TextPromptConfig(text="{{ q }}", add_special_tokens=False))
+    assert shown(bare, q="x") == "x"
+
+
+def test_token_ids_are_taken_as_they_are() -> None:
+    prompt = build(TokensPromptConfig(token_ids_column="ids"), tokenizer=None)
+    assert prompt.token_ids(row(ids=[5, 0, 256])) == [5, 0, 256]
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "text"),
+    [
+        ("{{ q }}", {"q": "<b> & 'ü🙂'"}, "<b> & 'ü🙂'"),
+        ("{{ note or 'none' }}", {"note": None}, "none"),
+        ("{% if note %}{{ note }}{% else %}-{% endif %}", {"note": None}, "-"),
+        ("{{ hint | default('no hint') }}", {"q": ""}, "no hint"),
+        ("{% if hint is defined %}{{ hint }}{% endif %}.", {"q": ""}, "."),
+        ("{% for i in items %}{{ i.a }}{% endfor %}", {"items": [{"a": 1}, {"a": 2}]}, "12"),
+        ("{{ row['two words'] }} {{ row.q }}", {"two words": "x", "q": "y"}, "x y"),
+        ("{{ items | tojson }}", {"items": [{"a": "<ü>"}]}, '[{"a": "<ü>"}]'),
+        ("{{ n / 4 }} {{ '%.2f' | format(n) }}", {"n": 3}, "0.75 3.00"),
+        ("{% set w = q %}{{ w }}{{ range(3) | list }}", {"q": "x"}, "x[0, 1, 2]"),
+    ],
+)
+def test_templates(template: str, fields: dict[str, Any], text: str) -> None:
+    prompt = build(TextPromptConfig(text=template, add_special_tokens=False))
+    assert shown(prompt, **fields) == text
+
+
+WRONG_CONFIGS: list[tuple[str, PromptConfig, PreTrainedTokenizerBase | None, str]] = [
+    (
+        "syntax",
+        ChatPromptConfig(user="a\n{{ q"),
+        TOKENIZER,
+        "prompt.user, line 2: unexpected end of template, expected 'end of print statement'.",
+    ),
+    (
+        "filter",
+        ChatPromptConfig(user="{{ q | shout }}"),
+        TOKENIZER,
+        "prompt.user, line 1: No filter named 'shout'.",
+    ),
+    (
+        "column",
+        ChatPromptConfig(user="{{ question }}"),
+        TOKENIZER,
+        f"prompt.user: the data set has no column 'question': choose among {', '.join(COLUMNS)}",
+    ),
+    (
+        "column of the system message",
+        ChatPromptConfig(user="x", system="{{ who }}"),
+        TOKENIZER,
+        f"prompt.system: the data set has no column 'who': choose among {', '.join(COLUMNS)}",
+    ),
+    (
+        "messages column",
+        ChatPromptConfig(messages_column="chat"),
+        TOKENIZER,
+        "prompt.messages_column: the data set has no column 'chat': choose among "
+        + ", ".join(COLUMNS),
+    ),
+    (
+        "ids column",
+        TokensPromptConfig(token_ids_column="tokens"),
+        None,
+        "prompt.token_ids_column: the data set has no column 'tokens': choose among "
+        + ", ".join(COLUMNS),
+    ),
+    (
+        "no chat template",
+        ChatPromptConfig(user="x"),
+        byte_tokenizer(None),
+        "prompt.kind=chat: the model's tokenizer has no chat template: use prompt=text and write "
+        "the whole prompt",
+    ),
+    (
+        "no tokenizer",
+        TextPromptConfig(text="x"),
+        None,
+        "prompt.kind=text needs a tokenizer, and the model comes without one: use prompt=tokens",
+    ),
+    (
+        "unknown option",
+        ChatPromptConfig(user="x", template_kwargs={"thinking": True}),
+        TOKENIZER,
+        "prompt.template_kwargs.thinking: the model's chat template knows no such option",
+    ),
+    (
+        "no system role",
+        ChatPromptConfig(user="x", system="y"),
+        byte_tokenizer(NO_SYSTEM),
+        "prompt: the model's chat template cannot take the roles system and user: no system role",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer", "message"),
+    [w[1:] for w in WRONG_CONFIGS],
+    ids=[w[0] for w in WRONG_CONFIGS],
+)
+def test_wrong_configs(
+    config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None, message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build(config, tokenizer)
+    assert str(raised.value) == message
+    assert raised.value.__cause__ is None
+
+
+def text(template: str) -> TextPromptConfig:
+    return TextPromptConfig(text=template, add_special_tokens=False)
+
+
+MESSAGES = ChatPromptConfig(messages_column="messages")
+IDS = TokensPromptConfig(token_ids_column="ids")
+WRONG_ROWS: list[tuple[str, PromptConfig, dict[str, Any], str, str]] = [
+    (
+        "missing",
+        text("{{ q }}"),
+        {"n": 1, "ids": []},
+        "missing_field",
+        "prompt.text: 'q' is undefined; the row has n, ids",
+    ),
+    (
+        "null",
+        text("{{ n }} {{ q }}"),
+        {"n": 1, "q": None},
+        "missing_field",
+        "prompt.text prints a value that is null (q): write {{ name or '' }} where that is meant",
+    ),
+    (
+        "missing below",
+        text("{{ row['x'] }}"),
+        {"q": "y"},
+        "missing_field",
+        "prompt.text: 'dict object' has no attribute 'x'; the row has q",
+    ),
+    (
+        "types",
+        text("{{ q + 1 }}"),
+        {"q": "y"},
+        "template_error",
+        'prompt.text: TypeError: can only concatenate str (not "int") to str',
+    ),
+    (
+        "division",
+        text("{{ 1 / n }}"),
+        {"n": 0},
+        "template_error",
+        "prompt.text: ZeroDivisionError: division by zero",
+    ),
+    (
+        "sandbox",
+        text("{{ q.__class__.__mro__ }}"),
+        {"q": "y"},
+        "template_error",
+        "prompt.text: SecurityError: access to attribute '__class__' of 'str' object is unsafe.",
+    ),
+    (
+        "change",
+        text("{{ items.append(1) }}"),
+        {"items": [1]},
+        "template_error",
+        "prompt.text: SecurityError: access to attribute 'append' of 'list' object is unsafe.",
+    ),
+    (
+        "long loop",
+        text("{% for i in range(1000000) %}{% endfor %}"),
+        {"q": "y"},
+        "template_error",
+        "prompt.text: OverflowError: Range too big. The sandbox blocks ranges larger than "
+        "MAX_RANGE (100000).",
+    ),
+    ("empty", text("{{ q }}"), {"q": ""}, "empty_prompt", "the prompt has no tokens"),
+    (
+        "no list",
+        MESSAGES,
+        {"messages": "hi"},
+        "bad_messages",
+        "column 'messages' must hold a list of {role, content}, got 'hi'",
+    ),
+    (
+        "no messages",
+        MESSAGES,
+        {"messages": []},
+        "bad_messages",
+        "column 'messages' must hold a list of {role, content}, got []",
+    ),
+    (
+        "no content",
+        MESSAGES,
+        {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": None}]},
+        "bad_messages",
+        "column 'messages', message 1: role and content must be strings, got {'role': 'user', "
+        "'content': None}",
+    ),
+    (
+        "two system messages",
+        ChatPromptConfig(messages_column="messages", system="x"),
+        {"messages": [{"role": "system", "content": "a"}]},
+        "bad_messages",
+        "the row's messages have a system message of their own (messages): set prompt.system=null, "
+        "or take it out of the row",
+    ),
+    (
+        "refused by the chat template",
+        ChatPromptConfig(messages_column="messages", template_kwargs={"chat_template": NO_SYSTEM}),
+        {"messages": [{"role": "system", "content": "a"}]},
+        "template_error",
+        "the model's chat template: TemplateError: no system role",
+    ),
+    (
+        "no ids",
+        IDS,
+        {"ids": None},
+        "bad_token_ids",
+        "column 'ids' must hold a list of integers, got None",
+    ),
+    ("empty ids", IDS, {"ids": []}, "empty_prompt", "the prompt has no tokens"),
+    (
+        "large id",
+        IDS,
+        {"ids": [1, 257]},
+        "bad_token_ids",
+        "column 'ids', position 1: 257 is not an id of the model, 0 to 256",
+    ),
+    (
+        "negative id",
+        IDS,
+        {"ids": [-1]},
+        "bad_token_ids",
+        "column 'ids', position 0: -1 is not an id of the model, 0 to 256",
+    ),
+    (
+        "text as id",
+        IDS,
+        {"ids": ["7"]},
+        "bad_token_ids",
+        "column 'ids', position 0: '7' is not an id of the model, 0 to 256",
+    ),
+    (
+        "bool as id",
+        IDS,
+        {"ids": [True]},
+        "bad_token_ids",
+        "column 'ids', position 0: True is not an id of the model, 0 to 256",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "kind", "message"),
+    [w[1:] for w in WRONG_ROWS],
+    ids=[w[0] for w in WRONG_ROWS],
+)
+def test_wrong_rows(config: PromptConfig, fields: dict[str, Any], kind: str, message: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        build(config).token_ids(row(**fields))
+    assert (raised.value.type, str(raised.value)) == (kind, message)
+
+
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=40),
+    st.integers(1, 50),
+    st.sampled_from([None, BOS]),
+    st.booleans(),
+)
+def test_truncate_left_keeps_the_tail(
+    tail: list[int], max_len: int, bos_id: int | None, starts_with_bos: bool
+) -> None:
+    ids = [BOS] * starts_with_bos + tail
+    cut = fit_prompt(ids, max_len, "truncate_left", bos_id)
+    assert len(cut) == min(len(ids), max_len)
+    if len(ids) > max_len > 1 and ids[0] == bos_id:
+        assert cut == [bos_id, *ids[len(ids) - max_len + 1 :]]
+    else:
+        assert cut == ids[len(ids) - len(cut) :]
+
+
+def test_a_prompt_that_is_too_long_says_what_to_do() -> None:
+    assert fit_prompt([1, 2, 3], 3, "error") == [1, 2, 3]
+    with pytest.raises(RequestError) as raised:
+        fit_prompt([1, 2, 3], 2, "error")
+    assert raised.value.type == "prompt_too_long"
+    assert str(raised.value) == (
+        "the prompt has 3 tokens and at most 2 leave room for the answer: raise "
+        "engine.max_model_len, lower sampling.max_new_tokens, or set "
+        "prompt.too_long=truncate_left"
+    )
+
+
+def test_rows_are_not_changed_and_prompts_repeat() -> None:
+    fields = {"messages": [{"role": "user", "content": "a", "name": None}], "note": "s"}
+    prompt = build(ChatPromptConfig(messages_column="messages", system="{{ note }}"))
+    first = prompt.token_ids(row(**fields))
+    assert prompt.token_ids(row(**fields)) == first
+    assert fields == {"messages": [{"role": "user", "content": "a", "name": None}], "note": "s"}

@@ -1,0 +1,112 @@
+"""The books of the KV cache balance whatever happens, and a shared prefix is shared."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from batchgen.engine.cache.block_manager import BlockManager
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.scheduling.stopping import StopRule
+from batchgen.engine.sequence import Sequence
+
+
+def make_sequence(token_ids: list[int]) -> Sequence:
+    return Sequence("r", list(token_ids), SamplingParams(), StopRule({}, (), 0, 1000), ())
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    """Admit, grow, publish and free in any order; a model of content per block is the oracle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = BlockManager(num_blocks=9, block_size=2, prefix_caching=True)
+        self.rows: list[Sequence] = []
+        self.content: dict[int, tuple[int, ...]] = {}  # block → all tokens up to its end
+
+    def record(self, seq: Sequence) -> None:
+        for i, block in enumerate(seq.block_table):
+            end = (i + 1) * 2
+            if end <= seq.num_tokens:
+                self.content[block] = tuple(seq.token_ids[:end])
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), headroom=st.integers(0, 2))
+    def admit(self, tokens: list[int], headroom: int) -> None:
+        seq = make_sequence(tokens)
+        free = self.manager.num_free
+        if not self.manager.admit(seq, headroom):
+            assert not seq.block_table and self.manager.num_free == free
+            return
+        assert self.manager.num_free >= headroom
+        cached = seq.num_computed_tokens
+        assert cached < seq.num_tokens and cached % 2 == 0
+        for i in range(cached // 2):
+            assert self.content[seq.block_table[i]] == tuple(tokens[: (i + 1) * 2])
+        self.record(seq)
+        self.manager.publish(seq, seq.num_tokens)
+        self.rows.append(seq)
+
+    @precondition(lambda self: self.rows)
+    @rule(index=st.integers(0, 100), token=st.integers(0, 1))
+    def grow(self, index: int, token: int) -> None:
+        seq = self.rows[index % len(self.rows)]
+        if self.manager.reserve(seq, seq.num_tokens + 1):
+            seq.token_ids.append(token)
+            self.record(seq)
+            self.manager.publish(seq, seq.num_tokens)
+
+    @precondition(lambda self: self.rows)
+    @rule(index=st.integers(0, 100))
+    def free(self, index: int) -> None:
+        self.manager.free(self.rows.pop(index % len(self.rows)))
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.manager.check_integrity(self.rows)
+
+
+BlockManagerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+test_block_manager = BlockManagerMachine.TestCase
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(1, 8))
+def test_the_last_token_is_never_cached(tokens: list[int], block_size: int) -> None:
+    manager = BlockManager(100, block_size, prefix_caching=True)
+    first, second = make_sequence(tokens), make_sequence(tokens)
+    assert manager.admit(first, 0)
+    manager.publish(first, len(tokens))
+    assert manager.admit(second, 0)
+    assert second.num_computed_tokens == (len(tokens) - 1) // block_size * block_size
+
+
+def test_a_freed_prefix_survives_until_its_blocks_are_needed() -> None:
+    manager = BlockManager(5, 2, prefix_caching=True)
+    old = make_sequence([1, 2, 3, 4, 5])
+    assert manager.admit(old, 0)
+    manager.publish(old, 5)
+    manager.free(old)
+    again = make_sequence([1, 2, 3, 4, 5])
+    assert manager.admit(again, 0) and again.num_computed_tokens == 4
+    manager.free(again)
+    other = make_sequence([9] * 8)
+    assert manager.admit(other, 0) and other.num_computed_tokens == 0
+    manager.free(other)
+    assert manager.find_prefix(make_sequence([1, 2, 3, 4, 5])) == []
+
+
+def test_without_prefix_caching_nothing_is_shared() -> None:
+    manager = BlockManager(9, 2, prefix_caching=False)
+    rows = [make_sequence([1, 2, 3, 4, 5]) for _ in range(2)]
+    for seq in rows:
+        assert manager.admit(seq, 0)
+        manager.publish(seq, 5)
+    assert not set(rows[0].block_table) & set(rows[1].block_table)
+    manager.check_integrity(rows)
+
+
+def test_a_different_beginning_shares_no_later_block() -> None:
+    manager = BlockManager(20, 2, prefix_caching=True)
+    rows = [make_sequence([first, 2, 3, 4, 5]) for first in (0, 1)]
+    for seq in rows:
+        assert manager.admit(seq, 0)
+        manager.publish(seq, 5)
+    assert not set(rows[0].block_table) & set(rows[1].block_table)

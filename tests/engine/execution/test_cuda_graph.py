@@ -1,0 +1,382 @@
+"""Captured forwards against eager ones: what stands in the fixed tensors and is not of the batch
+must neither show in its results nor touch a block of the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from batchgen.engine.cache.memory_plan import allocate_kv
+from batchgen.engine.execution.cuda_graph import (
+    CHUNK_ROWS,
+    ForwardGraphs,
+    GraphShapes,
+    Part,
+    _fill_rows,
+    launch_bound_tokens,
+)
+from batchgen.engine.execution.forward_context import OutputTokens
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.model_runner import ModelRunner
+from batchgen.engine.loading.loader import load_model
+from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.kernels.attention.attention import AttentionMetadata
+from batchgen.kernels.attention.kv_cache import slot_mapping
+from batchgen.kernels.attention.prefill import tile_tokens
+
+VOCAB, NUM_BLOCKS, BLOCK_SIZE = 128, 400, 4
+MAX_ROWS, MAX_BLOCKS, CHUNK_TOKENS, PREFILL_TOKENS = 70, 10, 48, 300
+SHORT_BLOCKS = 3
+SHAPES = GraphShapes(MAX_ROWS, MAX_BLOCKS, CHUNK_TOKENS, PREFILL_TOKENS, SHORT_BLOCKS)
+CPU = torch.device("cpu")
+
+
+def test_sizes_are_ascending_and_end_with_the_largest() -> None:
+    for most in range(1, 601):
+        shapes = GraphShapes(most, 10, 256, 16 * most)
+        for sizes in (shapes.decode_sizes, shapes.mixed_sizes, shapes.prefill_sizes):
+            assert sizes[0] >= 1 and all(one < other for one, other in itertools.pairwise(sizes))
+        assert shapes.decode_sizes[-1] == shapes.mixed_sizes[-1] == most
+        assert shapes.prefill_sizes[-1] == 16 * most
+    none = GraphShapes(8, 10, 0, 0)
+    assert not none.short_sizes
+    assert none.mixed_sizes == none.prefill_sizes == [] and len(none) == len(none.decode_sizes)
+
+
+def test_sizes_fill_up_little() -> None:
+    for most in range(1, 601):
+        shapes = GraphShapes(most, 10, 256, 0)
+        for rows in range(1, most + 1):
+            fitting = next(size for size in shapes.decode_sizes if size >= rows)
+            assert fitting - rows <= max(rows // 2, 16)
+            assert next(size for size in shapes.mixed_sizes if size >= rows) - rows < 32
+
+
+def test_prefills_that_the_host_holds_up_are_captured() -> None:
+    assert launch_bound_tokens(28, 600_000_000, 8192) == 8192
+    assert 512 <= launch_bound_tokens(36, 8_000_000_000, 8192) <= 2048
+    assert launch_bound_tokens(80, 400_000_000_000, 8192) == 0
+    assert launch_bound_tokens(30, 135_000_000, 1000) == 1000
+
+
+class Model(ABC):
+    """A forward over parts, and the cache that it writes and reads."""
+
+    device: torch.device
+
+    @abstractmethod
+    def forward(self, parts: Sequence[Part], outputs: OutputTokens | None = None) -> Tensor: ...
+
+    @abstractmethod
+    def cells(self) -> Tensor:
+        """A copy of the cache, [slots, ...]."""
+
+
+class Toy(Model):
+    """One number a token in the cache; a token's hidden state is a sum over those that it sees.
+
+    It sees them by positions, rows, tables and tiles alone, as the kernels do.
+    """
+
+    device = CPU
+
+    def __init__(self, tile: int) -> None:
+        self._tile = tile
+        self._cache = torch.rand(NUM_BLOCKS * BLOCK_SIZE, dtype=torch.float64)
+        self._cache[:BLOCK_SIZE] = 0
+        self.last: tuple[Sequence[Part], OutputTokens | None, Tensor] | None = None
+
+    def cells(self) -> Tensor:
+        return self._cache.clone()
+
+    def forward(self, parts: Sequence[Part], outputs: OutputTokens | None = None) -> Tensor:
+        hidden = self.compute(parts, outputs)
+        self.last = (parts, outputs, hidden)
+        return hidden
+
+    def compute(self, parts: Sequence[Part], outputs: OutputTokens | None) -> Tensor:
+        for part in parts:
+            inputs = part.inputs
+            slots = slot_mapping(inputs.positions, part.rows, inputs.block_tables, BLOCK_SIZE)
+            values = (inputs.input_ids.double() + 0.5) * (inputs.positions + 1)
+            self._cache[slots] = values * 1e-3
+        self._cache[:BLOCK_SIZE] = float("nan")  # written by anyone, in any order
+        hidden = torch.cat([self._attend(part) for part in parts])
+        if outputs is None:
+            return hidden
+        (attention,) = outputs.attention
+        seen = [
+            float(position) + float(table[: int(position) // BLOCK_SIZE + 1].sum())
+            for position, table in zip(attention.positions, attention.block_tables, strict=True)
+        ]
+        return hidden[outputs.index] + torch.tensor(seen, dtype=torch.float64).unsqueeze(1)
+
+    def _attend(self, part: Part) -> Tensor:
+        inputs = part.inputs
+        hidden = torch.full((len(inputs.input_ids), 1), float("nan"), dtype=torch.float64)
+        if part.tiles is None:
+            ends = inputs.query_lens.cumsum()
+            tiles = [
+                (i, int(ends[i]) - n + start, n - start)
+                for i, n in enumerate(inputs.query_lens.tolist())
+                for start in range(0, n, self._tile)
+            ]
+        else:
+            tiles = [tuple(tile) for tile in part.tiles.tolist()]
+        for row, first, count in tiles:
+            for token in range(first, first + min(count, self._tile)):
+                seen = torch.arange(int(inputs.positions[token]) + 1)
+                blocks = inputs.block_tables[row, seen // BLOCK_SIZE]
+                values = self._cache[blocks * BLOCK_SIZE + seen % BLOCK_SIZE]
+                assert torch.isnan(hidden[token]), "two tiles have the token"
+                hidden[token] = (values * (seen + 1.5)).sum() + inputs.input_ids[token]
+        return hidden
+
+
+class Real(Model):
+    """The tiny model; its cache starts with values as of other rows."""
+
+    def __init__(self, model: DenseForCausalLM) -> None:
+        self.device = model.device
+        config = model.config
+        self._kv = allocate_kv(
+            config, NUM_BLOCKS, BLOCK_SIZE, dtype=model.dtype, device=self.device
+        )
+        generator = torch.Generator(self.device).manual_seed(3)
+        for cache in self._kv:
+            for plane in cache:
+                plane.normal_(generator=generator)
+        self._runner = ModelRunner(model, self._kv)
+
+    @torch.inference_mode()
+    def forward(self, parts: Sequence[Part], outputs: OutputTokens | None = None) -> Tensor:
+        return self._runner._forward(parts, outputs)
+
+    def cells(self) -> Tensor:
+        planes = [plane.flatten(1, 2).transpose(0, 1) for cache in self._kv for plane in cache]
+        return torch.stack(planes, 1)
+
+
+def fake_cuda(patch: pytest.MonkeyPatch, toy: Toy) -> None:
+    """Graphs of the toy, on the CPU: a replay computes again, from the tensors of the capture."""
+
+    class Graph:
+        def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+            toy.last = None
+
+        def capture_end(self) -> None:
+            assert toy.last is not None, "nothing was captured"
+            self._parts, self._outputs, self._hidden = toy.last
+
+        def replay(self) -> None:
+            self._hidden.copy_(toy.compute(self._parts, self._outputs))
+
+    class Stream:
+        def __init__(self, device: torch.device | None = None) -> None: ...
+
+        def wait_stream(self, other: Stream) -> None: ...
+
+    patch.setattr(torch.cuda, "CUDAGraph", Graph)
+    patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    patch.setattr(torch.cuda, "Stream", Stream)
+    patch.setattr(torch.cuda, "current_stream", Stream)
+    patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    patch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+@dataclass
+class Batches:
+    """Random batches whose rows own their blocks alone."""
+
+    rng: random.Random
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._blocks: list[int] = []
+
+    def start(self) -> None:
+        """What comes next shares no block with each other."""
+        self._blocks = self.rng.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
+
+    def make(self, query_lens: list[int], blocks_most: int, width: int) -> ModelInputs:
+        """Rows of some context, in tables `width` blocks wide; `blocks_most` bounds a row's."""
+        room = min(blocks_most, width, MAX_BLOCKS) * BLOCK_SIZE
+        ends = [self.rng.randint(n, max(n, room)) for n in query_lens]
+        tables = np.zeros((len(ends), width), np.int64)
+        for table, end in zip(tables, ends, strict=True):
+            count = -(-end // BLOCK_SIZE)
+            table[:count] = [self._blocks.pop() for _ in range(count)]
+        positions = [np.arange(e - n, e) for n, e in zip(query_lens, ends, strict=True)]
+        ids = [self.rng.randrange(VOCAB) for _ in range(sum(query_lens))]
+        return ModelInputs(
+            torch.tensor(ids, device=self.device),
+            torch.as_tensor(np.concatenate(positions), device=self.device),
+            torch.as_tensor(tables, device=self.device),
+            np.array(query_lens),
+            np.array(ends),
+        )
+
+    def decode(self, rows: int) -> ModelInputs:
+        width = self.rng.choice([2, 3, MAX_BLOCKS, MAX_BLOCKS + 7])
+        return self.make([1] * rows, 200 // rows, width)
+
+    def prefill(self, most: int = CHUNK_TOKENS, most_rows: int = CHUNK_ROWS) -> ModelInputs:
+        rows = self.rng.choice([1, 2, 5, most_rows])
+        budget = self.rng.choice([most, self.rng.randint(rows, most)])
+        cuts = sorted(self.rng.sample(range(1, budget), rows - 1))
+        lens = np.diff([0, *cuts, budget]).tolist()
+        lens = [min(n, MAX_BLOCKS * BLOCK_SIZE) for n in lens]
+        return self.make(lens, 20, self.rng.choice([MAX_BLOCKS, MAX_BLOCKS + 5]))
+
+
+def parts_of(decode: ModelInputs | None = None, prefill: ModelInputs | None = None) -> list[Part]:
+    parts = [] if decode is None else [Part(decode)]
+    if prefill is not None:
+        rows = np.repeat(np.arange(prefill.num_rows, dtype=np.int32), prefill.query_lens)
+        parts.append(Part(prefill, torch.as_tensor(rows, device=prefill.positions.device)))
+    return parts
+
+
+def written_slots(parts: Sequence[Part]) -> Tensor:
+    return torch.cat(
+        [slot_mapping(p.inputs.positions, p.rows, p.inputs.block_tables, BLOCK_SIZE) for p in parts]
+    )
+
+
+def poison(graphs: ForwardGraphs, batches: Batches) -> None:
+    """The fixed tensors as the fullest batch, of rows that now own other blocks, leaves them."""
+    batches.start()
+    full = batches.make([1] * MAX_ROWS, 2, MAX_BLOCKS)
+    _fill_rows(graphs._decode, full, MAX_ROWS)
+    _fill_rows(graphs._last_rows, full, MAX_ROWS)
+    graphs._last.fill_(PREFILL_TOKENS - 1)
+    lens = [CHUNK_TOKENS // CHUNK_ROWS] * CHUNK_ROWS
+    graphs._chunk.fill(batches.make(lens, 5, MAX_BLOCKS), CHUNK_TOKENS)
+    lens = [PREFILL_TOKENS // 15] * 15
+    graphs._prefill.fill(batches.make(lens, 5, MAX_BLOCKS), PREFILL_TOKENS)
+
+
+def outputs_of(
+    prefill: ModelInputs, rng: random.Random
+) -> tuple[Tensor, ModelInputs, OutputTokens]:
+    """The last tokens of some of the rows: where they stand, and as rows."""
+    count = rng.choice([0, rng.randint(1, prefill.num_rows)])
+    rows = np.array(sorted(rng.sample(range(prefill.num_rows), count)), np.int64)
+    last = torch.as_tensor(prefill.query_lens.cumsum()[rows] - 1, device=prefill.positions.device)
+    inputs = ModelInputs(
+        prefill.input_ids[last],
+        prefill.positions[last],
+        prefill.block_tables[torch.as_tensor(rows, device=last.device)],
+        np.ones_like(rows),
+        prefill.context_lens[rows],
+    )
+    contexts = tuple(inputs.context_lens.tolist())
+    attention = AttentionMetadata(inputs.positions, (1,) * count, contexts, inputs.block_tables)
+    return last, inputs, OutputTokens(last, [attention])
+
+
+def capture(model: Model, tile: int) -> ForwardGraphs:
+    with torch.inference_mode():
+        return ForwardGraphs(model.forward, SHAPES, BLOCK_SIZE, tile, model.device)
+
+
+@torch.inference_mode()
+def check_replays(
+    eager: Model, captured: Model, graphs: ForwardGraphs, seed: int, atol: float
+) -> None:
+    """Some batches one after another: the same results and cache as eager forwards, and nothing
+    changes outside the slots of their tokens.
+    """
+    rng = random.Random(seed)
+    batches = Batches(rng, eager.device)
+    for rows in [MAX_ROWS, 1, 33, 32, 7, 64, 65, 2, rng.randint(1, MAX_ROWS)]:
+        if rng.random() < 0.7:
+            poison(graphs, batches)
+        batches.start()
+        kind = rng.choice(["decode", "mixed", "prefill"])
+        outputs = None
+        if kind == "prefill":
+            prefill = batches.prefill(PREFILL_TOKENS, 12)
+            assert graphs.takes_prefill(prefill)
+            parts = parts_of(prefill=prefill)
+            before = captured.cells()
+            last, inputs, outputs = outputs_of(prefill, rng)
+            hidden = graphs.prefill(prefill, last, inputs).clone()
+        elif kind == "decode":
+            decode = batches.decode(rows)
+            parts = parts_of(decode)
+            before = captured.cells()
+            hidden = graphs.decode(decode).clone()
+        else:
+            decode, prefill = batches.decode(rows), batches.prefill()
+            assert graphs.takes_chunk(prefill)
+            parts = parts_of(decode, prefill)
+            before = captured.cells()
+            decoded, chunk = graphs.mixed(decode, prefill)
+            assert len(decoded) == rows and len(chunk) == CHUNK_TOKENS
+            hidden = torch.cat((decoded, chunk[: len(prefill.input_ids)]))
+        expected = eager.forward(parts, outputs)
+        torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=atol)
+        after, wanted, slots = captured.cells(), eager.cells(), written_slots(parts)
+        assert len(slots) == len(set(slots.tolist())) and int(slots.min()) >= BLOCK_SIZE
+        torch.testing.assert_close(after[slots], wanted[slots], rtol=1e-5, atol=atol)
+        others = torch.ones(len(after), dtype=torch.bool, device=after.device)
+        others[slots] = False
+        others[:BLOCK_SIZE] = False  # the scratch block
+        assert torch.equal(after[others], before[others]), "a slot of no token of the batch"
+
+
+@pytest.mark.parametrize("tile", [1, 5, 16, 64])
+def test_replays_of_a_toy_equal_its_eager_forwards(
+    monkeypatch: pytest.MonkeyPatch, tile: int
+) -> None:
+    torch.manual_seed(0)
+    eager, captured = Toy(tile), Toy(tile)
+    captured._cache.copy_(eager._cache)
+    fake_cuda(monkeypatch, captured)
+    before = captured.cells()
+    graphs = capture(captured, tile)
+    assert torch.equal(captured.cells()[BLOCK_SIZE:], before[BLOCK_SIZE:])
+    for seed in range(3):
+        check_replays(eager, captured, graphs, seed, 1e-12)
+
+
+def test_what_a_mixed_graph_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Toy(16)
+    fake_cuda(monkeypatch, toy)
+    graphs, batches = capture(toy, 16), Batches(random.Random(0), CPU)
+    batches.start()
+    for lens, fits in [
+        ([24, 24], True),
+        ([25, 24], False),
+        ([1] * CHUNK_ROWS, True),
+        ([1] * (CHUNK_ROWS + 1), False),
+        ([6] * CHUNK_ROWS, True),
+    ]:
+        assert graphs.takes_chunk(batches.make(lens, 7, MAX_BLOCKS)) == fits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_replays_equal_eager_forwards(tiny_model: Callable[..., Path], kind: str) -> None:
+    model = load_model(tiny_model(kind), device=torch.device("cuda"), dtype=torch.float32)
+    model.pack()
+    config = model.config
+    eager, captured = Real(model), Real(model)
+    before = captured.cells()
+    tile = tile_tokens(config.num_heads, config.num_kv_heads, config.head_dim, model.dtype)
+    graphs = capture(captured, tile)
+    assert torch.equal(captured.cells()[BLOCK_SIZE:], before[BLOCK_SIZE:])
+    for seed in range(6):
+        check_replays(eager, captured, graphs, seed, 1e-5)

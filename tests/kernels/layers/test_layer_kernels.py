@@ -1,0 +1,185 @@
+"""RMSNorm, rotary and SiLU·mul against transformers' modules, and the kernels against them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from batchgen.kernels.attention.rotary import apply_rotary
+from batchgen.kernels.layers.activation import (
+    silu_and_mul,
+    silu_and_mul_reference,
+    silu_and_mul_triton,
+)
+from batchgen.kernels.layers.embedding import embedding_reference, embedding_triton
+from batchgen.kernels.layers.linear import add_linear_, pack_weight
+from batchgen.kernels.layers.rms_norm import (
+    rms_norm,
+    rms_norm_reference,
+    rms_norm_triton,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator) * 3).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
+    x, weight = _random(24, 5, 64, dtype=dtype), _random(64, dtype=dtype)
+    reference = LlamaRMSNorm(64, eps=1e-5).to(dtype)
+    reference.weight.data = weight
+    assert torch.equal(rms_norm(x, weight, 1e-5), reference(x))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_linear_writes_the_sum_to_the_residual(
+    dtype: torch.dtype, packed: bool, bias: bool
+) -> None:
+    x, weight, residual, shift = (
+        _random(*shape, dtype=dtype).to(DEVICE) for shape in ((32, 64), (48, 64), (32, 48), (48,))
+    )
+    expected = residual.double() + x.double() @ weight.double().T + shift.double() * bias
+    ours = add_linear_(
+        residual, x, pack_weight(weight) if packed else weight, shift if bias else None
+    )
+    assert ours.data_ptr() == residual.data_ptr() and ours.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours.double(), expected, rtol=8 * eps, atol=1e3 * eps)
+
+
+def test_rotary_has_the_bits_of_transformers_in_float32() -> None:
+    q, k = _random(10, 4, 32), _random(10, 2, 32)
+    angles = _random(10, 16) * 100
+    cos, sin = (torch.cat((f(angles), f(angles)), -1) for f in (torch.cos, torch.sin))
+    cos_sin = torch.cat((torch.cos(angles), torch.sin(angles)), -1)
+    ours = apply_rotary(q, k, cos_sin)
+    theirs = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_rotary_rounds_once_in_low_precision(dtype: torch.dtype) -> None:
+    q, k = _random(10, 4, 32, dtype=dtype), _random(10, 2, 32, dtype=dtype)
+    angles = _random(10, 16)
+    cos_sin = torch.cat((torch.cos(angles), torch.sin(angles)), -1)
+    low = apply_rotary(q, k, cos_sin)
+    wide = apply_rotary(q.float(), k.float(), cos_sin)
+    assert all(torch.equal(a, b.to(dtype)) for a, b in zip(low, wide, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul(dtype: torch.dtype) -> None:
+    gate_up = _random(16, 2 * 96, dtype=dtype)
+    gate, up = gate_up.chunk(2, -1)
+    reference = F.silu(gate.double()) * up.double()
+    tolerance = 4 * torch.finfo(dtype).eps
+    ours = silu_and_mul(gate_up)
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours.double(), reference, rtol=tolerance, atol=1e-8)
+
+
+def test_silu_of_large_values_is_finite() -> None:
+    gate = torch.tensor([[-1e30, -200.0, -90.0, 0.0, 90.0, 1e30]])
+    out = silu_and_mul(torch.cat((gate, torch.ones_like(gate)), -1))
+    assert torch.equal(out.abs() < 1e-30, torch.tensor([[True, True, True, True, False, False]]))
+    assert out.isfinite().all()
+
+
+def _view(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """A view whose last axis alone is contiguous; NaN stands around it."""
+    wide = torch.full((*shape[:-1], shape[-1] + 5), float("nan"), dtype=dtype, device=DEVICE)
+    view = wide[..., 2:-3]
+    view.copy_(_random(*shape, dtype=dtype))
+    return view
+
+
+def _assert_near(ours: torch.Tensor, reference: torch.Tensor, ulps: int = 4) -> None:
+    """Within the rounding of a few steps; no element is left unwritten."""
+    assert ours.dtype == reference.dtype and ours.is_contiguous()
+    rtol = ulps * torch.finfo(ours.dtype).eps
+    torch.testing.assert_close(ours, reference, rtol=rtol, atol=1e-3 * rtol)
+
+
+def _check_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = _view(*shape, dtype=dtype), _random(shape[-1], dtype=dtype).to(DEVICE)
+    _assert_near(rms_norm_triton(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
+
+
+def _check_silu(gate_up: torch.Tensor) -> None:
+    # The GPU's exp is that of 2 after a product, which rounds the exponent: float32 shows it.
+    ulps = 32 if gate_up.dtype == torch.float32 else 4
+    _assert_near(silu_and_mul_triton(gate_up), silu_and_mul_reference(gate_up), ulps)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    leading=st.lists(st.integers(1, 7), max_size=2),
+    size=st.sampled_from([1, 16, 80, 128, 576, 1000, 2048]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_norm_kernels_equal_the_reference(
+    leading: list[int], size: int, dtype: torch.dtype
+) -> None:
+    _check_norms((*leading, size), dtype)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    rows=st.integers(1, 5),
+    size=st.sampled_from([1, 96, 1024, 1500]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_silu_kernel_equals_the_reference(rows: int, size: int, dtype: torch.dtype) -> None:
+    gate_up = _view(rows, 2 * size, dtype=dtype)
+    _check_silu(gate_up)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    tokens=st.integers(1, 9),
+    size=st.sampled_from([1, 96, 1024, 1500]),
+    dtype=st.sampled_from(DTYPES),
+    index=st.sampled_from([torch.int32, torch.int64]),
+)
+def test_embedding_kernel_has_the_bits_of_the_table(
+    tokens: int, size: int, dtype: torch.dtype, index: torch.dtype
+) -> None:
+    weight = _view(11, size, dtype=dtype)
+    ids = (torch.arange(tokens) * 7 % 11).to(DEVICE, index)
+    assert torch.equal(embedding_triton(ids, weight), embedding_reference(ids, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(8192, 4096), (1, 4096), (513, 5120), (33, 16384), (65, 11008), (4096, 32, 128)]
+)
+def test_norm_kernels_at_real_sizes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    _check_norms(shape, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(8192, 12288), (1, 12288), (70_000, 2050), (9, 14336)])
+def test_silu_kernel_at_real_sizes(rows: int, size: int, dtype: torch.dtype) -> None:
+    gate_up = _random(rows, 2 * size, dtype=dtype).to(DEVICE)
+    _check_silu(gate_up)
+
+
+@pytest.mark.gpu
+def test_embedding_of_a_table_of_more_than_2_31_elements() -> None:
+    weight = torch.empty(600_000, 4096, dtype=torch.bfloat16, device=DEVICE)
+    ids = torch.randint(590_000, 600_000, (3000,), device=DEVICE)
+    weight[590_000:].normal_()
+    assert torch.equal(embedding_triton(ids, weight), weight[ids])

@@ -1,0 +1,90 @@
+"""The benchmark's own runs, on a model so small that they take no time."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import bench_engine
+import pytest
+import torch
+from bench_engine import Bench, by_batch, full_batch
+from kernel_profile import KernelTime, KernelWindow
+from workloads import requests
+
+from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.execution.step_timing import PhaseSplit, StepTime
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    config = EngineConfig(max_num_seqs=16, max_model_len=256, kv_cache_gib=0.01, overlap=False)
+    return Bench("tiny", config, DEVICE)
+
+
+def test_warm_up_meets_every_small_batch_and_the_largest(bench: Bench) -> None:
+    bench.timer.reset()
+    assert bench.warm_up(["smoke"], temperature=0.6) > 0
+    rows = {step.rows for step in bench.timer.steps() if step.kind == "decode"}
+    assert {16, 12, *range(1, 9)} <= rows
+
+
+def test_a_run_counts_all_tokens_and_shares_none_with_the_last(bench: Bench) -> None:
+    for _ in range(2):
+        run = bench.run("smoke", temperature=0.6, here=None)
+        load = requests("smoke", vocab=512)
+        assert run.output_tokens == sum(r.output_len for r in load)
+        assert run.prompt_tokens == sum(len(r.prompt) for r in load)
+        assert run.cached_tokens == 0 and run.preemptions == 0
+        # The prefill gives each row its first token, a decode step every other.
+        assert run.decode.rows == run.output_tokens - len(load)
+        assert run.prefill.steps >= 1
+        assert sum(part.rows for part in run.by_batch.values()) == run.decode.rows
+        busy = run.prefill.seconds + run.decode.seconds + run.idle
+        assert 0 < busy <= run.seconds
+        assert 0 < run.peak_kv_usage <= 1
+
+
+def test_the_first_run_is_on_the_requests_of_the_comparison() -> None:
+    config = EngineConfig(max_model_len=256, kv_cache_gib=0.01)
+    bench = Bench("tiny", config, DEVICE)
+    assert bench.load("smoke") == requests("smoke", vocab=512)
+    assert bench.load("smoke") != requests("smoke", vocab=512)
+
+
+def test_profiled_windows_hold_the_steps_they_are_named_for(
+    bench: Bench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    traces = []
+
+    def window(run: Callable[[], object], trace: Path) -> KernelWindow:
+        run()
+        traces.append(trace.name)
+        return KernelWindow(2.0, 1.0, [KernelTime("kernel", 1, 1.0)])
+
+    monkeypatch.setattr(bench_engine, "profile_window", window)
+    bench.profile("smoke", 0.6, tmp_path / "t.json.gz", after=3)
+    assert traces == ["smoke-prefill-t.json.gz", "smoke-decode-t.json.gz"]
+    out = capsys.readouterr().out
+    assert "smoke: 1 prefill steps of 16.0 rows" in out
+    assert "smoke: 20 decode steps of 16.0 rows" in out
+    assert not bench.engine.has_unfinished()
+
+
+def test_groups_of_decode_steps() -> None:
+    steps = [
+        StepTime("prefill", 40, 5.0, 0.0),
+        StepTime("decode", 40, 1.0, 0.5),
+        StepTime("decode", 40, 2.0, 0.25),
+        StepTime("decode", 33, 3.0, 0.0),
+        StepTime("decode", 32, 4.0, 0.0),
+    ]
+    assert full_batch(steps) == PhaseSplit(1, 40, 2.0, 0.25)
+    assert by_batch(steps) == {
+        "1-32": PhaseSplit(1, 32, 4.0, 0.0),
+        "33-64": PhaseSplit(3, 113, 6.0, 0.75),
+    }
+    assert full_batch([]) == PhaseSplit(0, 0, 0, 0)

@@ -1,0 +1,99 @@
+"""The benchmark's workloads must never change: figures of other engines were taken on them."""
+
+from pathlib import Path
+
+import pytest
+from workloads import (
+    MODELS,
+    PROMPT_VOCAB,
+    WORKLOADS,
+    BenchRequest,
+    floor_seconds,
+    layer_params,
+    requests,
+    write_config,
+)
+
+from batchgen.engine.loading.loader import load_config
+
+H100 = {"bandwidth": 3.0e12, "flops": 790e12}
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "prompt_tokens", "output_tokens", "last_id", "outputs"),
+    [
+        ("mixed", 256, 142_619, 151_173, 88152, (156, 955)),
+        ("mixed1k", 1024, 563_810, 573_249, 122784, (765, 847)),
+        ("decode", 512, 49_848, 524_288, 147350, (1024, 1024)),
+        ("prefill", 512, 792_444, 8_192, 84455, (16, 16)),
+        ("smoke", 16, 604, 560, 78126, (38, 46)),
+    ],
+)
+def test_the_requests_are_those_of_the_comparison(
+    name: str,
+    count: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    last_id: int,
+    outputs: tuple[int, int],
+) -> None:
+    load = requests(name)
+    assert len(load) == count
+    assert sum(len(r.prompt) for r in load) == prompt_tokens
+    assert sum(r.output_len for r in load) == output_tokens
+    assert load[-1].prompt[-1] == last_id
+    assert (load[0].output_len, load[-1].output_len) == outputs
+
+
+@pytest.mark.parametrize("name", sorted(WORKLOADS))
+def test_lengths_and_ids_are_in_their_ranges(name: str) -> None:
+    load, shape = requests(name, vocab=64), WORKLOADS[name]
+    for r in load:
+        assert shape.input_lens[0] <= len(r.prompt) <= shape.input_lens[1]
+        assert shape.output_lens[0] <= r.output_len <= shape.output_lens[1]
+        assert 0 <= min(r.prompt) and max(r.prompt) < 64
+    assert load == requests(name, vocab=64)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "total", "prefill"),
+    [
+        ("qwen3-0.6b", "mixed", 5.8121, 0.1730),
+        ("qwen3-8b", "mixed", 14.4239, 2.5438),
+        ("qwen3-8b", "decode", 26.6016, 0.8784),
+        ("qwen3-8b", "prefill", 15.1433, 14.4089),
+    ],
+)
+def test_the_floor_is_that_of_the_comparison(
+    tmp_path: Path, model: str, name: str, total: float, prefill: float
+) -> None:
+    floor = floor_seconds(load_config(write_config(model, tmp_path)), requests(name), **H100)
+    assert floor.total == pytest.approx(total, abs=1e-4)
+    assert floor.prefill == pytest.approx(prefill, abs=1e-4)
+
+
+def test_the_floor_of_one_request_by_hand(tmp_path: Path) -> None:
+    config = load_config(write_config("tiny", tmp_path))
+    # A layer: q, k, v, o of 64 × (64 + 32 + 32 + 64) and three products of 64 × 128.
+    assert layer_params(config) == 2 * (64 * 192 + 3 * 64 * 128)
+    load = [BenchRequest([1] * 10, 3)]
+    weights = layer_params(config) + 64 * 512
+    kv_per_token = 2 * 2 * 2 * 16 * 2
+    slow_memory = floor_seconds(config, load, bandwidth=1.0, flops=1e30)
+    assert slow_memory.decode == pytest.approx(2 * 2 * weights + kv_per_token * (11 + 12))
+    slow_math = floor_seconds(config, load, bandwidth=1e30, flops=1.0)
+    assert slow_math.decode == pytest.approx(2 * 2 * weights)
+    attention = 4 * 2 * 4 * 16 * 10 * 10 / 2
+    assert slow_math.prefill == pytest.approx(2 * layer_params(config) * 10 + attention)
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> None:
+    config = load_config(write_config(model, tmp_path / "new"))
+    diffusion = "sdar" in model
+    assert config.architecture == ("SDARForCausalLM" if diffusion else "Qwen3ForCausalLM")
+    assert config.qk_norm and (config.diffusion is not None) == diffusion
+    assert config.rope.rope_theta == 1e6
+    longest = max(w.input_lens[1] + w.output_lens[1] for w in WORKLOADS.values())
+    assert longest <= config.max_position_embeddings
+    assert "tiny" in model or config.vocab_size >= PROMPT_VOCAB
