@@ -22,7 +22,10 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: `import batchgen.kernels…` must not load transformers."""
+    """Import a public name when it is first used.
+
+    Every `import batchgen.…` runs this file, and most have no use for what these names load.
+    """
     if name not in _HOME:
         raise AttributeError(f"module 'batchgen' has no attribute {name!r}")
     from importlib import import_module

@@ -1,7 +1,8 @@
-"""The command `batchgen`: a Hydra app that runs one job, or with `--multirun` several.
+"""The command `batchgen`: a Hydra application that runs one job, or several with `--multirun`.
 
-Exit codes: 0 all rows have an answer; 1 the job failed; 2 a mistake in the configuration;
-3 complete, but some rows have an error; 128 + signal if it was stopped.
+Exit codes: 0 if all rows have an answer, 1 if the job failed, 2 if there is a mistake in the
+configuration, 3 if the job is complete but some rows have an error instead of an answer, and 128
+plus the signal's number if a signal stopped it.
 """
 
 import os
@@ -9,24 +10,32 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from batchgen.config import load_config
+from batchgen.cpu_threads import share_cores
 from batchgen.errors import ConfigError, JobError
-from batchgen.job import JobResult, run_job
+from batchgen.overrides import unreadable_override
+
+if TYPE_CHECKING:
+    from batchgen.job import JobResult
 
 
 class SweepJobFailed(Exception):
-    """A job of a sweep ran in another process and failed; it has said why."""
+    """Raised by a job of a sweep that failed in a process of its own, where it has printed why."""
 
 
 def main() -> None:
-    """Entry point of the console script; exits with the code above."""
+    """The console script: runs what the command line says and ends the process."""
+    share_cores()
     _be_quiet()
+    if mistake := unreadable_override(sys.argv[1:]):
+        print(f"batchgen: {mistake}", file=sys.stderr)
+        sys.exit(2)
     codes: list[int] = []
     process = os.getpid()
 
@@ -34,16 +43,18 @@ def main() -> None:
     def task(cfg: DictConfig) -> None:
         code = report(lambda: _run(cfg))
         codes.append(code)
-        # A launcher that runs jobs in other processes hands back exceptions, but no exit codes.
+        # A launcher that runs jobs in other processes hands back their exceptions and not their
+        # exit codes.
         if code and os.getpid() != process:
             raise SweepJobFailed(f"exit code {code}")
+        # A signal ends a whole sweep; after any other failure its next job runs.
         if code > 128 or (code and HydraConfig.get().mode != RunMode.MULTIRUN):
             sys.exit(code)
 
     try:
         task()
     except SystemExit as exit:
-        if exit.code and not codes:  # Hydra has refused the command line
+        if exit.code and not codes:  # Hydra has refused the command line and said why
             sys.exit(2)
         raise
     except KeyboardInterrupt:
@@ -51,14 +62,14 @@ def main() -> None:
     sys.exit(_worst(codes))
 
 
-def report(run: Callable[[], JobResult]) -> int:
-    """Run a job and tell the user how it ended; returns the exit code."""
+def report(run: Callable[[], "JobResult"]) -> int:
+    """Run a job, tell the user how it ended, and return the exit code."""
     try:
         result = run()
     except (ConfigError, JobError) as error:
         print(f"batchgen: {error}", *_notes(error), sep="\n", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    except Exception:  # the last place to say what is safe and how to go on
+    except Exception:  # the traceback ends with the job's notes: what is safe, and how to go on
         traceback.print_exc()
         return 1
     if result.stopped_by is not None:
@@ -68,11 +79,18 @@ def report(run: Callable[[], JobResult]) -> int:
     return result.exit_code
 
 
-def _run(cfg: DictConfig) -> JobResult:
-    from batchgen.build import job_parts  # loads transformers, which --help does not need
+def _run(cfg: DictConfig) -> "JobResult":
+    from batchgen.config import load_config
 
     config = load_config(cfg)
-    return run_job(config, job_parts(config))
+    # Each import takes seconds, and help or a mistake in the configuration needs neither: torch and
+    # transformers come with the first one, datasets and pyarrow with the second.
+    from batchgen.build import job_parts
+
+    parts = job_parts(config)
+    from batchgen.job import run_job
+
+    return run_job(config, parts)
 
 
 def _notes(error: BaseException) -> list[str]:
@@ -80,12 +98,15 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _worst(codes: list[int]) -> int:
-    """Of a sweep's exit codes the gravest: failed, then refused, then error rows."""
+    """The exit code of a sweep: the gravest of its jobs' codes.
+
+    A job that failed (1) is graver than one that was refused (2), and that than error rows (3).
+    """
     return next((code for code in (1, 2, 3) if code in codes), 0)
 
 
 def _be_quiet() -> None:
-    """No chatter of libraries between the user and the progress bar, unless asked for."""
+    """Silence the libraries' log lines and warnings, unless the user has set their variables."""
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
         "DATASETS_VERBOSITY": "error",

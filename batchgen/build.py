@@ -1,12 +1,14 @@
-"""From a configuration to the parts that run it: the only place where they are put together."""
+"""Makes the parts of a job from its configuration; no other file puts them together."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Generic, Protocol
 
 import yaml
 from transformers import PreTrainedTokenizerBase
@@ -18,26 +20,30 @@ from batchgen.config import (
     JobConfig,
     NoConstraintConfig,
     StrategyConfig,
-    sampling_params,
     strategy_options,
 )
-from batchgen.dataset.source import open_dataset
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.models.registry import model_class
+from batchgen.engine.outputs import OutputColumn
 from batchgen.engine.requests import check_params, output_columns
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.scheduling.stopping import decode
 from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError
 from batchgen.fingerprint import fingerprint_files, fingerprint_text
-from batchgen.job import JobParts
-from batchgen.model.draft_model import open_draft
 from batchgen.model.open_model import OpenedModel, open_model
+from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.model.source import model_files
-from batchgen.progress import Speculation
 from batchgen.prompts.prompts import build_prompt
-from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from batchgen.strategies.base.strategy import BaseStrategy
+
+if TYPE_CHECKING:
+    from batchgen.job import JobParts
+
+_SAID_BY_CLASS = ("name", "step_inputs", "decide")
+"""Attributes that every strategy's own class has: what BaseStrategy cannot say for it."""
 
 
 def job_parts(config: JobConfig) -> JobParts:
@@ -51,12 +57,21 @@ def job_parts(config: JobConfig) -> JobParts:
         model = open_model(config.model.path, config.model.revision, config.model.load_format)
     with _named("strategy"):
         strategy.block_length(model.config)
-    _check_columns(config.output.columns, strategy)
-    params = sampling_params(config)
+        heads = strategy_heads(strategy, model.config)
+    of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
+    context_columns = [column for column in of_model if column.name in config.output.columns]
+    _check_columns(config.output.columns, strategy, of_model)
+    params = config.params
     compiler = _compiler(config.constraint, params.constraint, model)
     with _named("sampling"):
-        check_params(_strictest(config, params), strategy, model.config.vocab_size, model.tokenizer)
+        strictest = _strictest(config, params)
+        vocab_size = model.config.vocab_size
+        check_params(strictest, strategy, vocab_size, model.tokenizer, context_columns)
     _check_parsed(config, model.tokenizer)
+    # After all that is checked without them: these take seconds to load datasets and pyarrow.
+    from batchgen.dataset.source import open_dataset
+    from batchgen.job import JobParts
+
     source = open_dataset(config.dataset)
     prompt = build_prompt(
         config.prompt,
@@ -67,24 +82,26 @@ def job_parts(config: JobConfig) -> JobParts:
 
     with _named("engine"):
         dtype = model.dtype(config.model.dtype, config.engine.device)
-        max_model_len = config.engine.model_len(model.config.max_position_embeddings)
-    draft = open_draft(strategy, model, max_model_len)
+        longest = config.engine.model_len(model.config.max_position_embeddings)
+        max_model_len = strategy.model_len(longest, model.config)
+    others = open_others(strategy, model, max_model_len)
 
     def build_engine() -> LLMEngine:
         with _named("model"):
-            weights = model.load(config.model.dtype, config.engine.device)
-        with _named("strategy.draft_model"):
-            draft_weights = None if draft is None else draft.load_beside(weights)
+            weights = model.load(config.model.dtype, config.engine.device, heads)
+        with _named("strategy"):
+            beside = {name: other.load_beside(weights) for name, other in others.items()}
         with _named("engine"):
-            return model.engine(weights, strategy, config.engine, draft_weights, compiler)
+            names = [column.name for column in context_columns]
+            return model.engine(weights, strategy, config.engine, beside, compiler, names)
 
     fingerprints = {
         "model": fingerprint_files(model_files(model.path)),
         # `auto` may mean another dtype on another machine, and that gives other tokens.
         "dtype": str(dtype).removeprefix("torch."),
     }
-    if draft is not None:
-        fingerprints["draft_model"] = fingerprint_files(model_files(draft.path))
+    for name, other in others.items():
+        fingerprints[f"{name}_model"] = fingerprint_files(model_files(other.path))
     if params.constraint is not None:
         # The configuration is compared without the order of keys, in which the row writes them.
         fingerprints["constraint"] = fingerprint_text(params.constraint.text)
@@ -93,31 +110,62 @@ def job_parts(config: JobConfig) -> JobParts:
         prompt=prompt,
         bos_id=None if model.tokenizer is None else model.tokenizer.bos_token_id,
         max_model_len=max_model_len,
-        columns=output_columns(params, strategy),
+        columns=output_columns(params, strategy, context_columns),
         fingerprints=fingerprints,
         build_engine=build_engine,
-        counts=strategy.counts,
-        speculation=_speculation(strategy),
+        strategy=strategy,
+        close=lambda: None if compiler is None else compiler.close(),
     )
 
 
 def build_strategy(config: StrategyConfig) -> Strategy:
-    """Raises ConfigError if the class cannot be imported or does not take the options."""
+    """The decoding strategy that the configuration names, with its options.
+
+    Raises:
+        ConfigError: the class cannot be imported, is not a Strategy, or does not take the options.
+    """
+    target = f"strategy._target_: {config.target}"
     try:
         cls = resolve_name(config.target)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"strategy._target_: {config.target} is not there: {error}") from error
+        raise ConfigError(f"{target} is not there: {error}") from error
     if not isinstance(cls, type):
-        raise ConfigError(f"strategy._target_: {config.target} is not a Strategy")
+        raise ConfigError(f"{target} is not a Strategy: it is not a class")
+    # A class of something else must not be called at all: who knows what it does.
+    if lacks := [name for name in _SAID_BY_CLASS if not hasattr(cls, name)]:
+        raise ConfigError(f"{target} is not a Strategy: the class has no {', '.join(lacks)}")
     with _named("strategy"):
         strategy: Strategy = cls(**strategy_options(cls, config.options))
-    if not hasattr(cls, "step_inputs"):
-        raise ConfigError(f"strategy._target_: {config.target} is not a Strategy")
+    if lacks := [name for name in _protocol_members() if not _has(strategy, name)]:
+        raise ConfigError(
+            f"{target} is not a Strategy: it has no {', '.join(lacks)}: derive it from "
+            f"{BaseStrategy.__module__}.{BaseStrategy.__qualname__}, which has what most need"
+        )
     return strategy
 
 
+def _protocol_members() -> list[str]:
+    """The names of all attributes and methods that the protocol Strategy asks for."""
+    protocols = [cls for cls in Strategy.__mro__ if cls not in (Protocol, Generic, object)]
+    names = (name for cls in protocols for name in (*vars(cls), *inspect.get_annotations(cls)))
+    return sorted({name for name in names if not name.startswith("_")})
+
+
+def _has(strategy: Strategy, name: str) -> bool:
+    """Whether the object has the attribute; a property is not computed."""
+    try:
+        inspect.getattr_static(strategy, name)
+    except AttributeError:
+        return False
+    return True
+
+
 def _strictest(config: JobConfig, params: SamplingParams) -> SamplingParams:
-    """The parameters of a row that has a constraint, if rows may have one."""
+    """The parameters to check before the job starts.
+
+    Strategies refuse more options for rows with a constraint. So if rows can have constraints of
+    their own, the check is made as for a row with one.
+    """
     if params.constraint is None and not isinstance(config.constraint, NoConstraintConfig):
         return dataclasses.replace(params, constraint=Constraint.make("json", None))
     return params
@@ -126,10 +174,10 @@ def _strictest(config: JobConfig, params: SamplingParams) -> SamplingParams:
 def _compiler(
     config: ConstraintConfig, constraint: Constraint | None, model: OpenedModel
 ) -> GrammarCompiler | None:
-    """What rows' constraints are compiled with; the job's own is compiled already.
+    """The compiler for the rows' constraints; it has compiled the one of the job, if there is one.
 
     Raises:
-        ConfigError: the job's constraint cannot be enforced, or none can with this model.
+        ConfigError: the job's constraint cannot be enforced, or this model can have none.
     """
     if isinstance(config, NoConstraintConfig):
         return None
@@ -141,7 +189,14 @@ def _compiler(
 
 
 def _check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """What stands behind a marker is told from the text, which does not have special tokens."""
+    """Check that the column `parsed` can find the JSON of a row.
+
+    The JSON stands behind `constraint.start_after` in the row's text, and a text does not show the
+    special tokens that the marker may consist of.
+
+    Raises:
+        ConfigError: the marker would not be found.
+    """
     if PARSED not in config.output.columns or isinstance(config.constraint, NoConstraintConfig):
         return
     marker = config.constraint.start_after
@@ -155,14 +210,10 @@ def _check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) 
         )
 
 
-def _speculation(strategy: Strategy) -> Speculation | None:
-    if not isinstance(strategy, ARSpecStrategy):
-        return None
-    return Speculation(strategy.proposer_name, strategy.acceptance_floor)
-
-
-def _check_columns(columns: tuple[str, ...], strategy: Strategy) -> None:
-    known = [*COMMON_COLUMNS, *(column.name for column in strategy.columns)]
+def _check_columns(
+    columns: tuple[str, ...], strategy: Strategy, of_model: Sequence[OutputColumn]
+) -> None:
+    known = [*COMMON_COLUMNS, *(column.name for column in (*strategy.columns, *of_model))]
     for name in columns:
         if name not in known:
             others = ", ".join(f"strategy={other}" for other in _choices_with(name))
@@ -185,7 +236,7 @@ def _choices_with(column: str) -> list[str]:
 
 @contextmanager
 def _named(group: str) -> Iterator[None]:
-    """What the lower layers refuse is a mistake in this group of the configuration."""
+    """Turn a ValueError of the lower layers into a ConfigError that names the group it is about."""
     try:
         yield
     except ConfigError:

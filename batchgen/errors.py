@@ -1,8 +1,8 @@
-"""What a job tells its user instead of a traceback."""
+"""Errors whose messages are for the user of a job, who sees them without a traceback."""
 
 
 class ConfigError(ValueError):
-    """A user's mistake, found before any row is run.
+    """A mistake in a job's configuration or in what it names, such as its data set.
 
     The message is one line that names the key, says what is wrong with it and what to do.
     """

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 
+from batchgen.digest_cache import DigestCache
+
 CHUNK = 1 << 20
+"""Bytes that are read at a time."""
+PART = 64 << 20
+"""Bytes of a huge file that a thread takes at a time. Fingerprints depend on it."""
 HUGE = 256 << 20
-NUM_SAMPLES = 64
+"""A file of more bytes is hashed in parts, so that threads share it. Fingerprints depend on it."""
+CACHED = 64 << 20
+"""Digests of files of at least so many bytes are kept in the user's cache folder."""
+_MAX_THREADS = 16  # more wait for the disk
 
 
 def derive_seed(job_seed: int, row_id: str, sample_index: int) -> int:
@@ -24,29 +34,6 @@ def derive_seed(job_seed: int, row_id: str, sample_index: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def fingerprint_files(paths: Iterable[Path | str]) -> str:
-    """32 hex digits over names, sizes and content of the files, wherever they lie.
-
-    A file counts with its name; a folder with all files below it, named relative to it, without
-    hidden ones. The order of `paths` and modification times play no part. Of a file larger than
-    256 MiB only 64 MiB are read: its size and 64 pieces of 1 MiB at fixed, evenly spaced places,
-    the first and the last among them. So a change of a few bytes inside a huge file can go
-    unseen; another checkpoint or another export of a data set cannot.
-
-    Raises:
-        OSError: a path does not exist or cannot be read.
-    """
-    entries = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            names = ((file.relative_to(path), file) for file in path.rglob("*") if file.is_file())
-            files = [(n.as_posix(), f) for n, f in names if not _hidden(n)]
-        else:
-            files = [(path.name, path)]
-        entries += [(name, _file_digest(file)) for name, file in files]
-    return fingerprint_text(*(part for entry in sorted(entries) for part in entry))
-
-
 def fingerprint_text(*parts: str) -> str:
     """32 hex digits over the strings; where one ends and the next begins counts too."""
     digest = blake2b(digest_size=16)
@@ -56,19 +43,73 @@ def fingerprint_text(*parts: str) -> str:
     return digest.hexdigest()
 
 
+def fingerprint_files(paths: Iterable[Path | str]) -> str:
+    """32 hex digits over the names and the whole content of files, wherever these lie.
+
+    A file counts with its name; a folder with all files below it, named relative to it, without
+    hidden ones. The order of `paths` and modification times play no part. Every byte is read once:
+    threads share the work, and the digests of large files are kept in the user's cache folder until
+    the files change (`DigestCache`).
+
+    Raises:
+        OSError: a path does not exist or cannot be read.
+    """
+    named: list[tuple[str, Path]] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            below = ((file.relative_to(path), file) for file in path.rglob("*") if file.is_file())
+            named += [(name.as_posix(), file) for name, file in below if not _hidden(name)]
+        else:
+            named.append((path.name, path))
+    digests = _file_digests([file for _, file in named])
+    entries = sorted((name, digest) for (name, _), digest in zip(named, digests, strict=True))
+    return fingerprint_text(*(part for entry in entries for part in entry))
+
+
 def _hidden(name: Path) -> bool:
     return any(part.startswith(".") for part in name.parts)
 
 
-def _file_digest(path: Path) -> str:
-    size = path.stat().st_size
+def _file_digests(files: Sequence[Path]) -> list[str]:
+    """A digest of each file's content, from the cache where it has one."""
+    cache = DigestCache()
+    pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "fingerprint")
+    try:
+        waiting = [_digest(file, cache, pool) for file in files]
+        return [digest() for digest in waiting]
+    finally:  # after an error, or Ctrl-C, no thread takes another part
+        pool.shutdown(cancel_futures=True)
+
+
+def _digest(file: Path, cache: DigestCache, pool: ThreadPoolExecutor) -> Callable[[], str]:
+    """Has threads read the file; returns a function that waits for them and gives the digest."""
+    stat = file.stat()
+    size = stat.st_size
+    if size >= CACHED and (known := cache.get(file, stat)) is not None:
+        return lambda: known
+    step = PART if size > HUGE else max(size, 1)
+    parts: list[Future[str]] = [
+        pool.submit(_part_digest, file, start, min(start + step, size), size)
+        for start in range(0, max(size, 1), step)
+    ]
+
+    def digest() -> str:
+        digests = [part.result() for part in parts]
+        found = digests[0] if len(digests) == 1 else fingerprint_text(*digests)
+        if size >= CACHED:
+            cache.put(file, stat, found)
+        return found
+
+    return digest
+
+
+def _part_digest(file: Path, start: int, stop: int, size: int) -> str:
+    """32 hex digits over the size of a file and its bytes from `start` up to `stop`."""
     digest = blake2b(size.to_bytes(8, "little"), digest_size=16)
-    with path.open("rb") as file:
-        if size > HUGE:
-            for i in range(NUM_SAMPLES):
-                file.seek((size - CHUNK) * i // (NUM_SAMPLES - 1))
-                digest.update(file.read(CHUNK))
-        else:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
+    buffer = memoryview(bytearray(CHUNK))
+    with file.open("rb", buffering=0) as data:
+        data.seek(start)
+        while count := data.readinto(buffer[: min(CHUNK, stop - start)]):
+            digest.update(buffer[:count])
+            start += count
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Keeps the engine busy: rows to requests, and finished requests to the writer."""
+"""Turns rows into requests of the engine, and finished requests into rows of the output."""
 
 import dataclasses
 import itertools
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchgen.config import JobConfig, sampling_params
+from batchgen.config import JobConfig
 from batchgen.constraint.row_constraints import RowConstraints
 from batchgen.dataset.source import Row, RowSource
 from batchgen.engine.constraint.constraint import Constraint
@@ -32,34 +32,48 @@ class Engine(Protocol):
     def add_request(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
     ) -> None:
-        """Queue a request; RequestError if it can never be served."""
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never be served.
+        """
         ...
 
     def step(self) -> list[RequestOutput]:
-        """One step of the engine; returns the requests that it finished."""
+        """Run one step and return the requests that it finished."""
         ...
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens generated so far, those of unfinished requests too."""
+        """Tokens that were generated so far, with those of unfinished requests."""
         ...
 
     @property
     def stats(self) -> "DataclassInstance":
-        """Counts since the engine started, for metrics.json."""
+        """What the engine has counted since it started; metrics.json shows it."""
         ...
 
     @property
     def memory(self) -> "MemoryPlan":
-        """What the device's memory is used for."""
+        """How the device's memory is divided."""
+        ...
+
+    @property
+    def batch_dependence(self) -> str | None:
+        """Why a token's bits depend on the other rows of its batch; None if they do not."""
+        ...
+
+    def close(self) -> None:
+        """Stop what works in the background; nothing waits for it."""
         ...
 
 
 class Todo:
-    """The (row, samples) that are not done, in order.
+    """An iterator over the rows that have samples left to compute, each with those samples.
 
     Attributes:
-        num_rows: rows of the source so far; all of them once the iterator is at its end.
+        num_rows: rows of the source that were looked at so far, which are all of them once the
+            iterator is at its end.
     """
 
     def __init__(self, source: RowSource, writer: OutputWriter) -> None:
@@ -69,7 +83,10 @@ class Todo:
         self._next = self._missing()
 
     def is_empty(self) -> bool:
-        """Whether nothing is left to compute; reads up to the first row that is not done."""
+        """Whether nothing is left to compute.
+
+        This reads the source up to the first row that is not done.
+        """
         first = next(self._next, None)
         if first is not None:
             self._next = itertools.chain([first], self._next)
@@ -87,7 +104,13 @@ class Todo:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """One (row, sample) on its way; with `error` instead of `prompt` if it has no prompt."""
+    """One sample of one row, from before it is queued until it is finished.
+
+    Attributes:
+        fields: the columns of the data set that are copied to the output.
+        prompt: token ids; empty if there is an error.
+        error: why the row cannot be run, None if it can.
+    """
 
     row_id: str
     row_index: int
@@ -120,21 +143,22 @@ class Generation:
     ) -> None:
         """
         Args:
-            prompt: the token ids of a row, cut so that the answer has room; RequestError if none.
+            prompt: a function that gives the token ids of a row, cut so that the answer has room,
+                and raises RequestError for a row without a prompt.
         """
         self._source = source
         self._prompt = prompt
         self._constraints = constraints
-        self._params = sampling_params(config)
+        self._params = config.params
         self._writer = writer
         self._metrics = metrics
         self._engine = engine
-        # Twice what can run, so that a step which finishes every running row finds as many waiting.
+        # Twice as many as can run: a step that finishes all running rows finds the next ones there.
         self._window = 2 * config.engine.max_num_seqs
         self._in_flight: dict[str, _Request] = {}
 
     def run(self, todo: Todo, signals: StopSignals, progress: Progress) -> bool:
-        """Generate until all rows are written; False if a signal came first."""
+        """Generate until all rows are written; returns False if a signal came first."""
         requests = self._requests(todo)
         started = time.monotonic()
         while True:
@@ -165,7 +189,10 @@ class Generation:
         self._metrics.save("running")
 
     def _refill(self, requests: Iterator[_Request]) -> list[FinishedRow]:
-        """Fill the window; returns the rows that failed before they reached the engine."""
+        """Queue requests until the window is full.
+
+        Returns the rows that failed before they reached the engine.
+        """
         failed: list[FinishedRow] = []
         while len(self._in_flight) + len(failed) < self._window:
             request = next(requests, None)
@@ -188,7 +215,7 @@ class Generation:
         return None
 
     def _requests(self, todo: Todo) -> Iterator[_Request]:
-        """A request per missing sample; a row's prompt and constraint are made once for all."""
+        """A request for each missing sample; samples of a row share its prompt and constraint."""
         for row, samples in todo:
             prompt: list[int] = []
             constraint: Constraint | None = None

@@ -1,10 +1,10 @@
-"""The job: from a checked configuration to a complete output folder, each row exactly once."""
+"""Runs a job: every row of the data set gets into the output folder exactly once."""
 
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from batchgen.config import (
     JsonSchemaConstraintConfig,
     identity,
     resolved,
-    sampling_params,
 )
 from batchgen.constraint.row_constraints import RowConstraints
 from batchgen.dataset.source import Row, RowSource
-from batchgen.engine.outputs import OutputColumn
+from batchgen.engine.outputs import OutputColumn, RowCount
+from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError, JobError
 from batchgen.generation import Engine, Generation, Todo
 from batchgen.output.dataset_card import dataset_card
@@ -32,24 +32,27 @@ from batchgen.output.parsed_column import ParsedColumn
 from batchgen.output.schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.output.shards import shard_files
 from batchgen.output.writer import OutputWriter
-from batchgen.progress import Progress, Speculation, show_memory, summary
+from batchgen.progress import Progress, show_memory, summary
 from batchgen.prompts.prompts import Prompt, fit_prompt
 from batchgen.signals import JobStopped, StopSignals
 
 
 @dataclass(frozen=True)
 class JobParts:
-    """What a job runs on, with everything but the weights already opened and checked.
+    """What a job runs on; everything but the weights has been opened and checked.
 
     Attributes:
-        prompt: rows to token ids.
-        bos_id: of the tokenizer, which a prompt that is cut keeps.
-        max_model_len: most tokens of prompt and answer together.
-        columns: the per-token columns that the engine will give for this job's parameters.
-        fingerprints: of the model's files and the tokenizer, by name.
-        build_engine: loads the weights; called last, and only if there are rows to compute.
-        counts: the fields of `RequestOutput` that say what a row cost, which become columns.
-        speculation: of a strategy that drafts; its remark ends the job's summary.
+        prompt: makes the token ids of a row.
+        bos_id: the id with which the tokenizer begins a text; a prompt that is cut keeps it. None
+            if there is no such id.
+        max_model_len: how many tokens prompt and answer may have together.
+        columns: the per-token columns that the engine returns for this job's parameters.
+        fingerprints: of what decides the answers besides the configuration and the data set, by
+            name: the files of the models, the dtype, the constraint.
+        build_engine: loads the weights. It is called last, and only if there are rows to compute.
+        strategy: declares what is counted for each row, which becomes columns, and has lines for
+            the job's summary. None if it has none of either.
+        close: ends what was opened and works in the background.
     """
 
     source: RowSource
@@ -59,8 +62,13 @@ class JobParts:
     columns: Sequence[OutputColumn]
     fingerprints: Mapping[str, str]
     build_engine: Callable[[], Engine]
-    counts: Sequence[str] = ()
-    speculation: Speculation | None = None
+    strategy: Strategy | None = None
+    close: Callable[[], None] = lambda: None
+
+    @property
+    def counts(self) -> Sequence[RowCount]:
+        """What the strategy counts for each row."""
+        return () if self.strategy is None else self.strategy.counts
 
 
 @dataclass(frozen=True)
@@ -68,9 +76,9 @@ class JobResult:
     """How a job ended without an error.
 
     Attributes:
-        error_rows: output rows without an answer, of a complete job.
-        stopped_by: the number of the signal that stopped it, None if the job is complete.
-        message: for the user.
+        error_rows: how many rows of a complete job have an error instead of an answer.
+        stopped_by: the number of the signal that stopped the job, None if it is complete.
+        message: what the user is told.
     """
 
     error_rows: int
@@ -79,7 +87,7 @@ class JobResult:
 
     @property
     def exit_code(self) -> int:
-        """0 all rows have an answer, 3 some have an error, 128 + signal if stopped."""
+        """As `batchgen.__main__` describes them."""
         if self.stopped_by is not None:
             return 128 + self.stopped_by
         return 3 if self.error_rows else 0
@@ -88,16 +96,17 @@ class JobResult:
 def run_job(config: JobConfig, parts: JobParts) -> JobResult:
     """Run a job to its end, or go on with one that was stopped or killed.
 
-    Everything that can be refused is refused before the weights load. SIGINT and SIGTERM stop the
-    job cleanly; a second one at once.
+    Everything that can be refused is refused before the weights load. A first SIGINT or SIGTERM
+    stops the job cleanly, a second one at once.
 
     Raises:
-        ConfigError: a user's mistake; no row was computed, or the dataset is bad further on.
-        JobError: output cannot be written or is damaged. Finished rows are safe.
-        Exception: whatever the engine or the source raises. Finished rows are safe.
+        ConfigError: the user made a mistake. No row was computed, unless the mistake is in a later
+            row of the data set.
+        JobError: the output cannot be written or is damaged. Finished rows are safe.
+        Exception: whatever the engine or the data set raises. Finished rows are safe.
     """
     folder = Path(config.output.dir)
-    with StopSignals() as signals:
+    with StopSignals() as signals, closing(parts):
         try:
             return _run(config, parts, signals)
         except JobStopped:
@@ -130,11 +139,15 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                 engine = parts.build_engine()
                 signals.deferred = True
                 metrics.attempt.memory = asdict(engine.memory)
+                metrics.attempt.batch_dependence = engine.batch_dependence
                 show_memory(engine.memory)
+                if engine.batch_dependence is not None:
+                    manifest = replace(manifest, batch_dependence=engine.batch_dependence)
+                    manifest.write(folder.path / "manifest.json")
                 generation = Generation(
                     config, source, prompt, constraints, engine, writer, metrics
                 )
-                with Progress(total, writer.resumed) as progress:
+                with closing(engine), Progress(total, writer.resumed) as progress:
                     if not generation.run(todo, signals, progress):
                         return _stopped(writer, metrics, signals, folder.path)
             signals.deferred = True
@@ -147,9 +160,7 @@ def _schema(config: JobConfig, parts: JobParts) -> OutputSchema:
     parsed = None
     if PARSED in columns:
         assert isinstance(constraint, (JsonConstraintConfig, JsonSchemaConstraintConfig))
-        parsed = ParsedColumn.build(
-            sampling_params(config).constraint, constraint.start_after or ""
-        )
+        parsed = ParsedColumn.build(config.params.constraint, constraint.start_after or "")
     return OutputSchema.build(
         parts.source.schema,
         parts.columns,
@@ -161,7 +172,13 @@ def _schema(config: JobConfig, parts: JobParts) -> OutputSchema:
 
 
 def _fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[int]]:
-    """Prompts that leave room for the whole answer, so that no answer ends early unseen."""
+    """A function from a row to its prompt, cut or refused so that the longest answer has room.
+
+    Otherwise an answer could end at the model's limit, and nobody would see why.
+
+    Raises:
+        ConfigError: the longest answer leaves no room for any prompt.
+    """
     room = parts.max_model_len - config.sampling.max_new_tokens
     if room < 1:
         raise ConfigError(
@@ -178,7 +195,7 @@ def _fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[i
 
 
 def _config_file(config: JobConfig) -> str:
-    """The resolved configuration as a file that `batchgen --config-path` takes as it is."""
+    """The text of config.yaml, which `batchgen --config-path` takes as a job's configuration."""
     quiet = {
         "defaults": [
             "_self_",
@@ -191,7 +208,7 @@ def _config_file(config: JobConfig) -> str:
 
 
 def _literal(value: Any) -> Any:
-    """`value` so that OmegaConf reads back what is in it: `${` is text here, not a reference."""
+    """The value with every `${` escaped, so that OmegaConf reads it as text, not as a reference."""
     if isinstance(value, dict):
         return {key: _literal(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -201,7 +218,7 @@ def _literal(value: Any) -> Any:
 
 @contextmanager
 def _recorded(metrics: Metrics, folder: Path) -> Iterator[None]:
-    """Keep metrics.json true however the job ends, and tell the user of an error what is safe."""
+    """Save in metrics.json how the job ended, and tell with an error what is safe."""
     metrics.save("running")
     try:
         yield
@@ -209,10 +226,10 @@ def _recorded(metrics: Metrics, folder: Path) -> Iterator[None]:
         metrics.save("stopped")
         raise
     except Exception as error:
-        # A mistake found while the engine is built comes back with the same command.
+        # The same command would only repeat a mistake that shows when the engine is built.
         if metrics.attempt.rows or not isinstance(error, ConfigError):
             error.add_note(f"Finished rows are safe. {_resume(folder)}")
-        # On a full disk this fails too, and must not hide why.
+        # On a full disk this fails too. The first error must stay the one that the user sees.
         with contextlib.suppress(JobError):
             metrics.save("failed")
         raise
@@ -240,7 +257,7 @@ def _complete(
     card = dataset_card(resolved(config), manifest.fingerprints, schema.arrow, totals)
     write_atomic(folder.path / "README.md", card)
     metrics.save("complete")
-    message = summary(totals, str(folder.path), metrics, parts.speculation)
+    message = summary(totals, str(folder.path), metrics, parts.strategy)
     return JobResult(totals.error_rows, None, message)
 
 
@@ -248,13 +265,14 @@ def _already_complete(config: JobConfig, parts: JobParts, folder: JobFolder) -> 
     folder.remove_journal()
     totals = _totals(config, parts, folder)
     message = "This job is complete already; nothing was computed.\n"
-    table = summary(totals, str(folder.path), speculation=parts.speculation)
+    table = summary(totals, str(folder.path), strategy=parts.strategy)
     return JobResult(totals.error_rows, None, message + table)
 
 
 def _totals(config: JobConfig, parts: JobParts, folder: JobFolder) -> Totals:
     shards = list(shard_files(folder.data).values())
-    return Totals.read(shards, parts.counts, constrained=config.constraint.kind != "none")
+    names = [count.name for count in parts.counts]
+    return Totals.read(shards, names, constrained=config.constraint.kind != "none")
 
 
 def _resume(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""The Python interface: prompts in, finished requests out, without files or configuration."""
+"""The Python interface: it generates from a list of prompts, without files or configuration."""
 
 from __future__ import annotations
 
@@ -17,31 +17,39 @@ from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.fingerprint import derive_seed
-from batchgen.model.draft_model import open_draft
 from batchgen.model.open_model import DeviceName, DtypeName, open_model
+from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.strategies.ar.strategy import ARStrategy
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
-"""Text, token ids, or a conversation: a list of {"role": …, "content": …}."""
+"""A prompt is a text, a list of token ids, or a conversation of {"role": …, "content": …}."""
 
 
 class LLM:
-    """A model and its engine.
+    """A model with an engine that generates from prompts.
 
         llm = LLM("Qwen/Qwen3-0.6B")
         for output in llm.stream(["The capital of France is"], SamplingParams(max_new_tokens=8)):
             print(output.request_id, output.text)
 
     Args:
-        model: hub name, folder with safetensors and tokenizer, `.gguf` file, or
-            `package://PACKAGE/PATH` in an installed Python package.
-        revision: commit, branch or tag of a hub model.
-        dtype: `auto` is the checkpoint's on a GPU and float32 on a CPU.
-        device: `auto` is a GPU if there is one.
-        load_format: `dummy` makes random weights from the configuration alone.
-        strategy: the decoding paradigm, `ARStrategy()` unless given. It holds the state of its
-            rows, so the LLM works with a copy: one object can be given to several.
-        config: batch and memory sizes.
+        model: a hub name, a folder with safetensors and tokenizer, a `.gguf` file, or
+            `package://PACKAGE/PATH` for a path inside an installed Python package.
+        revision: the commit, branch or tag of a hub model.
+        dtype: the dtype of the weights and activations; `auto` is the checkpoint's dtype on a GPU
+            and float32 on a CPU.
+        device: where the model runs; `auto` is a GPU if there is one.
+        load_format: `auto` reads what lies at the path, `gguf` insists on a GGUF file, and `dummy`
+            makes random weights from the configuration alone.
+        strategy: the decoding paradigm; None means `ARStrategy()`. A strategy holds the state of
+            its rows, so the LLM works with a copy, and one object can be given to several LLMs.
+        config: batch and memory sizes; None means the defaults.
+        context_columns: the names of columns of context scope that requests may ask for
+            (`SamplingParams.columns`); each takes room in the paged cache.
+
+    Attributes:
+        tokenizer: the model's tokenizer; None if it has none.
+        engine: the engine, which `stream` feeds.
 
     Raises:
         ValueError: the model cannot be found, is not supported, or does not fit; the message says
@@ -58,16 +66,21 @@ class LLM:
         load_format: LoadFormat = "auto",
         strategy: Strategy | None = None,
         config: EngineConfig | None = None,
+        context_columns: Sequence[str] = (),
     ) -> None:
         opened = open_model(model, revision, load_format)
         config = config or EngineConfig()
         strategy = ARStrategy() if strategy is None else copy.deepcopy(strategy)
-        max_model_len = config.model_len(opened.config.max_position_embeddings)
-        draft = open_draft(strategy, opened, max_model_len)
-        weights = opened.load(dtype, device)
-        draft_weights = None if draft is None else draft.load_beside(weights)
+        longest = config.model_len(opened.config.max_position_embeddings)
+        max_model_len = strategy.model_len(longest, opened.config)
+        others = open_others(strategy, opened, max_model_len)
+        heads = strategy_heads(strategy, opened.config)
+        weights = opened.load(dtype, device, heads)
+        beside = {name: other.load_beside(weights) for name, other in others.items()}
         self.tokenizer: PreTrainedTokenizerBase | None = opened.tokenizer
-        self.engine: LLMEngine = opened.engine(weights, strategy, config, draft_weights)
+        self.engine: LLMEngine = opened.engine(
+            weights, strategy, config, beside, context_columns=context_columns
+        )
 
     def generate(
         self,
@@ -75,7 +88,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         n: int = 1,
     ) -> list[list[RequestOutput]]:
-        """The n outputs of each prompt, in order; `stream` says more."""
+        """Generate n outputs for each prompt and return them all at the end.
+
+        The arguments and errors are those of `stream`.
+
+        Returns:
+            For each prompt, in order, its n outputs in the order of the samples.
+        """
         outputs: list[list[RequestOutput]] = [[] for _ in prompts]
         for output in sorted(self.stream(prompts, params, n), key=_indices):
             outputs[_indices(output)[0]].append(output)
@@ -87,19 +106,22 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         n: int = 1,
     ) -> Iterator[RequestOutput]:
-        """Outputs as they finish; `request_id` is "PROMPT-SAMPLE", both counted from 0.
+        """Generate n outputs for each prompt and yield them as they finish.
 
-        A sample's tokens depend on its prompt, parameters and those two numbers: the seed of
-        `params` is the seed of the call, from which each sample's own is derived. Abandoning the
-        iterator drops what has not finished; an LLM serves one iterator at a time.
+        The `request_id` of an output is "PROMPT-SAMPLE", the indices of its prompt and of its
+        sample, both counted from 0. A sample's tokens depend on its prompt, its parameters and
+        these two numbers: each sample's seed is derived from the seed in `params` and from them. If
+        the iterator is abandoned, unfinished samples are dropped. An LLM serves only one iterator
+        at a time.
 
         Args:
-            prompts: a list, of any mix of kinds.
-            params: for all prompts, or one for each; None is `SamplingParams()`.
-            n: samples of each prompt.
+            prompts: the prompts, which may be of different kinds.
+            params: the parameters for all prompts, or one for each; None means `SamplingParams()`.
+            n: the number of samples of each prompt.
 
         Raises:
-            RequestError: a prompt can never be served (too long, say); before any is run.
+            RequestError: a prompt can never be served, for example because it is too long. This is
+                raised before any prompt is run.
             ValueError: the parameters cannot be honoured.
         """
         if isinstance(prompts, str):
@@ -128,6 +150,7 @@ class LLM:
                 self.engine.abort(request_id)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt, using the chat template for a conversation."""
         if not isinstance(prompt, str) and all(isinstance(item, Integral) for item in prompt):
             return [int(cast("int", item)) for item in prompt]
         if self.tokenizer is None:
@@ -143,5 +166,6 @@ class LLM:
 
 
 def _indices(output: RequestOutput) -> tuple[int, int]:
+    """Return the indices of an output's prompt and sample."""
     prompt, sample = output.request_id.split("-")
     return int(prompt), int(sample)

@@ -1,29 +1,31 @@
-"""What a person sees of a job: a bar while it runs, a table when it ends."""
+"""What a job shows on the terminal: a bar while it runs, and a table when it ends."""
+
+from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TextIO
 
 from tqdm import tqdm
 
-from batchgen.output.metrics import Metrics, Totals
-
 if TYPE_CHECKING:
     from batchgen.engine.cache.memory_plan import MemoryPlan
+    from batchgen.engine.strategy import Hooks
+    from batchgen.output.metrics import Metrics, Totals
 
 LINE_SECONDS = 30.0
 
 
 class Progress:
-    """A tqdm bar over output rows; a line now and then if the stream is not a terminal."""
+    """A bar of tqdm over the output rows, or a line every 30 seconds if there is no terminal."""
 
     def __init__(self, total: int | None, resumed: int, stream: TextIO | None = None) -> None:
         """
         Args:
-            total: output rows of the whole job, None if unknown.
-            resumed: output rows that are there already.
+            total: output rows of the whole job, None if that is not known.
+            resumed: output rows that earlier attempts have written.
+            stream: where to show it; None is stderr.
         """
         self._stream = stream if stream is not None else sys.stderr
         is_terminal = self._stream.isatty()
@@ -55,11 +57,11 @@ class Progress:
         self._bar.update(rows)
 
     def due(self) -> bool:
-        """Whether it is time to show the figures that `show` takes, which cost something."""
+        """Whether it is time to call `show` again, whose figures are not free to get."""
         return time.monotonic() - self._shown >= self._interval
 
     def show(self, tokens_per_s: float, in_flight: int) -> None:
-        """Show the rate and how many requests the engine has."""
+        """Show how fast tokens come and how many requests the engine has."""
         self._shown = now = time.monotonic()
         if self._is_terminal:
             self._bar.set_postfix_str(f"{tokens_per_s:,.0f} tok/s, {in_flight} in flight")
@@ -73,53 +75,23 @@ class Progress:
         print(line, file=self._stream, flush=True)
 
 
-def show_memory(plan: "MemoryPlan") -> None:
-    """Say on stderr what the engine's memory is used for, which decides how much runs at once."""
+def show_memory(plan: MemoryPlan) -> None:
+    """Say on stderr how the engine's memory is divided: that decides how many rows run at once."""
     print(f"memory: {plan}", file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """What a job must know of it to say whether it was of use.
-
-    Attributes:
-        acceptance_floor: share of drafts that held, below which it was not.
-    """
-
-    proposer: str
-    acceptance_floor: float
-
-    def remark(self, counts: Mapping[str, int]) -> str | None:
-        """A sentence for the user of a job that did not gain from its drafts.
-
-        Args:
-            counts: the sums of all rows.
-        """
-        proposed, accepted = counts["num_draft_tokens"], counts["num_accepted_tokens"]
-        if not counts["num_forwards"]:
-            return None
-        if not proposed:
-            why = "none would have saved time"
-            if self.proposer == "ngram":
-                why += ", or no text came twice"
-            return f"No drafts were proposed: {why}. strategy=ar is as fast here."
-        if accepted >= self.acceptance_floor * proposed:
-            return None
-        other = "draft with a draft model" if self.proposer == "ngram" else "ngram"
-        return (
-            f"Only {accepted / proposed:.1%} of the drafts held, and strategy.acceptance_floor is "
-            f"{self.acceptance_floor:.1%}: use strategy=ar, another proposer "
-            f"(strategy.proposer={other}), or fewer drafts (strategy.num_spec_tokens)."
-        )
 
 
 def summary(
     totals: Totals,
     folder: str,
     metrics: Metrics | None = None,
-    speculation: Speculation | None = None,
+    strategy: Hooks | None = None,
 ) -> str:
-    """The table at the end of a job; with `metrics` if it was this attempt that completed it."""
+    """The table at the end of a job.
+
+    Args:
+        metrics: of this attempt, if it was the one that completed the job.
+        strategy: has lines of its own to add.
+    """
     lines = [
         ("rows", f"{totals.rows:,}"),
         ("finish reasons", _counts(totals.finish_reasons)),
@@ -129,43 +101,26 @@ def summary(
     ]
     if totals.constraint:
         lines.append(("constraint", _outcomes(totals.constraint)))
-    lines += _speculated(totals)
+    if strategy is not None:
+        stats = {} if metrics is None else metrics.attempt.engine.get("strategy", {})
+        lines += strategy.summary(totals.counts, stats, totals.generated_tokens)
     if metrics is not None:
         attempt = metrics.attempt
         if attempt.rows_resumed:
             lines[0] = ("rows", f"{totals.rows:,} ({attempt.rows_resumed:,} from before)")
-        if "num_commit_forwards" in totals.counts:
-            lines.append(("steps per block", _shares(attempt.engine["forwards_per_yield"])))
         seconds = f"{_duration(attempt.wall_s)} ({_duration(attempt.generate_s)} generating)"
         lines += [("time", seconds), ("speed", f"{metrics.tokens_per_s:,.1f} tokens/s")]
     lines.append(("output", folder))
     width = max(len(name) for name, _ in lines)
     table = [f"{name:<{width}}  {value}" for name, value in lines]
-    remark = None if speculation is None else speculation.remark(totals.counts)
+    if metrics is not None and (why := metrics.attempt.batch_dependence) is not None:
+        table.append(f"A row's tokens may depend on the rows beside it: {why}.")
+    remark = None if strategy is None else strategy.remark(totals.counts)
     return "\n".join(table if remark is None else [*table, remark])
 
 
-def _speculated(totals: Totals) -> list[tuple[str, str]]:
-    """What the strategy counts of forwards and drafts, if it does."""
-    lines = []
-    if proposed := totals.counts.get("num_draft_tokens", 0):
-        share = totals.counts["num_accepted_tokens"] / proposed
-        lines.append(("drafts", f"{proposed:,} proposed, {share:.1%} accepted"))
-    if forwards := totals.counts.get("num_forwards", 0):
-        lines.append(("tokens per forward", f"{totals.generated_tokens / forwards:.2f} of a row"))
-    if (commits := totals.counts.get("num_commit_forwards")) is not None:
-        lines.append(("forwards", f"{forwards - commits:,} to denoise, {commits:,} to commit"))
-    return lines
-
-
-def _shares(counts: Mapping[int, int]) -> str:
-    """How often each number came, of this attempt."""
-    total = sum(counts.values())
-    return ", ".join(f"{number}: {count / total:.1%}" for number, count in counts.items()) or "none"
-
-
 def _outcomes(counts: Mapping[str, int]) -> str:
-    """How many constrained rows did what; those that all did well are one number."""
+    """How many of the constrained rows ended in which way; ways that none took are left out."""
     constrained = {n: c for n, c in counts.items() if n not in ("unconstrained", "error")}
     shown = [f"{n} {c:,}" for n, c in constrained.items() if c or n == "satisfied"]
     return f"{', '.join(shown)} of {sum(constrained.values()):,} constrained rows"

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first stops a job cleanly, the second at once."""
+"""SIGINT and SIGTERM: the first one stops a job cleanly, a second one at once."""
 
 import os
 import signal
@@ -8,24 +8,27 @@ import time
 from types import FrameType
 from typing import Self
 
-# One Ctrl-C or one `timeout` can reach a process twice, directly and through its group.
 _SAME_SIGNAL_SECONDS = 0.3
+"""A second signal within this time counts as the first one: a Ctrl-C or the command `timeout` can
+reach a process twice, directly and through its process group."""
 
 
 class JobStopped(BaseException):
-    """Raised by a first signal where a job can be left at any point.
+    """Raised by the first signal while the job can still be left at any point.
 
-    Like KeyboardInterrupt not an Exception, so that no library takes it for an error of its own.
+    Like KeyboardInterrupt it is no Exception, so that no library takes it for an error of its own.
     """
 
 
 class StopSignals:
-    """Handles SIGINT and SIGTERM while entered (in the main thread; elsewhere it does nothing).
+    """Handles SIGINT and SIGTERM while it is entered.
+
+    Only the main thread of a process may handle signals; in another thread this does nothing.
 
     Attributes:
-        received: number of the first signal, or None.
-        deferred: False: the first signal raises JobStopped wherever the program is. True: it only
-            sets `received`, which is then to be looked at often.
+        received: the number of the first signal, None before there is one.
+        deferred: if False, the first signal raises JobStopped wherever the program is. If True, it
+            only sets `received`, which the program then has to look at often.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
     python -m batchgen.validate OUT
 
-Exit codes: 1 a row that satisfies its constraint by the engine's word does not; 2 nothing could be
-checked; 0 else. Rows that were cut count as what they are, not as valid.
+The exit code is 1 if some row does not satisfy its constraint though the engine said so, 2 if
+nothing could be checked, and 0 otherwise. Rows whose text was cut are counted apart, not as valid.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -28,17 +28,19 @@ from batchgen.config import (
     constraint_config,
     job_value,
 )
-from batchgen.constraint.json_text import parse_json
 from batchgen.constraint.row_constraints import MAX_CACHED, cell_text, choices_of
 from batchgen.constraint.text_checks import CHECKED_BY, Check, Unchecked, make_check
 from batchgen.dataset.stored_json import read_back, stored_feature
+from batchgen.engine.constraint.json_text import parse_json
 from batchgen.errors import ConfigError, JobError
 from batchgen.output.manifest import Manifest
 from batchgen.output.metrics import OUTCOMES, constraint_outcome
 from batchgen.output.shards import damaged, shard_files
 
 SHOWN = 5
+"""How many problems of each kind the report names."""
 _BATCH = 1024
+"""How many rows are read from a shard at once."""
 _COLUMNS = ("row_id", "sample_index", "text", "finish_reason", "constraint_satisfied")
 _MEANINGS = {
     "valid": "satisfied, and checked",
@@ -46,16 +48,19 @@ _MEANINGS = {
     "unchecked": "satisfied by the engine's word; cannot be checked",
     **{name: meaning for name, meaning in OUTCOMES.items() if name != "satisfied"},
 }
+"""Outcome of a row → what it means, for people. The engine's `satisfied` becomes one of the first
+three."""
 
 
 @dataclass
 class Report:
-    """What a check found.
+    """What the check of a job found.
 
     Attributes:
-        checked_by: what checked the texts.
-        counts: rows by outcome; `invalid` are those that say they are satisfied and are not.
-        problems: of invalid and unchecked rows, the first few: row, sample and reason.
+        checked_by: what checked the texts, for people.
+        counts: the number of rows of each outcome (the keys of `_MEANINGS`).
+        problems: for the outcomes `invalid` and `unchecked`, the first few such rows: row, sample
+            and reason.
     """
 
     checked_by: str
@@ -64,9 +69,11 @@ class Report:
 
     @property
     def rows(self) -> int:
+        """The number of all rows."""
         return self.counts.total()
 
     def add(self, outcome: str, where: str, reason: str | None) -> None:
+        """Count a row. `reason` is None unless the outcome is `invalid` or `unchecked`."""
         self.counts[outcome] += 1
         if reason is not None and len(self.problems[outcome]) < SHOWN:
             self.problems[outcome].append(f"{where}: {reason}")
@@ -82,11 +89,11 @@ class Report:
 
 
 def validate(folder: str | Path) -> Report:
-    """Check the rows of a complete job's output folder, from what is in it alone.
+    """Check all rows of a job, by nothing but its output folder.
 
     Raises:
-        ConfigError: it is no complete job with a constraint, or its rows' constraints are not in
-            it.
+        ConfigError: the folder does not hold a complete job with a constraint, or the rows have
+            constraints of their own and the folder does not hold these.
         JobError: a shard is damaged.
     """
     path = Path(folder)
@@ -99,8 +106,9 @@ def validate(folder: str | Path) -> Report:
     return report
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit code. The arguments are those of the process, unless they
+    are given."""
     parser = argparse.ArgumentParser(
         prog="python -m batchgen.validate",
         description="Check every row of a finished job against its constraint.",
@@ -116,7 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Checks:
-    """The check of each row, made once for rows with the same constraint."""
+    """Tells the check of each row. Rows with the same constraint share one.
+
+    Args:
+        config: the job's constraint.
+        column: the dataset column that holds each row's own; None if the job gives one.
+    """
 
     def __init__(self, config: AnyConstraintConfig, column: str | None) -> None:
         self._config, self._column = config, column
@@ -124,7 +137,11 @@ class _Checks:
         self._of_cell = lru_cache(MAX_CACHED)(partial(_cell_check, config))
 
     def of(self, row: Mapping[str, Any]) -> Check | None:
-        """None if the row has no constraint; Unchecked if there is no check of it."""
+        """The check of a row, or None if the row has no constraint.
+
+        Raises:
+            Unchecked: its constraint cannot be checked.
+        """
         if self._column is None:
             return self._of_job()
         try:
@@ -135,6 +152,7 @@ class _Checks:
 
 
 def _cell_check(config: AnyConstraintConfig, text: str) -> Check:
+    """The check of a constraint that a row holds as text."""
     if config.kind == "choice":
         return make_check(config, choices_of(text))
     is_json = config.kind in ("json_schema", "structural_tag")
@@ -142,7 +160,7 @@ def _cell_check(config: AnyConstraintConfig, text: str) -> Check:
 
 
 def _outcome(row: Mapping[str, Any], checks: _Checks) -> tuple[str, str | None]:
-    """What became of the row, and why it is invalid or unchecked if it is."""
+    """The outcome of a row (a key of `_MEANINGS`), and the reason if it is invalid or unchecked."""
     said = constraint_outcome(row["finish_reason"], row["constraint_satisfied"])
     if said == "error":
         return said, None
@@ -161,7 +179,7 @@ def _outcome(row: Mapping[str, Any], checks: _Checks) -> tuple[str, str | None]:
 
 
 def _config(path: Path) -> AnyConstraintConfig:
-    """The job's constraint, from its manifest: config.yaml is for people to change."""
+    """The job's constraint. It is read from the manifest, because people may edit config.yaml."""
     if not (path / "manifest.json").is_file():
         raise ConfigError(f"{path} is not the output of a job (no manifest.json): give output.dir")
     identity = Manifest.read(path / "manifest.json").identity
@@ -175,7 +193,8 @@ def _config(path: Path) -> AnyConstraintConfig:
 
 
 def _rows(path: Path, column: str | None) -> Iterator[dict[str, Any]]:
-    """The rows with what they are checked by; `column` as its value and its feature."""
+    """The rows of all shards, with the columns that the check needs. Under `column` a row has a
+    pair: what the column holds, and what the library datasets says that it holds."""
     names = [*_COLUMNS, *([] if column is None else [column])]
     for shard in shard_files(path / "data").values():
         try:

@@ -1,36 +1,84 @@
-"""How the engine runs. Nothing here decides what a row's tokens are."""
+"""The settings of an engine: batch sizes, memory and speed. None of them decides a row's tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch  # Importing it takes seconds, and only annotations need it.
 
 _CHUNK_TOKENS = 256
+"""The default number of prompt tokens that a large model reads beside decoding rows."""
 _LARGE_MODEL = 3 * 10**9
-"""Bytes of weights that an H100 reads in a millisecond. Smaller models gain less by a mixed step
-than its preparation costs the host (measured with 0.6 and 8 billion parameters). On a CPU prompts
-are bound by arithmetic, so nothing is gained."""
+"""The bytes of weights from which a model counts as large; an H100 reads as many in a millisecond.
+Smaller models gain less from a mixed step than the host needs to prepare it (measured with 0.6 and
+8 billion parameters). On a CPU nothing is gained, because arithmetic bounds prefill there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """The settings of an engine for one model on one device, with every default filled in.
+
+    Attributes:
+        max_num_seqs: the most rows in flight.
+        max_batched_tokens: the most tokens in one prefill batch.
+        chunk_tokens: the most prompt tokens that are read beside decoding rows in one step; 0 reads
+            prompts only in steps of their own.
+        max_model_len: the most prompt and output tokens of a row together.
+        is_len_asked_for: the user gave `max_model_len`, so the caches must hold one such row.
+        block_size: the number of tokens in one block of the paged cache.
+        prefix_caching: compute a prefix that rows share only once.
+        kv_cache_gib: the size of the paged cache in GiB; None takes what memory is left.
+        state_checkpoints: the number of states that are kept for prefix reuse, in models with
+            recurrent layers; None chooses it from the free memory.
+        gpu_memory_utilization: the share of the GPU's memory that the engine may use, from 0 to 1.
+        cuda_graph: replay forwards as CUDA graphs.
+        overlap: launch a step before the results of the previous step are read.
+    """
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    chunk_tokens: int
+    max_model_len: int
+    is_len_asked_for: bool
+    block_size: int
+    prefix_caching: bool
+    kv_cache_gib: float | None
+    state_checkpoints: int | None
+    gpu_memory_utilization: float
+    cuda_graph: bool
+    overlap: bool
+
+    @property
+    def row_blocks(self) -> int:
+        """The number of blocks that a row of `max_model_len` tokens takes."""
+        return -(-self.max_model_len // self.block_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Attributes:
-        max_num_seqs: rows in flight at most.
-        max_batched_tokens: tokens per prefill batch at most; None is 8192 on a GPU and 2048 on
-            a CPU.
-        chunk_tokens: prompt tokens that are read beside decoding rows in one step, at most; 0 reads
-            prompts in steps of their own. None is 256 on a GPU for models whose weights take long
-            to read, else 0.
-        max_model_len: prompt and output tokens of a row at most; None is what the model was made
-            for.
-        block_size: tokens per KV block.
+    """The settings of an engine that a user can choose.
+
+    Attributes:
+        max_num_seqs: the most rows in flight.
+        max_batched_tokens: the most tokens in one prefill batch; None means 8192 on a GPU and 2048
+            on a CPU.
+        chunk_tokens: the most prompt tokens that are read beside decoding rows in one step; 0 reads
+            prompts only in steps of their own. None means 256 on a GPU for models of at least 3 GB
+            of weights, else 0.
+        max_model_len: the most prompt and output tokens of a row together; None means as many as
+            the model was made for.
+        block_size: the number of tokens in one block of the paged cache.
         prefix_caching: compute a prefix that rows share only once.
-        kv_cache_gib: size of the KV cache in GiB; None chooses it from free memory.
-        gpu_memory_utilization: share of the GPU's memory to use if kv_cache_gib is None.
-        cuda_graph: replay decode steps as CUDA graphs; None is on a GPU only.
-        overlap: launch a step before the one before it is read; None is on a GPU only, because a
-            CPU computes within the launch.
+        kv_cache_gib: the size of the paged cache in GiB; None takes what memory is left.
+        state_checkpoints: the number of states that are kept for prefix reuse, in models with
+            recurrent layers; None takes up to a tenth of the caches' memory. Other models keep no
+            states.
+        gpu_memory_utilization: the share of the GPU's memory that the engine may use, from 0 to 1.
+        cuda_graph: replay forwards as CUDA graphs; None means on a GPU only.
+        overlap: launch a step before the results of the previous step are read; None means on a GPU
+            only, because a CPU computes the step while it is launched.
 
     Raises:
         ValueError: a value is out of range; the message names it and says what is allowed.
@@ -43,6 +91,7 @@ class EngineConfig:
     block_size: int = 16
     prefix_caching: bool = True
     kv_cache_gib: float | None = None
+    state_checkpoints: int | None = None
     gpu_memory_utilization: float = 0.9
     cuda_graph: bool | None = None
     overlap: bool | None = None
@@ -68,6 +117,11 @@ class EngineConfig:
             ),
             ("kv_cache_gib", self.kv_cache_gib is None or self.kv_cache_gib > 0, "above 0"),
             (
+                "state_checkpoints",
+                self.state_checkpoints is None or self.state_checkpoints >= 0,
+                "at least 0",
+            ),
+            (
                 "gpu_memory_utilization",
                 0 < self.gpu_memory_utilization <= 1,
                 "above 0 and at most 1",
@@ -77,12 +131,19 @@ class EngineConfig:
             if not ok:
                 raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
 
-    def resolve(self, device: torch.device, weight_bytes: int) -> EngineConfig:
-        """With a value for everything that None leaves to the device and the size of the model, but
-        max_model_len and kv_cache_gib.
+    def resolve(
+        self, device: torch.device, weight_bytes: int, max_model_len: int
+    ) -> ResolvedConfig:
+        """Fill in the defaults that depend on the device and on the size of the model.
+
+        Args:
+            device: the model's device.
+            weight_bytes: the bytes of the model's weights.
+            max_model_len: the most prompt and output tokens of a row together: the result of
+                `model_len`, or less if the strategy needs that.
 
         Raises:
-            ValueError: CUDA graphs are asked for on a device that has none.
+            ValueError: the user asked for CUDA graphs on a device that has none.
         """
         cuda = device.type == "cuda"
         if self.cuda_graph and not cuda:
@@ -90,19 +151,29 @@ class EngineConfig:
         chunk_tokens = self.chunk_tokens
         if chunk_tokens is None:
             chunk_tokens = _CHUNK_TOKENS if cuda and weight_bytes >= _LARGE_MODEL else 0
-        return replace(
-            self,
-            chunk_tokens=chunk_tokens,
+        return ResolvedConfig(
+            max_num_seqs=self.max_num_seqs,
             max_batched_tokens=self.max_batched_tokens or (8192 if cuda else 2048),
+            chunk_tokens=chunk_tokens,
+            max_model_len=max_model_len,
+            is_len_asked_for=self.max_model_len is not None,
+            block_size=self.block_size,
+            prefix_caching=self.prefix_caching,
+            kv_cache_gib=self.kv_cache_gib,
+            state_checkpoints=self.state_checkpoints,
+            gpu_memory_utilization=self.gpu_memory_utilization,
             cuda_graph=cuda if self.cuda_graph is None else self.cuda_graph,
             overlap=cuda if self.overlap is None else self.overlap,
         )
 
     def model_len(self, longest: int) -> int:
-        """Prompt and output tokens of a row at most, for a model made for `longest` tokens.
+        """Return the most prompt and output tokens of a row together.
+
+        Args:
+            longest: the number of tokens that the model was made for.
 
         Raises:
-            ValueError: more than that is asked for.
+            ValueError: `max_model_len` is larger than that.
         """
         if self.max_model_len is not None and self.max_model_len > longest:
             raise ValueError(

@@ -1,34 +1,31 @@
-"""The engine: requests in, finished requests out, a step at a time."""
+"""The engine: it takes requests, runs them step by step and returns those that have finished."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field, replace
+from collections import abc, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from batchgen.engine.cache.block_manager import BlockManager
-from batchgen.engine.cache.memory_plan import (
-    MemoryPlan,
-    ModelUse,
-    allocate_kv,
-    graph_shapes,
-    plan_memory,
-)
+from batchgen.engine.cache.context_reader import ContextReader
+from batchgen.engine.cache.memory_plan import MemoryPlan, ModelUse, plan_memory
+from batchgen.engine.cache.model_caches import CacheSizes
+from batchgen.engine.cache.state_slots import StateSlots
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.guide import Guide
 from batchgen.engine.constraint.queue import CompileQueue
 from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.execution.cuda_graph import CHUNK_ROWS
-from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.engine_models import chosen_columns, chunk_multiple, model_uses
+from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
+from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
+from batchgen.engine.execution.prefill_inputs import block_tables, prefill_inputs, state_slots
 from batchgen.engine.execution.step_timing import StepTimer, timed
 from batchgen.engine.execution.transfer import release_cached_memory, upload
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.outputs import HostCopy, RequestOutput, StepOutput
 from batchgen.engine.requests import Requests
 from batchgen.engine.sampling.inputs import SamplingInputs
@@ -41,7 +38,10 @@ from batchgen.engine.scheduling.scheduled_batch import (
 )
 from batchgen.engine.scheduling.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence
-from batchgen.engine.strategy import JoiningRows, Limits, Strategy
+from batchgen.engine.strategy import TARGET, JoiningRows, Limits, Strategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -49,13 +49,18 @@ class EngineStats:
     """Counts since the engine started. A mixed step counts as a prefill and as a decode step.
 
     Attributes:
-        prefill_tokens: that went through the model in prefills, recomputed ones included.
-        cached_tokens: that did not, because the prefix cache had them.
-        generated_tokens: of finished and running requests.
-        decode_rows: rows summed over decode steps; divided by steps, the mean batch.
-        draft_tokens: proposed; accepted_tokens: of the generated tokens, those that were drafts.
-        forwards_per_yield: i → how often it took a row i forwards to yield tokens; those that only
-            made KV final do not count.
+        prefill_steps: the number of steps that read prompts.
+        prefill_tokens: the number of tokens that prefills computed, including recomputed ones.
+        cached_tokens: the number of tokens that prefills did not compute, because the prefix cache
+            had them.
+        decode_steps: the number of steps with decoding rows.
+        decode_rows: the sum of the numbers of rows over all decode steps; divided by
+            `decode_steps` it is the mean batch size.
+        generated_tokens: the number of tokens generated for finished and running requests.
+        counts: maps the name of each of the strategy's counts to its sum over all rows.
+        strategy: what the strategy reports besides (`Strategy.stats`).
+        preemptions: how often a row lost its cache entries to other rows.
+        peak_kv_usage: the largest share of the blocks that rows owned, from 0 to 1.
     """
 
     prefill_steps: int = 0
@@ -64,125 +69,159 @@ class EngineStats:
     decode_steps: int = 0
     decode_rows: int = 0
     generated_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    forwards_per_yield: dict[int, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
     preemptions: int = 0
     peak_kv_usage: float = 0.0
 
 
-class LLMEngine:
-    """Continuous batching of requests over one model.
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A prefill or decode batch that was launched, and its results on their way to the host."""
 
-    A request's tokens depend on the model, its prompt, its `SamplingParams` (the seed among them)
-    and nothing else: not on what runs beside it, nor on any value of `config`, up to the floating
-    point of the device (on CPU in float32, exactly).
+    batch: PrefillBatch | DecodeBatch
+    copy: HostCopy
+
+
+class LLMEngine:
+    """Runs requests over one target model with continuous batching.
+
+    A request's tokens depend only on the model, the prompt and the `SamplingParams` (including the
+    seed). They depend neither on the requests beside it nor on any value of `config`, except
+    through the device's floating-point rounding; on a CPU in float32 they are exactly equal.
 
     Args:
-        model: loaded, on its device; its weights are packed in place.
-        tokenizer: makes texts of the output; None leaves them empty and refuses stop strings.
-        eos_token_ids: end a row unless it ignores EOS.
+        model: the target with its weights, on its device; the weights are packed in place.
+        tokenizer: decodes the output to text; None leaves texts empty and refuses stop strings and
+            constraints.
+        eos_token_ids: the token ids that end a row, unless it ignores EOS.
         strategy: the decoding paradigm.
         config: batch and memory sizes.
-        timer: measures the steps.
-        draft: a smaller model for a strategy that drafts with one, on the same device; its weights
-            are packed in place.
-        compiler: of constraints, for this tokenizer and vocabulary; made when the first constrained
-            request comes if absent.
+        timer: measures the steps; None measures nothing.
+        others: the strategy's other models that have checkpoints of their own, by name, on the same
+            device; their weights are packed in place.
+        compiler: compiles constraints for this tokenizer and vocabulary; None makes one when the
+            first constrained request comes.
+        context_columns: the names of the columns of context scope that requests may ask for; each
+            takes room in the paged cache.
 
     Attributes:
-        memory: what the device's memory is used for.
+        config: the settings with all defaults filled in.
+        vocab_size: the number of token ids of the target.
+        tokenizer: the tokenizer; None if there is none.
+        strategy: the decoding paradigm.
+        scheduler: plans the batches.
+        stats: counts since the engine started.
+        memory: how the device's memory is used.
 
     Raises:
-        ValueError: the model or device does not allow the configuration, the KV cache does not
-            fit, the strategy is not for the model or the draft model does not go with the model.
+        ValueError: the model or device does not allow the configuration, the caches do not fit into
+            memory, the strategy does not fit the model, or another model does not fit the target.
     """
 
     def __init__(
         self,
-        model: DenseForCausalLM,
+        model: CausalLM,
         tokenizer: PreTrainedTokenizerBase | None,
         eos_token_ids: tuple[int, ...],
         strategy: Strategy,
         config: EngineConfig,
         timer: StepTimer | None = None,
-        draft: DenseForCausalLM | None = None,
+        others: Mapping[str, CausalLM] | None = None,
         compiler: GrammarCompiler | None = None,
+        context_columns: abc.Sequence[str] = (),
     ) -> None:
-        length = strategy.block_length(model.config)  # raises if they do not go together
+        # This raises an error if the strategy does not fit the model.
+        self._block_length = strategy.block_length(model.config)
+        longest = config.model_len(model.config.max_position_embeddings)
+        max_model_len = strategy.model_len(longest, model.config)
         model.pack()
-        self.config = config.resolve(model.device, model.num_parameters * model.dtype.itemsize)
-        if 1 not in strategy.widths:  # prompts are read beside rows of one token only
-            self.config = replace(self.config, chunk_tokens=0)
-        self.max_model_len = config.model_len(model.config.max_position_embeddings)
-        self.max_model_len -= self.max_model_len % length  # a row's last block is a whole one
-        self.vocab_size = model.config.vocab_size
+        columns = chosen_columns(model, context_columns)
+        weight_bytes = model.num_parameters * model.dtype.itemsize
+        self.config = config.resolve(model.device, weight_bytes, max_model_len)
+        self.vocab_size = model.vocab_size
         self.tokenizer = tokenizer
         self.strategy = strategy
         self.stats = EngineStats()
         self._timer = timer
         release_cached_memory(model.device)
-        limits = Limits(config.max_num_seqs, self.max_model_len, self.vocab_size, model.device)
+        limits = Limits(config.max_num_seqs, max_model_len, self.vocab_size, model.device)
         strategy.allocate(limits)
-        uses = [ModelUse(model, strategy.widths, strategy.forward_rows)]
-        if draft is not None:
-            _check_draft(draft, self.vocab_size, self.max_model_len)
-            draft.pack()
-            uses.append(ModelUse(draft, strategy.draft_widths))
-        self.memory: MemoryPlan = plan_memory(uses, self.config, self.max_model_len)
+        uses = model_uses(model, others or {}, strategy, columns, max_model_len)
+        self.memory: MemoryPlan = plan_memory(list(uses.values()), self.config)
+        multiple = chunk_multiple(model)
         self._block_manager = BlockManager(
             self.memory.num_blocks,
             config.block_size,
-            # A block of the cache that ends within one of the attention depends on what follows.
-            config.prefix_caching and config.block_size % length == 0,
+            # No row may share a block of the cache that ends inside a block of the attention.
+            config.prefix_caching and config.block_size % self._block_length == 0,
+            StateSlots(config.max_num_seqs, self.memory.num_checkpoints)
+            if model.has_row_states
+            else None,
+            multiple,
         )
         self._requests = Requests(
             tokenizer,
             eos_token_ids,
             strategy,
             vocab_size=self.vocab_size,
-            max_model_len=self.max_model_len,
-            kv_capacity=self._block_manager.capacity,
+            max_model_len=max_model_len,
+            cache_capacity=self._block_manager.capacity,
+            context_columns=columns,
         )
-        assert self.config.max_batched_tokens is not None and self.config.chunk_tokens is not None
-        self._runner, *others = [self._make_runner(use) for use in uses]
-        strategy.attach(self._runner, others[0] if others else None)
+        runners = {name: self._make_runner(use) for name, use in uses.items()}
+        self._runner = runners[TARGET]
+        self._models = [use.model for use in uses.values()]
+        reader = ContextReader(self._runner.caches.columns, config.block_size)
         self.scheduler = Scheduler(
             self._block_manager,
             config.max_num_seqs,
             self.config.max_batched_tokens,
-            self.config.chunk_tokens,
+            # Prompts are read only beside decoding rows of one token each.
+            self.config.chunk_tokens if 1 in strategy.models[TARGET].widths else 0,
             CHUNK_ROWS,
             strategy,
+            chunk_multiple=multiple,
+            counts=[count.name for count in strategy.counts],
+            before_free=reader.read,
         )
+        strategy.attach(runners)
         self._live: dict[str, Sequence] = {}
         self._compiling = CompileQueue(compiler, tokenizer, self.vocab_size, eos_token_ids)
+        # Both hold rows that have ended and were not returned yet. Those in `_leaving` wait for
+        # their columns of context scope, which are on their way to the host since the last launch.
         self._finished: list[Sequence] = []
-        # The parts of each batch that was launched and not read.
-        self._launched: deque[list[tuple[PrefillBatch | DecodeBatch, HostCopy]]] = deque()
+        self._leaving: list[Sequence] = []
+        self._launched: deque[list[_Launched]] = deque()  # Batches that were not read yet.
 
     def _make_runner(self, use: ModelUse) -> ModelRunner:
-        """A model over a KV cache of all blocks."""
-        model, config = use.model, self.config
-        kv_caches = allocate_kv(
-            model.config,
-            self.memory.num_blocks,
-            config.block_size,
-            dtype=model.dtype,
-            device=model.device,
+        """Allocate a model's caches and make its runner, with CUDA graphs if they are on."""
+        memory, config = self.memory, self.config
+        sizes = CacheSizes(
+            memory.num_blocks, config.block_size, config.max_num_seqs, memory.num_checkpoints
         )
-        runner = ModelRunner(model, kv_caches, self.strategy.block_length(model.config))
+        runner = ModelRunner(use.model, use.caches(sizes), self._block_length)
         if config.cuda_graph:
-            runner.capture(graph_shapes(use, config, self.max_model_len))
+            runner.capture(use.graph_shapes(config))
         return runner
 
+    @property
+    def max_model_len(self) -> int:
+        """The most prompt and output tokens of a row together."""
+        return self.config.max_model_len
+
     def add_request(
-        self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams
+        self, request_id: str, prompt_token_ids: abc.Sequence[int], params: SamplingParams
     ) -> None:
         """Queue a request.
 
+        Args:
+            request_id: the caller's name for it, which no unfinished request may have.
+            prompt_token_ids: the tokens of the prompt.
+            params: what the request asks for.
+
         Raises:
-            RequestError: it can never be served; its `type` says why.
+            RequestError: the request can never be served; its `type` says why.
             ValueError: the parameters cannot be honoured, or the id is in use.
         """
         if request_id in self._live:
@@ -195,124 +234,203 @@ class LLMEngine:
         self._live[request_id] = seq
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request; False if there is none of that id."""
+        """Drop a request.
+
+        Returns:
+            False if there is no unfinished request with this id.
+        """
         seq = self._live.pop(request_id, None)
         if seq is None:
             return False
+        # The row may have ended in a step that raised an error before it could return the row.
+        for ended in (self._finished, self._leaving):
+            if seq in ended:
+                ended.remove(seq)
+                return True
         if not self._compiling.remove(seq):
             self.scheduler.abort(seq)
         return True
 
+    def close(self) -> None:
+        """Stop compiling constraints, without waiting for those that are being compiled.
+
+        After that the engine takes no further constrained requests.
+        """
+        self._compiling.close()
+
+    @property
+    def batch_dependence(self) -> str | None:
+        """Why the bits of a token's result depend on what else is in its batch, in words for the
+        user. None if they do not, and on a GPU, where batchgen makes no such promise."""
+        reasons = (model.batch_dependence for model in self._models)
+        return next((reason for reason in reasons if reason is not None), None)
+
     @property
     def generated_tokens(self) -> int:
-        """Tokens generated so far, those of unfinished requests too."""
+        """The number of tokens generated so far, including those of unfinished requests."""
         return self.stats.generated_tokens
 
     def has_unfinished(self) -> bool:
+        """Whether some request was added and neither returned nor aborted yet."""
         return bool(self._live)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Launch a batch and read the one before it (with overlap; else the same batch).
+        """Launch a batch and read one: with overlap the batch before it, else the same batch.
 
-        Returns the requests that the batch just read finished.
+        Returns:
+            The requests that have finished and were not returned yet.
         """
-        # If all rows wait to be compiled, so does the engine.
+        # The engine waits for the compiler only if all rows wait for their constraints.
         for seq in self._compiling.take(block=len(self._compiling) == len(self._live)):
             if seq.error is None:
                 self.scheduler.add(seq)
             else:
                 self._finished.append(seq)
+        # The copies of these rows' columns were enqueued before the batch that the device now runs,
+        # so waiting for them costs nothing.
+        self._finished += self._leaving
+        self._leaving = []
         batch = self.scheduler.schedule()
         if batch is not None:
             self._count(batch)
             steps = self._launch(batch)
-            self._launched.append([(part, HostCopy(step)) for part, step in steps])
+            self.scheduler.launched()
+            self._launched.append([_Launched(part, HostCopy(step)) for part, step in steps])
         # With overlap the device works on the new batch while the host reads the one before it.
         behind = 1 if batch is not None and self.config.overlap else 0
         while len(self._launched) > behind:
             self._read_oldest()
-        finished, self._finished = self._finished, []
-        self.stats.generated_tokens = self.scheduler.num_generated_tokens
-        self.stats.draft_tokens = self.scheduler.num_draft_tokens
-        self.stats.accepted_tokens = self.scheduler.num_accepted_tokens
-        if finished:
-            self.stats.forwards_per_yield = self.scheduler.forwards_per_yield
-        for seq in finished:
+        if batch is None:  # No later batch will come that would hide the wait.
+            self._finished += self._leaving
+            self._leaving = []
+        return self._take_finished()
+
+    def _take_finished(self) -> list[RequestOutput]:
+        """Return the requests that have ended and drop them from the engine."""
+        stats = self.stats
+        stats.generated_tokens = self.scheduler.num_generated_tokens
+        stats.counts = dict(self.scheduler.counts)
+        if self._finished:
+            stats.strategy = dict(self.strategy.stats())
+        outputs = [self._requests.output(seq) for seq in self._finished]
+        for seq in self._finished:
             del self._live[seq.request_id]
-        return [self._requests.output(seq) for seq in finished]
+        self._finished = []
+        return outputs
 
     def _read_oldest(self) -> None:
-        """Commit the oldest batch that was launched."""
-        for part, copy in self._launched.popleft():
-            step = copy.wait()
-            if isinstance(part, DecodeBatch):
-                self.strategy.observe(step)
-            self._finished += self.scheduler.update(part, step)
+        """Wait for the results of the oldest batch that was launched, and commit its tokens."""
+        for part in self._launched.popleft():
+            step = part.copy.wait()
+            if isinstance(part.batch, DecodeBatch):
+                self.strategy.observe(step, self.scheduler.is_current(part.batch))
+            for seq in self.scheduler.update(part.batch, step):
+                (self._leaving if seq.context_columns else self._finished).append(seq)
 
     def _launch(self, batch: ScheduledBatch) -> list[tuple[PrefillBatch | DecodeBatch, StepOutput]]:
-        """What the parts of the batch produce, of those that yield tokens."""
-        state, device = self.strategy.step_inputs, self._runner.device
+        """Enqueue a step on the device.
+
+        Returns:
+            The parts of the batch that yield tokens, each with what it produces.
+        """
+        if isinstance(batch, DecodeBatch):
+            with timed(self._timer, "decode", len(batch.places)):
+                step, _ = self._decode(batch, None)
+                return [(batch, step)]
+        prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
+        inputs = self._prefill_inputs(prefill)
         if isinstance(batch, PrefillBatch):
             with timed(self._timer, "prefill", len(batch.seqs)):
-                if not any(batch.lengths):  # all of it was in the prefix cache
-                    return self._join(batch, None)
-                inputs, rows = _prefill_inputs(batch, device)
-                output = self._runner.prefill(inputs, rows, self.strategy.needs_hidden)
-                self._see_prefill(batch, inputs, output)
+                output = None
+                if inputs is not None:  # Otherwise the prefix cache had all of it.
+                    output = self._runner.prefill(inputs, self.strategy.needs_hidden)
+                    self._see_prefill(batch, inputs, output)
                 return self._join(batch, output)
-        if isinstance(batch, DecodeBatch):
-            with timed(self._timer, "decode", len(batch.slots)):
-                return [self._decode(batch)]
-        decode, prefill = batch.decode, batch.prefill
-        with timed(self._timer, "mixed", len(decode.slots) + len(prefill.seqs)):
-            if not any(prefill.lengths):
-                return [self._decode(decode), *self._join(prefill, None)]
-            self._begin(decode)
-            inputs, rows = _prefill_inputs(prefill, device)
-            decoded, prefilled = self._runner.mixed(state.model_inputs, inputs, rows)
-            step = self._advance(decode, decoded)
-            self._see_prefill(prefill, inputs, prefilled)
+        decode = batch.decode
+        with timed(self._timer, "mixed", len(decode.places) + len(prefill.seqs)):
+            step, prefilled = self._decode(decode, inputs)
+            if inputs is not None:
+                assert prefilled is not None
+                self._see_prefill(prefill, inputs, prefilled)
             return [(decode, step), *self._join(prefill, prefilled)]
 
-    def _decode(self, batch: DecodeBatch) -> tuple[DecodeBatch, StepOutput]:
-        """A decode step by itself."""
-        self._begin(batch)
-        return batch, self._advance(batch, self.strategy.forward(self._runner))
+    def _decode(
+        self, batch: DecodeBatch, prefill: PrefillInputs | None
+    ) -> tuple[StepOutput, ModelOutput | None]:
+        """Enqueue a decode step, with a prefill beside it if there is one.
 
-    def _begin(self, batch: DecodeBatch) -> None:
-        """Bring the decoding rows in line with the batch."""
+        Returns:
+            What the step produces for the decoding rows, and the forward's output for the prefill,
+            which is None without one.
+        """
         self.strategy.step_inputs.reindex(batch)
         if batch.guide is not None and self.strategy.proposes_from_guide:
             self._catch_up()
         self.strategy.propose(batch)
+        decoded, prefilled = self.strategy.forward(self._runner, prefill)
+        return self._advance(batch, decoded), prefilled
 
     def _advance(self, batch: DecodeBatch, output: ModelOutput) -> StepOutput:
-        """Decide on the decoding rows' tokens, which the next step reads."""
+        """Decide the decoding rows' tokens on the device, and prepare the next step's inputs."""
         if batch.guide is not None:
             self._catch_up()
         step = self.strategy.decide(output, batch.guide)
-        self.strategy.step_inputs.step_decode(step)
+        state, states = self.strategy.step_inputs, self._runner.states
+        if states is not None:
+            assert state.state_slots is not None
+            states.advance(state.state_slots, step.num_tokens)
+        state.step_decode(step)
         return step
 
     def _catch_up(self) -> None:
-        """Read all steps before the one under way: masks are of the newest tokens. The device runs
-        its forward meanwhile, or what was launched before."""
+        """Read all steps before the current one, because masks depend on the newest tokens.
+
+        The device meanwhile runs the current step's forward, or what was launched before.
+        """
         while self._launched:
             self._read_oldest()
 
-    def _see_prefill(self, batch: PrefillBatch, inputs: ModelInputs, output: ModelOutput) -> None:
+    def _see_prefill(
+        self, batch: PrefillBatch, prefill: PrefillInputs, output: ModelOutput
+    ) -> None:
+        """Tell the strategy which prompt tokens the target has read."""
         hidden = output.hidden if self.strategy.needs_hidden else None
-        self.strategy.prefilled(batch, inputs, hidden)
+        self.strategy.prefilled(batch, prefill.inputs, hidden)
+
+    def _prefill_inputs(self, batch: PrefillBatch) -> PrefillInputs | None:
+        """Make the inputs of a prefill's forward, and put the rows' states in place.
+
+        Rows that start from a checkpoint get a copy of its state in their own state slot.
+
+        Returns:
+            The inputs, without rows that have no tokens to compute; None if no row has any.
+        """
+        seqs, states = batch.seqs, self._runner.states
+        if states is not None:
+            started = [seq for seq in seqs if seq.restore_from is not None]
+            if started:
+                sources = np.array([seq.restore_from for seq in started], np.int64)
+                states.copy(sources, np.array([seq.state_slot for seq in started], np.int64))
+                for seq in started:
+                    seq.restore_from = None
+            slots = [seq.state_slot for seq in seqs]
+            states.begin(upload(slots, torch.int64, self._runner.device))
+        return prefill_inputs(batch, self._runner.device, states is not None)
 
     def _join(
         self, batch: PrefillBatch, output: ModelOutput | None
     ) -> list[tuple[PrefillBatch | DecodeBatch, StepOutput]]:
-        """The rows whose prefill is complete decode next. Decide on the first tokens of those that
-        yield one.
+        """Let the rows whose prefill is complete decode from the next step on.
+
+        The first tokens of those whose prefill yields one are decided here.
 
         Args:
-            output: of the prefill's forward; None if there was nothing to compute.
+            batch: the prefill.
+            output: the output of its forward; None if there was nothing to compute.
+
+        Returns:
+            The batch with its first tokens; empty if no row's prefill yields a token.
         """
         if not batch.completing:
             return []
@@ -327,9 +445,10 @@ class LLMEngine:
             hidden = output.hidden[upload(ends, torch.int64, device)]
         rows = JoiningRows(
             seqs,
-            upload(_block_tables(seqs), torch.int64, device),
+            upload(block_tables(seqs), torch.int64, device),
             np.array([seq.num_prefill_tokens for seq in seqs], np.int64),
             self._sampling_inputs(seqs),
+            None if self._runner.states is None else state_slots(seqs, device),
             hidden,
             Guide.of(seqs),
         )
@@ -349,6 +468,7 @@ class LLMEngine:
         return [(batch, step)]
 
     def _sampling_inputs(self, seqs: list[Sequence]) -> SamplingInputs:
+        """Make the sampler's inputs for rows, from what the host knows of them."""
         return SamplingInputs.build(
             params=[seq.params for seq in seqs],
             prompt_lens=[seq.num_prompt_tokens for seq in seqs],
@@ -359,6 +479,7 @@ class LLMEngine:
         )
 
     def _count(self, batch: ScheduledBatch) -> None:
+        """Add a scheduled batch to the engine's counts."""
         stats = self.stats
         stats.preemptions = self.scheduler.num_preemptions
         stats.cached_tokens = self.scheduler.num_cached_tokens
@@ -366,54 +487,8 @@ class LLMEngine:
         if not isinstance(batch, PrefillBatch):
             decode = batch.decode if isinstance(batch, MixedBatch) else batch
             stats.decode_steps += 1
-            stats.decode_rows += len(decode.slots)
+            stats.decode_rows += len(decode.places)
         if not isinstance(batch, DecodeBatch):
             prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
             stats.prefill_steps += 1
             stats.prefill_tokens += sum(prefill.lengths)
-
-
-def _check_draft(draft: DenseForCausalLM, vocab_size: int, max_model_len: int) -> None:
-    if draft.config.vocab_size != vocab_size:
-        raise ValueError(
-            f"the draft model's vocabulary has {draft.config.vocab_size} ids and the model's has "
-            f"{vocab_size}: choose a draft model with the same tokenizer"
-        )
-    if draft.config.max_position_embeddings < max_model_len:
-        raise ValueError(
-            f"the draft model has positions for {draft.config.max_position_embeddings} tokens and "
-            f"rows may get {max_model_len}: lower max_model_len or choose another draft model"
-        )
-
-
-def _prefill_inputs(
-    batch: PrefillBatch, device: torch.device
-) -> tuple[ModelInputs, npt.NDArray[np.int64]]:
-    """What the forward reads, without rows of no tokens, and which of its rows yield a token."""
-    chosen = np.flatnonzero(batch.lengths)
-    seqs = [batch.seqs[i] for i in chosen]
-    lengths = np.array(batch.lengths, np.int64)[chosen]
-    starts = np.array(batch.starts, np.int64)[chosen]
-    ends = starts + lengths
-    input_ids: list[int] = []
-    for seq, start, end in zip(seqs, starts.tolist(), ends.tolist(), strict=True):
-        input_ids += seq.token_ids[start:end]
-    # Counts up within a row, from one row's end to the next one's start.
-    positions = np.arange(len(input_ids)) + np.repeat(ends - lengths.cumsum(), lengths)
-    inputs = ModelInputs(
-        upload(input_ids, torch.int64, device),
-        upload(positions, torch.int64, device),
-        upload(_block_tables(seqs), torch.int64, device),
-        lengths,
-        ends,
-    )
-    yielding = [i for i in batch.completing if batch.seqs[i].prefill_yields]
-    return inputs, np.searchsorted(chosen, np.array(yielding, np.int64)).astype(np.int64)
-
-
-def _block_tables(seqs: Ids[Sequence]) -> npt.NDArray[np.int64]:
-    """[B, N], unused entries 0, the scratch block."""
-    tables = np.zeros((len(seqs), max(len(seq.block_table) for seq in seqs)), np.int64)
-    for table, seq in zip(tables, seqs, strict=True):
-        table[: len(seq.block_table)] = seq.block_table
-    return tables

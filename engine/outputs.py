@@ -1,31 +1,36 @@
-"""Columns: what is known about every generated token, from the step that computes it to the row."""
+"""What the engine returns for its rows: tokens, columns with a value per token, counts per row."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from batchgen.engine.execution.transfer import Download, upload
 
 FinishReason = Literal["stop", "length", "constraint_conflict", "error"]
+"""Why a row ended; `RequestOutput.finish_reason` explains each."""
 Scope = Literal["output", "context"]
+"""Which tokens a column has values for; `OutputColumn.scope` explains each."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputColumn:
-    """One per-token column, declared beside the code that computes it.
+    """A column with one value per token, declared beside the code that computes it.
 
     Attributes:
-        name: of the column in `RequestOutput.columns` and in the Parquet files.
-        dtype: of its elements.
-        tail_shape: of one token's value; `()` is a scalar.
-        scope: `output` has a row per generated token, `context` one per token that went through
-            the model (prompt + output[:-1]).
+        name: the column's name in `RequestOutput.columns` and in the Parquet files.
+        dtype: the dtype of its elements.
+        tail_shape: the shape of one token's value; `()` is a scalar.
+        scope: `output` columns have one value for each generated token, and a strategy puts them
+            into `StepOutput.columns`. `context` columns have one value for each token that the
+            model has read (the prompt and all generated tokens but the last), and a layer of the
+            model writes them with `ForwardContext.record`.
     """
 
     name: str
@@ -35,118 +40,153 @@ class OutputColumn:
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one step produced for each of its B rows, at most W tokens a row.
+class RowCount:
+    """One integer per row that says what the row cost, declared beside the code that counts it.
+
+    A strategy lists its counts in `Strategy.counts` and puts what each step adds to them into
+    `StepOutput.counts`. The sums arrive in `RequestOutput.counts` and in the output files.
 
     Attributes:
-        num_tokens: [B] int32, how many of the W tokens of each row are produced.
-        token_ids: [B, W] int64.
-        failed: [B] bool, rows whose logits are not numbers; they produced nothing after num_tokens.
-        columns: name → [B, W, *tail]; entries past `num_tokens` are undefined.
-        num_drafts: [B] int32, proposed to each row; None if the step was without drafts.
-        commits: [B] bool, rows whose forward could yield nothing: it made KV final that the tokens
-            before it had left open; None where there is no such thing.
-        unread_tokens: after the step, newest tokens of each row without KV in some model's cache,
-            at most.
-        conflicts: [B] bool, rows whose constraint allowed no token that was left; they produced
-            nothing after num_tokens, and none of them is in failed. None if no row has a
-            constraint.
+        name: the count's name in `RequestOutput.counts`, and the column's in the Parquet files.
+        meaning: one phrase that explains it to readers of the output files.
     """
 
-    num_tokens: torch.Tensor
-    token_ids: torch.Tensor
-    failed: torch.Tensor
-    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    num_drafts: torch.Tensor | None = None
-    commits: torch.Tensor | None = None
+    name: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step produced for its B rows, with at most W tokens per row.
+
+    Attributes:
+        num_tokens: [B] int32, how many of the W tokens the step produced for each row.
+        token_ids: [B, W] int64; entries past `num_tokens` are undefined.
+        failed: [B] bool, the rows whose logits hold NaN or infinity. They end after `num_tokens`
+            tokens.
+        columns: maps the name of each column of output scope to [B, W, *tail], a value for each
+            token; entries past `num_tokens` are undefined.
+        counts: maps the name of a `RowCount` to what this step adds to it. A tensor [B] of integers
+            is added as it is. A tensor [B, W] gives a number for each token, and only those of
+            tokens that the row keeps are added, because a stop may cut some off.
+        observed: maps names to values [B, ...] that only `Strategy.observe` reads, on the host.
+        unread_tokens: how many of a row's newest tokens may have no entry in the cache of some
+            model after this step. It is 1 if only the newest token has none; the next forward reads
+            that token.
+        conflicts: [B] bool, the rows whose constraint allows no token that the other sampling
+            options leave. They end after `num_tokens` tokens, and none of them is in `failed`. None
+            if no row of the step has a constraint.
+    """
+
+    num_tokens: Tensor
+    token_ids: Tensor
+    failed: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    counts: Mapping[str, Tensor] = field(default_factory=dict)
+    observed: Mapping[str, Tensor] = field(default_factory=dict)
     unread_tokens: int = 1
-    conflicts: torch.Tensor | None = None
+    conflicts: Tensor | None = None
 
     @property
-    def broken(self) -> torch.Tensor:
-        """[B] bool, rows that cannot go on after num_tokens."""
+    def broken(self) -> Tensor:
+        """[B] bool, the rows that end after `num_tokens` because they failed or had a conflict."""
         return self.failed if self.conflicts is None else self.failed | self.conflicts
 
+    def with_counts(self, **counts: Tensor) -> StepOutput:
+        """Return the same step with these counts besides those that it has."""
+        return replace(self, counts={**self.counts, **counts})
+
     def index_select(self, rows: npt.NDArray[np.int64]) -> StepOutput:
-        """Of these rows, in this order."""
+        """Return the step of the rows with these indices [N], in this order."""
         index = upload(rows, torch.int64, self.token_ids.device)
+
+        def chosen(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: tensor[index] for name, tensor in values.items()}
+
         return StepOutput(
             self.num_tokens[index],
             self.token_ids[index],
             self.failed[index],
-            {name: values[index] for name, values in self.columns.items()},
-            None if self.num_drafts is None else self.num_drafts[index],
-            None if self.commits is None else self.commits[index],
+            chosen(self.columns),
+            chosen(self.counts),
+            chosen(self.observed),
             self.unread_tokens,
             None if self.conflicts is None else self.conflicts[index],
         )
 
     @classmethod
     def empty(cls, device: torch.device) -> StepOutput:
-        """Of no rows."""
+        """Return a step that has no rows."""
         none = torch.zeros((0, 1), dtype=torch.int64, device=device)
         return cls(none[:, 0].int(), none, none[:, 0].bool())
 
 
 @dataclass(frozen=True, slots=True)
 class HostOutput:
-    """A StepOutput on the host; the same shapes, as numpy arrays."""
+    """A `StepOutput` on the host: the same fields with the same shapes, as numpy arrays."""
 
     num_tokens: npt.NDArray[np.int32]
     token_ids: npt.NDArray[np.int64]
     failed: npt.NDArray[np.bool_]
     columns: Mapping[str, npt.NDArray[Any]]
-    num_drafts: npt.NDArray[np.int32] | None = None
-    commits: npt.NDArray[np.bool_] | None = None
+    counts: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    observed: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     unread_tokens: int = 1
     conflicts: npt.NDArray[np.bool_] | None = None
 
     @property
     def broken(self) -> npt.NDArray[np.bool_]:
-        """As of `StepOutput`."""
+        """[B] bool, the rows that end after `num_tokens` because they failed or had a conflict."""
         return self.failed if self.conflicts is None else self.failed | self.conflicts
 
 
+_Key = tuple[str, str]
+"""The field of `StepOutput` that a tensor belongs to, and its name there."""
+
+
 class HostCopy:
-    """A StepOutput on its way to the host: one copy into pinned memory, which nobody waits for
-    before `wait`.
+    """A copy of a `StepOutput` to the host, which starts at once and is waited for only in `wait`.
+
+    All its tensors are packed into one, so there is a single copy.
     """
 
     def __init__(self, step: StepOutput) -> None:
-        named = {
-            "num_tokens": step.num_tokens,
-            "token_ids": step.token_ids,
-            "failed": step.failed,
-            **step.columns,
+        named: dict[_Key, Tensor] = {
+            ("step", "num_tokens"): step.num_tokens,
+            ("step", "token_ids"): step.token_ids,
+            ("step", "failed"): step.failed,
         }
-        self._unread_tokens = step.unread_tokens
-        if step.num_drafts is not None:
-            named["num_drafts"] = step.num_drafts
-        if step.commits is not None:
-            named["commits"] = step.commits
         if step.conflicts is not None:
-            named["conflicts"] = step.conflicts
-        # Widest elements first, so that each part starts at a multiple of its element's size.
+            named["step", "conflicts"] = step.conflicts
+        # The field is part of the key, so a column may have the same name as a field or a count.
+        for kind in ("columns", "counts", "observed"):
+            named |= {(kind, name): values for name, values in getattr(step, kind).items()}
+        self._unread_tokens = step.unread_tokens
+        # The widest elements come first, so that each part starts at a multiple of its own size of
+        # element.
         parts = sorted(named.items(), key=lambda item: -item[1].itemsize)
-        self._layout = [(name, _numpy_dtype(values.dtype), values.shape) for name, values in parts]
+        self._layout = [(key, _numpy_dtype(values.dtype), values.shape) for key, values in parts]
         packed = torch.cat([values.contiguous().view(torch.uint8).flatten() for _, values in parts])
         self._download = Download(packed)
 
     def wait(self) -> HostOutput:
+        """Wait for the copy and return the step."""
         buffer, start = self._download.wait(), 0
-        arrays: dict[str, npt.NDArray[Any]] = {}
-        for name, dtype, shape in self._layout:
+        kinds: dict[str, dict[str, npt.NDArray[Any]]] = {
+            "step": {}, "columns": {}, "counts": {}, "observed": {}
+        }  # fmt: skip
+        for (kind, name), dtype, shape in self._layout:
             size = dtype.itemsize * shape.numel()
-            arrays[name] = buffer[start : start + size].view(dtype).reshape(shape)
+            kinds[kind][name] = buffer[start : start + size].view(dtype).reshape(shape)
             start += size
         return HostOutput(
-            num_tokens=arrays.pop("num_tokens"),
-            token_ids=arrays.pop("token_ids"),
-            failed=arrays.pop("failed"),
-            num_drafts=arrays.pop("num_drafts", None),
-            commits=arrays.pop("commits", None),
-            conflicts=arrays.pop("conflicts", None),
-            columns=arrays,
+            num_tokens=kinds["step"]["num_tokens"],
+            token_ids=kinds["step"]["token_ids"],
+            failed=kinds["step"]["failed"],
+            conflicts=kinds["step"].get("conflicts"),
+            columns=kinds["columns"],
+            counts=kinds["counts"],
+            observed=kinds["observed"],
             unread_tokens=self._unread_tokens,
         )
 
@@ -156,10 +196,10 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 class RequestError(ValueError):
-    """A request that cannot be served; the job makes an error row of it and goes on.
+    """A request cannot be served. The job makes an error row of it and goes on.
 
-    `type` is one word for programs (`prompt_too_long`, `template_error`, …); the message is for
-    people.
+    Attributes:
+        type: one word for programs, such as `prompt_too_long`; the message is for people.
     """
 
     def __init__(self, type: str, message: str) -> None:
@@ -172,21 +212,22 @@ class RequestOutput:
     """A finished request.
 
     Attributes:
-        request_id: as given to `add_request`.
-        token_ids: all generated ids, with the EOS or stop id that ended the row.
-        text: decoded without special tokens and cut before a stop string.
-        finish_reason: `stop` (EOS, stop id or stop string), `length`, `constraint_conflict` (the
-            constraint allows no token that the other parameters leave) or `error`.
-        stop: the stop string, or the text of the stop id, that ended the row.
-        error: why, if finish_reason is `error`; what was generated before it is kept.
-        columns: name → [num_generated, *tail], as asked for in the sampling parameters.
-        constraint_satisfied: the text is complete by its constraint; None if it has none.
-        num_cached_tokens: prompt tokens whose KV came from the prefix cache.
-        num_preemptions: how often the row lost its KV to others and was recomputed.
-        num_forwards: of the model, that yielded its tokens or made their KV final.
-        num_commit_forwards: of those, how many only made KV final.
-        num_draft_tokens: proposed for it, in all those forwards.
-        num_accepted_tokens: of its tokens, how many were drafts.
+        request_id: the id that was given to `add_request`.
+        prompt_token_ids: the tokens of the prompt.
+        token_ids: all generated tokens, including the EOS or stop id that ended the row.
+        text: the generated tokens decoded without special tokens, and cut before a stop string.
+        finish_reason: `stop` (EOS, a stop id or a stop string), `length` (the most tokens were
+            reached), `constraint_conflict` (the constraint allows no token that the other
+            parameters leave) or `error`.
+        stop: the stop string, or the text of the stop id, that ended the row; else None.
+        error: the error if finish_reason is `error`; tokens generated before it are kept.
+        columns: maps the name of each requested column to its values [N, *tail]. N is the number of
+            generated tokens; for a column of context scope it is the number of all tokens, prompt
+            included, less one.
+        counts: maps the name of each of the strategy's counts to its value for this row.
+        num_cached_tokens: the number of prompt tokens that came from the prefix cache.
+        num_preemptions: how often the row lost its cache entries to others and was recomputed.
+        constraint_satisfied: whether the text is complete by its constraint; None if there is none.
     """
 
     request_id: str
@@ -197,10 +238,7 @@ class RequestOutput:
     stop: str | None = None
     error: RequestError | None = None
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    num_forwards: int = 0
-    num_commit_forwards: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
     constraint_satisfied: bool | None = None

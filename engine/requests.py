@@ -1,8 +1,12 @@
-"""Requests in, as sequences that can be served; sequences out, as finished requests."""
+"""Turns requests into the rows of the engine, and rows that have ended into finished requests."""
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from collections import abc
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
@@ -11,16 +15,31 @@ from batchgen.engine.scheduling.stopping import IncrementalDecoder, StopRule, de
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.strategy import Strategy
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def check_params(
     params: SamplingParams,
     strategy: Strategy,
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None,
+    context_columns: abc.Sequence[OutputColumn] = (),
 ) -> None:
-    """Raises ValueError if no request could be served with these parameters; needs no weights."""
+    """Check that the engine can honour sampling parameters. This needs no weights.
+
+    Args:
+        params: what a request asks for.
+        strategy: the decoding paradigm.
+        vocab_size: the number of token ids of the model.
+        tokenizer: the model's tokenizer; None if it has none.
+        context_columns: the columns of context scope that the model records.
+
+    Raises:
+        ValueError: the parameters cannot be honoured; the message names the option.
+    """
     strategy.check(params)
-    known = [column.name for column in strategy.columns]
+    known = [column.name for column in (*strategy.columns, *context_columns)]
     if missing := [name for name in params.columns if name not in known]:
         raise ValueError(
             f"strategy {strategy.name} has no column {missing[0]!r}; it has {known or 'none'}"
@@ -38,21 +57,30 @@ def check_params(
         raise ValueError(f"stop_token_ids {unknown} are not in the vocabulary of {vocab_size} ids")
 
 
-def output_columns(params: SamplingParams, strategy: Strategy) -> tuple[OutputColumn, ...]:
-    """The columns that a request with these parameters returns: the sampler's, the strategy's."""
-    own = (column for column in strategy.columns if column.name in params.columns)
+def output_columns(
+    params: SamplingParams, strategy: Strategy, context_columns: abc.Sequence[OutputColumn] = ()
+) -> tuple[OutputColumn, ...]:
+    """Return the columns that a request with these parameters returns.
+
+    They come from the sampler, from the strategy, and from the model's layers (`context_columns`).
+    """
+    declared = (*strategy.columns, *context_columns)
+    own = (column for column in declared if column.name in params.columns)
     return (*requested_columns(params), *own)
 
 
 class Requests:
-    """Between what a user asks for and the rows of the engine.
+    """Checks requests and makes rows of them, and makes finished requests of rows.
 
     Args:
-        tokenizer: makes texts of the output; None leaves them empty and refuses stop strings.
-        eos_token_ids: end a row unless it ignores EOS.
+        tokenizer: decodes the output to text; None leaves texts empty and refuses stop strings and
+            constraints.
+        eos_token_ids: the token ids that end a row, unless it ignores EOS.
         strategy: the decoding paradigm.
-        max_model_len: prompt and output tokens of a row at most.
-        kv_capacity: tokens that the whole KV cache holds.
+        vocab_size: the number of token ids of the model.
+        max_model_len: the most prompt and output tokens of a row together.
+        cache_capacity: the number of tokens that the whole paged cache holds.
+        context_columns: the columns of context scope that the model records.
     """
 
     def __init__(
@@ -63,23 +91,27 @@ class Requests:
         *,
         vocab_size: int,
         max_model_len: int,
-        kv_capacity: int,
+        cache_capacity: int,
+        context_columns: abc.Sequence[OutputColumn] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._strategy = strategy
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._kv_capacity = kv_capacity
+        self._cache_capacity = cache_capacity
+        self._context_columns = tuple(context_columns)
         self._eos = {token_id: self._token_text(token_id) for token_id in eos_token_ids}
 
     def sequence(self, request_id: str, prompt: list[int], params: SamplingParams) -> Sequence:
-        """The row of a request.
+        """Make the row of a request.
 
         Raises:
-            RequestError: it can never be served; its `type` says why.
+            RequestError: the request can never be served; its `type` says why.
             ValueError: the parameters cannot be honoured.
         """
-        check_params(params, self._strategy, self._vocab_size, self._tokenizer)
+        check_params(
+            params, self._strategy, self._vocab_size, self._tokenizer, self._context_columns
+        )
         self._check_prompt(prompt, params)
         rule = self._stop_rule(prompt, params)
         if params.constraint is not None and not rule.stop_ids:
@@ -87,10 +119,11 @@ class Requests:
                 "a constrained row ends with EOS or a stop id, and this one has neither: set "
                 "ignore_eos to false, or give stop_token_ids"
             )
-        return Sequence(request_id, prompt, params, rule, output_columns(params, self._strategy))
+        columns = output_columns(params, self._strategy, self._context_columns)
+        return Sequence(request_id, prompt, params, rule, columns)
 
     def output(self, seq: Sequence) -> RequestOutput:
-        """Of a row that finished."""
+        """Make the finished request of a row that has ended."""
         assert seq.finish_reason is not None
         token_ids = seq.token_ids[seq.num_prompt_tokens :]
         if seq.stop.text_before_stop is not None:
@@ -98,7 +131,7 @@ class Requests:
         elif self._tokenizer is None:
             text = ""
         else:
-            # A stop id is the end of the row, not part of its text.
+            # A stop id ends the row and is not part of its text.
             shown = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
             text = decode(self._tokenizer, shown)
         return RequestOutput(
@@ -109,19 +142,22 @@ class Requests:
             finish_reason=seq.finish_reason,
             stop=seq.stop_text,
             error=seq.error,
-            columns={name: buffer.array() for name, buffer in seq.columns.items()},
+            columns=_columns(seq),
+            counts={count.name: seq.counts.get(count.name, 0) for count in self._strategy.counts},
             num_cached_tokens=seq.num_cached_tokens,
             num_preemptions=seq.num_preemptions,
             constraint_satisfied=(
                 None if seq.params.constraint is None else seq.constraint_satisfied
             ),
-            num_forwards=seq.num_forwards,
-            num_commit_forwards=seq.num_commit_forwards,
-            num_draft_tokens=seq.num_draft_tokens,
-            num_accepted_tokens=seq.num_accepted_tokens,
         )
 
     def _check_prompt(self, prompt: list[int], params: SamplingParams) -> None:
+        """Check that a prompt can be served.
+
+        Raises:
+            RequestError: it has no tokens or unknown ones, or is too long for the model or the
+                paged cache.
+        """
         if not prompt:
             raise RequestError("empty_prompt", "the prompt has no tokens")
         bad = [i for i in prompt if not 0 <= i < self._vocab_size]
@@ -136,20 +172,22 @@ class Requests:
                 f"the prompt has {len(prompt)} tokens, and max_model_len is {self._max_model_len}: "
                 "shorten it, or raise max_model_len if the model allows it",
             )
-        needed = min(len(prompt) + params.max_new_tokens, self._max_model_len)
-        if needed > self._kv_capacity:
+        longest = min(len(prompt) + params.max_new_tokens, self._max_model_len)
+        needed = int(self._strategy.most_cache_tokens(np.array([longest]))[0])
+        if needed > self._cache_capacity:
             raise RequestError(
                 "kv_cache_too_small",
                 f"the row may need {needed} tokens of KV cache, and the whole cache has "
-                f"{self._kv_capacity}: raise kv_cache_gib or lower max_new_tokens",
+                f"{self._cache_capacity}: raise kv_cache_gib or lower max_new_tokens",
             )
 
     def _stop_rule(self, prompt: list[int], params: SamplingParams) -> StopRule:
+        """Make the rule by which the row of this prompt ends."""
         stop_ids = {} if params.ignore_eos else dict(self._eos)
         stop_ids |= {token_id: self._token_text(token_id) for token_id in params.stop_token_ids}
         strings = []
         for string in params.stop:
-            # Text never shows special tokens, so a stop string that is one is found by its id.
+            # Decoded text leaves out special tokens, so a stop string that is one is found by id.
             special = self._special_token_id(string)
             if special is None:
                 strings.append(string)
@@ -168,6 +206,7 @@ class Requests:
         )
 
     def _special_token_id(self, text: str) -> int | None:
+        """Return the id of the special token that is written like this; None if there is none."""
         assert self._tokenizer is not None
         token_id = self._tokenizer.added_tokens_encoder.get(text)
         if token_id is None or not self._tokenizer.added_tokens_decoder[token_id].special:
@@ -175,6 +214,22 @@ class Requests:
         return int(token_id)
 
     def _token_text(self, token_id: int) -> str:
+        """Return the text of a token, or its id as text without a tokenizer."""
         if self._tokenizer is None:
             return str(token_id)
         return str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+
+
+def _columns(seq: Sequence) -> dict[str, npt.NDArray[Any]]:
+    """Return the columns that a row asked for, by name.
+
+    Columns of context scope have one value less than the row has tokens, because no forward has
+    read the last token.
+    """
+    columns = {name: buffer.array() for name, buffer in seq.columns.items()}
+    for column in seq.requested_columns:
+        if column.scope == "context":
+            columns[column.name] = values = seq.context.array(column)
+            ran = seq.error is None or seq.num_computed_tokens
+            assert len(values) == seq.num_tokens - 1 or not ran
+    return columns

@@ -1,10 +1,16 @@
-"""What the engine needs from a decoding paradigm; the paradigms live in `strategies/`."""
+"""The protocol between the engine and a decoding paradigm; the paradigms are in `strategies/`.
+
+It has three parts, by who calls them. The scheduler calls `Pacing` (scheduling/pacing.py), and the
+engine calls `Decoding` in every step. The engine and the job call `Hooks` once or from time to
+time; `strategies/base/` has defaults for all of them except the name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,25 +19,71 @@ from torch import Tensor
 
 from batchgen.engine.constraint.guide import Guide
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.execution.transfer import upload
 from batchgen.engine.models.config import ModelConfig
-from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
+from batchgen.engine.outputs import HostOutput, OutputColumn, RowCount, StepOutput
 from batchgen.engine.sampling.inputs import SamplingInputs
 from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.scheduling.pacing import Pacing
 from batchgen.engine.scheduling.scheduled_batch import DecodeBatch, PrefillBatch
-from batchgen.engine.scheduling.scheduler import Pacing
 from batchgen.engine.sequence import Sequence
+
+TARGET = "target"
+"""The name, among a strategy's models, of the model whose tokens are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The source of a separate model beside the target: a checkpoint that an option names.
+
+    Attributes:
+        option: the name of the strategy's option.
+        path: the option's value, a hub name or a path; None if the user gave none.
+        purpose: what the model is needed for, as the end of the sentence "OPTION is null, but …".
+    """
+
+    option: str
+    path: str | None
+    purpose: str
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The source of a model that is part of the target and continues from its hidden states.
+
+    Attributes:
+        name: the head's name, one of `ModelConfig.heads`.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRole:
+    """One of the models that a strategy runs; the engine builds a runner for each.
+
+    Attributes:
+        widths: every number of tokens per row that a decode forward can have, ascending. The sizes
+            of caches and CUDA graphs follow from it.
+        forward_rows: the most rows that a decode forward has for each row of the batch.
+        source: where the model comes from; None means the target itself.
+    """
+
+    widths: tuple[int, ...]
+    forward_rows: int = 1
+    source: Checkpoint | Head | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much state a paradigm may need.
+    """The sizes that bound the state which a paradigm keeps.
 
     Attributes:
-        max_rows: decoding at once.
-        max_model_len: prompt and output tokens of a row.
-        vocab_size: of the model.
+        max_rows: the most rows that decode at once.
+        max_model_len: the most prompt and output tokens of a row together.
+        vocab_size: the number of token ids of the target.
+        device: the target's device.
     """
 
     max_rows: int
@@ -42,26 +94,29 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class JoiningRows:
-    """B rows whose prefill is complete.
+    """B rows whose prefill is complete and which decode from the next step on.
 
     Attributes:
-        seqs: as the host knows them, without the token that the prefill may yield.
-        block_tables: [B, N] int64.
-        context_lens: [B], tokens of each row whose KV is computed.
-        sampling: before the prefill's token.
-        hidden: [B, hidden_size], of each row's last token, if the strategy needs hidden states.
-        guide: of the constrained ones; None if there are none.
+        seqs: the rows as the host knows them, without the token that the prefill may yield.
+        block_tables: [B, N] int64, the rows' blocks of the paged cache; unused entries are 0.
+        context_lens: [B] on the host, the number of tokens of each row that the target has read.
+        sampling: the sampler's inputs for the rows, as they are before the prefill's token.
+        state_slots: [B] int64, the rows' state slots; None for models without recurrent layers.
+        hidden: [B, hidden_size], the hidden state of each row's last token; None if the strategy
+            needs no hidden states.
+        guide: makes the masks of the constrained rows; None if there are none.
     """
 
-    seqs: Rows[Sequence]
+    seqs: abc.Sequence[Sequence]
     block_tables: Tensor
     context_lens: npt.NDArray[np.int64]
     sampling: SamplingInputs
+    state_slots: Tensor | None = None
     hidden: Tensor | None = None
     guide: Guide | None = None
 
     def index_select(self, rows: npt.NDArray[np.int64]) -> JoiningRows:
-        """These of them, in this order."""
+        """Return the rows with these indices [N], in this order."""
         index = upload(rows, torch.int64, self.block_tables.device)
         seqs = [self.seqs[i] for i in rows]
         return JoiningRows(
@@ -69,16 +124,24 @@ class JoiningRows:
             self.block_tables[index],
             self.context_lens[rows],
             self.sampling.index_select(rows),
+            None if self.state_slots is None else self.state_slots[index],
             None if self.hidden is None else self.hidden[index],
             Guide.of(seqs),
         )
 
 
-class StepInputs(Protocol):
-    """State of the decoding rows between steps; `strategies/base` says what each part does."""
+class StepState(Protocol):
+    """The state of the decoding rows between steps.
+
+    `strategies/base/step_inputs.py` explains its members, and implements what is the same in every
+    paradigm.
+    """
 
     @property
     def model_inputs(self) -> ModelInputs: ...
+
+    @property
+    def state_slots(self) -> Tensor | None: ...
 
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None: ...
 
@@ -89,84 +152,148 @@ class StepInputs(Protocol):
     def step_decode(self, step: StepOutput) -> None: ...
 
 
-class Strategy(Pacing, Protocol):
-    """A way to turn forwards into tokens.
+class Decoding(Protocol):
+    """What the engine calls in every step.
 
-    A decode step: `step_inputs.reindex`, `propose`, `forward`, `decide`,
-    `step_inputs.step_decode`. A prefill: the forward, `prefilled`; where rows are
-    complete, `first_tokens` and `step_inputs.merge_prefill`.
+    A decode step calls `step_inputs.reindex`, `propose`, `forward`, `decide` and
+    `step_inputs.step_decode`, in this order. A prefill runs the target's forward and calls
+    `Hooks.prefilled`; if the prefill of some rows is complete, it then calls `first_tokens` and
+    `step_inputs.merge_prefill`. A mixed step does both, with one forward for all tokens.
+    """
+
+    @property
+    def step_inputs(self) -> StepState:
+        """Everything that the paradigm keeps of its rows between steps."""
+
+    @property
+    def proposes_from_guide(self) -> bool:
+        """Whether `propose` uses the matchers of constrained rows. If so, the engine reads all
+        earlier steps before `propose`, and not only before `decide`."""
+
+    def propose(self, batch: DecodeBatch) -> None:
+        """Complete the inputs of the step's forward, for example with drafts."""
+
+    def forward(
+        self, runner: ModelRunner, prefill: PrefillInputs | None
+    ) -> tuple[ModelOutput, ModelOutput | None]:
+        """Run the step's forward.
+
+        Args:
+            runner: the target's runner.
+            prefill: prompt tokens to read beside the decoding rows; None if there are none. They
+                come only with batches of width 1.
+
+        Returns:
+            The forward's output for the decoding rows, and for the prefill if there is one.
+        """
+
+    def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
+        """Decide the rows' tokens and columns from the logits of a decode forward.
+
+        Args:
+            output: the forward's output, in the order of the rows.
+            guide: makes the masks of the constrained rows, whose matchers have read all tokens so
+                far; None if there are none.
+        """
+
+    def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
+        """Decide one token for each row from the logits that end its prefill."""
+
+
+class Hooks(Protocol):
+    """What the engine and the job call once or from time to time.
 
     Attributes:
-        name: as the configuration calls it.
-        columns: output columns it can produce besides the sampler's.
-        counts: fields of `RequestOutput` that say what a row cost in this paradigm.
-        widths: tokens of a row in one decode forward, ascending from 1: all that can occur.
-        draft_widths: the same of the draft model, if it takes one.
-        needs_hidden: the hidden states of all tokens of a prefill.
-        forward_rows: of a decode forward, at most, for each row of the batch.
-        proposes_from_guide: `propose` asks the matchers of constrained rows, so all steps before
-            must be read by then, and not only at `decide`.
+        name: the paradigm's name in the configuration.
+        columns: the columns of output scope that it can produce besides the sampler's.
+        counts: what it counts for each row.
     """
 
     name: str
     columns: tuple[OutputColumn, ...]
-    counts: tuple[str, ...]
+    counts: tuple[RowCount, ...]
 
     @property
-    def widths(self) -> tuple[int, ...]: ...
+    def models(self) -> Mapping[str, ModelRole]:
+        """The models that the strategy runs, by name; `TARGET` is among them."""
 
     @property
-    def draft_widths(self) -> tuple[int, ...]: ...
-
-    @property
-    def needs_hidden(self) -> bool: ...
-
-    @property
-    def forward_rows(self) -> int: ...
-
-    @property
-    def proposes_from_guide(self) -> bool: ...
-
-    @property
-    def step_inputs(self) -> StepInputs: ...
+    def needs_hidden(self) -> bool:
+        """Whether the strategy needs the target's hidden states of all tokens of a prefill."""
 
     def block_length(self, model: ModelConfig) -> int:
-        """Tokens of a block of the model's attention under this paradigm; 1 is causal attention.
+        """Return the number of positions in a block of the model's attention.
 
-        Raises ValueError, saying what to do, if the model is not made for the paradigm.
+        Attention is causal over blocks and full inside a block; 1 is ordinary causal attention.
+
+        Raises:
+            ValueError: the model is not made for the paradigm; the message says what to do.
+        """
+
+    def model_len(self, longest: int, model: ModelConfig) -> int:
+        """Return the most prompt and output tokens of a row together.
+
+        Args:
+            longest: the number that the model and the user allow.
+            model: the target's configuration.
+
+        Raises:
+            ValueError: no row could have any token.
         """
 
     def check(self, params: SamplingParams) -> None:
-        """Raises ValueError, naming the option, if it cannot honour the parameters."""
+        """Check that the strategy can honour these parameters.
+
+        Raises:
+            ValueError: it cannot; the message names the option.
+        """
 
     def allocate(self, limits: Limits) -> None:
-        """Make what it keeps on the device; called once, before the KV cache takes the rest."""
+        """Allocate what it keeps on the device; called once, before the caches take the rest."""
 
-    def attach(self, runner: ModelRunner, draft: ModelRunner | None) -> None:
-        """Take the models that it may run or measure; called once, before the first step.
-
-        Args:
-            draft: of the draft model over a KV cache with the same blocks, if there is one.
-        """
+    def attach(self, runners: Mapping[str, ModelRunner]) -> None:
+        """Receive the runners of its models, by name; called once, before the first step."""
 
     def prefilled(self, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None) -> None:
-        """The model has read these tokens of prompts; hidden: [T, hidden_size], if needed."""
-
-    def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
-        """From the logits that end a prefill: one token for each row."""
-
-    def propose(self, batch: DecodeBatch) -> None:
-        """Complete the inputs of the step's forward."""
-
-    def forward(self, runner: ModelRunner) -> ModelOutput:
-        """Run the step's forward."""
-
-    def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
-        """From the logits of a decode forward, in the rows' order, to tokens and columns.
+        """Take note that the target has read a prefill's tokens.
 
         Args:
-            guide: of the batch's constrained rows, whose matchers stand at their newest tokens.
+            batch: the prefill.
+            inputs: its T tokens, as the forward read them.
+            hidden: [T, hidden_size], the tokens' hidden states; None unless `needs_hidden`.
         """
 
-    def observe(self, step: HostOutput) -> None:
-        """See what a decode step came to, once the host has read it."""
+    def observe(self, step: HostOutput, current: npt.NDArray[np.bool_]) -> None:
+        """Look at the results of a decode step, once the host has read them.
+
+        Args:
+            step: the results for B rows.
+            current: [B] bool, the rows that have not left since the step was launched.
+        """
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return what metrics.json says of all steps so far: numbers, texts, and lists and mappings
+        of them."""
+
+    def summary(
+        self, counts: Mapping[str, int], stats: Mapping[str, Any], num_tokens: int
+    ) -> list[tuple[str, str]]:
+        """Return lines for the table at the end of a job, each a name and a value.
+
+        Args:
+            counts: maps the name of each of the strategy's counts to its sum over all rows of the
+                job.
+            stats: the result of `stats` for this run; empty if the run computed nothing.
+            num_tokens: the number of tokens that the job generated.
+        """
+
+    def remark(self, counts: Mapping[str, int]) -> str | None:
+        """Return a sentence for the user if the strategy's options did not suit the job; else None.
+
+        Args:
+            counts: as for `summary`.
+        """
+
+
+class Strategy(Pacing, Decoding, Hooks, Protocol):
+    """A decoding paradigm: it decides what a forward reads and which tokens come out of it."""

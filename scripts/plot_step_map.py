@@ -1,4 +1,4 @@
-"""Draw in which order the tokens of a job's rows came, from its Parquet files alone.
+"""Draw the order in which the tokens of a job's rows were generated, from its Parquet files.
 
     batchgen +experiment=nano_sdar
     python scripts/plot_step_map.py outputs/nano_sdar --rows 4 --out step_map.png
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap, Normalize
     from matplotlib.figure import Figure
 
-WIDTH = 13.0  # of the picture, in inches, like all lengths here
+WIDTH = 13.0  # of the picture; all lengths here are in inches
 MARGIN = 0.35
 CELL_HEIGHT = 0.42
 LINE_PITCH = 0.54
@@ -37,7 +37,7 @@ INK, FAINT, PROMPT, BAR, MEAN = "#1c1c28", "#6a6a78", "#e4e4ea", "#3b7a9e", "#d1
 
 
 def cell_width(rows: list[TracedRow]) -> float:
-    """Wide enough for the text of nine tokens in ten, or for the step where there is no text."""
+    """Choose the width of a cell: it fits the text of nine tokens in ten, and every step number."""
     lengths = sorted(len(text) for row in rows for text in row.texts)
     longest = lengths[int(0.9 * (len(lengths) - 1))]
     digits = len(str(max(max(row.steps) for row in rows)))
@@ -45,7 +45,7 @@ def cell_width(rows: list[TracedRow]) -> float:
 
 
 def tokens_per_line(width: float, block_length: int | None) -> int:
-    """As many cells as the picture is wide; whole blocks, unless one block alone is wider."""
+    """Return how many cells fit into a line: whole blocks, unless one block alone is wider."""
     length = block_length or 1
     borders = BORDER if block_length else 0.0
     blocks = int((WIDTH - 2 * MARGIN) / (length * width + borders))
@@ -53,10 +53,10 @@ def tokens_per_line(width: float, block_length: int | None) -> int:
 
 
 def draw(maps: StepMaps, histogram: Histogram, rows: list[TracedRow]) -> Figure:
-    """A band of cells for each row, an explanation, and the histogram below.
+    """Draw a band of cells for each row, and below them the histogram and an explanation.
 
     Raises:
-        PlotError: matplotlib is not installed.
+        PlotError: if matplotlib is not installed.
     """
     try:
         from matplotlib.colors import Normalize
@@ -144,7 +144,10 @@ def _cells(
 
 
 def _places(block_length: int | None, width: float) -> Callable[[int], float]:
-    """Left edge of the i-th cell of a line; lines begin at the border of a block."""
+    """Return a function that gives the left edge of the i-th cell of a line.
+
+    Lines begin at the border of a block.
+    """
 
     def place(i: int) -> float:
         borders = i // block_length if block_length else 0

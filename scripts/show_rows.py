@@ -1,6 +1,6 @@
-"""Print some rows of a finished job: what was asked, what came out.
+"""Print some rows of a finished job: the questions and the answers.
 
-usage: python scripts/show_rows.py FOLDER [--rows N]
+python scripts/show_rows.py FOLDER [--rows N]
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What scripts/plot_step_map.py draws, read from a job's Parquet files and its config.yaml."""
+"""The data that plot_step_map.py draws, read from a job's Parquet files and its config.yaml."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ import pyarrow.dataset as ds
 import yaml
 
 STEP_NAMES = {"DLLMStrategy": "denoise step", "ARSpecStrategy": "forward"}
-"""What a number in step_map counts, by the class of the strategy; others count steps."""
+"""The name of what step_map counts, by the class of the strategy; for others it is "step"."""
 
 
 class PlotError(Exception):
-    """A user's mistake; the message says what to do."""
+    """A mistake of the user. The message says what to do about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Some tokens of a row that are drawn beside each other.
+    """Consecutive tokens of a row that are drawn in one line.
 
     Attributes:
-        given: cells before the first token, which are the prompt's.
+        texts: the text of each token.
+        steps: the step of each token.
+        given: cells before the first token, which belong to the prompt.
     """
 
     texts: Sequence[str]
@@ -38,12 +40,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class TracedRow:
-    """A row's tokens and when they came.
+    """The tokens of a row, and the steps that they came from.
 
     Attributes:
-        texts: of the tokens, as they are drawn; empty strings where they are not known.
-        steps: of the tokens, from 1.
-        given: positions of the first token's block that are the end of the prompt.
+        name: the title of the row.
+        texts: the text of each token as it is drawn, or empty strings if it is not known.
+        steps: the step of each token, from 1.
+        given: how many positions of the first token's block are the end of the prompt.
     """
 
     SPACE: ClassVar[str] = "␣"
@@ -55,9 +58,10 @@ class TracedRow:
     given: int
 
     def lines(self, tokens_per_line: int, most_lines: int) -> list[Line]:
-        """The row in lines that begin at the same place of a block; what is too long is left out.
+        """Cut the row into at most `most_lines` lines; the tokens after those are left out.
 
-        The first line holds fewer tokens by `given`.
+        Every line has `tokens_per_line` cells. The first `given` cells of the first line are the
+        end of the prompt, so all lines begin at the same offset in a block.
         """
         starts = range(-self.given, len(self.steps), tokens_per_line)[:most_lines]
         lines = []
@@ -69,11 +73,12 @@ class TracedRow:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many tokens the steps of all rows brought.
+    """How many tokens the steps of all rows yielded.
 
     Attributes:
-        counts: number of steps by their number of tokens; a step of which no token is in the
-            output is not known here.
+        counts: how many steps yielded a given number of tokens. Steps none of whose tokens is in
+            the output are not counted, since the output does not show them.
+        rows: rows that have tokens.
     """
 
     counts: dict[int, int]
@@ -98,11 +103,14 @@ class Histogram:
 
 @dataclass(frozen=True)
 class StepMaps:
-    """A job's output with a column step_map.
+    """The output of a job that has the column step_map.
 
     Attributes:
+        folder: the job's folder.
+        data: its Parquet files.
         step_name: what the numbers of step_map count.
-        block_length: None where the strategy has no blocks, or config.yaml does not say.
+        block_length: positions of a diffusion block; None if the strategy has no blocks, or if
+            config.yaml does not say.
     """
 
     folder: Path
@@ -116,13 +124,14 @@ class StepMaps:
         return count
 
     def traced_rows(self, count: int, tokenizer: str | None = None) -> list[TracedRow]:
-        """The first rows that have tokens.
+        """Read the first `count` rows that have tokens.
 
         Args:
-            tokenizer: folder or hub name; None reads texts only where each token is a byte.
+            count: how many.
+            tokenizer: folder or hub name. With None, texts are known only if each token is a byte.
 
         Raises:
-            PlotError: no row has tokens, or the tokenizer cannot be loaded.
+            PlotError: if no row has tokens, or the tokenizer cannot be loaded.
         """
         decoder = None if tokenizer is None else _load_tokenizer(tokenizer)
         names = ["row_id", "sample_index", "token_ids", "text", "stop", "num_prompt_tokens"]
@@ -138,7 +147,7 @@ class StepMaps:
         return found
 
     def histogram(self) -> Histogram:
-        """Of all rows that have tokens."""
+        """Count the tokens of the steps of all rows that have tokens."""
         counts: Counter[int] = Counter()
         rows = 0
         for batch in self.data.to_batches(columns=["step_map"]):
@@ -165,10 +174,11 @@ def read_job(folder: Path, block_length: int | None = None) -> StepMaps:
     """Open a job's output.
 
     Args:
-        block_length: None takes what config.yaml says.
+        folder: the job's folder.
+        block_length: positions of a diffusion block; None takes what config.yaml says.
 
     Raises:
-        PlotError: the folder is not a job's, has no complete shard, or lacks step_map.
+        PlotError: if the folder is not a job's, has no complete shard, or lacks step_map.
     """
     config_file = folder / "config.yaml"
     files = sorted((folder / "data").glob("*.parquet"))
@@ -206,11 +216,14 @@ def _strategy(config_file: Path) -> dict[str, Any]:
 
 
 def token_texts(row: dict[str, Any], decoder: Any) -> list[str]:
-    """Text of each token as it is drawn: one line, spaces visible, END for what ended the row.
+    """Return the text of each token as it is drawn.
+
+    A text is one line, with visible spaces; the token that ended the row is `TracedRow.END`.
 
     Args:
-        decoder: a transformers tokenizer. Without one the texts are those of bytes where the ids
-            are the bytes of the text, else empty strings.
+        row: of the job's output.
+        decoder: a transformers tokenizer. With None, the texts are bytes if the ids are the bytes
+            of the row's text, and empty strings otherwise.
     """
     ids: list[int] = row["token_ids"]
     if decoder is not None:

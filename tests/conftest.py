@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
 
 # Triton decides when a kernel is defined: before any import of the project.
@@ -21,13 +22,16 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
-from batchgen.engine.cache.memory_plan import allocate_kv
+from batchgen.engine.cache.memory_plan import ModelUse
+from batchgen.engine.cache.model_caches import CacheSizes
 from batchgen.engine.execution.forward_context import ForwardContext
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.kernels.attention.attention import AttentionMetadata
 
 TinyModel = Callable[..., Path]
@@ -52,6 +56,12 @@ _SIZES: dict[str, Any] = {
 # Tests run beside each other: threads that wait for a busy core cost more than they bring.
 torch.set_num_threads(1)
 
+# How many examples hypothesis tries, whatever time they take: "all" is for `scripts/test --all`.
+# Tests whose examples are dear take a share of the number.
+settings.register_profile("quick", deadline=None)
+settings.register_profile("all", deadline=None, max_examples=1000)
+settings.load_profile("quick")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
@@ -65,9 +75,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """`tiny_model(kind, **config)` → folder of a random float32 model, saved by transformers.
 
-    kind is `llama`, `qwen3` or `sdar` (which has the same weights as qwen3, and MASK_ID as its
-    mask); config overrides sizes. `max_shard_size` saves it in shards. The same arguments give the
-    same folder, which tests must not change.
+    kind is `llama`, `qwen2`, `qwen3` or `sdar` (which has the same weights as qwen3, and MASK_ID as
+    its mask); config overrides sizes. `max_shard_size` saves it in shards. The same arguments give
+    the same folder, which tests must not change.
     """
     made: dict[str, Path] = {}
 
@@ -90,6 +100,8 @@ def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
     model: PreTrainedModel
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**values))
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**values))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**values))
     for name, parameter in model.named_parameters():
@@ -129,18 +141,18 @@ def run_paged() -> RunPaged:
     The KV goes to a paged cache whose blocks are out of order.
     """
 
-    def run(model: DenseForCausalLM, ids: Sequence[int], chunks: Sequence[int]) -> Tensor:
+    def run(model: CausalLM, ids: Sequence[int], chunks: Sequence[int]) -> Tensor:
         assert sum(chunks) == len(ids)
-        config, device, block_size = model.config, model.device, 16
+        device, block_size = model.device, 16
         num_blocks = -(-len(ids) // block_size)
         table = torch.arange(num_blocks, 0, -1, device=device)
-        kv = allocate_kv(config, num_blocks + 1, block_size, dtype=model.dtype, device=device)
+        caches = ModelUse(model, (1,)).caches(CacheSizes(num_blocks + 1, block_size, 0))
         logits, start = [], 0
         for size in chunks:
             positions = torch.arange(start, start + size, device=device)
             slots = table[positions // block_size] * block_size + positions % block_size
             attention = [AttentionMetadata(positions, (size,), (start + size,), table.unsqueeze(0))]
-            context = ForwardContext(kv, slots, attention)
+            context = ForwardContext(caches.layers, slots, attention)
             tokens = torch.tensor(ids[start : start + size], device=device)
             with torch.inference_mode():
                 logits.append(model.compute_logits(model(tokens, positions, context)))

@@ -1,4 +1,4 @@
-"""batchgen → strategies → engine → kernels: no import goes left, or beyond what a layer may."""
+"""batchgen → strategies → engine → kernels: what a layer may import; no import circles."""
 
 import ast
 import tomllib
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from check_house import import_circles, import_graph, package_files
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("kernels", "engine", "strategies", "batchgen")
@@ -14,9 +15,7 @@ KERNELS_MAY = {"torch", "triton", "batchgen"}
 
 
 def sources(layer: str) -> list[Path]:
-    folder = ROOT / layer
-    links = {folder / name for name in (*LAYERS, "conf")}
-    return [p for p in folder.rglob("*.py") if not any(link in p.parents for link in links)]
+    return [ROOT / file for file in package_files(ROOT, layer)]
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -60,6 +59,38 @@ def test_kernels_need_torch_and_triton_only() -> None:
         for module in imports(path):
             top = module.split(".")[0]
             assert top in KERNELS_MAY or top in stdlib, f"{path} imports {module}"
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports inside functions count too: they hide a circle, and do not undo it."""
+    assert import_circles(import_graph(ROOT)) == []
+
+
+PLANTED = {
+    "engine/first.py": "from batchgen.engine.room import second",
+    "engine/room/second.py": "def late():\n    import batchgen.engine.third",
+    "engine/third.py": "from batchgen.engine.first import anything",
+    "engine/alone.py": "from batchgen.engine.first import anything",
+    "kernels/typed.py": (
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from batchgen.kernels.other import Name\n"
+    ),
+    "kernels/other.py": "import batchgen.kernels.typed",
+}
+
+
+def test_import_circles_are_found(tmp_path: Path) -> None:
+    """An import inside a function closes the planted circle; one for types alone closes none."""
+    for name, text in PLANTED.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    graph = import_graph(tmp_path)
+    names = ("engine/first.py", "engine/room/second.py", "engine/third.py")
+    assert import_circles(graph) == [[Path(name) for name in names]]
+    assert graph[Path("engine/alone.py")] == {Path("engine/first.py")}
+    assert graph[Path("kernels/typed.py")] == set()
+    assert graph[Path("kernels/other.py")] == {Path("kernels/typed.py")}
 
 
 def test_linked_folders_are_not_packages_of_their_own() -> None:

@@ -1,4 +1,4 @@
-"""The job's configuration; see groups.py for its keys."""
+"""The configuration of a job: groups.py and constraint.py have its keys, load.py reads it."""
 
 from batchgen.config.constraint import (
     CONSTRAINT_KINDS,
@@ -13,6 +13,8 @@ from batchgen.config.constraint import (
     make_constraint,
 )
 from batchgen.config.groups import (
+    COMMON_COLUMNS,
+    PARSED,
     ChatPromptConfig,
     DatasetConfig,
     EngineGroup,
@@ -25,16 +27,8 @@ from batchgen.config.groups import (
     TextPromptConfig,
     TokensPromptConfig,
 )
-from batchgen.config.load import (
-    COMMON_COLUMNS,
-    PARSED,
-    constraint_config,
-    identity,
-    load_config,
-    resolved,
-    sampling_params,
-    strategy_options,
-)
+from batchgen.config.load import constraint_config, identity, load_config, resolved
+from batchgen.config.options import strategy_options
 
 __all__ = [
     "COMMON_COLUMNS",
@@ -64,6 +58,5 @@ __all__ = [
     "load_config",
     "make_constraint",
     "resolved",
-    "sampling_params",
     "strategy_options",
 ]

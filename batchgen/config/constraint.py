@@ -1,4 +1,4 @@
-"""The group `constraint`: what a row's output must look like."""
+"""The configuration group `constraint`: what the output of rows must look like."""
 
 from __future__ import annotations
 
@@ -7,23 +7,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from batchgen.constraint.json_text import parse_unique_json
 from batchgen.engine.constraint.constraint import Constraint, Kind
+from batchgen.engine.constraint.json_text import parse_unique_json
 from batchgen.errors import ConfigError
 
 _JSON_KEYS = ("schema", "tag")
+"""The keys whose values are JSON: a mapping, JSON text, or the path of a file of JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoConstraintConfig:
-    """Any text."""
+    """Rows may write any text."""
 
     kind: Literal["none"] = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonConstraintConfig:
-    """Any JSON object."""
+    """Rows write a JSON object of any content.
+
+    Attributes:
+        kind: the choice of the group.
+        max_whitespace: how many whitespace characters may stand in a row between two JSON tokens.
+        start_after: the marker that ends the free text before the constraint; None if there is
+            no free text.
+    """
 
     kind: Literal["json"] = "json"
     max_whitespace: int = 0
@@ -36,7 +44,15 @@ class JsonConstraintConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GivenConstraint:
-    """A constraint that the job gives under `key`, or each row in a column."""
+    """A constraint that either the job gives for all rows, under the name `key`, or a column of the
+    dataset gives for each row.
+
+    Attributes:
+        key: the name of the attribute that holds the job's own.
+        kind: the choice of the group.
+        column: the dataset column that holds each row's own; None if the job gives one.
+        start_after: as of `JsonConstraintConfig`.
+    """
 
     key = ""
 
@@ -59,13 +75,13 @@ class _GivenConstraint:
 
     @property
     def value(self) -> Any:
-        """What the user gives for all rows; None if each row has its own."""
+        """What the job gives for all rows; None if each row has its own."""
         return getattr(self, self.key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonSchemaConstraintConfig(_GivenConstraint):
-    """JSON of a schema."""
+    """Rows write JSON that is valid under a JSON Schema."""
 
     key = "schema"
 
@@ -80,7 +96,7 @@ class JsonSchemaConstraintConfig(_GivenConstraint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegexConstraintConfig(_GivenConstraint):
-    """Text that a regular expression matches as a whole."""
+    """Rows write text that a regular expression matches as a whole."""
 
     key = "pattern"
 
@@ -90,7 +106,7 @@ class RegexConstraintConfig(_GivenConstraint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceConstraintConfig(_GivenConstraint):
-    """One of several texts."""
+    """Rows write one of several texts."""
 
     key = "choices"
 
@@ -100,7 +116,7 @@ class ChoiceConstraintConfig(_GivenConstraint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarConstraintConfig(_GivenConstraint):
-    """Text of a context-free grammar in EBNF."""
+    """Rows write text of a context-free grammar, which is given in EBNF."""
 
     key = "grammar"
 
@@ -110,7 +126,7 @@ class GrammarConstraintConfig(_GivenConstraint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagConstraintConfig(_GivenConstraint):
-    """Free text with constrained parts between tags."""
+    """Rows write free text with constrained parts between tags (see xgrammar's structural tags)."""
 
     key = "tag"
 
@@ -139,20 +155,25 @@ CONSTRAINT_KINDS: dict[str, type[ConstraintConfig]] = {
 
 
 def constraint_column(config: ConstraintConfig) -> str | None:
-    """The dataset column that holds each row's own constraint, if the job says one."""
+    """The dataset column that holds each row's own constraint; None if the job names none."""
     return config.column if isinstance(config, _GivenConstraint) else None
 
 
 def job_value(config: AnyConstraintConfig) -> Any:
-    """What the job gives for all its rows; None if nothing."""
+    """What the job gives for all its rows; None if each row has its own, or if the kind of the
+    constraint needs nothing."""
     return config.value if isinstance(config, _GivenConstraint) else None
 
 
 def make_constraint(config: AnyConstraintConfig, value: Any) -> Constraint:
-    """The constraint of a job's rows with a value for it, which may be a row's own.
+    """The constraint that a job's configuration and a value for it make together.
+
+    Args:
+        config: the job's configuration.
+        value: the job's own value, or that of one row.
 
     Raises:
-        ConstraintError: the value is none of this kind.
+        ConstraintError: the value cannot be enforced as this kind of constraint.
     """
     whitespace = (
         config.max_whitespace
@@ -165,7 +186,7 @@ def make_constraint(config: AnyConstraintConfig, value: Any) -> Constraint:
 
 
 def job_constraint(config: ConstraintConfig) -> Constraint | None:
-    """Of all rows; None if there is none or each row has its own.
+    """The constraint that all rows share; None if rows have none, or each has its own.
 
     Raises:
         ConstraintError: as `make_constraint`.
@@ -176,12 +197,14 @@ def job_constraint(config: ConstraintConfig) -> Constraint | None:
 
 
 def with_contents(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The group's values with what is in a file instead of its path, and JSON text as a mapping.
+    """The values of the group, with the content of files in place of their paths, and with mappings
+    in place of JSON text.
 
-    So the job's manifest holds the constraint itself and a changed file is a different job.
+    The job's manifest then holds the constraint itself, and a job with a changed file is another
+    job.
 
     Raises:
-        ConfigError: a file cannot be read, or is not JSON.
+        ConfigError: a file cannot be read, or does not hold JSON where it must.
     """
     contents = dict(values)
     for key in _JSON_KEYS:
@@ -197,6 +220,7 @@ def with_contents(values: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _json_object(key: str, value: str) -> dict[str, Any]:
+    """The object of a JSON text, or of the file of JSON at a path, whichever the value is."""
     is_text = value.lstrip().startswith("{")
     text = value if is_text else _read(key, value, "JSON text (which begins with {) or a mapping")
     where = key if is_text else f"{key}: {value}"
@@ -210,6 +234,7 @@ def _json_object(key: str, value: str) -> dict[str, Any]:
 
 
 def _read(key: str, path: str, otherwise: str) -> str:
+    """The text of a file. `otherwise` tells what the key may hold in place of a path."""
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
@@ -221,7 +246,7 @@ def _read(key: str, path: str, otherwise: str) -> str:
 
 
 def _check_names(key: str, value: Any) -> None:
-    """YAML has keys that are numbers, and JSON has not."""
+    """Refuse keys that are not text. YAML can have numbers for keys, and JSON cannot."""
     if isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str):

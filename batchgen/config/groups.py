@@ -1,22 +1,26 @@
-"""The job's configuration: one frozen dataclass per Hydra group, checked when it is built.
+"""The job's configuration: a frozen dataclass for each Hydra group, checked when it is made.
 
-The fields are the keys that users write; `conf/**.yaml` says what each one means and its unit.
-Types are checked where a DictConfig becomes these classes (load.py), ranges here.
+The fields are the keys that users write. The files in `conf/` say what each one means and in which
+unit it is. Ranges are checked here, types before (convert.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
-from batchgen.config.constraint import ConstraintConfig, NoConstraintConfig
+from batchgen.config.constraint import ConstraintConfig, NoConstraintConfig, job_constraint
+from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.sampling.params import LogprobsMode
+from batchgen.engine.sampling.params import LogprobsMode, SamplingParams
 from batchgen.errors import ConfigError
 
 TooLong = Literal["error", "truncate_left"]
-# What prompts.py itself gives to apply_chat_template.
+PARSED = "parsed"
+COMMON_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids", PARSED)
+"""The columns of `output.columns` that every strategy has; others are declared by a strategy."""
 RESERVED_TEMPLATE_KWARGS = {
     "conversation",
     "messages",
@@ -31,6 +35,7 @@ RESERVED_TEMPLATE_KWARGS = {
     "max_length",
     "tokenizer_kwargs",
 }
+"""Arguments that prompts.py itself gives to the tokenizer's `apply_chat_template`."""
 
 
 def _check(ok: bool, key: str, allowed: str, value: object) -> None:
@@ -40,7 +45,7 @@ def _check(ok: bool, key: str, allowed: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGroup:
-    """Which weights run. `engine.model_config.ModelConfig` is what is read from them."""
+    """Which model runs. What its own config.json says is `engine.models.config.ModelConfig`."""
 
     path: str
     name: str | None = None
@@ -60,9 +65,9 @@ class ModelGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetConfig:
-    """Where the rows come from and which of them, and of their columns, are used.
+    """Where the rows come from, which of them are used, and which of their columns are copied.
 
-    `demo` are the rows that come with batchgen; only they have no path.
+    The kind `demo` is the rows that come with batchgen; it is the only one without a path.
     """
 
     kind: Literal["demo", "files", "hub"]
@@ -103,7 +108,7 @@ class DatasetConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPromptConfig:
-    """A conversation, rendered with the tokenizer's chat template."""
+    """The prompt is a conversation, written with the tokenizer's chat template."""
 
     kind: Literal["chat"] = "chat"
     user: str | None = None
@@ -133,7 +138,7 @@ class ChatPromptConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPromptConfig:
-    """Plain text, for base models or templates of one's own."""
+    """The prompt is plain text, for base models or for a chat format of one's own."""
 
     kind: Literal["text"] = "text"
     text: str
@@ -143,7 +148,7 @@ class TextPromptConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensPromptConfig:
-    """Token ids that the data set already has."""
+    """The prompt is token ids that the data set has in a column."""
 
     kind: Literal["tokens"] = "tokens"
     token_ids_column: str
@@ -156,9 +161,9 @@ PROMPT_KINDS = {"chat": ChatPromptConfig, "text": TextPromptConfig, "tokens": To
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """How tokens are chosen, the same for every row; ranges are those of `SamplingParams`.
+    """How tokens are chosen in every row. `SamplingParams` checks the ranges.
 
-    `seed` is the job's: each (row, sample) draws with a seed derived from it.
+    `seed` is the seed of the job, from which each sample of each row gets its own.
     """
 
     temperature: float = 0.0
@@ -182,7 +187,12 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyConfig:
-    """Hydra's `_target_` (the Strategy class, by its import path) and its keyword arguments."""
+    """The decoding paradigm.
+
+    Attributes:
+        target: the import path of its class, which users write as `_target_`.
+        options: all other keys of the group, which are arguments of the class.
+    """
 
     target: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -199,7 +209,10 @@ class StrategyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineGroup(EngineConfig):
-    """How the work is laid out on the device; only `max_model_len` can change the output."""
+    """How the work is laid out on the device.
+
+    Of all these keys only `max_model_len` can change the output.
+    """
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
 
@@ -212,7 +225,7 @@ class EngineGroup(EngineConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputConfig:
-    """What is written and where."""
+    """Which columns are written, and where."""
 
     dir: str
     columns: tuple[str, ...] = ()
@@ -229,9 +242,9 @@ class OutputConfig:
         _check(self.rows_per_shard >= 1, "output.rows_per_shard", "at least 1", self.rows_per_shard)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: `params` is kept in the object's __dict__
 class JobConfig:
-    """Everything that a job needs to know."""
+    """The whole configuration of one job: a field for each group, and what follows from several."""
 
     model: ModelGroup
     dataset: DatasetConfig
@@ -241,3 +254,47 @@ class JobConfig:
     constraint: ConstraintConfig = field(default_factory=NoConstraintConfig)
     engine: EngineGroup
     output: OutputConfig
+
+    def __post_init__(self) -> None:
+        kind = self.constraint.kind
+        if kind != "none" and self.sampling.ignore_eos:
+            raise ConfigError(
+                "sampling.ignore_eos must be false with a constraint: a constrained row ends with "
+                "EOS"
+            )
+        if PARSED in self.output.columns and kind not in ("json_schema", "json"):
+            raise ConfigError(
+                f"output.columns: {PARSED} is for JSON, and the constraint is {kind}: use "
+                "constraint=json_schema or constraint=json, or leave the column out"
+            )
+        _ = self.params  # making them checks the ranges of the group sampling
+
+    @cached_property
+    def params(self) -> SamplingParams:
+        """The sampling parameters that all requests of the job share.
+
+        Two of them are replaced for each request: `seed`, which is the job's seed here, and
+        `constraint`, which is None here if each row has its own. They are made once: a constraint
+        may be a large schema.
+
+        Raises:
+            ConfigError: a value is out of range, or the job's constraint cannot be enforced.
+        """
+        values = asdict(self.sampling)
+        del values["n"]
+        columns = self.output.columns
+        try:
+            constraint = job_constraint(self.constraint)
+        except ConstraintError as error:
+            raise ConfigError(f"constraint: {error}") from None
+        try:
+            return SamplingParams(
+                **values,
+                logprobs="logprobs" in columns,
+                top_logprobs=self.output.top_logprobs if "top_logprobs" in columns else 0,
+                logprobs_mode=self.output.logprobs_mode,
+                columns=tuple(name for name in columns if name not in COMMON_COLUMNS),
+                constraint=constraint,
+            )
+        except ValueError as error:
+            raise ConfigError(f"sampling.{error}") from None

@@ -1,1 +1,1 @@
-"""Each row's constraint, and the check of finished text against it."""
+"""The constraint of each row, and the check of finished texts against their constraints."""

@@ -1,4 +1,4 @@
-"""Each row's constraint: the job's, or what stands in a column of the row."""
+"""The constraint of each row: the job's, or what a column of the dataset holds for the row."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from batchgen.config import (
     job_constraint,
     make_constraint,
 )
-from batchgen.constraint.json_text import compact_json, parse_json
 from batchgen.dataset.source import Row
 from batchgen.dataset.stored_json import without_filled_nulls
-from batchgen.engine.constraint.constraint import Constraint, ConstraintError
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.constraint.json_text import compact_json, parse_json
 from batchgen.engine.outputs import RequestError
 from batchgen.errors import ConfigError
 
-MAX_CACHED = 4096  # distinct cells
+MAX_CACHED = 4096
+"""How many different cells of the column are kept with the constraints that were made of them."""
 _MUST_HOLD = {
     "json_schema": "JSON text or a struct",
     "regex": "text",
@@ -32,16 +34,18 @@ _MUST_HOLD = {
 
 
 class RowConstraints:
-    """What each row's output must look like."""
+    """Tells what the output of each row must look like."""
 
     def __init__(self, config: ConstraintConfig, features: Mapping[str, Any]) -> None:
         """
         Args:
-            features: the data set's columns, with what datasets says that they hold.
+            config: the job's constraint.
+            features: the dataset's columns by name, with what the library datasets says that they
+                hold.
 
         Raises:
-            ConfigError: the data set has no such column.
-            ConstraintError: the job's constraint is not one.
+            ConfigError: the dataset does not have the column that the job names.
+            ConstraintError: the job's constraint cannot be enforced.
         """
         self._column = constraint_column(config)
         self._job = job_constraint(config)
@@ -55,14 +59,14 @@ class RowConstraints:
                 f"{', '.join(features)}"
             )
         self._feature = features[self._column]
-        # Rows often share theirs, and a schema takes time to check.
+        # Many rows often hold the same constraint, and a schema takes time to check.
         self._made = lru_cache(MAX_CACHED)(partial(_made, config))
 
     def of(self, row: Row) -> Constraint | None:
-        """None if the row may write anything.
+        """The constraint of a row, or None if the row may write anything.
 
         Raises:
-            RequestError: bad_constraint, the row's cell holds none.
+            RequestError: of type bad_constraint, if what the row's column holds is no constraint.
         """
         if self._column is None:
             return self._job
@@ -74,42 +78,43 @@ class RowConstraints:
 
 
 def cell_text(kind: str, cell: Any, feature: Any) -> str | None:
-    """What a column holds for one row, as text: of choices, schemas and tags their JSON.
+    """What the constraint column holds for one row, as text; None if it holds nothing. A list of
+    choices, a schema and a tag become JSON text.
 
     Args:
-        feature: of the column, in datasets' words.
+        kind: the kind of the constraint.
+        cell: what the column holds.
+        feature: what the library datasets says that the column holds.
 
     Raises:
-        ConstraintError: it is no text, nor what else may stand there.
+        ConstraintError: the cell is neither text nor what else may stand there for this kind.
     """
     if cell is None or isinstance(cell, str):
         return cell
-    if isinstance(cell, dict) and kind in ("json_schema", "structural_tag"):
-        return compact_json(without_filled_nulls(cell, feature))
-    if isinstance(cell, list) and kind == "choice":
-        return compact_json(cell)
-    raise ConstraintError(f"must hold {_MUST_HOLD[kind]}, got {_short(cell)}")
+    try:
+        if isinstance(cell, dict) and kind in ("json_schema", "structural_tag"):
+            return compact_json(without_filled_nulls(cell, feature))
+        if isinstance(cell, list) and kind == "choice":
+            return compact_json(cell)
+    except (TypeError, ValueError) as error:  # a date or NaN in a struct, for example
+        raise ConstraintError(f"must hold {_MUST_HOLD[kind]}, got no JSON: {error}") from None
+    raise ConstraintError(f"must hold {_MUST_HOLD[kind]}, got {cell!r:.100}")
 
 
 def choices_of(text: str) -> list[str]:
-    """The choices that `cell_text` has as text.
+    """The list of choices that a text from `cell_text` stands for.
 
     Raises:
-        ConstraintError: it is not JSON of a list of texts.
+        ConstraintError: the text is not JSON of a list of strings.
     """
     try:
         choices = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise ConstraintError(f"must hold {_MUST_HOLD['choice']}: {error}") from None
     if not (isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)):
-        raise ConstraintError(f"must hold {_MUST_HOLD['choice']}, got {_short(choices)}")
+        raise ConstraintError(f"must hold {_MUST_HOLD['choice']}, got {choices!r:.100}")
     return choices
 
 
 def _made(config: AnyConstraintConfig, text: str) -> Constraint:
     return make_constraint(config, choices_of(text) if config.kind == "choice" else text)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -1,19 +1,26 @@
-"""Whether a text keeps a constraint, asked of others than the engine where there are any."""
+"""Whether a finished text keeps to its constraint. Other libraries than the engine's say so where
+there are any.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config import AnyConstraintConfig, JsonConstraintConfig, JsonSchemaConstraintConfig
-from batchgen.constraint.json_text import NotJson, compact_json, parse_json
+from batchgen.engine.constraint.constraint import MARKER_GAP
+from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.constraint.json_schema.validator import make_validator
+from batchgen.engine.constraint.json_text import WHITESPACE, NotJson, parse_json
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
 Check = Callable[[str], str | None]
-"""The reason why a text does not keep the constraint; None if it does."""
+"""Called with a text; returns why it does not keep to the constraint, or None if it does. Raises
+`Unchecked` if the text cannot be checked."""
 
 CHECKED_BY = {
     "json_schema": "jsonschema and its format checker",
@@ -23,24 +30,32 @@ CHECKED_BY = {
     "grammar": "a fresh matcher of xgrammar, which the engine uses too",
     "structural_tag": "a fresh matcher of xgrammar, which the engine uses too",
 }
+"""Kind of constraint → what checks its texts, for people."""
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_MAX_GAP = 4  # whitespace that may stand between a marker and what is constrained
 
 
 class Unchecked(Exception):
-    """A text that cannot be checked, and why."""
+    """A text cannot be checked. The message says why."""
 
 
 def make_check(config: AnyConstraintConfig, value: Any) -> Check:
-    """
+    """The check of texts against a constraint.
+
     Args:
-        value: what the job or the row gives: schema or tag as parsed JSON, choices, pattern, EBNF;
-            None for any JSON object.
+        config: the job's constraint.
+        value: what the job or the row gives for it: a schema or a tag as parsed JSON, the choices,
+            the pattern, or the EBNF. None stands for any JSON object.
+
+    Raises:
+        Unchecked: the constraint is none that the checker can read.
     """
     if isinstance(config, (JsonSchemaConstraintConfig, JsonConstraintConfig)):
         schema = {"type": "object"} if value is None else value
-        check = _json_check(_validator(schema), config.max_whitespace)
+        try:
+            check = _json_check(make_validator(schema), config.max_whitespace)
+        except ConstraintError as error:
+            raise Unchecked(str(error)) from None
     elif config.kind == "choice":
         check = _choice_check(value)
     elif config.kind == "regex":
@@ -48,13 +63,13 @@ def make_check(config: AnyConstraintConfig, value: Any) -> Check:
     elif config.kind == "grammar":
         check = _matcher_check(lambda compiler: compiler.compile_grammar(value))
     else:
-        check = _matcher_check(
-            lambda compiler: compiler.compile_structural_tag(compact_json(value))
-        )
+        check = _matcher_check(lambda compiler: compiler.compile_structural_tag(json.dumps(value)))
     return check if config.start_after is None else _behind(config.start_after, check)
 
 
 def _behind(marker: str, check: Check) -> Check:
+    """The check of what follows the first occurrence of a marker."""
+
     def behind(text: str) -> str | None:
         _, found, rest = text.partition(marker)
         if not found:
@@ -66,30 +81,21 @@ def _behind(marker: str, check: Check) -> Check:
 
 
 def _without_gap(text: str) -> Iterator[str]:
+    """The text, and what is left of it without its first whitespace characters, as many as may
+    stand behind a marker: some of them may belong to the constrained text."""
     yield text
-    for _ in range(_MAX_GAP):
-        if text[:1] not in (" ", "\n", "\r", "\t"):
+    for _ in range(MARKER_GAP):
+        if not text or text[0] not in WHITESPACE:
             return
         text = text[1:]
         yield text
-
-
-def _validator(schema: Any) -> Validator:
-    from jsonschema import Draft202012Validator
-    from jsonschema.validators import validator_for
-    from referencing import Registry
-
-    cls = validator_for(schema, default=Draft202012Validator)
-    # A registry of nothing: no $ref is looked up in the network.
-    validator: Validator = cls(schema, registry=Registry(), format_checker=cls.FORMAT_CHECKER)
-    return validator
 
 
 def _json_check(validator: Validator, max_whitespace: int) -> Check:
     from jsonschema.exceptions import best_match
     from referencing.exceptions import Unresolvable
 
-    gap = re.compile(rf"[ \t\r\n]{{{max_whitespace + 1}}}")
+    too_long = re.compile(rf"[{WHITESPACE}]{{{max_whitespace + 1}}}")
 
     def check(text: str) -> str | None:
         try:
@@ -101,7 +107,7 @@ def _json_check(validator: Validator, max_whitespace: int) -> Check:
             raise Unchecked(f"{type(error).__name__}: {error}") from None
         if error is not None:
             return f"{error.json_path}: {error.message}"
-        if gap.search(_STRING.sub('""', text)):
+        if too_long.search(_STRING.sub('""', text)):
             return f"more than {max_whitespace} whitespace characters in a row between tokens"
         return None
 
@@ -121,7 +127,12 @@ def _regex_check(pattern: str) -> Check:
 
 
 def _matcher_check(compile: Callable[[Any], Any]) -> Check:
-    """With a vocabulary of bytes, so that no tokenizer plays a part."""
+    """A check by xgrammar itself, over a vocabulary of single bytes, so that no tokenizer plays a
+    part.
+
+    Args:
+        compile: makes the compiled grammar with a compiler that it gets.
+    """
     import xgrammar
 
     bytes_and_end = [*(bytes([byte]) for byte in range(256)), b"</s>"]

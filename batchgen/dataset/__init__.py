@@ -1,1 +1,1 @@
-"""Where rows come from: files, the hub, and what identifies a row."""
+"""Reads the rows of a data set, from files or the hub, and checks what identifies them."""

@@ -1,8 +1,7 @@
-"""From `dataset.path` to a HuggingFace dataset: local files and folders, and the hub."""
+"""Opens the data set at `dataset.path`: local files and folders, or the hub."""
 
 from __future__ import annotations
 
-import errno
 import glob
 import json
 import os
@@ -14,52 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
 from datasets import Dataset, DatasetBuilder, DatasetDict, IterableDataset
-from datasets.exceptions import DatasetsError
 from datasets.utils import logging as datasets_logging
 from huggingface_hub import DatasetCard
-from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import logging as hub_logging
 
 from batchgen.config import DatasetConfig
-from batchgen.dataset.formats import (
-    SUPPORTED,
-    first_bad_line,
-    format_of,
-    json_list_as_lines,
-    reason,
-    root_cause,
-)
+from batchgen.dataset.formats import SUPPORTED, format_of, json_list_as_lines, reason
+from batchgen.dataset.read_errors import READ_ERRORS, unreadable
 from batchgen.errors import ConfigError
 from batchgen.fingerprint import fingerprint_files, fingerprint_text
 from batchgen.model.package_files import PACKAGE_SCHEME, find_in_package
 
 DEMO = Path(__file__).parents[1] / "data" / "demo.jsonl"
-# What datasets and the readers below it (pyarrow, pandas, fsspec) raise for data they cannot read.
-# StopIteration: a file without any row.
-READ_ERRORS = (
-    DatasetsError,
-    HfHubHTTPError,
-    pa.ArrowException,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    OSError,
-    EOFError,
-    RuntimeError,
-    StopIteration,
-)
 
 
 @dataclass(frozen=True)
 class LoadedDataset:
-    """One split, whole.
+    """All rows of one split.
 
     Attributes:
-        fingerprint: stands for the content of all its rows.
-        files: the local files that it is read from; none for the hub.
+        fingerprint: differs if the content of any row differs.
+        files: the local files that it is read from; empty for the hub.
     """
 
     data: Dataset | IterableDataset
@@ -70,8 +45,9 @@ class LoadedDataset:
 def load_split(config: DatasetConfig) -> LoadedDataset:
     """The split that the configuration names.
 
-    Local map-style data is converted once into Arrow files in datasets' cache, in a folder named
-    by the content: a source file that changed is never taken from an old cache.
+    Unless they are streamed, local files are converted once into Arrow files in the cache of
+    datasets. The folder there is named by their content, so that a file which has changed is never
+    taken from an old cache.
 
     Raises:
         ConfigError: the path, the split or the data cannot be used.
@@ -93,7 +69,7 @@ def load_split(config: DatasetConfig) -> LoadedDataset:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without datasets' progress bars and log lines, whose content our errors carry."""
+    """Silence the progress bars and log lines of datasets: our own errors say what they would."""
     levels = [(log, log.get_verbosity()) for log in (datasets_logging, hub_logging)]
     bars = datasets.are_progress_bars_disabled()
     for log, _ in levels:
@@ -137,7 +113,11 @@ def _like_hub_name(path: str) -> bool:
 
 
 def _check_formats(files: Sequence[Path]) -> str:
-    """The one format of all files, or ConfigError."""
+    """The format that all files have.
+
+    Raises:
+        ConfigError: they have several, or one of them has none that is known.
+    """
     by_format: dict[str | None, Path] = {}
     for file in files:
         by_format.setdefault(format_of(file), file)
@@ -178,7 +158,7 @@ def _load_files(files: Sequence[Path], config: DatasetConfig, split: str) -> Loa
 
 
 def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
-    """A folder as datasets reads it: splits by file names, or as its README.md declares."""
+    """A folder, read as datasets does: its file names or its README.md tell its splits."""
     files = sorted(f for f in folder.rglob("*") if f.is_file() and format_of(f) is not None)
     files = [f for f in files if not any(p.startswith(".") for p in f.relative_to(folder).parts)]
     if not files:
@@ -213,7 +193,13 @@ def _declares_files(folder: Path) -> bool:
 
 
 def _check_all_used(files: Sequence[Path], used: Sequence[Path]) -> None:
-    """datasets leaves out files whose name names no split where others' names do."""
+    """Refuse a folder of which datasets would leave out a file.
+
+    If the names of some files contain the name of a split, datasets drops all files without one.
+
+    Raises:
+        ConfigError: a file is not among those that datasets uses.
+    """
     known = {file.resolve() for file in used}
     left_out = [file for file in files if file.resolve() not in known]
     if left_out:
@@ -232,7 +218,7 @@ def _saved_splits(folder: Path) -> list[str]:
 
 
 def _load_saved(folder: Path, config: DatasetConfig) -> LoadedDataset:
-    """A split written by datasets' save_to_disk: memory-mapped as it is."""
+    """A split that datasets' save_to_disk wrote, memory-mapped as it is."""
     try:
         data = datasets.load_from_disk(str(folder))
         assert not isinstance(data, DatasetDict)
@@ -254,7 +240,7 @@ def _load_hub(config: DatasetConfig) -> LoadedDataset:
         raise
     except READ_ERRORS as error:
         raise ConfigError(f"dataset.path: cannot load {config.path}: {reason(error)}") from None
-    # builder.hash is the commit of the data set's repository, in the cache too.
+    # The hash is the commit of the data set's repository, also if the data comes from the cache.
     parts = ("hub", str(config.path), builder.config.name, split, str(builder.hash))
     return LoadedDataset(splits[split], fingerprint_text(*parts))
 
@@ -281,7 +267,7 @@ def _pick_split(splits: Sequence[str], config: DatasetConfig) -> str:
 
 
 def _content(split: str, files: Sequence[Path]) -> str:
-    """The order of the files is the order of the rows, so it counts."""
+    """The fingerprint of a split's files. Their order counts, as it is the order of the rows."""
     try:
         return fingerprint_text(split, *(fingerprint_files([file]) for file in files))
     except OSError as error:
@@ -290,23 +276,3 @@ def _content(split: str, files: Sequence[Path]) -> str:
 
 def _cache_dir(fingerprint: str) -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE) / "batchgen" / fingerprint
-
-
-def unreadable(error: BaseException, files: Sequence[Path]) -> ConfigError:
-    """The error of datasets in words that name the file and, for JSON lines, the line."""
-    cause, cache = root_cause(error), str(datasets.config.HF_DATASETS_CACHE)
-    if isinstance(cause, OSError) and (
-        cause.errno in (errno.ENOSPC, errno.EDQUOT) or str(cause.filename).startswith(cache)
-    ):
-        return ConfigError(
-            f"dataset.path: datasets cannot write its cache {cache}: {cause.strerror}: set "
-            "HF_DATASETS_CACHE to another folder, or use dataset.streaming=true"
-        )
-    for file in files:
-        if format_of(file) == "json" and (where := first_bad_line(file)):
-            return ConfigError(f"dataset.path: {where}")
-        if file.is_file() and file.stat().st_size == 0:
-            return ConfigError(f"dataset.path: {file} is empty")
-    named = str(files[0]) if len(files) == 1 else f"{len(files)} files, {files[0]} …"
-    hint = ": give every row the same keys and types" if format_of(files[0]) == "json" else ""
-    return ConfigError(f"dataset.path: datasets cannot read {named}: {reason(error)}{hint}")

@@ -1,4 +1,4 @@
-"""The formats of local files, and what is wrong with one that cannot be read."""
+"""The formats of local files, and where a file breaks its format."""
 
 from __future__ import annotations
 
@@ -23,29 +23,40 @@ SUPPORTED = ", ".join(FORMATS)
 
 
 def format_of(file: Path) -> str | None:
-    """The reader for a file by its name; None if there is none."""
+    """The name of datasets' reader for a file, told by the file's name; None if there is none."""
     name = file.name.removesuffix(".gz")
     kind = FORMATS.get(Path(name).suffix)
     return None if name != file.name and kind not in ("json", "csv") else kind
 
 
 def root_cause(error: BaseException) -> BaseException:
+    """The innermost of the errors that led to this one."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def reason(error: BaseException) -> str:
-    """One line: what the innermost error says."""
+    """What the innermost error says, as one line."""
     error = root_cause(error)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
 
 
 def json_list_as_lines(file: Path, folder: Path, number: int) -> Path | None:
-    """A file that is one JSON list, rewritten in `folder` with a row per line; None for others.
+    """Rewrite a file that is one JSON list as a file with one row per line.
 
-    datasets reads such a list as a whole, too, but keeps only ten decimals of its numbers.
+    datasets could read such a list itself, but would keep only ten decimals of its numbers.
+
+    Args:
+        folder: where to write the new file.
+        number: of the file among those of the data set; it makes the new name.
+
+    Returns:
+        The new file; None if `file` is not a JSON list.
+
+    Raises:
+        ConfigError: the list cannot be read, is empty, or holds something that is no object.
     """
     with _open(file) as data:
         if not data.read(1024).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
@@ -74,7 +85,7 @@ def _open(file: Path) -> GzipFile | BufferedReader:
 
 
 def first_bad_line(file: Path) -> str | None:
-    """Where a file of one JSON object per line is not one; None if all lines are."""
+    """What is wrong with which line of a file of JSON lines; None if each is a JSON object."""
     number = 0
     try:
         with _open(file) as lines:
@@ -83,7 +94,7 @@ def first_bad_line(file: Path) -> str | None:
                     line.removeprefix(BOM_UTF8).decode().strip() if number == 1 else line.decode()
                 )
                 if number == 1 and (text.startswith("[") or text == "{"):
-                    return None  # one value over many lines, not a row per line
+                    return None  # the file is one value over many lines
                 if text.strip() and not isinstance(json.loads(text), dict):
                     return f"{file}, line {number}: a row must be a JSON object {{…}}"
     except UnicodeDecodeError as error:

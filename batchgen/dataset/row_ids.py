@@ -1,4 +1,4 @@
-"""Ids of rows: no two rows of a job may share one, as they would draw the same random numbers."""
+"""Checks that no two rows of a job have the same id: they would draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ MAX_NAMED = 3
 
 
 class IdSet:
-    """A set of ids as 64-bit hashes, 12 to 24 bytes an id (a Python set of them takes over 80).
+    """A set of ids that keeps only their 64-bit hashes.
 
-    Two different ids share a hash with probability n²/2⁶⁵ among n; callers look at the rows
-    themselves before they call it a duplicate.
+    An id takes 12 to 24 bytes; in a Python set it would take over 80. Among n different ids the
+    probability that two share a hash is n²/2⁶⁵, so callers must look at the ids themselves before
+    they call one a duplicate.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class IdSet:
         return len(self._slots) * self._slots.itemsize
 
     def add(self, row_id: str) -> bool:
-        """Whether the id was new."""
+        """Add an id; returns whether it was new."""
         if 3 * self._size >= 2 * len(self._slots):
             old = self._slots
             self._slots = array("Q", bytes(16 * len(old)))
@@ -54,9 +55,15 @@ class IdSet:
 
 
 def check_unique(ids: Callable[[], Iterable[str]], column: str) -> None:
-    """Raise ConfigError, naming some of the duplicates and their rows, unless all ids differ.
+    """Check that all ids differ.
 
-    `ids` gives the ids of all rows in order; it is called once more if some may be equal.
+    Args:
+        ids: a function that gives the ids of all rows in order. It is called once more if two ids
+            have the same hash.
+        column: the name of the column that holds them.
+
+    Raises:
+        ConfigError: some ids repeat; the message names a few of them and their rows.
     """
     seen = IdSet()
     suspects = {row_id for row_id in ids() if not seen.add(row_id)}
@@ -72,7 +79,11 @@ def check_unique(ids: Callable[[], Iterable[str]], column: str) -> None:
 
 
 def duplicate_error(column: str, repeated: dict[str, list[int]]) -> ConfigError:
-    """`repeated`: id → the rows that have it, in order."""
+    """The error for ids that several rows have.
+
+    Args:
+        repeated: from an id to the rows that have it, in order.
+    """
     first = sorted(repeated.items(), key=lambda item: item[1])[:MAX_NAMED]
     named = "; ".join(
         f"{row_id!r} in rows {', '.join(map(str, found[:MAX_NAMED]))}"

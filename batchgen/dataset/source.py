@@ -1,4 +1,4 @@
-"""The rows of a job's data set, one by one, in order."""
+"""Reads the rows of a job's data set, one by one and in order."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from datasets import ClassLabel, Dataset, Features, Value
 from datasets.features import Json, LargeList, List, Translation, TranslationVariableLanguages
 
 from batchgen.config import DatasetConfig
-from batchgen.dataset.files import READ_ERRORS, LoadedDataset, load_split, quiet, unreadable
+from batchgen.dataset.files import LoadedDataset, load_split, quiet
 from batchgen.dataset.formats import reason
+from batchgen.dataset.read_errors import READ_ERRORS, unreadable
 from batchgen.dataset.row_ids import IdSet, check_unique, duplicate_error
 from batchgen.dataset.stored_json import stored_field
 from batchgen.engine.outputs import RequestError
 from batchgen.errors import ConfigError, JobError
 
-BATCH = 256  # rows read at a time
-FIRST_ROWS = 1000
+BATCH = 256  # rows that are read at a time
+FIRST_ROWS = 1000  # that tell the features of a stream which does not name them itself
 PLAIN = (Value, ClassLabel, Json, Translation, TranslationVariableLanguages)
+"""Features whose values are numbers, strings, lists and dicts; images and audio are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,10 @@ class Row:
     """One row of the data set.
 
     Attributes:
-        index: its position in the data set, counting every row from 0.
-        id: the value of `dataset.id_column` as text, else the index.
-        fields: its columns, as Python values (dates as datetime, labels as numbers, JSON parsed);
-            images, audio and the like are left out.
+        index: its position in the data set, where the first row has 0.
+        id: the value of `dataset.id_column` as text, or the index if there is no such column.
+        fields: the values of its columns. Dates are datetimes, labels are numbers, and JSON is
+            parsed. Images, audio and the like are left out.
     """
 
     index: int
@@ -41,28 +43,30 @@ class Row:
 
 
 def open_dataset(config: DatasetConfig) -> RowSource:
-    """The configured data set, checked as far as that takes no pass over a stream.
+    """The data set that the configuration names, with all checks that need no pass over a stream.
 
     Raises:
-        ConfigError: data that does not exist, cannot be read, has no such split or column, has no
-            rows, or whose ids repeat.
+        ConfigError: the data does not exist, cannot be read, has no such split or column, has no
+            rows, or has an id twice.
     """
     return RowSource(load_split(config), config)
 
 
 class RowSource:
-    """The rows of one split, at most `dataset.limit` of them, in constant memory.
+    """The rows of one split, at most `dataset.limit` of them, read in constant memory.
 
-    Map-style data is memory-mapped. A stream is read from its start for every call of `rows`.
+    Data is either map-style, which is memory-mapped and can be read from any row on, or a stream,
+    which is read from its start for every call of `rows`.
 
     Attributes:
-        columns: names of all columns that `Row.fields` has; features: what they hold.
-        schema: Arrow schema of the columns copied to the output, from the data set's features. A
-            stream without features gets those of its first 1000 rows; a later row that does not
-            fit them becomes an error row (`bad_row`). JSON values of several types in one column
-            are JSON text (of whose numbers datasets keeps ten decimals).
-        num_rows: None for a stream.
-        fingerprint: the same for the same rows on every machine; hub data by its commit.
+        columns: the names of all columns that `Row.fields` has.
+        features: what the columns hold, in the terms of datasets.
+        schema: the Arrow schema of the columns that are copied to the output. It follows from the
+            features of the data set. If a stream has none, its first 1000 rows tell them, and a
+            later row that does not fit becomes an error row (bad_row). A column with JSON values
+            of several types holds JSON text, of whose numbers datasets keeps ten decimals.
+        num_rows: how many rows there are, None for a stream.
+        fingerprint: equal for equal rows on every machine. Data of the hub is told by its commit.
     """
 
     def __init__(self, loaded: LoadedDataset, config: DatasetConfig) -> None:
@@ -92,13 +96,13 @@ class RowSource:
     def rows(self, start: int = 0) -> Iterator[Row]:
         """The rows from index `start` on.
 
-        Map-style data is not read before `start`; a stream is. Ids of a stream are checked as
-        they come, those before `start` too.
+        Of map-style data the rows before `start` are not read, of a stream they are. The ids of a
+        stream are checked as they come, those before `start` too.
 
         Raises:
-            ConfigError: while iterating, a file cannot be read further, or an id of a stream is
+            ConfigError: while iterating: a file cannot be read further, or an id of a stream is
                 missing or repeats an earlier one.
-            JobError: the network or the disk failed.
+            JobError: while iterating: the network or the disk failed.
         """
         column = self._config.id_column
         seen = IdSet() if self.num_rows is None and column is not None else None
@@ -111,10 +115,10 @@ class RowSource:
                 yield Row(index, row_id, fields)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
-        """The values of the columns of `schema`.
+        """The values of the columns that are copied to the output.
 
         Raises:
-            RequestError: `bad_row`, a value does not fit the schema.
+            RequestError: a value does not fit the schema. The error's type is bad_row.
         """
         values = {name: row.fields.get(name) for name in self.schema.names}
         json = {name: values[name] for name in self._json if name in values}
@@ -151,7 +155,7 @@ class RowSource:
 
     def _batches(self, start: int) -> Iterator[list[dict[str, Any]]]:
         data = self._data
-        if self._cast:  # rows of different types: they fit into no Arrow batch
+        if self._cast:  # rows may differ in type, so they do not fit into an Arrow batch
             return ([row] for row in data)
         if isinstance(data, Dataset):
             if start >= len(data):
@@ -177,7 +181,13 @@ class RowSource:
         return str(value)
 
     def _check_earlier(self, index: int, row_id: str) -> None:
-        """Raise if a row before `index` has this id: a hash seen twice is not yet a duplicate."""
+        """Look for an earlier row with this id.
+
+        Two ids with the same hash need not be equal, so the rows are read again to be sure.
+
+        Raises:
+            ConfigError: there is one.
+        """
         column = self._config.id_column
         assert column is not None
         for earlier, fields in zip(range(index), self._fields(0), strict=False):
@@ -227,7 +237,7 @@ class RowSource:
 
 
 def _features_of(rows: list[dict[str, Any]]) -> Features:
-    """Of the columns of all rows: `pa.Table.from_pylist` takes only those of the first."""
+    """The features of rows. Each column of any of them counts, not only those of the first row."""
     names = dict.fromkeys(name for row in rows for name in row)
     table = pa.table({name: [row.get(name) for row in rows] for name in names})
     return Features.from_arrow_schema(table.schema)
@@ -238,7 +248,7 @@ def _is_integer(kind: pa.DataType) -> bool:
 
 
 def _is_plain(feature: Any) -> bool:
-    """Whether its Arrow values are Python's own numbers, strings, lists and dicts."""
+    """Whether the values of a feature are numbers, strings, lists and dicts of Python."""
     return (
         isinstance(feature, PLAIN)
         if (inner := _inner(feature)) is None
@@ -251,6 +261,7 @@ def _has_json(feature: Any) -> bool:
 
 
 def _inner(feature: Any) -> list[Any] | None:
+    """The features of which a struct or a list consists; None of any other feature."""
     if isinstance(feature, dict):
         return list(feature.values())
     if isinstance(feature, (List, LargeList)):
@@ -259,7 +270,7 @@ def _inner(feature: Any) -> list[Any] | None:
 
 
 def _storage(kind: pa.DataType) -> pa.DataType:
-    """The type with JSON as plain strings, at every depth."""
+    """The Arrow type in which plain strings take the place of JSON, at every depth."""
     if isinstance(kind, pa.BaseExtensionType):
         return kind.storage_type
     if pa.types.is_struct(kind):

@@ -1,4 +1,4 @@
-"""Values of JSON in Arrow: which nulls are the data's own, and back from the text in an output."""
+"""JSON in Arrow columns: reading it back, and telling its own nulls from those of Arrow."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ _KEY = "feature"
 
 
 def stored_field(name: str, feature: Any, type: pa.DataType) -> pa.Field:
-    """The field of an output column that holds `feature` as `type`, for `read_back`."""
+    """The Arrow field of an output column; its metadata says what the data set's column held.
+
+    Args:
+        feature: of the data set's column, in the terms of datasets.
+        type: in which the output stores the values.
+    """
     described = json.dumps(Features({name: feature}).to_dict())
     return pa.field(name, type, metadata={_KEY: described})
 
 
 def stored_feature(field: pa.Field) -> Any:
-    """What the values of an output column were in the data set."""
+    """The feature that the data set's column had from which an output column was copied."""
     described = (field.metadata or {}).get(_KEY.encode())
     if described is None:
         return Features.from_arrow_schema(pa.schema([field]))[field.name]
@@ -27,14 +32,15 @@ def stored_feature(field: pa.Field) -> Any:
 
 
 def read_back(value: Any, feature: Any) -> Any:
-    """The value with its JSON parsed, which an output has as text at any depth."""
+    """A value of an output column with its JSON parsed: outputs hold JSON as text."""
     return Features({"value": feature}).decode_example({"value": value})["value"]
 
 
 def without_filled_nulls(value: Any, feature: Any) -> Any:
-    """Without the entries that Arrow adds where the structs of rows differ in keys.
+    """The value without the null entries that Arrow has added.
 
-    JSON has no such entries: its nulls stay.
+    Where the structs of rows have different keys, Arrow gives each of them all keys. Values of JSON
+    are not changed by Arrow, so their nulls are the data's own and stay.
     """
     if isinstance(value, dict) and isinstance(feature, dict):
         return {

@@ -1,1 +1,1 @@
-"""From the name of a model to its files, its configuration and its weights."""
+"""Opens models: from a model's name to its files, its configuration and its weights."""

@@ -1,7 +1,9 @@
-"""From the name of a model to its engine, in two steps: first all that costs nothing to check."""
+"""Opens a model in two steps: first everything that is cheap to check, then weights and engine."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,11 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.execution.host_limits import usable_cores
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import LoadFormat, load_config, load_model, safetensors_files
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig
-from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.strategy import Strategy
 from batchgen.model.source import resolve_model
 
@@ -25,11 +28,14 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model whose weights are not loaded yet.
+    """A model whose configuration and tokenizer are read, but whose weights are not loaded yet.
 
     Attributes:
-        path: its folder or GGUF file.
-        tokenizer: None if it comes without one.
+        path: the model's folder or GGUF file.
+        config: the model's configuration.
+        tokenizer: the model's tokenizer; None if it comes without one.
+        eos_token_ids: the token ids that end an answer of this model.
+        load_format: how the weights are loaded, as for `load_model`.
     """
 
     path: Path
@@ -39,10 +45,13 @@ class OpenedModel:
     load_format: LoadFormat
 
     def dtype(self, name: DtypeName, device: DeviceName) -> torch.dtype:
-        """Of weights and activations. A CPU computes in float32 unless told: only that is exact.
+        """Return the dtype of weights and activations on a device.
+
+        `auto` is the checkpoint's dtype on a GPU. On a CPU it is float32, because only in that are
+        a row's tokens exactly independent of the batch.
 
         Raises:
-            ValueError: the device is not there.
+            ValueError: the machine has no such device.
         """
         target = _device(device)
         if name == "auto":
@@ -51,21 +60,32 @@ class OpenedModel:
         assert isinstance(dtype, torch.dtype)
         return dtype
 
-    def load(self, dtype: DtypeName, device: DeviceName) -> DenseForCausalLM:
-        """The model with its weights.
+    def load(self, dtype: DtypeName, device: DeviceName, heads: Collection[str] = ()) -> CausalLM:
+        """Load the model with its weights.
+
+        On a CPU this also limits torch to as many threads as can run at once.
+
+        Args:
+            dtype: the dtype of weights and activations.
+            device: where the model runs.
+            heads: the names of the model's heads to load.
 
         Raises:
-            ValueError: a tensor is missing or wrong, or the device is not there.
+            ValueError: a tensor is missing or wrong, or the machine has no such device.
         """
+        target = _device(device)
+        if target.type == "cpu":
+            limit_threads()
         return load_model(
             self.path,
-            device=_device(device),
+            device=target,
             dtype=self.dtype(dtype, device),
             load_format=self.load_format,
+            heads=heads,
         )
 
-    def load_beside(self, model: DenseForCausalLM) -> DenseForCausalLM:
-        """With its weights, on the device and in the dtype of another model.
+    def load_beside(self, model: CausalLM) -> CausalLM:
+        """Load the model with its weights, on the device and in the dtype of another model.
 
         Raises:
             ValueError: a tensor is missing or wrong.
@@ -76,17 +96,22 @@ class OpenedModel:
 
     def engine(
         self,
-        model: DenseForCausalLM,
+        model: CausalLM,
         strategy: Strategy,
         config: EngineConfig,
-        draft: DenseForCausalLM | None = None,
+        others: Mapping[str, CausalLM] | None = None,
         compiler: GrammarCompiler | None = None,
+        context_columns: Sequence[str] = (),
     ) -> LLMEngine:
-        """Of the model with its weights.
+        """Make an engine for the loaded model.
 
         Args:
-            draft: the draft model with its weights, for a strategy that drafts with one.
-            compiler: of constraints; None lets the engine make one when a row needs it.
+            model: this model with its weights.
+            strategy: the decoding paradigm.
+            config: batch and memory sizes.
+            others: the strategy's other models with their weights, by name.
+            compiler: compiles constraints; None lets the engine make one when a row needs it.
+            context_columns: the names of the columns of context scope that rows may ask for.
 
         Raises:
             ValueError: the configuration does not suit the models or the device's memory.
@@ -97,16 +122,17 @@ class OpenedModel:
             self.eos_token_ids,
             strategy,
             config,
-            draft=draft,
+            others=others,
             compiler=compiler,
+            context_columns=context_columns,
         )
 
     def grammar_compiler(self) -> GrammarCompiler:
-        """For rows with constraints.
+        """Make a compiler of constraints for this model's tokenizer and vocabulary.
 
         Raises:
-            ValueError: the model has no tokenizer, one that constraints do not work with, or no
-                token that ends a row.
+            ValueError: the model has no tokenizer, its tokenizer does not work with constraints, or
+                it has no token that ends a row.
         """
         if self.tokenizer is None:
             raise ValueError(
@@ -123,21 +149,41 @@ class OpenedModel:
 
 
 def open_model(model: str, revision: str | None, load_format: LoadFormat) -> OpenedModel:
-    """Find a model and read its configuration and tokenizer.
+    """Find a model and read its configuration and tokenizer; a hub model is downloaded first.
+
+    Args:
+        model: the model's name or path, as for `resolve_model`.
+        revision: the commit, branch or tag of a hub model; None is its main branch.
+        load_format: how the weights will be loaded, as for `load_model`.
 
     Raises:
-        ValueError: it cannot be found or is not supported; the message says what to do.
+        ValueError: the model cannot be found or is not supported; the message says what to do.
     """
     path = resolve_model(model, revision, weights=load_format != "dummy")
     if load_format == "gguf" and path.suffix != ".gguf":
         raise ValueError(f"load_format is gguf, but {path} is not a .gguf file")
     config, tokenizer = load_config(path), load_tokenizer(path)
     if path.is_dir() and load_format != "dummy":
-        safetensors_files(path)  # raises if there are none
+        safetensors_files(path)  # This raises an error if there are none.
     return OpenedModel(path, config, tokenizer, eos_token_ids(path, tokenizer), load_format)
 
 
+def limit_threads() -> None:
+    """Limit torch to as many threads as the process may run at once.
+
+    In a container torch would start a thread for each core of the host. If OMP_NUM_THREADS is set,
+    the number of threads stays as it is.
+    """
+    if "OMP_NUM_THREADS" not in os.environ and (cores := usable_cores()) < torch.get_num_threads():
+        torch.set_num_threads(cores)
+
+
 def _device(name: DeviceName) -> torch.device:
+    """Return the device of this name.
+
+    Raises:
+        ValueError: it is a GPU, and the machine has none.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     elif name == "cuda" and not torch.cuda.is_available():

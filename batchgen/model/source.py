@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, a file, inside an installed package, or on the hub."""
+"""Finds the files of a model: in a folder, in an installed package, or on the hub."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ _OTHER_FILES = (
 
 
 def resolve_model(path: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The folder or .gguf file on this machine; a hub model is downloaded first.
+    """Find the folder or .gguf file of a model on this machine; a hub model is downloaded first.
 
     Args:
         path: a folder, a .gguf file, `package://PACKAGE/PATH` (one of these inside an installed
             Python package, which is not imported), a hub name `owner/name`, or a file of a hub
-            model `owner/name/FILE.gguf`. What exists on this machine is not looked for on the hub.
-        revision: commit, branch or tag of a hub model.
+            model `owner/name/FILE.gguf`. A path that exists on this machine is not looked for on
+            the hub.
+        revision: the commit, branch or tag of a hub model; None is its main branch.
         weights: download the weights too; a dummy model needs none.
 
     Raises:
-        ConfigError: it cannot be found or fetched; the message says what to do.
+        ConfigError: the model cannot be found or downloaded; the message says what to do.
     """
     local = Path(path).expanduser()
     on_hub = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:/(.+\.gguf))?", path)
@@ -58,13 +59,15 @@ def resolve_model(path: str, revision: str | None = None, *, weights: bool = Tru
         )
     if local.is_file() and local.suffix != ".gguf":
         raise ConfigError(f"model {path} is a file but not a .gguf file; give the model's folder")
-    return local.absolute()  # not resolved: the hub cache links to names without a suffix
+    # Links are not resolved, because those in the hub's cache lead to files without a suffix.
+    return local.absolute()
 
 
 def model_files(path: Path) -> list[Path]:
-    """The files that define the model and its tokenizer, for fingerprints; sorted by name.
+    """Return the files that define a model and its tokenizer, sorted by name.
 
-    `path` is what `resolve_model` returned.
+    Args:
+        path: the folder or file that `resolve_model` returned.
     """
     if path.is_file():
         return [path]
@@ -73,12 +76,17 @@ def model_files(path: Path) -> list[Path]:
 
 
 def _from_hub(repo: str, file: str | None, revision: str | None, weights: bool) -> Path:
+    """Download a hub model, or one .gguf file of it, as far as it is not on this machine yet.
+
+    Raises:
+        ConfigError: it cannot be downloaded; the message says what to do.
+    """
     model = f"model {repo}" + (f" at revision {revision}" if revision else "")
     try:
         if file is not None:
             return Path(hf_hub_download(repo, file, revision=revision))
         patterns = [*_OTHER_FILES, *(_WEIGHT_FILES if weights else ())]
-        # Patterns match across slashes: other formats in subfolders are not wanted.
+        # A pattern's * matches slashes too, and subfolders hold the weights in other formats.
         folder = snapshot_download(
             repo, revision=revision, allow_patterns=patterns, ignore_patterns="*/*"
         )

@@ -1,4 +1,4 @@
-"""The Arrow type of everything that a JSON Schema allows, where there is exactly one."""
+"""The Arrow type that holds everything which a JSON Schema allows, if there is one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pyarrow as pa
 
-# What says nothing about the type of a value. Names and bounds only make the values fewer.
+from batchgen.engine.constraint.json_schema.keywords import ANNOTATIONS, DEFINITIONS
+
 _SCALARS = {"integer": pa.int64(), "number": pa.float64(), "string": pa.string()}
 _SCALARS["boolean"] = pa.bool_()
-_ANNOTATIONS = {
-    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-    *("$schema", "$id", "$comment", "$defs", "definitions", "format"),
-}
+_ANNOTATIONS = ANNOTATIONS | DEFINITIONS | {"format"}
+"""Keywords that say nothing about the type of a value."""
+# Keywords that only say which values of their type are allowed.
 _OF_OBJECTS = {"properties", "required", "additionalProperties", "minProperties", "maxProperties"}
 _OF_ARRAYS = {"items", "minItems", "maxItems"}
 _OF_STRINGS = {"minLength", "maxLength", "pattern"}
@@ -21,38 +21,44 @@ _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "mu
 _BOUNDS = _OF_NUMBERS - {"multipleOf"}
 
 
-_MOST_FIELDS = 2000  # a schema whose $refs fan out can describe any number of them
+_MOST_FIELDS = 2000  # a small schema can describe any number of them through its $refs
 _MOST_LEVELS = 100
 
 
 class Inexact(Exception):
-    """Why a schema has no exact Arrow type; the words go on after "because"."""
+    """Raised if a schema has no exact Arrow type; the message can follow the word "because"."""
 
 
 def arrow_type(schema: Any) -> pa.DataType:
-    """The type of the schema's values: objects are structs, arrays lists, integers int64, numbers
-    float64; a field is null where an optional property is absent or a nullable value is null.
+    """The Arrow type of a schema's values.
 
-    An object without `additionalProperties` has only its `properties`: a constrained row writes no
-    others. An integer without bounds is int64 all the same; the reader makes null of a larger one.
+    Objects become structs, arrays lists, integers int64 and numbers float64. A field is null where
+    an optional property is absent or a value is null.
+
+    An object has no other properties than `properties`, also if the schema does not say so, because
+    a constrained row writes no others. An integer without bounds becomes int64, and `ParsedColumn`
+    makes null of a value that is too large.
 
     Raises:
-        Inexact: there is no such type: recursion, unions, other properties, values of any type,
-            integers that the schema itself lets be larger than 64 bits.
+        Inexact: the schema is recursive, or it allows values of several types, other properties, or
+            by its own bounds integers of more than 64 bits.
     """
     return _Typing(schema).type(schema, "", ())
 
 
 class _Typing:
+    """Walks through one schema."""
+
     def __init__(self, root: Any) -> None:
         self._root = root
         self._fields = 0
 
     def type(self, schema: Any, at: str, refs: tuple[str, ...]) -> pa.DataType:
-        """
+        """The type of a part of the schema.
+
         Args:
-            at: JSON pointer of the schema, for errors.
-            refs: what it was reached through.
+            at: the JSON pointer of the part, for error messages.
+            refs: the values of `$ref` that have led to it, to notice recursion.
         """
         if not isinstance(schema, Mapping):
             raise _inexact("may be of any type", at)

@@ -1,4 +1,4 @@
-"""README.md of an output folder: a dataset card that the Hub and `load_dataset` understand."""
+"""The README.md of an output folder: a data set card, which the hub and `load_dataset` read."""
 
 import json
 from collections.abc import Mapping
@@ -23,52 +23,61 @@ tags:
 """
 
 
+_MADE_FROM = """\
+## How it was made
+
+`config.yaml` is the configuration that the job ran with, key by key. `manifest.json` has the \
+fingerprints of its model and data set and the versions of the packages.
+
+Whoever made these files can make them again. This is run where the job was started, because paths \
+in the configuration may be relative to that place, and with the absolute path of this folder:
+
+```
+batchgen --config-path /path/of/this/folder output.dir=again
+```
+
+A configuration is as powerful as a program: it says which files and models are read and where the \
+output goes, and it can name Python code to run. If you did not write `config.yaml` yourself, do \
+not run it as it is: read it, and put what you need of it into a configuration of your own.
+"""
+
+
 def dataset_card(
     config: Mapping[str, Mapping[str, Any]],
     fingerprints: Mapping[str, str],
     schema: pa.Schema,
     totals: Totals,
 ) -> str:
-    """The card of a complete job.
+    """The text of the card of a complete job.
 
     Args:
         config: the resolved configuration, by group.
-        fingerprints: of the dataset and the model.
+        fingerprints: of the data set, the model and what else decides the answers, by name.
+        schema: of the shards.
     """
-    model, dataset, sampling = config["model"], config["dataset"], config["sampling"]
-    name = model.get("name") or model["path"]
+    model, dataset = config["model"], config["dataset"]
     source = dataset.get("path") or "the demo rows of batchgen"
-    set_sampling = [
-        f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in sampling.items()
-    ]
     columns = [
         f"| `{field.name}` | `{field.type}` | {_meta(field, 'shape')} | {_meta(field, 'meaning')} |"
         for field in schema
     ]
-    counts = [
-        f"{totals.rows:,} rows: "
-        + (", ".join(f"{n:,} {reason}" for reason, n in totals.finish_reasons.items()) or "none")
-        + ".",
-        f"{totals.prompt_tokens:,} prompt tokens, {totals.generated_tokens:,} generated tokens.",
+    facts = [
+        *_rows(totals),
+        f"Model: `{model['path']}`"
+        + (f", revision `{model['revision']}`" if model.get("revision") else ""),
+        f"Dataset: `{source}`" + (f", split `{dataset['split']}`" if dataset.get("split") else ""),
+        *_constraint(config["constraint"], totals),
+        f"Sampling: {', '.join(_assignments(config['sampling']))}",
+        *(f"Fingerprint of {what}: `{digest}`" for what, digest in fingerprints.items()),
     ]
-    if totals.errors:
-        kinds = ", ".join(f"{n:,} {kind}" for kind, n in totals.errors.items())
-        counts.append(f"{totals.error_rows:,} rows have an `error` and no text: {kinds}.")
     return "\n".join(
         [
             _HEADER,
-            f"# Answers of {name} to {source}",
+            f"# Answers of {model.get('name') or model['path']} to {source}",
             "",
             "Written by batchgen: one row per input row and sample, in the order of the input.",
             "",
-            *(f"- {line}" for line in counts),
-            f"- Model: `{model['path']}`"
-            + (f", revision `{model['revision']}`" if model.get("revision") else ""),
-            f"- Dataset: `{source}`"
-            + (f", split `{dataset['split']}`" if dataset.get("split") else ""),
-            *(f"- {line}" for line in _constraint(config["constraint"], totals)),
-            f"- Sampling: {', '.join(f'`{text}`' for text in set_sampling)}",
-            *(f"- Fingerprint of {what}: `{digest}`" for what, digest in fingerprints.items()),
+            *(f"- {fact}" for fact in facts),
             "",
             "## Columns",
             "",
@@ -76,22 +85,30 @@ def dataset_card(
             "|---|---|---|---|",
             *columns,
             "",
-            "## How to reproduce",
-            "",
-            "`config.yaml` holds every key of the job, `manifest.json` the fingerprints of its "
-            "model and dataset and the package versions. With the absolute path of this folder, "
-            "where the job was started (its paths may be relative to that place):",
-            "",
-            "```",
-            "batchgen --config-path /path/of/this/folder output.dir=again",
-            "```",
-            "",
+            _MADE_FROM,
         ]
     )
 
 
+def _rows(totals: Totals) -> list[str]:
+    """How many rows and tokens there are, and how the rows ended."""
+    reasons = ", ".join(f"{n:,} {reason}" for reason, n in totals.finish_reasons.items())
+    facts = [
+        f"{totals.rows:,} rows: {reasons or 'none'}.",
+        f"{totals.prompt_tokens:,} prompt tokens, {totals.generated_tokens:,} generated tokens.",
+    ]
+    if totals.errors:
+        kinds = ", ".join(f"{n:,} {kind}" for kind, n in totals.errors.items())
+        facts.append(f"{totals.error_rows:,} rows have an `error` and no text: {kinds}.")
+    return facts
+
+
+def _assignments(values: Mapping[str, Any]) -> list[str]:
+    return [f"`{key}={json.dumps(value, ensure_ascii=False)}`" for key, value in values.items()]
+
+
 def _constraint(constraint: Mapping[str, Any], totals: Totals) -> list[str]:
-    """What the text of the rows was held to, if to anything."""
+    """Which constraint the rows had, and how many kept it; nothing for a job without one."""
     if not totals.constraint:
         return []
     given = {key: value for key, value in constraint.items() if value and key != "kind"}

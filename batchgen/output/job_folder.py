@@ -1,4 +1,4 @@
-"""The output folder of a job: whose it is, and that only one job writes to it."""
+"""The output folder of a job, which belongs to this job alone while it runs."""
 
 import shutil
 from pathlib import Path
@@ -11,9 +11,9 @@ from batchgen.output.manifest import Manifest
 MIN_FREE_BYTES = 32 * 2**20
 _MANIFEST = "manifest.json"
 _LOCK = ".lock"
-# All that a job ever writes; the manifest last, so that a folder whose deletion was interrupted
-# still says whose it is.
 _OWN = ("data", "journal", "README.md", "config.yaml", "metrics.json", _MANIFEST)
+"""All that a job ever writes, in the order in which it is deleted. The manifest is the last, so
+that a folder still says whose it is if its deletion was interrupted."""
 
 
 class JobFolder:
@@ -24,18 +24,20 @@ class JobFolder:
 
     Attributes:
         path: of the folder.
-        is_new: no earlier attempt of this job was here.
+        is_new: whether this is the job's first attempt.
     """
 
     def __init__(self, path: Path, manifest: Manifest, *, overwrite: bool) -> None:
         """Make the folder this job's, or take up the same job where it was left.
 
-        `overwrite` deletes the output of a different job. The same job is resumed with it too, so
-        that rerunning a command always resumes.
+        Args:
+            manifest: of this job.
+            overwrite: whether to delete the output of a different job. The same job is resumed in
+                any case, so that running a command again always resumes.
 
         Raises:
-            ConfigError: the folder cannot be written, holds files of others or another job's
-                output, or is in use. Nothing in it has been changed then.
+            ConfigError: the folder cannot be written, holds files that are no job's or another
+                job's output, or is in use. Nothing in it has been changed then.
         """
         self.path = path
         try:
@@ -72,7 +74,7 @@ class JobFolder:
         return self.path / "journal"
 
     def remove_journal(self) -> None:
-        """Drop the journal of a complete job."""
+        """Delete the journal, which a complete job does not need."""
         shutil.rmtree(self.journal)
 
     def _claim(self, manifest: Manifest, overwrite: bool) -> bool:
@@ -100,13 +102,14 @@ class JobFolder:
             manifest.write(path)
         self.data.mkdir(exist_ok=True)
         self.journal.mkdir(exist_ok=True)
-        probe = self.journal / "probe.tmp"  # a folder that was writable once need not be any more
+        # The folder may have become read-only since the first attempt.
+        probe = self.journal / "probe.tmp"
         probe.write_bytes(b"0")
         probe.unlink()
         return is_new
 
     def _refuse_foreign_files(self) -> None:
-        """No manifest means that no job owns what is in the folder."""
+        """Refuse a folder that has files and no manifest: no job of ours has written them."""
         names = {entry.name for entry in self.path.iterdir()}
         foreign = sorted(names - {_LOCK, f".{_MANIFEST}.tmp"})
         if foreign and _MANIFEST not in names:

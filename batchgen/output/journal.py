@@ -1,12 +1,12 @@
-"""The journal: finished rows of shards that are not complete yet, safe from a kill at any moment.
+"""The journal keeps the finished rows of incomplete shards safe from a kill at any moment.
 
-One file per shard and attempt (run of the command): `part-00003.0001.journal`. It is a row of
-frames, each `uint32 length, uint32 crc32, payload` (little endian); the first payload is an Arrow
-IPC schema message, every other one an Arrow IPC record batch. A batch is appended with one
-unbuffered write, so what was appended survives `kill -9`. The files are fsynced every
-`SYNC_SECONDS`: a power loss costs at most the rows finished since then. A torn or damaged tail
-fails its length or checksum and is cut when the file is read; a later attempt never appends to it
-but starts its own file.
+Each attempt (run of the command) writes one file for each shard, such as
+`part-00003.0001.journal`. A file is a sequence of frames: `uint32 length, uint32 crc32, payload`,
+little endian. The first payload is an Arrow IPC schema message, every other one is an Arrow IPC
+record batch. A batch is appended with one unbuffered write, so that it survives `kill -9` from then
+on. The files are fsynced every `SYNC_SECONDS`, so that a power loss costs at most the rows which
+finished since. An end that is incomplete or damaged does not match its length or checksum, and the
+reader leaves it out. A later attempt never appends to such a file, because it has files of its own.
 """
 
 import os
@@ -30,7 +30,7 @@ class Journal:
     """The journal files of a job's folder, all with one schema."""
 
     def __init__(self, folder: Path, schema: pa.Schema) -> None:
-        """Start a new attempt; `folder` exists."""
+        """Start a new attempt in a folder that exists."""
         self._folder = folder
         self._schema = schema
         self._files = journal_files(folder)
@@ -56,8 +56,8 @@ class Journal:
         if path not in files:
             files.append(path)
             data = _frame(self._schema.serialize()) + data
-        # Opened anew every time: a job with small shards has more of them open than a process may
-        # have file descriptors.
+        # The file is opened anew each time: a job with small shards has more incomplete ones than a
+        # process may have open files.
         try:
             fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
@@ -69,13 +69,17 @@ class Journal:
         self._unsynced.add(path)
 
     def read(self, shard: int) -> list[pa.RecordBatch]:
-        """Every whole batch of the shard, memory-mapped: reading a shard does not copy it."""
+        """All whole batches of the shard. They are memory-mapped, so nothing is copied."""
         return [
             batch for path in self._files.get(shard, ()) for batch in read_file(path, self._schema)
         ]
 
     def sync(self, force: bool = False) -> None:
-        """Make what was appended safe from a power loss, if `SYNC_SECONDS` have passed."""
+        """Make what was appended safe from a power loss.
+
+        Args:
+            force: do it also if fewer than SYNC_SECONDS have passed since the last time.
+        """
         now = time.monotonic()
         if not force and now - self._last_sync < SYNC_SECONDS:
             return
@@ -87,14 +91,14 @@ class Journal:
         self._last_sync = now
 
     def release(self, shard: int) -> list[Path]:
-        """Forget a complete shard, and return its files, for `delete` once it is published."""
+        """Forget a complete shard and return its files, to be deleted once it is published."""
         files = self._files.pop(shard, [])
         self._unsynced.difference_update(files)
         return files
 
 
 def journal_files(folder: Path) -> dict[int, list[Path]]:
-    """Shard → its journal files, those of earlier attempts first."""
+    """From a shard to its journal files, those of earlier attempts first."""
     files: dict[int, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         if match := _NAME.fullmatch(path.name):
@@ -106,12 +110,12 @@ def read_file(path: Path, schema: pa.Schema | None = None) -> Iterator[pa.Record
     """The whole batches of one journal file, up to the first torn or damaged frame.
 
     Args:
-        schema: that the file must have; None takes any.
+        schema: that the file must have; with None it may have any.
 
     Raises:
         JobError: the file was written with another schema.
     """
-    if path.stat().st_size == 0:  # cannot be mapped
+    if path.stat().st_size == 0:  # an empty file cannot be memory-mapped
         return
     with pa.memory_map(str(path)) as mapped:
         frames = _frames(mapped.read_buffer())
@@ -133,7 +137,7 @@ def _frames(data: pa.Buffer) -> Iterator[pa.Buffer]:
     while offset + _FRAME.size <= data.size:
         length, checksum = _FRAME.unpack(data.slice(offset, _FRAME.size))
         offset += _FRAME.size
-        # A length of 0 is what a file system may leave after a power loss: zeros.
+        # After a power loss a file may end with zeros, which read as a length of 0.
         if length == 0 or offset + length > data.size:
             return
         payload = data.slice(offset, length)
@@ -158,7 +162,7 @@ def fsync_path(path: Path) -> None:
     """fsync a file or a folder by its path.
 
     Raises:
-        JobError: the system reports that what was written did not reach the disk.
+        JobError: what was written did not reach the disk, as the system says.
     """
     try:
         fd = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""One job per output folder."""
+"""A lock that keeps a second job out of an output folder."""
 
 import fcntl
 import os
@@ -11,13 +11,14 @@ from batchgen.errors import ConfigError
 
 
 class FolderLock:
-    """An flock on a file: the system drops it with the process, however that ends."""
+    """A lock on a file (flock), which the system drops when the process ends in any way."""
 
     def __init__(self, path: Path) -> None:
         """Take the lock.
 
         Raises:
-            ConfigError: another job holds it; the message names its process and host.
+            ConfigError: another job holds it (the message names its process and host), or the file
+                system has no such locks.
             OSError: the file cannot be opened.
         """
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

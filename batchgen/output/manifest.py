@@ -1,11 +1,11 @@
-"""The manifest: what decided the content of an output folder, and how another job differs."""
+"""The manifest of an output folder: what decides its content, and how another job differs."""
 
 import json
 import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,37 +13,46 @@ from batchgen.errors import ConfigError, JobError
 from batchgen.output.journal import fsync_path
 
 FORMAT_VERSION = 1
-_PACKAGES = ("torch", "transformers", "datasets", "pyarrow")
+_PACKAGES = ("torch", "transformers", "datasets", "pyarrow", "xgrammar", "triton")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Two jobs with equal identity and fingerprints write equal shards.
+    """What decides the content of a job's shards: its identity and its fingerprints.
+
+    Two jobs that agree in both write equal shards.
 
     Attributes:
-        identity: the part of the configuration that decides the content, nested by group.
-        fingerprints: of what the configuration only points to: dataset, model, tokenizer.
-        versions: of the packages that the job was started with; for the reader, not compared.
+        identity: the part of the configuration that decides the content, by group and key.
+        fingerprints: of what the configuration only points to, such as the data set and the model.
+        versions: of the packages with which the job was started; for people, they are not compared.
+        huge_files: how fingerprints were taken of files over 256 MiB. Manifests that do not say it
+            are from versions of batchgen that read only samples of such files.
+        batch_dependence: why on the machine that computed rows their bits could depend on other
+            rows, although the device is a CPU; None if they could not. For people, not compared.
     """
 
     identity: Mapping[str, Any]
     fingerprints: Mapping[str, str]
     versions: Mapping[str, str]
+    huge_files: str = "sampled"
+    batch_dependence: str | None = None
     format_version: int = FORMAT_VERSION
 
     @classmethod
     def build(cls, identity: Mapping[str, Any], fingerprints: Mapping[str, str]) -> Self:
         versions = {"python": platform.python_version()}
-        versions |= {name: version(name) for name in _PACKAGES}
-        # Through JSON once, so that it equals what is read back (tuples become lists).
-        return cls(json.loads(json.dumps(identity)), dict(fingerprints), versions)
+        versions |= {name: found for name in _PACKAGES if (found := _version(name)) is not None}
+        # JSON makes lists of tuples: only then does it equal what is read from a file.
+        identity = json.loads(json.dumps(identity))
+        return cls(identity, dict(fingerprints), versions, huge_files="read whole")
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a manifest.
 
         Raises:
-            ConfigError: the file is not one of this version's manifests.
+            ConfigError: the file is no manifest, or one of another format version.
         """
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -63,18 +72,32 @@ class Manifest:
         write_atomic(path, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
 
     def differences(self, new: "Manifest") -> list[str]:
-        """A line `key: old → new` for everything that would change the content."""
+        """A line `key: old → new` for everything that would make the content another one."""
         olds = _flat(self.identity) | _flat(self.fingerprints, "fingerprint.")
         news = _flat(new.identity) | _flat(new.fingerprints, "fingerprint.")
-        return [
+        lines = [
             f"{key}: {olds.get(key, '(not set)')} → {news.get(key, '(not set)')}"
             for key in dict.fromkeys([*olds, *news])
             if olds.get(key) != news.get(key)
         ]
+        if self.fingerprints != new.fingerprints and self.huge_files != new.huge_files:
+            lines.append(
+                f"files over 256 MiB: {self.huge_files} → {new.huge_files} (their fingerprints "
+                "differ for that alone: finish such a job with the version that started it)"
+            )
+        return lines
+
+
+def _version(package: str) -> str | None:
+    """The installed version of a package; None if it is absent (Triton is, except on Linux)."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file that is whole whenever it is there.
+    """Write a file so that it is either whole or not there, whenever the program is killed.
 
     Raises:
         JobError: the file cannot be written.
@@ -92,7 +115,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested mappings as `group.key` → JSON of the value, by which values are compared."""
+    """From `group.key` to the JSON text of its value. Values are compared by that text."""
     flat: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

@@ -1,4 +1,4 @@
-"""metrics.json: what a job did, over all its attempts."""
+"""The file metrics.json, which says what a job did in each of its attempts."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from batchgen.output.manifest import write_atomic
 
-SAVE_SECONDS = 30.0
+SAVE_SECONDS = 30.0  # between two times that a running job saves the file
 Status = Literal["running", "complete", "stopped", "failed", "killed"]
 
 
@@ -26,12 +26,18 @@ class Attempt:
     """One run of the command.
 
     Attributes:
-        status: `killed` is what a later attempt makes of a `running` one.
-        rows_resumed: output rows that were there at its start.
-        rows: output rows that it computed, error rows included.
-        wall_s: from the start of the attempt, with loading; generate_s: with the engine running.
-        memory: the engine's plan of the device's memory, in bytes; empty if none was built.
-        engine: the engine's own counts at the end.
+        rows_resumed: output rows that earlier attempts had written.
+        status: how it ended. If it was killed, the file still says `running`, and the next attempt
+            changes that to `killed`.
+        rows: output rows that it has computed, with error rows.
+        error_rows: how many of them have an error instead of an answer.
+        wall_s: seconds since the attempt began, with the loading of the weights.
+        generate_s: seconds since the engine began.
+        peak_rss_mib: the most memory that the process had, in MiB.
+        memory: how the engine divides the device's memory, in bytes; empty without an engine.
+        engine: what the engine itself has counted.
+        batch_dependence: why a token's bits depend on what else is in the batch, as was found out
+            on this CPU; None if they do not, and on a GPU.
     """
 
     rows_resumed: int
@@ -47,6 +53,7 @@ class Attempt:
     peak_rss_mib: float = 0.0
     memory: Mapping[str, int | None] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
+    batch_dependence: str | None = None
 
 
 OUTCOMES = {
@@ -57,11 +64,16 @@ OUTCOMES = {
     "unconstrained": "without a constraint",
     "error": "without an answer",
 }
-"""What becomes of a row of a constrained job."""
+"""How a row of a job with a constraint can end, and what that means."""
 
 
 def constraint_outcome(finish_reason: str, satisfied: bool | None) -> str:
-    """One of OUTCOMES, from what the row's columns say."""
+    """The one of OUTCOMES that a row has.
+
+    Args:
+        finish_reason: what the row has in the column of that name.
+        satisfied: what the row has in the column `constraint_satisfied`.
+    """
     if finish_reason == "error":
         return "error"
     if satisfied is None:
@@ -73,11 +85,13 @@ def constraint_outcome(finish_reason: str, satisfied: bool | None) -> str:
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts over the shards of a complete job; the only source is the shards themselves.
+    """Counts over all rows of a complete job, read from its shards alone.
 
     Attributes:
+        finish_reasons: how many rows ended for which reason.
+        errors: how many rows have an error of which type.
         counts: sums of what the strategy counts for each row (`OutputSchema.counts`).
-        constraint: rows by what became of their constraint (`OUTCOMES`); empty if the job has none.
+        constraint: how many rows ended in which of OUTCOMES; empty if the job has no constraint.
     """
 
     rows: int
@@ -95,7 +109,7 @@ class Totals:
 
         Args:
             counts: names of further columns to sum.
-            constrained: the shards say whether rows satisfied their constraint.
+            constrained: whether the shards say which rows satisfied their constraint.
         """
         reasons: dict[str, int] = {}
         errors: dict[str, int] = {}
@@ -126,11 +140,14 @@ class Totals:
 
 
 class Metrics:
-    """The file metrics.json; written now and then, so that a killed attempt is in it too.
+    """The content of metrics.json.
+
+    It is saved while the job runs, so that it tells of an attempt that was killed, too.
 
     Attributes:
-        totals: of a complete job, for `save`.
-        was_complete: an earlier attempt completed the job.
+        attempt: the present one.
+        totals: of all rows; None until the job is complete.
+        was_complete: whether an earlier attempt completed the job.
     """
 
     def __init__(self, path: Path, rows_resumed: int) -> None:
@@ -151,11 +168,11 @@ class Metrics:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens of this attempt per second of generation."""
+        """How many tokens this attempt has generated in each second that the engine ran."""
         return self.attempt.generated_tokens / max(self.attempt.generate_s, 1e-9)
 
     def due(self) -> bool:
-        """Whether it is time to save what a killed attempt shall leave behind."""
+        """Whether SAVE_SECONDS have passed since the file was saved."""
         return time.monotonic() - self._saved >= SAVE_SECONDS
 
     def save(self, status: Status) -> None:
@@ -181,6 +198,7 @@ class Metrics:
 
 
 def peak_rss_mib() -> float:
+    """The most memory that this process has had so far, in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
 

@@ -1,4 +1,4 @@
-"""The column `parsed`: the JSON of a row as an Arrow value, typed where the schema says how."""
+"""The column `parsed`, which holds the JSON of a row, with types where its schema tells them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.constraint.json_text import parse_json
 from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.constraint.json_text import has_lone_surrogate, parse_json
 from batchgen.engine.outputs import RequestOutput
 from batchgen.output.arrow_schema import Inexact, arrow_type
 
@@ -18,17 +18,19 @@ _INT64 = range(-(2**63), 2**63)
 
 
 class _Misfit(Exception):
-    """A value that its Arrow type cannot hold as it is."""
+    """Raised for a value that its Arrow type cannot hold as it is."""
 
 
 @dataclass(frozen=True)
 class ParsedColumn:
-    """How the JSON of a row becomes a value.
+    """How the JSON of a row becomes a value of the column.
 
     Attributes:
-        type: of the column; a string holds JSON text unless `typed`.
-        meaning: for the reader of the output.
-        start_after: the JSON stands behind the first of these texts.
+        type: of the column.
+        typed: whether the type follows from the job's schema; if not, the column holds JSON text.
+        meaning: what the reader of the output is told of the column.
+        start_after: the JSON of a row begins behind the first occurrence of this text; empty if it
+            begins at the start.
     """
 
     type: pa.DataType
@@ -38,10 +40,11 @@ class ParsedColumn:
 
     @staticmethod
     def build(constraint: Constraint | None, start_after: str) -> ParsedColumn:
-        """Of a job with a constraint of JSON.
+        """The column of a job whose constraint is JSON.
 
         Args:
-            constraint: the job's; None if each row has its own.
+            constraint: of the job; None if each row has its own.
+            start_after: as the attribute.
         """
         null = "null unless constraint_satisfied"
         try:
@@ -57,8 +60,10 @@ class ParsedColumn:
         return ParsedColumn(type, True, meaning, start_after)
 
     def array(self, outputs: Sequence[RequestOutput | None]) -> pa.Array:
-        """A value per row; null where the row has no complete JSON, or a value of it (an integer
-        beyond 64 bits, half a surrogate pair) does not fit its Arrow type.
+        """The column's value for each row.
+
+        It is null where the row has no complete JSON, or has a value that does not fit its Arrow
+        type, such as an integer of more than 64 bits or half a surrogate pair.
         """
         fit = _fit(self.type) if self.typed else None
         return pa.array([self._value(output, fit) for output in outputs], self.type)
@@ -77,7 +82,10 @@ class ParsedColumn:
 
 
 def _fit(type: pa.DataType) -> _Fit:
-    """Checks that a value of JSON fits the type; Arrow itself would raise, round or drop."""
+    """A function that returns a value of JSON as the type holds it, and raises _Misfit if not.
+
+    Arrow itself would raise an error for the whole batch, round the value, or drop a part of it.
+    """
     if pa.types.is_struct(type):
         fits = {field.name: _fit(field.type) for field in type}
         return lambda value: None if value is None else _struct(value, fits)
@@ -103,7 +111,7 @@ def _list(value: Any, fit: _Fit) -> list[Any]:
 
 def _integer(value: Any) -> int:
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # 1.0 is an integer of JSON Schema
+        value = int(value)  # by JSON Schema 1.0 is an integer
     if type(value) is not int or value not in _INT64:
         raise _Misfit
     return int(value)
@@ -116,13 +124,13 @@ def _number(value: Any) -> float:
         number = float(value)
     except OverflowError:
         raise _Misfit from None
-    if number in (float("inf"), float("-inf")):  # of 1e999
+    if number in (float("inf"), float("-inf")):  # such as 1e999
         raise _Misfit
     return number
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or any("\ud800" <= char <= "\udfff" for char in value):
+    if not isinstance(value, str) or has_lone_surrogate(value):
         raise _Misfit
     return value
 

@@ -1,4 +1,4 @@
-"""The Arrow schema of the output, fixed before the first token, and rows on their way into it."""
+"""The Arrow schema of the output, which is known before the first token, and rows in that form."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.config import PARSED
-from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput
+from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput, RowCount
 from batchgen.errors import ConfigError
 from batchgen.output.parsed_column import ParsedColumn
 
@@ -42,18 +42,17 @@ _SATISFIED = (
     "whether what was generated is complete under the row's constraint; null if it has none or "
     "the row failed",
 )
-_COUNTS = {
-    "num_forwards": "forwards of the model that yielded token_ids or made their KV final",
-    "num_commit_forwards": "of those, how many only made KV final",
-    "num_draft_tokens": "tokens that were drafted for the row in those forwards",
-    "num_accepted_tokens": "of token_ids, how many were drafts",
-}
-"""What `Strategy.counts` may name, and what it means."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """One (row, sample) with its outcome: exactly one of `output` and `error` is given."""
+    """One sample of one row that is finished.
+
+    Attributes:
+        fields: the columns of the data set that are copied to the output.
+        output: what the engine returned; None if the row never reached the engine.
+        error: why it did not; None if it did.
+    """
 
     row_id: str
     row_index: int
@@ -65,14 +64,14 @@ class FinishedRow:
 
 @dataclass(frozen=True)
 class OutputSchema:
-    """What a row of the output is made of.
+    """The columns of the output.
 
     Attributes:
-        arrow: of journal and shards; every field's metadata says what it means.
-        passthrough: names of the input columns that are copied into every row.
+        arrow: the schema of journals and shards. The metadata of a field says what it means.
+        passthrough: names of the columns that are copied from the data set.
         columns: the per-token columns, in their order.
-        counts: the fields of `RequestOutput` that are columns too.
-        parsed: what makes the column of that name, None without one.
+        counts: names of the strategy's counts, which are columns too.
+        parsed: makes the column `parsed`; None if the job does not have it.
     """
 
     arrow: pa.Schema
@@ -85,7 +84,7 @@ class OutputSchema:
     def build(
         passthrough: pa.Schema,
         columns: Sequence[OutputColumn],
-        counts: Sequence[str],
+        counts: Sequence[RowCount],
         prompt_token_ids: bool,
         *,
         constrained: bool = False,
@@ -94,11 +93,15 @@ class OutputSchema:
         """The schema of a job.
 
         Args:
-            counts: what the strategy tells of each row.
-            constrained: rows have a column that says whether they satisfy their constraint.
+            passthrough: the schema of the columns that are copied from the data set.
+            columns: the per-token columns.
+            counts: what the strategy counts for each row.
+            prompt_token_ids: whether to write the prompts.
+            constrained: whether a column says which rows satisfy their constraint.
+            parsed: makes the column `parsed`, if it is wanted.
 
         Raises:
-            ConfigError: an input column has the name of an output column.
+            ConfigError: a column of the data set has the name of a column that batchgen writes.
         """
         before = [_field(*column) for column in _BEFORE]
         after = [
@@ -111,10 +114,10 @@ class OutputSchema:
         if parsed is not None:
             after.append(_field(PARSED, parsed.type, parsed.meaning))
         not_run = "; null if the row failed before its first"
-        after += [_field(name, pa.int32(), _COUNTS[name] + not_run) for name in counts]
+        after += [_field(count.name, pa.int32(), count.meaning + not_run) for count in counts]
         after += [_column_field(column) for column in columns]
-        # Also columns that this job does not write: a name means the same in every output.
-        taken = {name for name, *_ in _BEFORE + _AFTER} | {*_COUNTS}
+        # Also columns that this job leaves out: a name shall mean the same in every output.
+        taken = {name for name, *_ in _BEFORE + _AFTER} | {c.name for c in counts}
         taken |= {column.name for column in columns} | {_SATISFIED[0], PARSED}
         clashes = [name for name in passthrough.names if name in taken]
         if clashes:
@@ -123,16 +126,17 @@ class OutputSchema:
                 "batchgen writes: rename them in the dataset, or list the columns to pass through "
                 "in dataset.columns and leave these out"
             )
-        # Without the metadata of the input's schema: it describes only the input's columns.
+        # The metadata of the whole input schema is dropped: it describes the input's columns alone.
         meaning = {"meaning": "as in the input"}
         given = [f.with_metadata(meaning | _strings(f.metadata)) for f in passthrough]
         schema = pa.schema(before + given + after, metadata={"batchgen.schema": SCHEMA_VERSION})
         names = tuple(passthrough.names)
-        return OutputSchema(schema, names, tuple(columns), tuple(counts), parsed)
+        names_of_counts = tuple(count.name for count in counts)
+        return OutputSchema(schema, names, tuple(columns), names_of_counts, parsed)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one generated token over all per-token columns."""
+        """Bytes that one generated token takes in all per-token columns together."""
         return 4 + sum(
             column.dtype.itemsize * int(np.prod(column.tail_shape)) for column in self.columns
         )
@@ -140,7 +144,7 @@ class OutputSchema:
     def encode(self, rows: Sequence[FinishedRow]) -> pa.RecordBatch:
         """The rows as one Arrow batch.
 
-        One array per column and none per row: this is the job's hot path.
+        Every finished row goes through here, so each column is made as one array, not row by row.
         """
         outputs = [row.output for row in rows]
         errors = [row.error for row in rows]
@@ -159,7 +163,7 @@ class OutputSchema:
         for name in self.passthrough:
             values[name] = [row.fields[name] for row in rows]
         for name in self.counts:
-            values[name] = [getattr(o, name) if o else None for o in outputs]
+            values[name] = [o.counts[name] if o else None for o in outputs]
         for column in self.columns:
             values[column.name] = _lists(column, outputs)
         if _SATISFIED[0] in self.arrow.names:
@@ -219,7 +223,7 @@ def _id_lists(lists: list[list[int]]) -> pa.Array:
 
 
 def _lists(column: OutputColumn, outputs: list[RequestOutput | None]) -> pa.Array:
-    """A list per row of [num_tokens, *tail] entries; error rows have empty lists."""
+    """A per-token column: for each row a list of [num_tokens, *tail] values, empty on an error."""
     given = [o.columns[column.name] if o else None for o in outputs]
     present = [array for array in given if array is not None]
     for array in present:

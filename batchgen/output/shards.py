@@ -1,4 +1,4 @@
-"""Shards: a complete range of input rows as one Parquet file, published whole or not at all."""
+"""Shards: Parquet files that each hold a range of input rows and are published as a whole."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from batchgen.output.journal import fsync_path
 from batchgen.output.schema import OutputSchema
 
 ROW_GROUP_BYTES = 64 * 2**20
-_ROW_BYTES = 1024  # of everything in a row that is not per token; only a guess for row groups
+_ROW_BYTES = 1024  # a guess at what a row takes besides its tokens, to size row groups
 _NAME = re.compile(r"part-(\d{5,})\.parquet")
 
 
@@ -34,10 +34,13 @@ def publish_shard(
 ) -> None:
     """Write the rows of a complete shard, sorted by (row_index, sample_index).
 
-    The file is written to `temporary` (same file system), fsynced and renamed, so `path` is whole
-    whenever it exists. Row groups hold about `ROW_GROUP_BYTES`; no more of the shard than one of
-    them is in memory, since the batches are memory-mapped. The bytes depend on the rows alone,
-    not on how they are spread over the batches.
+    The file is written under another name, fsynced and renamed, so that it is whole whenever it is
+    there. It has row groups of about ROW_GROUP_BYTES, and one of them at a time is in memory,
+    because the batches are memory-mapped. Its bytes depend on the rows alone, not on how these are
+    spread over the batches.
+
+    Args:
+        temporary: the other name, on the same file system.
 
     Raises:
         JobError: the file cannot be written.
@@ -75,16 +78,16 @@ def _row_groups(batches: Sequence[pa.RecordBatch], schema: OutputSchema) -> Iter
 
 
 def _column(batches: Sequence[pa.RecordBatch], name: str) -> npt.NDArray[np.int64]:
-    """An integer column over all batches, nulls as 0."""
+    """An integer column of all batches together, with 0 for null."""
     column = pa.chunked_array([batch.column(name) for batch in batches])
     return np.asarray(pc.fill_null(column, 0).to_numpy(), np.int64)
 
 
 def shard_num_rows(path: Path, schema: OutputSchema) -> int:
-    """Rows of a published shard, from its footer.
+    """How many output rows a published shard has, as its footer says.
 
     Raises:
-        JobError: the file is damaged, or not one of this job's.
+        JobError: the file is damaged or has other columns than this job writes.
     """
     try:
         with pq.ParquetFile(path) as file:
@@ -98,6 +101,7 @@ def shard_num_rows(path: Path, schema: OutputSchema) -> int:
 
 
 def damaged(path: Path, why: str) -> JobError:
+    """The error for a published shard that cannot be used."""
     return JobError(
         f"the published shard {path} is damaged ({why}): delete it and run the same command, "
         "which computes its rows again"

@@ -1,4 +1,4 @@
-"""Finished rows, in any order, into deterministic shards; and what of a job is already done."""
+"""Writes finished rows, which come in any order, and knows which rows of a job are done."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -17,21 +17,27 @@ MAX_UNPUBLISHED = 2  # complete shards that wait for the publisher before `write
 
 
 class OutputWriter:
-    """Writes shard k = input rows [k*rows_per_shard, (k+1)*rows_per_shard) x samples.
+    """Writes the shards of a job.
 
-    Rows go to the journal as they finish. When the last (row, sample) of a shard is there, the
-    shard is built from its journal files by a thread, which can work beside the engine because a
-    complete shard's files do not change any more. Memory: a flag per (row, sample) of the shards
-    that are not complete.
+    Shard k holds all samples of the input rows from k·rows_per_shard up to (k+1)·rows_per_shard.
+    Rows go to the journal as they finish. When the last sample of a shard's last row is there, a
+    thread makes the shard from its journal files. It can do so while the engine runs, because the
+    journal files of a complete shard do not change any more. In memory there is one flag for each
+    sample of each row of the shards that are not complete.
 
     Attributes:
-        resumed: (row, sample)s that were there at the start, from earlier attempts.
+        resumed: how many samples of rows earlier attempts have written.
     """
 
     def __init__(
         self, data: Path, journal: Path, schema: OutputSchema, rows_per_shard: int, samples: int
     ) -> None:
-        """Read what is done from shards and journal files; both folders exist.
+        """Read from shards and journal files what is done.
+
+        Args:
+            data: the folder of the shards, which exists.
+            journal: the folder of the journal, which exists.
+            samples: of each row.
 
         Raises:
             JobError: a published shard is damaged or is not of this job.
@@ -67,17 +73,20 @@ class OutputWriter:
 
     @property
     def num_leading_rows(self) -> int:
-        """Input rows of the published shards before the first gap: no need to look at them."""
+        """How many rows at the start of the data set are in published shards, without a gap.
+
+        A job that resumes need not look at them.
+        """
         rows = itertools.takewhile(
             lambda num_rows: num_rows is not None, map(self._published.get, itertools.count())
         )
         return sum(num_rows or 0 for num_rows in rows)
 
     def missing(self, row_index: int) -> list[int]:
-        """Samples of the row that are not done yet. Rows must be asked for in order.
+        """The samples of a row that are not done yet. Rows must be asked for in order.
 
         Raises:
-            JobError: the row lies behind the end that an earlier attempt found.
+            JobError: a published shard ends before this row, though it should contain it.
         """
         shard, row = divmod(row_index, self._rows_per_shard)
         if (num_rows := self._published.get(shard)) is not None:
@@ -92,9 +101,9 @@ class OutputWriter:
         return np.flatnonzero(~opened.done[row]).tolist()
 
     def write(self, rows: Sequence[FinishedRow]) -> None:
-        """Keep finished rows, of any shards in any order, each (row, sample) once in a job.
+        """Keep finished rows, which may be of any shards and in any order.
 
-        When this returns, a kill does not lose them.
+        Each sample of each row must come once in a job. When this returns, a kill cannot lose them.
 
         Raises:
             JobError: a file cannot be written.
@@ -115,12 +124,15 @@ class OutputWriter:
         self._wait(MAX_UNPUBLISHED)
 
     def finish(self, num_rows: int) -> None:
-        """Publish the last shard: the dataset has `num_rows` rows and all are written.
+        """Publish the last shard, once all rows are written.
 
-        An empty dataset gets one empty shard, so that the output loads and has its columns.
+        The output of an empty data set is one empty shard, so that it loads and has its columns.
+
+        Args:
+            num_rows: of the data set.
 
         Raises:
-            JobError: a file cannot be written.
+            JobError: a file cannot be written, or the shards do not have as many rows.
         """
         last, rest = divmod(num_rows, self._rows_per_shard)
         if rest or num_rows == 0:
@@ -138,7 +150,7 @@ class OutputWriter:
             raise self._wrong_shards(expected)
 
     def flush(self) -> None:
-        """Make everything safe from a power loss and wait for shards that are being published."""
+        """Make all rows safe from a power loss, and wait for shards that are being published."""
         self._journal.sync(force=True)
         self._wait(0)
 
@@ -161,12 +173,12 @@ class OutputWriter:
         self._publishing.append(self._publisher.submit(publish))
 
     def _wait(self, most: int) -> None:
-        """Wait until at most this many shards are being published; raise what a thread raised."""
+        """Wait until at most so many shards are being published; raise what the thread raised."""
         while self._publishing and (len(self._publishing) > most or self._publishing[0].done()):
             self._publishing.pop(0).result()
 
     def _read_shards(self) -> dict[int, int]:
-        """Shard number → its input rows."""
+        """From the number of a published shard to its number of input rows."""
         published = {}
         for number, path in shard_files(self._data).items():
             num_rows, rest = divmod(shard_num_rows(path, self._schema), self._samples)
@@ -195,11 +207,12 @@ class OutputWriter:
 
 
 class _OpenShard:
-    """Which (row, sample)s of a shard that is not complete are in the journal.
+    """What the journal has of a shard that is not complete.
 
     Attributes:
-        done: [rows_per_shard, samples] bool.
-        num_expected: (row, sample)s of the shard; fewer than all in a last, partial shard.
+        done: [rows_per_shard, samples] bool, whether the sample of the row is there.
+        num_done: how many are there.
+        num_expected: how many make the shard complete: fewer than the others if it is the last one.
     """
 
     def __init__(self, rows: int, samples: int) -> None:

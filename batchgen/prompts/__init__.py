@@ -1,1 +1,1 @@
-"""From a row's columns to the token ids of its prompt."""
+"""Makes the token ids of a row's prompt from its columns."""

@@ -1,10 +1,10 @@
-"""From a row to the token ids of its prompt."""
+"""Makes the prompt of a row: the token ids that the model reads first."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import UndefinedError
 from transformers import PreTrainedTokenizerBase
@@ -16,21 +16,23 @@ from batchgen.config import (
     TokensPromptConfig,
 )
 from batchgen.config.groups import TooLong
-from batchgen.dataset.source import Row
 from batchgen.engine.outputs import RequestError
 from batchgen.errors import ConfigError
 from batchgen.prompts.templates import RENDER_ERRORS, RowTemplate, template_errors
 
+if TYPE_CHECKING:
+    from batchgen.dataset.source import Row
+
 
 class Prompt(Protocol):
-    """How rows become prompts."""
+    """A way to make prompts of rows."""
 
     def token_ids(self, row: Row) -> list[int]:
-        """The prompt, not empty, of any length.
+        """The prompt of a row, which has at least one token and any length.
 
         Raises:
-            RequestError: missing_field, template_error, bad_messages, bad_token_ids or
-                empty_prompt: this row has no prompt.
+            RequestError: the row has no prompt. The error's type is missing_field, template_error,
+                bad_messages, bad_token_ids or empty_prompt.
         """
 
 
@@ -44,9 +46,9 @@ def build_prompt(
     """The prompt that the configuration describes.
 
     Args:
-        tokenizer: the model's; None if it has none, then only token ids can be prompts.
-        vocab_size: of the model; prompt ids are below it.
-        columns: of the data set.
+        tokenizer: the model's. None if it has none; then only token ids can be prompts.
+        vocab_size: of the model; the ids of a prompt are below it.
+        columns: the names of the data set's columns.
 
     Raises:
         ConfigError: a template does not compile or asks for a column that the data set has not,
@@ -67,13 +69,18 @@ def build_prompt(
 def fit_prompt(
     ids: list[int], max_len: int, too_long: TooLong, bos_id: int | None = None
 ) -> list[int]:
-    """`ids` if at most `max_len` of them, else what `prompt.too_long` says.
+    """A prompt of at most `max_len` tokens.
 
-    `truncate_left` keeps the last tokens; a BOS (`bos_id`) at the start stays there, as models
-    are lost without it. In a chat prompt it may cut the system message and the marks of a turn.
+    Of a longer one `truncate_left` keeps the last tokens. A BOS token at its start stays, because
+    models answer badly without it. In a chat prompt the system message and the marks of a turn may
+    be cut off.
+
+    Args:
+        too_long: what to do with a longer prompt.
+        bos_id: the id of the BOS token, None if there is none.
 
     Raises:
-        RequestError: `prompt_too_long`.
+        RequestError: the prompt is longer, and `too_long` is `error`. Its type is prompt_too_long.
     """
     assert max_len >= 1
     if len(ids) <= max_len:
@@ -91,10 +98,10 @@ def fit_prompt(
 
 
 class ChatPrompt:
-    """Messages in the model's chat format, up to where its answer starts.
+    """A conversation in the model's chat format, up to where the model's answer starts.
 
-    The text of the chat template is tokenized without adding special tokens: the template writes
-    BOS itself where the model wants one.
+    The tokenizer adds no special tokens to the text, because the chat template writes a BOS itself
+    where the model wants one.
     """
 
     def __init__(
@@ -157,7 +164,7 @@ class ChatPrompt:
                 )
 
     def _try_roles(self) -> None:
-        """Some templates refuse a system message: say so before the job and not in every row."""
+        """Refuse a system message before the job starts, if the chat template takes none."""
         roles = ["system"] * (self._system is not None) + ["user"]
         try:
             self._render([{"role": role, "content": "text"} for role in roles])
@@ -169,7 +176,10 @@ class ChatPrompt:
 
 
 class TextPrompt:
-    """A template of the whole prompt; the tokenizer adds its special tokens (BOS) unless told."""
+    """One template for the whole prompt.
+
+    The tokenizer adds its special tokens, such as a BOS, unless `add_special_tokens` is false.
+    """
 
     def __init__(
         self,
@@ -187,7 +197,7 @@ class TextPrompt:
 
 
 class TokensPrompt:
-    """Ids from a column, as they are."""
+    """The token ids that a column holds, as they are."""
 
     def __init__(
         self, config: TokensPromptConfig, vocab_size: int, columns: Collection[str]
@@ -213,7 +223,13 @@ class TokensPrompt:
 
 
 def _checked_messages(value: Any, column: str) -> list[dict[str, Any]]:
-    """The row's messages without null entries, which Arrow adds where messages differ in keys."""
+    """The messages of a row, each with a role and a content, or tool calls instead of a content.
+
+    Entries that are null are left out: Arrow adds them where messages have different keys.
+
+    Raises:
+        RequestError: the value is not a list of such messages. Its type is bad_messages.
+    """
     if not isinstance(value, list) or not value:
         raise RequestError(
             "bad_messages",
@@ -247,7 +263,7 @@ def _check_column(key: str, name: str, columns: Collection[str]) -> None:
 def _tokenize(
     tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool
 ) -> list[int]:
-    # verbose: no warning about lengths, which fit_prompt looks after.
+    # Without `verbose=False` the tokenizer warns of long texts, which fit_prompt deals with.
     ids = tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
     return _not_empty(list(ids))
 

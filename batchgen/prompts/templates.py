@@ -1,4 +1,4 @@
-"""Users' Jinja templates over the columns of a row."""
+"""Jinja templates that users write and that are filled with the columns of a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from batchgen.engine.outputs import RequestError
 from batchgen.errors import ConfigError
 
-# What the expressions of a template can raise, besides Jinja's own errors.
 RENDER_ERRORS = (
     TemplateError,
     ArithmeticError,
@@ -24,23 +23,29 @@ RENDER_ERRORS = (
     TypeError,
     ValueError,
 )
+"""What rendering a template can raise: Jinja's errors, and those of the user's expressions."""
 
 
 class _NullOutput(Exception):
-    """A `{{ }}` is null."""
+    """Raised when a template prints a value that is null."""
 
 
 class RowTemplate:
     """A template that sees the columns of a row as variables, and all of them as `row`.
 
-    It runs in Jinja's sandbox: no attributes of Python's internals, no changes to the row, ranges
-    of at most 100,000. Nothing is escaped, `tojson` writes plain JSON and newlines are kept.
-    Null columns can be tested (`{% if note %}`, `{{ note or '' }}`), but printing one is an error,
-    so that no prompt ever says "None": files leave a missing column null.
+    It runs in Jinja's sandbox, which keeps it from Python's internals, from changing the row, and
+    from ranges of more than 100,000. Nothing is escaped for HTML, `tojson` writes plain JSON, and
+    newlines are kept. A template can ask whether a column is null (`{% if note %}`,
+    `{{ note or '' }}`), but printing null is an error: a file leaves a missing value null, and no
+    prompt shall say "None".
+
+    Args:
+        key: the key of the configuration, for error messages.
+        source: the template.
+        columns: the names of the data set's columns.
 
     Raises:
-        ConfigError: `source`, the value of `key`, is not a template or needs columns that the data
-            set has not.
+        ConfigError: `source` is no template, or it uses columns that the data set does not have.
     """
 
     def __init__(self, key: str, source: str, columns: Collection[str]) -> None:
@@ -68,7 +73,8 @@ class RowTemplate:
         """The text for one row.
 
         Raises:
-            RequestError: `missing_field` or `template_error`.
+            RequestError: the template cannot be filled. Its type is missing_field or
+                template_error.
         """
         try:
             with template_errors(self._key):
@@ -89,7 +95,7 @@ class RowTemplate:
 
 @contextmanager
 def template_errors(key: str) -> Iterator[None]:
-    """Errors of a template become `template_error`, apart from undefined variables."""
+    """Turn what rendering raises, apart from undefined variables, into a RequestError."""
     try:
         yield
     except UndefinedError:
@@ -110,7 +116,7 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 
 
 def _optional(tree: nodes.Template) -> set[str]:
-    """Names that the template asks `is defined` about or gives a default."""
+    """The variables that the template tests with `is defined` or gives a default."""
     guarded = [t.node for t in tree.find_all(nodes.Test) if t.name in ("defined", "undefined")]
     guarded += [
         f.node for f in tree.find_all(nodes.Filter) if f.name in ("default", "d") and f.node

@@ -1,8 +1,7 @@
-"""What the device's memory is used for: how many KV blocks fit, and their allocation."""
+"""The memory plan: how the device's memory is divided between weights, caches and work space."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -11,58 +10,50 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.execution.cuda_graph import GraphShapes, launch_bound_tokens
+from batchgen.engine.cache.model_caches import (
+    CacheSizes,
+    ModelCaches,
+    paged_token_bytes,
+    record_bytes,
+    state_bytes,
+)
+from batchgen.engine.engine_config import ResolvedConfig
+from batchgen.engine.execution.graph_shapes import GraphShapes, launch_bound_tokens
+from batchgen.engine.execution.host_limits import available_memory
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.execution.model_runner import ModelRunner
-from batchgen.engine.models.config import ModelConfig
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
+from batchgen.engine.models.token_model import TokenModel
+from batchgen.engine.outputs import OutputColumn
 from batchgen.kernels.attention.decode import split_length
-from batchgen.kernels.attention.kv_cache import KVCache
 
 _CPU_SHARE = 0.3
-"""Of the available memory: a CPU shares its memory with everything else."""
+"""The share of a CPU's available memory that the caches may take."""
+_CHECKPOINT_SHARE = 0.1
+"""The largest share of the caches' memory that checkpoints take when the user gives no number."""
+_CHECKPOINTS_PER_ROW = 4
+"""The most checkpoints per row in flight that are kept when the user gives no number."""
 _GRAPH_BYTES = 8 * 2**20
-"""The driver's record of one captured decode step, with its outputs."""
+"""A bound on the memory of one captured graph: the driver's record of it and its outputs."""
 _LIBRARY_BYTES = 256 * 2**20
-"""Kernels loaded later, and the workspaces of the library of matrix products."""
-
-
-def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return per_token * block_size * dtype.itemsize
-
-
-def allocate_kv(
-    config: ModelConfig,
-    num_blocks: int,
-    block_size: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[KVCache]:
-    """One zeroed cache per layer."""
-    heads = (config.num_kv_heads, num_blocks, block_size, config.head_dim)
-    shape = (config.num_layers, 2, *heads)
-    if device.type == "cpu":
-        # calloc: memory is taken page by page as blocks are used, not all at the start.
-        data = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
-        planes = torch.from_numpy(data).view(dtype).view(shape)
-    else:
-        planes = torch.zeros(shape, dtype=dtype, device=device)
-    return [KVCache(key, value) for key, value in planes]
+"""A reserve for kernels that are loaded later and for cuBLAS's workspaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What the engine's memory is used for, in bytes.
+    """How the engine uses its memory. Sizes are in bytes.
 
     Attributes:
-        work_space: activations of the largest prefill and sampling step, CUDA graphs; on a CPU 0,
-            because it is not reserved there.
-        num_blocks: of the KV cache, the scratch block included.
-        kv_tokens: that fit into the cache.
-        total: of the device; None for a CPU.
+        weights: the parameters of all models.
+        work_space: the activations of the largest prefill and of the largest sampling step, and the
+            CUDA graphs. It is 0 on a CPU, where this memory is not reserved.
+        kv_cache: the paged cache of all models, including the planes of columns of context scope.
+        row_states: the states of the rows in flight and their records, for models with recurrent
+            layers.
+        checkpoints: the states that are kept for prefix reuse.
+        num_blocks: the number of blocks in the paged cache, including the scratch block.
+        kv_tokens: the number of tokens that fit into the paged cache.
+        num_checkpoints: the number of states that are kept for prefix reuse.
+        total: the whole memory of the GPU; None for a CPU.
     """
 
     weights: int
@@ -71,53 +62,103 @@ class MemoryPlan:
     num_blocks: int
     kv_tokens: int
     total: int | None
+    row_states: int = 0
+    checkpoints: int = 0
+    num_checkpoints: int = 0
 
     def __str__(self) -> str:
-        def gib(size: int) -> str:
-            return f"{size / 2**30:.2f} GiB"
-
-        parts = [f"weights {gib(self.weights)}"]
+        parts = [f"weights {_gib(self.weights)}"]
         if self.work_space:
-            parts.append(f"work space and CUDA graphs {gib(self.work_space)}")
-        parts.append(f"KV cache {gib(self.kv_cache)} ({self.kv_tokens:,} tokens)")
-        return ", ".join(parts) + ("" if self.total is None else f" of {gib(self.total)}")
+            parts.append(f"work space and CUDA graphs {_gib(self.work_space)}")
+        parts.append(f"KV cache {_gib(self.kv_cache)} ({self.kv_tokens:,} tokens)")
+        if self.row_states:
+            parts.append(f"row states {_gib(self.row_states)}")
+        if self.checkpoints:
+            parts.append(f"checkpoints {_gib(self.checkpoints)} ({self.num_checkpoints:,} states)")
+        return ", ".join(parts) + ("" if self.total is None else f" of {_gib(self.total)}")
 
 
 class ModelUse(NamedTuple):
-    """A model, how many tokens of a row it reads in one decode forward (all that can occur), and
-    how many rows of a forward there may be for each row of the batch."""
+    """A model and how a strategy runs it.
 
-    model: DenseForCausalLM
+    Attributes:
+        model: the model, on its device.
+        widths: every number of tokens per row that a decode forward of this model can have.
+        forward_rows: the most rows that a decode forward has for each row of the batch.
+        columns: the columns of context scope that the model records.
+    """
+
+    model: TokenModel
     widths: tuple[int, ...]
     forward_rows: int = 1
+    columns: tuple[OutputColumn, ...] = ()
+
+    def caches(self, sizes: CacheSizes) -> ModelCaches:
+        """Allocate the caches of the model's layers on its device."""
+        model = self.model
+        return ModelCaches.allocate(
+            model.cache_specs,
+            self.columns,
+            sizes,
+            width=max(self.widths),
+            dtype=model.dtype,
+            device=model.device,
+        )
+
+    def graph_shapes(self, config: ResolvedConfig) -> GraphShapes:
+        """Choose the sizes of batches that are captured as CUDA graphs for this model."""
+        model = self.model
+        # Contexts count as short only if no layer's attention would split them.
+        short_tokens = min(
+            (split_length(config.max_num_seqs, s.num_kv_heads) for s in model.attention_shapes),
+            default=0,
+        )
+        short_blocks = short_tokens // config.block_size
+        return GraphShapes(
+            max_rows=config.max_num_seqs * self.forward_rows,
+            max_blocks=config.row_blocks,
+            chunk_tokens=config.chunk_tokens,
+            prefill_tokens=launch_bound_tokens(
+                len(model.cache_specs), model.num_parameters, config.max_batched_tokens
+            ),
+            short_blocks=short_blocks if short_blocks < config.row_blocks else 0,
+            widths=self.widths,
+            all_tokens=bool(self.columns),
+        )
 
 
-def plan_memory(uses: Sequence[ModelUse], config: EngineConfig, max_model_len: int) -> MemoryPlan:
-    """Blocks of the KV cache: as given, else what free memory allows after all else, and no more
-    than all rows in flight at full length can fill.
+def plan_memory(uses: Sequence[ModelUse], config: ResolvedConfig) -> MemoryPlan:
+    """Decide how many blocks and checkpoints the caches have: as many as the user asked for, else
+    what the free memory holds, but no more than all rows in flight can fill at full length.
 
     Args:
-        uses: the models that run, on one device; each has a KV cache of the same blocks.
-        config: resolved for the models' device.
+        uses: the models that run. They share one device and one numbering of blocks.
 
     Raises:
-        ValueError: there is no room for one row of `max_model_len` tokens if that was asked for,
-            or for one block.
+        ValueError: there is no room for the states of all rows in flight, for the checkpoints or
+            the cache that the user asked for, for one block, or for one row of `max_model_len`
+            tokens if the user gave that length.
     """
     device = uses[0].model.device
-    per_block = sum(
-        kv_bytes_per_block(use.model.config, config.block_size, use.model.dtype) for use in uses
-    )
-    row_blocks = -(-max_model_len // config.block_size)
     work_space, total = 0, None
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        work_space = sum(_work_space(use, config, max_model_len) for use in uses)
+        work_space = sum(_work_space(use, config) for use in uses)
         room = _free_cuda_bytes(device, config) - work_space
         advice = "raise gpu_memory_utilization, lower max_batched_tokens or free the GPU"
     else:
-        room = int(_available_cpu_bytes() * _CPU_SHARE)
+        room = int(available_memory() * _CPU_SHARE)
         advice = "set kv_cache_gib"
+    row_states = sum(_row_state_bytes(use, config) for use in uses)
+    if row_states > room:
+        raise ValueError(
+            f"the states of {config.max_num_seqs} rows need {_gib(row_states)}, and {_gib(room)} "
+            "are left: lower max_num_seqs"
+        )
+    room -= row_states
+    checkpoint = sum(state_bytes(use.model.cache_specs) for use in uses)
+    num_checkpoints = _num_checkpoints(checkpoint, room, config)
+    room -= num_checkpoints * checkpoint
     if config.kv_cache_gib is not None:
         asked, advice = int(config.kv_cache_gib * 2**30), "raise kv_cache_gib"
         if total is not None and asked > room:
@@ -126,14 +167,10 @@ def plan_memory(uses: Sequence[ModelUse], config: EngineConfig, max_model_len: i
                 "left after weights and work space: lower it, or raise gpu_memory_utilization"
             )
         room = asked
-    num_blocks = min(room // per_block, config.max_num_seqs * row_blocks + 1)
-    needed = row_blocks + 1 if config.max_model_len is not None else 2
-    if num_blocks < needed:
-        raise ValueError(
-            f"the KV cache would have {max(room, 0) / 2**30:.3f} GiB, too little for "
-            f"{(needed - 1) * config.block_size} tokens ({needed * per_block / 2**30:.3f} GiB): "
-            f"{advice}, or lower max_model_len"
-        )
+    per_block = config.block_size * sum(
+        paged_token_bytes(use.model.cache_specs, use.columns, use.model.dtype) for use in uses
+    )
+    num_blocks = _num_blocks(per_block, room, config, advice)
     return MemoryPlan(
         weights=sum(use.model.num_parameters * use.model.dtype.itemsize for use in uses),
         work_space=work_space,
@@ -141,82 +178,98 @@ def plan_memory(uses: Sequence[ModelUse], config: EngineConfig, max_model_len: i
         num_blocks=num_blocks,
         kv_tokens=(num_blocks - 1) * config.block_size,
         total=total,
+        row_states=row_states,
+        checkpoints=num_checkpoints * checkpoint,
+        num_checkpoints=num_checkpoints,
     )
 
 
-def graph_shapes(use: ModelUse, config: EngineConfig, max_model_len: int) -> GraphShapes:
-    """What is captured as CUDA graphs.
+def _row_state_bytes(use: ModelUse, config: ResolvedConfig) -> int:
+    """Return the bytes for the states and records of all rows in flight and of the scratch slot."""
+    specs = use.model.cache_specs
+    per_row = state_bytes(specs) + max(use.widths) * record_bytes(specs)
+    return (1 + config.max_num_seqs) * per_row
 
-    Args:
-        config: resolved for the model's device.
+
+def _num_checkpoints(state: int, room: int, config: ResolvedConfig) -> int:
+    """Return how many checkpoints of `state` bytes are kept for prefix reuse, given `room` bytes.
+
+    Raises:
+        ValueError: the number that the user asked for does not fit.
     """
-    model = use.model
-    assert config.max_batched_tokens is not None and config.chunk_tokens is not None
-    max_blocks = -(-max_model_len // config.block_size)
-    short_blocks = split_length(config.max_num_seqs, model.config.num_kv_heads) // config.block_size
-    return GraphShapes(
-        max_rows=config.max_num_seqs * use.forward_rows,
-        max_blocks=max_blocks,
-        chunk_tokens=config.chunk_tokens,
-        prefill_tokens=launch_bound_tokens(
-            model.config.num_layers, model.num_parameters, config.max_batched_tokens
-        ),
-        short_blocks=short_blocks if short_blocks < max_blocks else 0,
-        widths=use.widths,
-    )
+    if not state or not config.prefix_caching:
+        return 0
+    if config.state_checkpoints is None:
+        most = _CHECKPOINTS_PER_ROW * config.max_num_seqs
+        return min(int(room * _CHECKPOINT_SHARE) // state, most)
+    if config.state_checkpoints * state > room:
+        raise ValueError(
+            f"state_checkpoints is {config.state_checkpoints}, which need "
+            f"{_gib(config.state_checkpoints * state)}, and {_gib(room)} are left: lower it"
+        )
+    return config.state_checkpoints
 
 
-def _available_cpu_bytes() -> int:
-    try:
-        with open("/proc/meminfo") as meminfo:
-            for line in meminfo:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except FileNotFoundError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _num_blocks(per_block: int, room: int, config: ResolvedConfig, advice: str) -> int:
+    """Return how many blocks of `per_block` bytes `room` bytes hold, with the scratch block.
+
+    Raises:
+        ValueError: there are too few; the message ends with the advice.
+    """
+    most = config.max_num_seqs * config.row_blocks + 1
+    if not per_block:  # Without attention, blocks are only counted and need no memory.
+        return most
+    num_blocks = min(room // per_block, most)
+    needed = config.row_blocks + 1 if config.is_len_asked_for else 2
+    if num_blocks < needed:
+        raise ValueError(
+            f"the KV cache would have {max(room, 0) / 2**30:.3f} GiB, too little for "
+            f"{(needed - 1) * config.block_size} tokens ({needed * per_block / 2**30:.3f} GiB): "
+            f"{advice}, or lower max_model_len"
+        )
+    return num_blocks
 
 
-def _free_cuda_bytes(device: torch.device, config: EngineConfig) -> int:
-    """What is left of the allowed share of the device's memory."""
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _free_cuda_bytes(device: torch.device, config: ResolvedConfig) -> int:
+    """Return the bytes that are free within `gpu_memory_utilization` of the GPU's memory."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return free - int(total * (1 - config.gpu_memory_utilization))
 
 
-def _work_space(use: ModelUse, config: EngineConfig, max_model_len: int) -> int:
-    """Bytes that a step needs besides weights and cache: the largest prefill, measured on the
-    scratch block alone, the costliest sampling, and the largest decode step for the graphs' pool.
+def _work_space(use: ModelUse, config: ResolvedConfig) -> int:
+    """Return the bytes that a step needs besides weights and caches: for the larger of prefill and
+    decode, measured on the scratch block, for the pool of the CUDA graphs, and for sampling.
     """
     model, width = use.model, max(use.widths)
-    kv_caches = allocate_kv(
-        model.config, 2, config.block_size, dtype=model.dtype, device=model.device
-    )
-    runner = ModelRunner(model, kv_caches)
-    prefill = _peak(model.device, lambda: _largest_prefill(runner, config, max_model_len))
-    rows, blocks = config.max_num_seqs, -(-max_model_len // config.block_size)
-    assert config.max_batched_tokens is not None and config.chunk_tokens is not None
+    runner = ModelRunner(model, use.caches(CacheSizes(2, config.block_size, num_rows=0)))
+    prefill = _peak(model.device, lambda: _largest_prefill(runner, config))
+    rows = config.max_num_seqs
     more = config.chunk_tokens if width == 1 else 0
     lens = np.full(rows * use.forward_rows + more, width)
-    inputs = _scratch_inputs(lens, blocks, model.device)
+    inputs = _scratch_inputs(runner, lens, config.row_blocks)
     yielding = rows * width + more
     decode = _peak(
         model.device, lambda: runner.compute_logits(runner.hidden_states(inputs)[:yielding])
     )
     graphs = 0
     if config.cuda_graph:
-        shapes = graph_shapes(use, config, max_model_len)
+        shapes = use.graph_shapes(config)
         graphs = decode + 3 * inputs.block_tables.nbytes + len(shapes) * _GRAPH_BYTES
         if shapes.prefill_tokens:
             graphs += prefill * shapes.prefill_tokens // config.max_batched_tokens
-    # The logits and their float32 copy for penalties; histories, of which joining rows make copies.
-    sampling = rows * width * model.config.vocab_size * (model.dtype.itemsize + 4)
-    sampling += rows * max_model_len * 3 * 8
+    # The logits and their float32 copy for penalties; the rows' histories, copied when rows join.
+    sampling = rows * width * model.vocab_size * (model.dtype.itemsize + 4)
+    sampling += rows * config.max_model_len * 3 * 8
     return max(prefill, decode) + graphs + sampling + _LIBRARY_BYTES
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:
-    """Bytes reserved while it works, beyond those of before."""
+    """Run `work` and return the most bytes that torch reserved meanwhile, beyond those before."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -226,20 +279,22 @@ def _peak(device: torch.device, work: Callable[[], object]) -> int:
 
 
 def _scratch_inputs(
-    lens: npt.NDArray[np.int64], num_blocks: int, device: torch.device
+    runner: ModelRunner, lens: npt.NDArray[np.int64], num_blocks: int
 ) -> ModelInputs:
-    """Rows whose contexts are their tokens, on the scratch block."""
+    """Make rows of these lengths that attend to all their tokens but own only the scratch block."""
     positions = np.concatenate([np.arange(n) for n in lens])
-    inputs = ModelInputs.on_scratch(lens, num_blocks, device)
-    return replace(inputs, positions=torch.as_tensor(positions, device=device), context_lens=lens)
+    return replace(
+        runner.scratch_inputs(lens, num_blocks),
+        positions=torch.as_tensor(positions, device=runner.device),
+        context_lens=lens,
+    )
 
 
-def _largest_prefill(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> None:
-    """The largest prefill, with the head of as many rows as can end in one."""
-    assert config.max_batched_tokens is not None
-    lens = [max_model_len] * (config.max_batched_tokens // max_model_len)
+def _largest_prefill(runner: ModelRunner, config: ResolvedConfig) -> None:
+    """Run a prefill of the most tokens, with logits for as many rows as can be in flight."""
+    longest = config.max_model_len
+    lens = [longest] * (config.max_batched_tokens // longest)
     if rest := config.max_batched_tokens - sum(lens):
         lens.append(rest)
-    blocks = -(-max_model_len // config.block_size)
-    inputs = _scratch_inputs(np.array(lens), blocks, runner.device)
-    runner.prefill(inputs, np.zeros(config.max_num_seqs, np.int64))
+    inputs = _scratch_inputs(runner, np.array(lens), config.row_blocks)
+    runner.prefill(PrefillInputs(inputs, np.zeros(config.max_num_seqs, np.int64)))

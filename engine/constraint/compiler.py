@@ -1,57 +1,62 @@
-"""From a constraint to a grammar that rows can follow: compiled by xgrammar, in the background."""
+"""Compiling constraints with xgrammar, in the background, into grammars that rows can follow."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import lru_cache, partial
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from batchgen.engine.constraint.constraint import (
-    Constraint,
-    ConstraintError,
-    regex_argument,
-    schema_arguments,
-    structural_tag_argument,
-)
-from batchgen.engine.constraint.matcher import Grammar, Matcher, fill_all
+from batchgen.engine.constraint.constraint import MARKER_GAP, Constraint
+from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.constraint.matcher import Grammar
+from batchgen.engine.constraint.pool import DaemonPool
+from batchgen.engine.constraint.printed_grammar import check_print, keep_literals
 from batchgen.engine.constraint.vocabulary import Marker, Vocabulary
+from batchgen.engine.constraint.xgrammar_input import (
+    gap_argument,
+    structural_tag_argument,
+    to_grammar,
+)
 
-__all__ = ["Grammar", "GrammarCompiler", "Matcher", "fill_all"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _COMPILE_AT_ONCE = 2
 _COMPILE_THREADS = 8
+"""Threads on which xgrammar compiles one constraint."""
 _FILL_THREADS = 16
+"""Threads on which xgrammar fills the masks of a batch."""
 _MARKERS = 16
+"""Markers whose search tables are kept."""
 _CACHE_ENTRIES = 4096
 _CACHE_BYTES = 512 * 2**20
 _XGRAMMAR_CACHE_BYTES = 256 * 2**20
 _MOST_TEXT = 2**17
-"""Characters of a constraint. A million in one string compile for 18 s and take 200 MB."""
+"""The most characters of a constraint. A million in one string would compile for 18 s and take
+200 MB."""
 _PROBED_TOKENS = 16
-_PROBE_STRIDE = 7919  # a prime: from token to token, another part of the vocabulary
+_PROBE_STRIDE = 7919
+"""A prime, so that each probed token comes from another part of the vocabulary."""
 _MOST_MASK_SECONDS = 1.0
-"""Of CPU time. Masks usually take 1 to 100 µs, those of ambiguous repeats up to minutes."""
-_GAP = 4
-"""Whitespace that may follow a marker: models write two newlines behind "</think>"."""
-
-_STRING_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')
-_ESCAPE = re.compile(r"(\\x[0-9a-f]{2}(?=[0-9a-fA-F]))|\\.")
+"""The most CPU time that one mask may take. Most masks take 1 to 100 µs; those of repeats that can
+be read in many ways take up to minutes."""
 
 
 class GrammarCompiler:
-    """Compiles the constraints of one job. Thread-safe.
+    """Compiles the constraints of one job, for one tokenizer. Any thread may call it.
 
-    What it compiled is kept for equal constraints up to 512 MiB, the longest unused dropped first.
-    One of a large vocabulary takes 0.1 to 8 MiB.
+    Equal constraints are compiled once: what was compiled is kept up to 512 MiB, and what was not
+    used for longest is dropped first. With a large vocabulary one grammar takes 0.1 to 8 MiB.
+
+    `close` ends its threads. So does dropping the last reference to the compiler, or the end of
+    the interpreter. None of them waits for constraints that are still to be compiled.
     """
 
     def __init__(
@@ -60,43 +65,70 @@ class GrammarCompiler:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
     ) -> None:
-        """No grammar allows ids beyond the tokenizer, special tokens or EOS as a part of its text.
-
+        """
         Args:
-            vocab_size: width of the logits.
+            tokenizer: says what the tokens spell.
+            vocab_size: the width V of the logits. No grammar allows an id that the tokenizer does
+                not have.
+            eos_token_ids: the ids that end a row. Like the tokenizer's special tokens they are
+                never a part of the text that a grammar describes.
 
         Raises:
-            ConstraintError: xgrammar does not know this kind of tokenizer.
+            ConstraintError: xgrammar does not work with this kind of tokenizer, or the installed
+                version of xgrammar prints grammars in a way that was not tested.
         """
-        self._work = _Work(Vocabulary(tokenizer, vocab_size, eos_token_ids))
-        self._pool = ThreadPoolExecutor(_COMPILE_AT_ONCE, thread_name_prefix="grammar")
+        check_print()
+        work = _Work(Vocabulary(tokenizer, vocab_size, eos_token_ids))
+        self._pool = DaemonPool(work.run, _COMPILE_AT_ONCE, "grammar")
         self._lock = Lock()
         self._cache: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()
 
     def prepare(self, constraint: Constraint) -> Future[Grammar]:
-        """Compiles in the background. The same future for equal constraints.
+        """Start to compile a constraint in the background.
 
-        Its exception is a ConstraintError.
+        Returns:
+            the future of its grammar, the same one for equal constraints. Its exception is a
+            ConstraintError if the constraint cannot be enforced. It is cancelled if the compiler is
+            closed first.
+
+        Raises:
+            RuntimeError: the compiler is closed.
         """
         with self._lock:
             future = self._cache.get(constraint)
             if future is None:
                 self._make_room()
-                future = self._cache[constraint] = self._pool.submit(self._work.run, constraint)
+                future = self._cache[constraint] = self._pool.submit(constraint)
             self._cache.move_to_end(constraint)
             return future
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """Waits for `prepare`. Raises ConstraintError: the constraint cannot be enforced, why."""
+        """The grammar of a constraint, which this waits for.
+
+        Raises:
+            ConstraintError: the constraint cannot be enforced; the message says why.
+            CancelledError: another thread closed the compiler meanwhile.
+            RuntimeError: the compiler is closed.
+        """
         future = self.prepare(constraint)
         error = future.exception()
         if isinstance(error, ConstraintError):
-            # A new one: the cached one would keep the caller's frames alive.
+            # A new error: the one in the cache would keep the frames of the caller alive.
             raise ConstraintError(str(error))
         return future.result()
 
+    def close(self) -> None:
+        """Cancel what waits to be compiled and end the threads, each after the constraint that it
+        is compiling. Does not wait for them. Grammars that were compiled can still be used. May be
+        called again.
+        """
+        with self._lock:
+            self._pool.close()
+            self._cache.clear()
+
     def _make_room(self) -> None:
-        """What is still compiling counts from the next call on."""
+        """Drop what was not used for longest, until one more entry fits. The memory of a constraint
+        that is still being compiled is not known, and counts from a later call on."""
         done = [f for f in self._cache.values() if f.done() and f.exception() is None]
         num_bytes = sum(future.result().num_bytes for future in done)
         while self._cache and (num_bytes > _CACHE_BYTES or len(self._cache) >= _CACHE_ENTRIES):
@@ -106,13 +138,17 @@ class GrammarCompiler:
 
 
 class _Work:
-    """What compiling takes. Knows no futures: an exception in one of them keeps this alive."""
+    """What the threads do, and what they need for it.
+
+    It refers to no future: a future holds the error of what failed, the error holds the frames that
+    it passed through, and these hold the `_Work`; a way back would be a cycle.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         import xgrammar
 
         self._vocabulary = vocabulary
-        # Its own cache also shares the costly parts of grammars that differ elsewhere.
+        # xgrammar's own cache also shares the costly parts of grammars that differ elsewhere.
         self._compiler = xgrammar.GrammarCompiler(
             vocabulary.info,
             max_threads=min(_num_cores(), _COMPILE_THREADS),
@@ -122,6 +158,11 @@ class _Work:
         self._marker = lru_cache(_MARKERS)(partial(Marker, vocabulary))
 
     def run(self, constraint: Constraint) -> Grammar:
+        """Compile a constraint, and try whether rows can follow it.
+
+        Raises:
+            ConstraintError: they cannot, or xgrammar refuses it.
+        """
         if len(constraint.text) > _MOST_TEXT:
             raise ConstraintError(
                 f"the {constraint.kind} constraint has {len(constraint.text):,} characters, and "
@@ -137,31 +178,33 @@ class _Work:
         return grammar
 
     def _compile(self, constraint: Constraint) -> Any:
+        """xgrammar's CompiledGrammar of a constraint, with room for whitespace behind a marker."""
         from xgrammar import Grammar
 
         if constraint.kind == "structural_tag" and not constraint.start_after:
             # Only the compiler knows the ids of tokens that a tag names.
             compiled = self._compiler.compile_structural_tag(structural_tag_argument(constraint))
-            _keep_literals(compiled.grammar)
+            keep_literals(compiled.grammar)  # raises if the tag has a string that needs a cut
             return compiled
-        grammar = _keep_literals(_to_grammar(constraint))
+        grammar = keep_literals(to_grammar(constraint))
         if constraint.start_after:
-            grammar = Grammar.concat(Grammar.from_regex(f"[ \\n\\r\\t]{{0,{_GAP}}}"), grammar)
+            grammar = Grammar.concat(Grammar.from_regex(gap_argument()), grammar)
         return self._compiler.compile_grammar(grammar)
 
 
 def _probe(grammar: Grammar) -> None:
-    """Follows some legal text.
+    """Follow a grammar for some tokens, each of which its mask allows.
 
     Raises:
-        ConstraintError: there is none, or a mask took so long that one row would stop its batch.
+        ConstraintError: no text fits the grammar, or a mask took so long that one row would hold up
+            its batch.
     """
     import xgrammar
 
     state = xgrammar.GrammarMatcher(grammar.compiled)
     row = np.empty((1, grammar.vocabulary.num_words), dtype=np.int32)
     if grammar.marker:
-        state.accept_string(" " * _GAP)
+        state.accept_string(" " * MARKER_GAP)
     for count in range(_PROBED_TOKENS):
         begin = time.thread_time()
         state.fill_next_token_bitmask(row, 0)
@@ -181,61 +224,14 @@ def _probe(grammar: Grammar) -> None:
 
 
 def _num_cores() -> int:
-    """Those that this process may use, where the system tells."""
+    """The cores that this process may use, where the system tells, or else all of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _to_grammar(constraint: Constraint) -> Any:
-    from xgrammar import Grammar
-
-    match constraint.kind:
-        case "json_schema" | "json":
-            return Grammar.from_json_schema(**schema_arguments(constraint))
-        case "regex":
-            return Grammar.from_regex(regex_argument(constraint))
-        case "grammar":
-            return Grammar.from_ebnf(constraint.text)
-        case "structural_tag":
-            return Grammar.from_structural_tag(structural_tag_argument(constraint))
-        case "choice":
-            choices = json.loads(constraint.text)
-            # A string of EBNF has the escapes of JSON.
-            literals = (json.dumps(choice, ensure_ascii=False) for choice in choices)
-            return Grammar.from_ebnf("root ::= " + " | ".join(literals))
-
-
-def _keep_literals(grammar: Any) -> Any:
-    """The grammar, with its strings cut where xgrammar 0.2.8 would read another character.
-
-    xgrammar writes control characters and U+0080 to U+00FF as \\xNN, and then takes hex digits
-    behind that for a part of the number: the "née" of a schema would become "n" and U+0E9E.
-
-    Raises:
-        ConstraintError: such a string stands in a structural tag, where it cannot be cut.
-    """
-    from xgrammar import Grammar
-
-    text = str(grammar)
-    cut = _STRING_OR_CLASS.sub(_cut_literal, text)
-    if cut == text:
-        return grammar
-    if "TagDispatch(" in text:
-        raise ConstraintError(
-            "a structural tag has a string with a character from U+0080 to U+00FF before a digit or"
-            " a letter from a to f, which xgrammar misreads: write its tags in ASCII"
-        )
-    return Grammar.from_ebnf(cut)
-
-
-def _cut_literal(found: re.Match[str]) -> str:
-    if found[0].startswith("["):
-        return found[0]
-    return _ESCAPE.sub(lambda e: e[0] + '" "' if e[1] else e[0], found[0])
-
-
 def _readable(error: Exception) -> str:
-    """xgrammar's reason without the line of its source and the check that failed there."""
+    """The reason in an error of xgrammar, without the line of its source and the check that failed
+    there."""
     text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error).strip())
     return re.sub(r"^Check failed: \(.*?\) is false: ", "", text)

@@ -1,36 +1,42 @@
-"""What a row's output must look like: checked when it is made, so that no run starts in vain."""
+"""What the text of a row must look like. A `Constraint` is checked when it is made, so that a job
+with one that cannot be enforced fails before it starts.
+"""
 
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections import abc
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from batchgen.engine.constraint.regex import syntax as regex
-from batchgen.engine.constraint.regex import text as regex_text
+from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.constraint.json_schema.lower import check_schema
+from batchgen.engine.constraint.json_text import compact_json, has_lone_surrogate, read_object
+from batchgen.engine.constraint.regex import syntax
+from batchgen.engine.constraint.structural_tag import lower_tag
 
 Kind = Literal["json_schema", "json", "regex", "choice", "grammar", "structural_tag"]
 
-
-class ConstraintError(ValueError):
-    """A constraint that cannot be kept: what is wrong with it, and what to do, for the user."""
+MARKER_GAP = 4
+"""How many characters of JSON whitespace may stand between the marker `start_after` and the
+constrained text. Models write two newlines after "</think>"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A constraint on the text of one row. Equal contents are equal, and compile once.
+    """A rule for the text of one row. Two constraints with the same contents are equal, and are
+    compiled once.
 
-    Make one with `make`, which checks it.
+    `make` creates one from what a user wrote, and checks it; the constructor checks nothing.
 
     Attributes:
         kind: the language that `text` is written in.
-        text: the JSON Schema as compact JSON text; empty for `json` (any object); the regular
-            expression; a JSON array of strings (choice); EBNF (grammar); a structural tag as
-            compact JSON text.
-        max_whitespace: of JSON: 0 is compact, n allows up to n whitespace characters in a row
-            between tokens.
-        start_after: free text up to and including this marker comes first, the constraint holds
-            behind it; empty: from the start.
+        text: for `json_schema` the JSON Schema as compact JSON text; for `json`, which allows any
+            JSON object, the empty string; for `regex` the regular expression; for `choice` a JSON
+            array of strings; for `grammar` the EBNF; for `structural_tag` the tag as compact JSON
+            text.
+        max_whitespace: for `json_schema` and `json`, how many whitespace characters may stand in
+            a row between two JSON tokens. 0 asks for compact JSON.
+        start_after: a marker such as "</think>". The row begins with free text, which ends with the
+            first occurrence of the marker; the constraint applies to what follows it. If it is
+            empty, the constraint applies from the start.
     """
 
     kind: Kind
@@ -42,22 +48,23 @@ class Constraint:
     def make(
         cls,
         kind: str,
-        value: str | Mapping[str, Any] | Sequence[str] | None = None,
+        value: str | abc.Mapping[str, Any] | abc.Sequence[str] | None = None,
         *,
         max_whitespace: int = 0,
         start_after: str = "",
     ) -> "Constraint":
-        """A checked constraint of what a user wrote.
+        """Check what a user wrote and make a constraint of it.
 
-        The order of properties in a schema is kept: it is the order of the output.
+        The properties of a schema keep their order, because the output has them in that order.
 
         Args:
             kind: one of `Kind`.
-            value: json_schema and structural_tag: a mapping or its JSON text; json: None; regex
-                and grammar: text; choice: strings.
+            value: for `json_schema` and `structural_tag` a mapping or its JSON text; for `regex`
+                and `grammar` the text; for `choice` a list of strings; for `json` None.
 
         Raises:
-            ConstraintError: the value cannot be enforced; names the reason and what to do.
+            ConstraintError: the value cannot be enforced. The message names the reason and what to
+                do about it.
         """
         if max_whitespace < 0:
             raise ConstraintError(f"max_whitespace must be at least 0, got {max_whitespace}")
@@ -71,7 +78,8 @@ class Constraint:
                     raise ConstraintError("json is any JSON object; for a schema use json_schema")
                 text = ""
             case "regex":
-                text = _regex(value)
+                text = _text(value, "a regular expression")
+                syntax.parse(text)
             case "choice":
                 text = _choice(value)
             case "grammar":
@@ -83,164 +91,37 @@ class Constraint:
         return cls(kind, text, max_whitespace, start_after)
 
 
-def schema_arguments(constraint: Constraint) -> dict[str, Any]:
-    """The arguments of xgrammar's `compile_json_schema` for a `json_schema` or `json` constraint.
-
-    The schema is the constraint's, rewritten in the part of JSON Schema that xgrammar enforces;
-    with other arguments the output need not be valid.
-    """
-    from batchgen.engine.constraint.json_schema import lower as json_schema
-
-    schema = json.loads(constraint.text) if constraint.kind == "json_schema" else {"type": "object"}
-    count = constraint.max_whitespace
-    return {
-        "schema": _compact(json_schema.lower(schema)),
-        "any_whitespace": count > 0,
-        "max_whitespace_cnt": count or None,  # only read where whitespace is allowed
-        "separators": (",", ":"),
-        "strict_mode": True,
-    }
-
-
-def regex_argument(constraint: Constraint) -> str:
-    """The pattern of a `regex` constraint as xgrammar's `compile_regex` reads it rightly."""
-    return regex_text.write(regex.parse(constraint.text))
-
-
-def structural_tag_argument(constraint: Constraint) -> str:
-    """The tag of a `structural_tag` constraint for xgrammar, its schemas and patterns rewritten."""
-    return _compact(_lower_tag(json.loads(constraint.text), "#"))
-
-
-# What a structural tag may ask of its JSON: no other style is tested against its schema.
-_JSON_FORMAT = {"type": "json_schema", "style": "json", "any_order": False, "excludes": []}
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-
-
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ConstraintError(f"expected {what} as a non-empty string, got {value!r:.100}")
     return value
 
 
-def _json_object(value: Any, what: str) -> Any:
-    """The mapping or boolean of a value or its JSON text, with plain JSON in it."""
-    if not isinstance(value, str | bool | Mapping):
-        raise ConstraintError(f"{what} must be a mapping or its JSON text, got {value!r:.100}")
-    try:
-        # Both ways through text: a mapping may hold what JSON cannot.
-        text = value if isinstance(value, str) else json.dumps(value, default=_plain)
-        parsed = json.loads(
-            text, parse_constant=_not_a_number, parse_float=_finite, object_pairs_hook=_unique
-        )
-    except RecursionError:
-        raise ConstraintError(f"{what} is nested too deeply") from None
-    except (TypeError, ValueError) as error:
-        raise ConstraintError(f"{what} is not JSON: {error}") from None
-    if not isinstance(parsed, dict | bool):
-        raise ConstraintError(f"{what} must be a JSON object, got {parsed!r:.100}")
-    return parsed
-
-
-def _plain(value: Any) -> Any:
-    """Mappings and sequences of other libraries (Hydra's, for one) as JSON's own."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Sequence):
-        return list(value)
-    raise TypeError(f"{type(value).__name__} is not a JSON value")
-
-
-def _finite(digits: str) -> float:
-    if math.isinf(value := float(digits)):
-        raise ValueError(f"the number {digits:.40} is too large")
-    return value
-
-
-def _not_a_number(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two members with one name most readers would drop one without a word."""
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the name {max(names, key=names.count)!r} stands twice in one object")
-    return members
-
-
 def _json_schema(value: Any) -> str:
-    from batchgen.engine.constraint.json_schema import lower as json_schema
-
-    schema = _json_object(value, "the JSON Schema")
-    json_schema.check_schema(schema)
-    return _compact(schema)
-
-
-def _regex(value: Any) -> str:
-    text = _text(value, "a regular expression")
-    _parse_regex(text, "")
-    return text
-
-
-def _parse_regex(text: str, where: str) -> regex.Node:
-    try:
-        return regex.parse(text)
-    except regex.RegexError as error:
-        raise ConstraintError(f"{error}{where}") from None
+    schema = read_object(value, "the JSON Schema")
+    check_schema(schema)
+    return compact_json(schema)
 
 
 def _choice(value: Any) -> str:
-    if isinstance(value, str | Mapping) or not isinstance(value, Sequence) or not value:
+    if isinstance(value, str) or not isinstance(value, abc.Sequence) or not value:
         raise ConstraintError(f"choices must be a non-empty list of strings, got {value!r:.100}")
     for choice in value:
         if not isinstance(choice, str) or not choice:
             raise ConstraintError(f"a choice must be a non-empty string, got {choice!r}")
-        if "\0" in choice or any("\ud800" <= char <= "\udfff" for char in choice):
+        if "\0" in choice or has_lone_surrogate(choice):
             raise ConstraintError(f"the choice {choice!r} has a character that is not text")
     if len(set(value)) < len(value):
         raise ConstraintError(f"the choice {max(value, key=list(value).count)!r} stands twice")
-    return _compact(list(value))
+    return compact_json(list(value))
 
 
 def _structural_tag(value: Any) -> str:
-    tag = _json_object(value, "a structural tag")
+    tag = read_object(value, "a structural tag")
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag" or "format" not in tag:
         raise ConstraintError(
             'a structural tag is an object with "type": "structural_tag" and a "format"; tags and '
             'triggers go into a format of type "triggered_tags"'
         )
-    _lower_tag(tag, "#")
-    return _compact(tag)
-
-
-def _lower_tag(tag: Any, at: str) -> Any:
-    """A structural tag with every schema and pattern in it checked and rewritten.
-
-    Its JSON is as compact as xgrammar makes it there, at most one whitespace character in a row,
-    unless the tag says otherwise.
-    """
-    from batchgen.engine.constraint.json_schema import lower as json_schema
-
-    if isinstance(tag, list):
-        return [_lower_tag(part, f"{at}/{i}") for i, part in enumerate(tag)]
-    if not isinstance(tag, dict):
-        return tag
-    if "json_schema" in tag:
-        for name, plain in _JSON_FORMAT.items():
-            if tag.get(name, plain) != plain:
-                raise ConstraintError(
-                    f"`{name}` at {at} cannot be enforced: remove it, or make it {plain!r}"
-                )
-        schema = _json_object(tag["json_schema"], f"the schema at {at}")
-        lowered = json_schema.lower(schema, at + "/json_schema")
-        return {"max_whitespace_cnt": 1} | tag | {"json_schema": lowered}
-    if tag.get("type") == "regex" and isinstance(tag.get("pattern"), str):
-        return tag | {
-            "pattern": regex_text.write(_parse_regex(tag["pattern"], f" (at {at}/pattern)"))
-        }
-    return {name: _lower_tag(part, f"{at}/{name}") for name, part in tag.items()}
+    lower_tag(tag)
+    return compact_json(tag)

@@ -1,26 +1,31 @@
-"""Where one row stands in its grammar, over xgrammar's matcher."""
+"""Where one row stands in its grammar. The grammar itself is followed by xgrammar's matcher."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from batchgen.engine.constraint.constraint import ConstraintError
+from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.constraint.vocabulary import Marker, Vocabulary, Words
 
 
 class Grammar:
-    """A compiled constraint. Immutable; every matcher of it keeps it alive.
+    """A compiled constraint. It does not change, and every matcher of it keeps it alive.
 
     Attributes:
-        compiled: xgrammar's CompiledGrammar, of what stands behind the marker.
-        batch: xgrammar's BatchGrammarMatcher, which fills many rows on several threads.
-        marker: what ends the free text before the constraint; None: there is none.
-        search_masks: state of the marker's search → what may follow it, stop ids included.
-        num_bytes: memory that `compiled` takes, by xgrammar's own count.
+        compiled: xgrammar's CompiledGrammar of the text behind the marker, or of the whole text if
+            there is no marker.
+        vocabulary: what the tokens spell.
+        batch: xgrammar's BatchGrammarMatcher, which fills the masks of many rows on several
+            threads. All grammars of one compiler share it.
+        marker: finds the marker that ends the free text before the constraint; None if the
+            constraint applies from the start.
+        search_masks: for each state of the search for the marker, the ids that may come next. Stop
+            ids are among them; the matcher takes those of its row out.
+        num_bytes: the memory of `compiled`, as xgrammar counts it.
     """
 
     def __init__(
@@ -34,7 +39,8 @@ class Grammar:
         self.search_masks = [] if marker is None else self._search_masks(marker)
 
     def _search_masks(self, marker: Marker) -> list[Words]:
-        """Any id that spells something, less those that put illegal text behind the marker."""
+        """Each mask allows any id that spells something, except for ids that complete the marker
+        and put text behind it that the constraint does not allow."""
         import xgrammar
 
         start = xgrammar.GrammarMatcher(self.compiled)
@@ -53,6 +59,7 @@ class Grammar:
 
 
 def _may_follow(state: Any, text: bytes) -> bool:
+    """Whether xgrammar's matcher accepts some bytes. It is left as it was."""
     if not state.accept_string(text):
         return False
     state.rollback(1)
@@ -60,7 +67,14 @@ def _may_follow(state: Any, text: bytes) -> bool:
 
 
 class _Step(NamedTuple):
-    """What taking a token changed, for taking it back."""
+    """One tentative token, and what is needed to take it back.
+
+    Attributes:
+        token_id: the token.
+        searched: the state of the search for the marker before the token; None if the search was
+            over.
+        moved: whether xgrammar's matcher went on by a step.
+    """
 
     token_id: int
     searched: int | None
@@ -68,26 +82,33 @@ class _Step(NamedTuple):
 
 
 class Matcher:
-    """Where one row stands in its grammar: committed tokens, then tentative ones.
+    """Where one row stands in its grammar: behind committed tokens, which are final, and tentative
+    ones after them, which can be taken back.
 
-    Stop ids are legal where the grammar is complete and nowhere else, even an id that is text that
-    the grammar could go on with: the engine ends a row at any stop id.
+    A stop id is legal where the text so far is complete and nowhere else. That holds for a stop id
+    that is ordinary text, too, even where the grammar could go on with that text: the engine ends
+    a row at any stop id.
 
-    With `start_after` any token that spells something is legal before the marker, special tokens
-    too, but no stop id. The token that completes the marker may have text behind it, which must
-    already be legal; up to four whitespace characters may stand before what is constrained.
+    If the constraint has a marker (`start_after`), every token that spells something is legal
+    before it, special tokens too, but no stop id. The token that completes the marker may go on
+    behind it with text that the constraint allows there. Up to `MARKER_GAP` whitespace characters
+    may come between the marker and the constrained text.
 
     Attributes:
         grammar: what the row follows.
-        num_committed: accepted tokens that are final.
-        satisfied: what was committed is complete: it ended in a stop id, or one would be legal.
+        num_committed: the number of committed tokens.
+        satisfied: whether the committed text is complete, so that it ended with a stop id or could
+            end with one now.
     """
 
     def __init__(self, grammar: Grammar, stop_ids: Collection[int]) -> None:
-        """stop_ids end the row: EOS and its own.
+        """
+        Args:
+            grammar: what the row follows.
+            stop_ids: the ids that end the row, EOS and its own.
 
         Raises:
-            ConstraintError: no id can end the row, so that its text could never be complete.
+            ConstraintError: no id of the vocabulary ends the row, so it could never be complete.
         """
         import xgrammar
 
@@ -101,26 +122,32 @@ class Matcher:
         self._state = xgrammar.GrammarMatcher(
             grammar.compiled, override_stop_tokens=sorted(self._stops)
         )
+        # The state of the search for the marker; None if there is no marker or it was found.
         self._searched: int | None = None if grammar.marker is None else 0
-        """State of the marker's search; None where there is no marker, and behind it."""
         self._tentative: list[_Step] = []
         self.num_committed = 0
         self.satisfied = self._complete()
 
     @property
     def num_tokens(self) -> int:
-        """Accepted tokens, tentative ones included."""
+        """The number of accepted tokens, committed and tentative ones."""
         return self.num_committed + len(self._tentative)
 
     @property
     def terminated(self) -> bool:
-        """A stop id was accepted, tentatively or not: nothing may follow."""
+        """Whether a stop id was accepted, tentatively or not. Nothing may follow it."""
         return bool(self._state.is_terminated())
 
-    def commit(self, token_ids: Sequence[int]) -> None:
-        """Final tokens that follow the committed ones.
+    @property
+    def searching(self) -> bool:
+        """Whether the text is still free, because the marker was not found yet."""
+        return self._searched is not None
 
-        Those that were taken tentatively are kept, other tentative ones are taken back.
+    def commit(self, token_ids: list[int]) -> None:
+        """Make tokens final that follow the committed ones and are legal there.
+
+        Tentative tokens that begin with the same ids become committed without being checked again.
+        All other tentative tokens are taken back.
         """
         kept = 0
         for step, token_id in zip(self._tentative, token_ids, strict=False):
@@ -135,12 +162,18 @@ class Matcher:
         self.num_committed += len(token_ids)
         self.satisfied = self._complete()
 
-    def walk(self, token_ids: Sequence[int]) -> int:
-        """Takes tokens tentatively while they are legal, a stop id last; returns how many."""
+    def walk(self, token_ids: Collection[int]) -> int:
+        """Take tokens tentatively up to the first that is not legal. A stop id is the last that can
+        be taken.
+
+        Returns:
+            how many were taken.
+        """
         return next((n for n, i in enumerate(token_ids) if not self._take(i)), len(token_ids))
 
     def rewind(self, num_tokens: int) -> None:
-        """Back to so many accepted tokens; committed ones stay."""
+        """Take tentative tokens back until `num_tokens` accepted ones are left. This must not be
+        fewer than were committed."""
         assert self.num_committed <= num_tokens <= self.num_tokens, (
             f"cannot rewind from {self.num_tokens} tokens to {num_tokens}: "
             f"{self.num_committed} are final"
@@ -155,12 +188,13 @@ class Matcher:
             self._state.rollback(moved)
 
     def fill(self, bitmask: Tensor, index: int) -> None:
-        """Writes what may come next to bitmask[index].
+        """Write the ids that may come next to `bitmask[index]`.
 
         Args:
-            bitmask: int32 [N, ceil(V / 32)] on the CPU, bit i of word w is id 32w + i. Every bit of
-                the row is written; those of ids that the tokenizer does not have, but for stop ids
-                of the row, and those beyond V, are 0.
+            bitmask: int32 [N, ceil(V / 32)] on the CPU. Bit i of word w stands for the id
+                32 · w + i. All bits of the row are written. Ids that the tokenizer does not have
+                are 0 unless they are stop ids of the row, and so are the bits beyond V.
+            index: the row of `bitmask` to write.
         """
         rows = bitmask.numpy()
         if self._searched is None:
@@ -169,7 +203,8 @@ class Matcher:
             self.fill_search(rows, index)
 
     def forced_text(self) -> str:
-        """The text that must come next, as far as it is whole characters."""
+        """The text that must come next, up to its last whole character. It is empty if there is a
+        choice."""
         text = self._forced_bytes()
         try:
             return text.decode()
@@ -177,27 +212,27 @@ class Matcher:
             return text[: error.start].decode()
 
     def forced(self, most: int) -> list[int]:
-        """Takes tentatively tokens that spell `forced_text`, at most so many.
+        """Take tokens tentatively that spell `forced_text`, at most `most` of them.
 
-        They are those into which the tokenizer cuts that text alone. Others may be legal too: what
-        a schema forces can nearly always be cut in several ways.
+        They are the tokens into which the tokenizer cuts that text by itself. Other tokens may be
+        legal, too, because the same text can nearly always be cut in several ways.
+
+        Returns:
+            the tokens that were taken.
         """
         text = self.forced_text()
         token_ids = self.grammar.vocabulary.cut(text)[:most] if text else ()
         return list(token_ids[: self.walk(token_ids)])
 
-    @property
-    def searching(self) -> bool:
-        """The marker was not found yet: the text is free."""
-        return self._searched is not None
-
     def constraining(self) -> Any:
-        """xgrammar's matcher, for a mask of it."""
+        """xgrammar's matcher, which fills this row's mask once the marker was found and until a
+        stop id was accepted."""
         assert not self.searching and not self.terminated, "nothing follows a stop id"
         return self._state
 
     def fill_search(self, rows: Words, index: int) -> None:
-        """`fill` before the marker is complete; rows [N, ceil(V / 32)]."""
+        """As `fill`, while the marker is not found. `rows` are the words of the bitmask,
+        [N, ceil(V / 32)]."""
         assert self._searched is not None
         rows[index] = self.grammar.search_masks[self._searched]
         bits = rows.view(np.uint32)
@@ -205,7 +240,7 @@ class Matcher:
             bits[index, token_id // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token_id % 32))
 
     def _take(self, token_id: int) -> bool:
-        """One more token, tentatively; False: it is not legal here, and nothing changed."""
+        """Take one more token tentatively. False if it is not legal here; then nothing changed."""
         vocabulary, searched = self.grammar.vocabulary, self._searched
         if searched is None:
             # Asked first, because xgrammar prints a warning for each of these.
@@ -225,21 +260,22 @@ class Matcher:
         return True
 
     def _forced_bytes(self) -> bytes:
+        """The bytes that must come next, as far as xgrammar tells."""
         if self.searching or self.terminated:
             return b""
         try:
             return str(self._state.find_jump_forward_string()).encode()
-        except UnicodeDecodeError as error:  # it is not cut at characters
+        except UnicodeDecodeError as error:  # the bytes end inside of a character
             return error.object
 
     def _complete(self) -> bool:
         return self._searched is None and bool(self._state.is_completed())
 
 
-def fill_all(matchers: Sequence[Matcher], bitmask: Tensor, indices: Sequence[int]) -> None:
-    """`matchers[i].fill(bitmask, indices[i])` for all, on several threads.
+def fill_all(matchers: list[Matcher], bitmask: Tensor, indices: Iterable[int]) -> None:
+    """Call `matchers[i].fill(bitmask, indices[i])` for all matchers, on several threads.
 
-    All of one compiler; the indices differ.
+    The grammars of all of them must come from one compiler, and the indices must differ.
     """
     rows = bitmask.numpy()
     states, where = [], []

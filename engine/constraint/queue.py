@@ -1,26 +1,30 @@
-"""Rows that wait for their constraints to be compiled, beside those that run."""
+"""Rows whose constraints are still being compiled. Other rows run meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from batchgen.engine.constraint.compiler import GrammarCompiler
-from batchgen.engine.constraint.constraint import ConstraintError
+from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.constraint.matcher import Grammar, Matcher
 from batchgen.engine.outputs import RequestError
 from batchgen.engine.sequence import Sequence
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class CompileQueue:
-    """Gives rows their matchers once their constraints are compiled, in the order in which they
-    came.
+    """Holds rows until their constraints are compiled, and then gives each its matcher.
 
     Args:
-        compiler: for this tokenizer and vocabulary; made when the first row comes if absent.
-        tokenizer: of the model; rows with constraints need one.
+        compiler: compiles for this tokenizer and vocabulary. If it is None, the queue makes one
+            when the first row comes, and then owns it.
+        tokenizer: the tokenizer of the model. It may be None only if no row has a constraint.
+        vocab_size: the width V of the logits.
+        eos_token_ids: the ids that end a row.
     """
 
     def __init__(
@@ -31,29 +35,39 @@ class CompileQueue:
         eos_token_ids: tuple[int, ...],
     ) -> None:
         self._compiler = compiler
+        self._owns_compiler = compiler is None
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = eos_token_ids
         self._waiting: dict[str, tuple[Sequence, Future[Grammar]]] = {}
 
     def __len__(self) -> int:
+        """The number of rows that wait."""
         return len(self._waiting)
 
     def add(self, seq: Sequence) -> None:
+        """Start to compile the constraint of a row, which must have one, and let the row wait.
+
+        Raises:
+            ConstraintError: constraints do not work with the tokenizer or the installed xgrammar.
+                The row does not wait then.
+        """
         assert seq.params.constraint is not None
         if self._compiler is None:
-            assert self._tokenizer is not None, "constraints need one"
+            assert self._tokenizer is not None, "constraints need a tokenizer"
             self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids)
         self._waiting[seq.request_id] = seq, self._compiler.prepare(seq.params.constraint)
 
     def remove(self, seq: Sequence) -> bool:
-        """Forget a row; False if it does not wait here."""
+        """Forget a row. Returns False if it does not wait here."""
         return self._waiting.pop(seq.request_id, None) is not None
 
     def take(self, *, block: bool) -> Iterator[Sequence]:
-        """The rows that wait no more. Those whose constraint cannot be followed have failed.
+        """Remove the rows whose constraints are compiled, in the order in which they came, and give
+        them their matchers. A row whose constraint cannot be followed has failed instead, with the
+        error `bad_constraint`.
 
         Args:
-            block: until there is one.
+            block: whether to wait until there is such a row, if any row waits at all.
         """
         if self._waiting and block:
             wait([future for _, future in self._waiting.values()], return_when=FIRST_COMPLETED)
@@ -63,8 +77,17 @@ class CompileQueue:
                 _start(seq, future)
                 yield seq
 
+    def close(self) -> None:
+        """Forget all rows, and close the compiler if the queue made it. One that was given to the
+        queue is left to its owner. Does not wait for anything, and may be called again.
+        """
+        self._waiting.clear()
+        if self._owns_compiler and self._compiler is not None:
+            self._compiler.close()
+
 
 def _start(seq: Sequence, compiled: Future[Grammar]) -> None:
+    """Give a row the matcher of its compiled constraint, or let it fail."""
     error = compiled.exception()
     if error is None:
         try:

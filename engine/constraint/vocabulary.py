@@ -1,43 +1,52 @@
-"""What the ids of a vocabulary spell, and the search for a marker in them."""
+"""What the ids of a vocabulary spell, and the search for a marker in what they spell."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedTokenizerBase
 
-from batchgen.engine.constraint.constraint import ConstraintError
+from batchgen.engine.constraint.errors import ConstraintError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Words = npt.NDArray[np.int32]
-"""One bit per id, the lowest bit of a word first; as many words as a row of a bitmask."""
+"""A row of a bitmask: bit i % 32 of word i // 32 stands for the token id i. Bit 0 is the lowest."""
 
 _TEXTS = 4096
-"""Whose tokens are remembered: constraints force the same texts again and again."""
+"""How many texts are kept with their tokens. Constraints force the same texts again and again."""
 
 
 class Vocabulary:
-    """The bytes that every id of the logits spells.
+    """The bytes that each id of the logits spells.
 
     Attributes:
-        size: width of the logits.
-        num_words: int32 words of a bitmask row, ceil(size / 32).
-        texts: id → its bytes, special tokens included; empty where the tokenizer has no such id.
-        cut: text → the tokens that the tokenizer cuts it into.
-        plain: ids that a grammar may use: those that spell something and are no special token.
-        info: the same for xgrammar, with nothing for special tokens. They are no part of a row's
-            text, so no grammar may count on them, though xgrammar would take their names for text.
-            It covers all bits of the last word, so that those beyond `size` are always 0.
+        size: the width V of the logits.
+        num_words: the int32 words of a bitmask row, ceil(V / 32).
+        texts: [V], the bytes of each id, special tokens included. Ids that the tokenizer does not
+            have spell nothing (b"").
+        cut: a function from a text to the token ids that the tokenizer cuts it into.
+        plain: the ids that a grammar may use: those that spell something, and are neither special
+            nor EOS.
+        info: xgrammar's TokenizerInfo of the same bytes, in which special tokens and EOS spell
+            nothing. A row's text does not show them, so no grammar may count on them, while
+            xgrammar would take their names for text. It has an id for each bit of the last word,
+            so that the bits beyond V are always 0.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, size: int, eos_token_ids: Collection[int]
     ) -> None:
-        """EOS ids are no text either, whatever the tokenizer calls them.
+        """
+        Args:
+            tokenizer: says what tokens spell and which are special.
+            size: the width V of the logits.
+            eos_token_ids: these count as special, whatever the tokenizer says of them.
 
         Raises:
             ConstraintError: xgrammar cannot tell what the tokens of this tokenizer spell.
@@ -47,7 +56,7 @@ class Vocabulary:
         self.size = size
         self.num_words = -(-size // 32)
         try:
-            # A stop id must be named here, or xgrammar warns that it guesses one. Not kept.
+            # Without a stop id xgrammar warns that it guesses one. This info is not kept.
             found = xgrammar.TokenizerInfo.from_huggingface(
                 tokenizer, vocab_size=size, stop_token_ids=[0]
             )
@@ -57,7 +66,8 @@ class Vocabulary:
         special = {*tokenizer.all_special_ids, *eos_token_ids}
         for token_id, token in tokenizer.added_tokens_decoder.items():
             if token_id < size:
-                # Plain text also where the tokenizer writes its other tokens in an alphabet.
+                # Added tokens are plain text, even where the tokenizer writes the others in an
+                # alphabet of its own.
                 self.texts[token_id] = token.content.encode()
                 if token.special:
                     special.add(token_id)
@@ -65,51 +75,66 @@ class Vocabulary:
         spelled += [b""] * (self.num_words * 32 - size)
         self.plain = frozenset(i for i, text in enumerate(spelled) if text)
 
-        # No stop ids either: xgrammar would allow one that spells nothing as a part of any text.
-        # Every matcher brings those of its row.
         def cut(text: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(text, add_special_tokens=False))
 
         self.cut: Callable[[str], tuple[int, ...]] = lru_cache(_TEXTS)(cut)
+        # The info names no stop ids, because xgrammar would allow one that spells nothing as a part
+        # of any text. Every matcher brings those of its row.
         self.info: Any = xgrammar.TokenizerInfo(
             spelled, xgrammar.VocabType.RAW, vocab_size=len(spelled), stop_token_ids=[]
         )
 
     def spells(self, token_id: int) -> bool:
+        """Whether the id is one of the logits and spells at least one byte."""
         return 0 <= token_id < self.size and bool(self.texts[token_id])
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A token after which the marker is complete, and the text that the token has behind it."""
+class Ending:
+    """A token that completes a marker and goes on behind it.
+
+    Attributes:
+        token_id: the token.
+        rest: the bytes that it spells behind the marker, at least one.
+    """
 
     token_id: int
     rest: bytes
 
 
 class Marker:
-    """Finds the first occurrence of a marker in the text that tokens spell.
+    """Finds where a marker first occurs in the text that tokens spell.
 
-    The state of a search is the number of bytes of the marker that the text ends with; 0 at first.
-    Whatever tokens spell the marker, special ones too, it counts as found.
+    The search has a state, the number of bytes of the marker that the text so far ends with; it
+    begins with 0. The marker counts as found whichever tokens spell it, special ones too.
+
+    Attributes:
+        endings: for each state, the tokens that complete the marker there and go on behind it.
     """
 
     def __init__(self, vocabulary: Vocabulary, text: str) -> None:
-        """Raises ConstraintError: the tokens cannot spell the marker."""
+        """
+        Args:
+            vocabulary: what the tokens spell.
+            text: the marker.
+
+        Raises:
+            ConstraintError: no tokens spell the marker.
+        """
         self._texts = vocabulary.texts
         self._bytes = text.encode()
         size = len(self._bytes)
         suffixes = tuple(self._bytes[start:] for start in range(1, size))
-        ending = [
-            (token_id, spelled)
+        candidates = [
+            token_id
             for token_id, spelled in enumerate(self._texts)
             if spelled.startswith(suffixes) or self._bytes in spelled
         ]
-        self.endings: list[list[Found]] = []
-        """State → the tokens that complete the marker there and have more text behind it."""
+        self.endings: list[list[Ending]] = []
         for state in range(size):
-            steps = ((token_id, self.advance(state, token_id)) for token_id, _ in ending)
-            self.endings.append([Found(i, rest) for i, (_, rest) in steps if rest])
+            steps = ((token_id, self.advance(state, token_id)) for token_id in candidates)
+            self.endings.append([Ending(token_id, rest) for token_id, (_, rest) in steps if rest])
         if not self._can_be_spelled():
             raise ConstraintError(
                 f"start_after {text!r} would never be found: this tokenizer cannot spell it"
@@ -123,7 +148,12 @@ class Marker:
         return len(self._bytes) in reached or any(self.endings[start] for start in reached)
 
     def advance(self, state: int, token_id: int) -> tuple[int | None, bytes]:
-        """The state behind a token, None if the marker is complete; then also what follows it."""
+        """Read one more token.
+
+        Returns:
+            the state after it and b""; or, if it completes the marker, None and the bytes that it
+            spells behind the marker.
+        """
         before, marker, after = (self._bytes[:state] + self._texts[token_id]).partition(self._bytes)
         if marker:
             return None, after

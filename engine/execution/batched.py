@@ -1,4 +1,4 @@
-"""One generic `index_select` and `concat` for every dataclass that describes a batch's rows."""
+"""A base for dataclasses that describe the rows of a batch, with `index_select` and `concat`."""
 
 from __future__ import annotations
 
@@ -15,31 +15,46 @@ from torch import Tensor
 from batchgen.engine.execution.transfer import upload
 
 
-def row(pad: int | float = 0) -> Any:
-    """A field with one entry per row: a Tensor [B, ...] on the device, or on the host a numpy
-    array [B] or a tuple of length B.
+def row(pad: int | float = 0, *, optional: bool = False) -> Any:
+    """Declare a field with one entry per row.
 
-    Rows of different widths are padded at the end of their second axis with `pad` when batches
-    are joined.
+    Its value is a Tensor [B, ...] on the device, or on the host a numpy array [B] or a tuple of
+    length B.
+
+    Args:
+        pad: the value that fills up the second axis of narrower tensors when `concat` joins batches
+            of different widths.
+        optional: the field may be None, for all rows together, and is None by default.
     """
-    return field(metadata={"axis": "row", "pad": pad})
+    metadata = {"axis": "row", "pad": pad}
+    return field(default=None, metadata=metadata) if optional else field(metadata=metadata)
 
 
-def token() -> Any:
-    """A Tensor field with one entry per token: [T, ...], the rows' tokens one after another."""
-    return field(metadata={"axis": "token"})
+def token(*, optional: bool = False) -> Any:
+    """Declare a field with one entry per token: a Tensor [T, ...], one row after another.
+
+    Args:
+        optional: the field may be None, for all rows together, and is None by default.
+    """
+    metadata = {"axis": "token"}
+    return field(default=None, metadata=metadata) if optional else field(metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Batched:
-    """Base of frozen dataclasses whose every field was declared with `row` or `token`."""
+    """The base of frozen dataclasses whose fields are all declared with `row` or `token`."""
 
     def index_select(self, rows: npt.NDArray[np.int64]) -> Self:
-        """The batch of these rows, in this order. All rows must have the same number of tokens."""
+        """Return the batch of the rows with these indices [N], in this order.
+
+        If the class has a token field, all rows must have the same number of tokens.
+        """
         index: Tensor | None = None
         picked: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
+            if value is None:
+                continue
             if isinstance(value, tuple):
                 picked[f.name] = tuple(value[i] for i in rows)
                 continue
@@ -57,12 +72,15 @@ class Batched:
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """The rows of all parts, one part after another."""
+        """Join batches into one that has the rows of all parts, in order."""
         if len(parts) == 1:
             return parts[0]
         joined: dict[str, Any] = {}
         for f in fields(cls):
             values = [getattr(part, f.name) for part in parts]
+            if values[0] is None:
+                assert all(v is None for v in values), f"{f.name} of some parts only"
+                continue
             if isinstance(values[0], tuple):
                 joined[f.name] = sum(values, ())
                 continue
@@ -81,6 +99,7 @@ class Batched:
 
     @property
     def num_rows(self) -> int:
+        """B, the number of rows of the batch."""
         for f in fields(self):
             if f.metadata["axis"] == "row":
                 return len(getattr(self, f.name))

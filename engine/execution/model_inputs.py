@@ -1,4 +1,4 @@
-"""What one forward reads: tokens, where they stand, and where their rows' KV lives."""
+"""The inputs of one forward: tokens, their positions, and the cache entries of their rows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,29 @@ from torch import Tensor
 
 from batchgen.engine.execution.batched import Batched, row, token
 
+SNAPSHOTS = 2
+"""The most checkpoints that one row can leave in one prefill forward."""
+
 
 @dataclass(frozen=True)
 class ModelInputs(Batched):
-    """The tokens of B rows, one row after another, T in all.
+    """The T tokens of B rows in one forward, one row after another.
 
     Attributes:
-        input_ids: [T] int64.
-        positions: [T] int64, absolute position of each token in its row.
-        block_tables: [B, N] int64, the row's KV blocks in order; unused entries are block 0, the
-            scratch block that no row owns.
-        query_lens: [B] int64 on the host, tokens of each row in this forward.
-        context_lens: [B] int64 on the host, tokens of each row in the KV cache after this forward,
-            or a bound above that: attention masks by position.
+        input_ids: [T] int64, the tokens.
+        positions: [T] int64, the absolute position of each token in its row.
+        block_tables: [B, N] int64, the blocks of each row in the paged cache, in order. Unused
+            entries are 0, the scratch block that no row owns.
+        query_lens: [B] int64 on the host, the number of tokens of each row in this forward.
+        context_lens: [B] int64 on the host, the number of tokens of each row in the paged cache
+            after this forward. It may be larger than that, because attention masks by position.
+        state_slots: [B] int64, the state slot of each row; 0 is scratch. None for a model without
+            recurrent layers.
+        snapshots: [B, SNAPSHOTS, 2] int64, the checkpoints that a prefill leaves: after how many of
+            the row's tokens in this forward, and in which state slot. Unused entries are 0. None if
+            there are no checkpoints to leave, as in every decode step.
+        hidden: [T, hidden_size], the hidden states of another model that a head reads; None for
+            other models.
     """
 
     input_ids: Tensor = token()
@@ -31,23 +41,59 @@ class ModelInputs(Batched):
     block_tables: Tensor = row()
     query_lens: npt.NDArray[np.int64] = row()
     context_lens: npt.NDArray[np.int64] = row()
+    state_slots: Tensor | None = row(optional=True)
+    snapshots: Tensor | None = row(optional=True)
+    hidden: Tensor | None = token(optional=True)
 
     @classmethod
     def on_scratch(
-        cls, query_lens: npt.NDArray[np.int64], num_blocks: int, device: torch.device
+        cls,
+        query_lens: npt.NDArray[np.int64],
+        num_blocks: int,
+        device: torch.device,
+        *,
+        states: bool = False,
+        snapshots: bool = False,
+        hidden: Tensor | None = None,
     ) -> ModelInputs:
-        """Rows of so many tokens that own the scratch block only, with tables of num_blocks.
+        """Make rows that own nothing but the scratch block and the scratch slot.
 
-        All tokens stand at position 0, so they read and write nothing of any row.
+        All tokens stand at position 0 of the scratch block, so they touch nothing of other rows.
+
+        Args:
+            query_lens: [B], the number of tokens of each row.
+            num_blocks: the number of entries in each block table.
+            device: the device of the tensors.
+            states: whether the rows have state slots.
+            snapshots: whether the rows have room for checkpoints.
+            hidden: a tensor [N, hidden_size] that gives the width and dtype of the rows' hidden
+                states, which are zeros; None if they have none.
         """
+        rows = len(query_lens)
         tokens = torch.zeros(int(query_lens.sum()), dtype=torch.int64, device=device)
-        tables = torch.zeros((len(query_lens), num_blocks), dtype=torch.int64, device=device)
-        return cls(tokens, tokens.clone(), tables, query_lens, np.ones_like(query_lens))
+        tables = torch.zeros((rows, num_blocks), dtype=torch.int64, device=device)
+        return cls(
+            tokens,
+            tokens.clone(),
+            tables,
+            query_lens,
+            np.ones_like(query_lens),
+            tokens.new_zeros(rows) if states else None,
+            tokens.new_zeros((rows, SNAPSHOTS, 2)) if snapshots else None,
+            None if hidden is None else hidden.new_zeros((len(tokens), hidden.shape[1])),
+        )
 
     def pad_tokens(self, multiple: int, beside: int = 0) -> ModelInputs:
-        """With one more row, on the scratch block, if T with the tokens beside is no multiple."""
+        """Pad the tokens with a row on scratch so that T + `beside` is a multiple of `multiple`."""
         missing = -(len(self.input_ids) + beside) % multiple
         if not missing:
             return self
-        padding = ModelInputs.on_scratch(np.array([missing]), 1, self.input_ids.device)
+        padding = ModelInputs.on_scratch(
+            np.array([missing]),
+            1,
+            self.input_ids.device,
+            states=self.state_slots is not None,
+            snapshots=self.snapshots is not None,
+            hidden=self.hidden,
+        )
         return ModelInputs.concat([self, padding])

@@ -1,9 +1,7 @@
-"""The model with its KV cache: runs forwards."""
+"""Runs the forwards of a model over its caches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -13,25 +11,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.engine.execution.cuda_graph import ForwardGraphs, GraphShapes, Part
-from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
+from batchgen.engine.cache.model_caches import ModelCaches
+from batchgen.engine.cache.row_states import RowStates
+from batchgen.engine.execution.cuda_graph import ForwardGraphs
+from batchgen.engine.execution.forward import Part, run_forward
+from batchgen.engine.execution.forward_context import OutputTokens
+from batchgen.engine.execution.graph_shapes import GraphShapes
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.transfer import upload
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.token_model import TokenModel
 from batchgen.kernels.attention.attention import AttentionMetadata
-from batchgen.kernels.attention.kv_cache import KVCache, slot_mapping
 from batchgen.kernels.attention.prefill import tile_tokens
-
-_CPU_TOKEN_MULTIPLE = 16
-"""CPU matrix products give a row the same bits at every such number of rows, so a token's result
-does not depend on what else is in the batch. Measured: any multiple of 4 will do with AVX-512."""
+from batchgen.kernels.layers.linear import ROW_MULTIPLE
 
 
 class ModelOutput(NamedTuple):
-    """logits: [R, vocab] in the model's dtype; positions: [R], of the tokens they follow.
+    """What a forward computed.
 
-    hidden: [T, hidden_size] of all tokens of the forward, valid until the next one; None where only
-    those of the R tokens were computed.
+    Attributes:
+        logits: [R, vocab_size] in the model's dtype, for R of the forward's T tokens.
+        positions: [R] int64, the absolute positions of those R tokens in their rows.
+        hidden: [T, hidden_size], the hidden states of all tokens of the forward, valid until the
+            next forward; None if only those of the R tokens were computed.
     """
 
     logits: Tensor
@@ -39,84 +40,172 @@ class ModelOutput(NamedTuple):
     hidden: Tensor | None = None
 
 
-class ModelRunner:
-    """Runs a model over a paged KV cache.
+class PrefillInputs(NamedTuple):
+    """The tokens that a prefill reads.
 
-    Args:
-        model: on its device, in its dtype.
-        kv_caches: one per layer.
-        block_length: tokens of a block of the attention, which is causal over blocks and full
-            inside; 1 is causal attention. Above 1, a row's tokens in one forward must end where a
-            block or the row ends: a block sees none of its tokens that come in a later forward.
+    Attributes:
+        inputs: the tokens of B rows; each row has a chunk of its known tokens.
+        rows: [R] on the host, the indices of the rows whose last token yields logits.
     """
 
-    def __init__(
-        self, model: DenseForCausalLM, kv_caches: list[KVCache], block_length: int = 1
-    ) -> None:
+    inputs: ModelInputs
+    rows: npt.NDArray[np.int64]
+
+
+class ModelRunner:
+    """Runs a model over its caches.
+
+    Args:
+        model: the model, on its device and in its dtype.
+        caches: what the model's layers keep.
+        block_length: the number of positions in a block of attention, which is causal over blocks
+            and full inside a block; 1 is ordinary causal attention. Above 1, a row's tokens in one
+            forward must end where a block or the row ends, because a block's tokens do not see
+            those tokens of the block that come in a later forward.
+    """
+
+    def __init__(self, model: TokenModel, caches: ModelCaches, block_length: int = 1) -> None:
         self.model = model
-        self.kv_caches = kv_caches
-        self.block_size = kv_caches[0].block_size
-        # Without self, which holds the graphs that hold it: an engine that is dropped is freed.
-        self._forward = partial(_forward, model, kv_caches, block_length)
+        self.caches = caches
+        # The graphs hold this function. It must not hold self, which holds the graphs, or else an
+        # engine that is dropped would not be freed.
+        self._forward = partial(run_forward, model, caches, block_length)
         self.device = model.device
-        self._token_multiple = _CPU_TOKEN_MULTIPLE if self.device.type == "cpu" else 1
+        self._token_multiple = ROW_MULTIPLE if self.device.type == "cpu" else 1
         self._graphs: ForwardGraphs | None = None
+
+    @property
+    def states(self) -> RowStates | None:
+        """The states of the rows; None for a model without recurrent layers."""
+        return self.caches.states
+
+    def scratch_inputs(self, query_lens: npt.NDArray[np.int64], num_blocks: int = 1) -> ModelInputs:
+        """Make rows on scratch that have every input which the model reads.
+
+        Args:
+            query_lens: [B], the number of tokens of each row.
+            num_blocks: the number of entries in each block table.
+        """
+        hidden = None
+        if self.model.reads_hidden:
+            hidden = torch.zeros(
+                (1, self.model.hidden_size), dtype=self.model.dtype, device=self.device
+            )
+        return ModelInputs.on_scratch(
+            query_lens, num_blocks, self.device, states=self.states is not None, hidden=hidden
+        )
 
     @torch.inference_mode()
     def capture(self, shapes: GraphShapes) -> None:
-        """Let batches of these shapes replay CUDA graphs."""
-        config = self.model.config
-        tile = tile_tokens(config.num_heads, config.num_kv_heads, config.head_dim, self.model.dtype)
-        self._graphs = ForwardGraphs(self._forward, shapes, self.block_size, tile, self.device)
+        """Capture CUDA graphs, which batches of these shapes replay from now on."""
+        tiles = {
+            tile_tokens(shape.num_heads, shape.num_kv_heads, shape.head_dim, self.model.dtype)
+            for shape in self.model.attention_shapes
+        }
+        scratch = self.scratch_inputs(np.ones(1, np.int64))
+        self._graphs = ForwardGraphs(
+            self._forward, shapes, self.caches.block_size, sorted(tiles), scratch
+        )
 
     @torch.inference_mode()
-    def prefill(
-        self, inputs: ModelInputs, rows: npt.NDArray[np.int64], all_hidden: bool = False
-    ) -> ModelOutput:
-        """Run the tokens through the model, write their KV, and give the logits of the last token
-        of R of the B rows. Unless all hidden states are wanted, the last layer computes those
-        tokens only.
+    def prefill(self, prefill: PrefillInputs, all_hidden: bool = False) -> ModelOutput:
+        """Run a prefill, which fills the caches, and return the logits that end R of its B rows.
+
+        The last layer computes only the last tokens of these R rows, unless all hidden states are
+        wanted or a column of context scope is written.
+
+        Args:
+            prefill: the tokens of the B rows, and the R rows that yield logits.
+            all_hidden: return the hidden states of all T tokens too.
         """
+        inputs, rows = prefill
         last = self._last_tokens(inputs, rows)
-        if all_hidden:
-            hidden = self._forward([self._part(inputs.pad_tokens(self._token_multiple))])
-            hidden = hidden[: len(inputs.input_ids)]
-            return ModelOutput(self.compute_logits(hidden[last]), inputs.positions[last], hidden)
-        wanted = ModelInputs(
+        positions = inputs.positions[last]
+        if all_hidden or self.caches.columns:
+            hidden = self._all_hidden(inputs, last, rows, all_hidden)
+            wanted = hidden[last] if all_hidden else hidden
+            logits = self._logits_of(wanted)
+            return ModelOutput(logits, positions, hidden if all_hidden else None)
+        outputs = self._output_rows(inputs, last, rows)
+        if self._graphs is not None and self._graphs.takes_prefill(inputs):
+            return ModelOutput(
+                self._logits_of(self._graphs.prefill(inputs, last, outputs)), positions
+            )
+        # The last layer computes at least one token, because kernels cannot run on none.
+        missing = -max(len(rows), 1) % self._token_multiple + (not len(rows))
+        # The last query of a row sees the whole row, so its attention is causal for any
+        # block_length.
+        attention = AttentionMetadata(
+            F.pad(outputs.positions, (0, missing)),
+            (1,) * (len(rows) + missing),
+            (*outputs.context_lens.tolist(), *[1] * missing),
+            F.pad(outputs.block_tables, (0, 0, 0, missing)),
+        )
+        tokens = OutputTokens(F.pad(last, (0, missing)), [attention])
+        hidden = self._forward([self._part(inputs.pad_tokens(self._token_multiple))], tokens)
+        return ModelOutput(self._logits_of(hidden[: len(rows)]), positions)
+
+    def _all_hidden(
+        self,
+        inputs: ModelInputs,
+        last: Tensor,
+        rows: npt.NDArray[np.int64],
+        wanted: bool,
+    ) -> Tensor:
+        """Run a prefill whose last layer computes all T tokens.
+
+        Args:
+            last: [R] int64, the indices of the last tokens of the R rows.
+            rows: [R] on the host, the rows that yield logits.
+            wanted: return the hidden states of all tokens.
+
+        Returns:
+            The hidden states of all tokens, [T, hidden_size], if they are wanted; else those of the
+            R last tokens, [R, hidden_size].
+        """
+        graphs = self._graphs
+        if not wanted and graphs is not None and graphs.takes_prefill(inputs):
+            return graphs.prefill(inputs, last, self._output_rows(inputs, last, rows))
+        hidden = self._forward([self._part(inputs.pad_tokens(self._token_multiple))])
+        return hidden[: len(inputs.input_ids)] if wanted else hidden[last]
+
+    def _output_rows(
+        self, inputs: ModelInputs, last: Tensor, rows: npt.NDArray[np.int64]
+    ) -> ModelInputs:
+        """Return the last tokens of R rows as rows of one token each."""
+        return ModelInputs(
             inputs.input_ids[last],
             inputs.positions[last],
             inputs.block_tables[upload(rows, torch.int64, self.device)],
             np.ones_like(rows),
             inputs.context_lens[rows],
         )
-        if self._graphs is not None and self._graphs.takes_prefill(inputs):
-            hidden = self._graphs.prefill(inputs, last, wanted)
-        else:
-            # The last query of a row sees just what causal attention lets it see.
-            # At least one token, so that no kernel has nothing to do.
-            missing = -max(len(rows), 1) % self._token_multiple + (not len(rows))
-            attention = AttentionMetadata(
-                F.pad(wanted.positions, (0, missing)),
-                (1,) * (len(rows) + missing),
-                (*wanted.context_lens.tolist(), *[1] * missing),
-                F.pad(wanted.block_tables, (0, 0, 0, missing)),
-            )
-            outputs = OutputTokens(F.pad(last, (0, missing)), [attention])
-            hidden = self._forward([self._part(inputs.pad_tokens(self._token_multiple))], outputs)
-        if not len(rows):  # the head is as much to read as some layers
-            empty = hidden.new_empty((0, self.model.config.vocab_size))
-            return ModelOutput(empty, wanted.positions)
-        return ModelOutput(self.compute_logits(hidden[: len(rows)]), wanted.positions)
+
+    def _logits_of(self, hidden: Tensor) -> Tensor:
+        """Compute logits, but skip the head if there are no rows, because its weights take as long
+        to read as those of some layers."""
+        if len(hidden):
+            return self.compute_logits(hidden)
+        return hidden.new_empty((0, self.model.vocab_size))
 
     @torch.inference_mode()
     def decode(self, inputs: ModelInputs) -> ModelOutput:
-        """Run rows of equally many tokens, write their KV, and give the logits of every token."""
+        """Run a decode step of B rows of W tokens each and return the logits of all B · W tokens.
+
+        The layers write what they keep of these tokens into the caches.
+        """
         hidden = self.hidden_states(inputs)
         return ModelOutput(self.compute_logits(hidden), inputs.positions, hidden)
 
     def filled_rows(self, num_rows: int, width: int) -> int:
-        """How many rows of so many tokens a decode forward of num_rows can take for the same time:
-        what a captured graph would fill up with nothing."""
+        """Return how many rows a decode forward of `num_rows` rows really computes.
+
+        A captured graph pads the batch to its size, so this many rows cost no more than num_rows.
+
+        Args:
+            num_rows: the number of rows that must run.
+            width: the number of tokens of each row.
+        """
         graphs = self._graphs
         if graphs is None or not graphs.takes_decode(num_rows, width):
             return num_rows
@@ -124,86 +213,59 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
-        """[T, hidden_size] of rows of equally many tokens, whose KV is written; valid until the
-        next forward.
+        """Run a decode step of B rows of W tokens each, without computing logits.
+
+        Returns:
+            The hidden states [B · W, hidden_size], which are valid until the next forward.
         """
         tokens = len(inputs.input_ids)
         width = tokens // inputs.num_rows
         if self._graphs is not None and self._graphs.takes_decode(inputs.num_rows, width):
             return self._graphs.decode(inputs)
-        part = self._part(inputs.pad_tokens(self._token_multiple))
-        part = replace(part, width=width)
-        return self._forward([part])[:tokens]
+        parts = [Part(inputs, width=width)]
+        if missing := -tokens % self._token_multiple:
+            parts.append(Part(self.scratch_inputs(np.array([missing]))))
+        return self._forward(parts)[:tokens]
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden_size] → [R, vocab], in the model's dtype."""
+        """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size]."""
         rows = len(hidden)
         if missing := -rows % self._token_multiple:
             hidden = F.pad(hidden, (0, 0, 0, missing))
         return self.model.compute_logits(hidden)[:rows]
 
     @torch.inference_mode()
-    def mixed(
-        self, decode: ModelInputs, prefill: ModelInputs, rows: npt.NDArray[np.int64]
-    ) -> tuple[ModelOutput, ModelOutput]:
-        """`decode` and `prefill`, in one forward: it reads the weights once for both."""
-        last = self._last_tokens(prefill, rows)
+    def mixed(self, decode: ModelInputs, prefill: PrefillInputs) -> tuple[ModelOutput, ModelOutput]:
+        """Run a decode step of one token per row and a prefill in one forward.
+
+        The forward reads the weights only once for both.
+
+        Returns:
+            The output of the decoding rows, and that of the prefill.
+        """
+        inputs, rows = prefill
+        last = self._last_tokens(inputs, rows)
         count = len(decode.input_ids)
-        if self._graphs is not None and self._graphs.takes_chunk(prefill):
-            decoded, chunk = self._graphs.mixed(decode, prefill)
+        if self._graphs is not None and self._graphs.takes_chunk(inputs):
+            decoded, chunk = self._graphs.mixed(decode, inputs)
         else:
-            padded = prefill.pad_tokens(self._token_multiple, beside=count)
+            padded = inputs.pad_tokens(self._token_multiple, beside=count)
             hidden = self._forward([Part(decode, width=1), self._part(padded)])
             decoded, chunk = hidden[:count], hidden[count:]
         logits = self.compute_logits(torch.cat((decoded, chunk[last])))
         return (
             ModelOutput(logits[:count], decode.positions, decoded),
-            ModelOutput(logits[count:], prefill.positions[last], chunk[: len(prefill.input_ids)]),
+            ModelOutput(logits[count:], inputs.positions[last], chunk[: len(inputs.input_ids)]),
         )
 
     def _last_tokens(self, inputs: ModelInputs, rows: npt.NDArray[np.int64]) -> Tensor:
-        """[R] places of the last tokens of these rows."""
+        """Return the indices [R] int64 of the last tokens of these rows among all tokens."""
         return upload(inputs.query_lens.cumsum()[rows] - 1, torch.int64, self.device)
 
     def _part(self, inputs: ModelInputs) -> Part:
-        """Of rows that may have different numbers of tokens."""
+        """Make a part of a prefill, whose rows may have different numbers of tokens."""
         if len(set(inputs.query_lens.tolist())) == 1:
             return Part(inputs)
         rows = np.repeat(np.arange(inputs.num_rows, dtype=np.int32), inputs.query_lens)
         return Part(inputs, upload(rows, torch.int32, self.device))
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
-
-
-def _forward(
-    model: DenseForCausalLM,
-    kv_caches: list[KVCache],
-    block_length: int,
-    parts: Sequence[Part],
-    outputs: OutputTokens | None = None,
-) -> Tensor:
-    """[T, hidden_size]: the hidden states of all parts' tokens; [R, hidden_size] of outputs."""
-    input_ids = _joined([part.inputs.input_ids for part in parts])
-    positions = _joined([part.inputs.positions for part in parts])
-    slots = [
-        slot_mapping(p.inputs.positions, p.rows, p.inputs.block_tables, kv_caches[0].block_size)
-        for p in parts
-    ]
-    attention = [
-        AttentionMetadata(
-            part.inputs.positions,
-            tuple(part.inputs.query_lens.tolist()),
-            tuple(part.inputs.context_lens.tolist()),
-            part.inputs.block_tables,
-            part.tiles,
-            decode_width=part.width,
-            block_length=block_length,
-        )
-        for part in parts
-    ]
-    context = ForwardContext(kv_caches, _joined(slots), attention, outputs)
-    hidden: Tensor = model(input_ids, positions, context)
-    return hidden

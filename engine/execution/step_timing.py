@@ -1,4 +1,4 @@
-"""Where the time of a run goes: prefill steps, decode steps, the device waiting for the host."""
+"""Measures where the time of a run goes: prefill steps, decode steps, and waits for the host."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ import torch
 StepKind = Literal["prefill", "decode", "mixed"]
 
 _RING = 512
-"""Steps whose marks are kept. An engine runs ahead of its device by a few at most, so a mark was
-passed long before it is read and used again."""
+"""The number of steps whose marks are kept. An engine runs only a few steps ahead of its device, so
+the device has long passed a mark when the mark is read and used again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Attributes:
-    rows: sequences in the step.
-    seconds: device time from its first launch to the end of its last. Where the host launches
-        slower than the device works, the device's waits within the step are part of it.
-    idle_before: device time between the end of the step before and this one; 0 for the first.
+    """The time that one step took, in seconds.
+
+    Attributes:
+        kind: what the step did.
+        rows: the number of rows in the step.
+        seconds: the device time from the step's first launch to the end of its last. If the host
+            launches more slowly than the device works, this includes the device's waits within the
+            step.
+        idle_before: the device time between the end of the previous step and the start of this one;
+            0 for the first step.
     """
 
     kind: StepKind
@@ -35,7 +40,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSplit:
-    """Sums over steps, in seconds."""
+    """Sums over the steps of a phase: the number of steps and of rows, and times in seconds."""
 
     steps: int
     rows: int
@@ -44,6 +49,7 @@ class PhaseSplit:
 
     @classmethod
     def of(cls, steps: Iterable[StepTime]) -> Self:
+        """Sum the times of these steps."""
         steps = list(steps)
         return cls(
             len(steps),
@@ -56,14 +62,15 @@ class PhaseSplit:
 class StepTimer:
     """Times the steps of an engine on its device's own clock, without waiting for it.
 
-    On a GPU an event is recorded before the first and after the last launch of each step. One that
-    a late host enqueues late also completes late, so from the end of a step to the start of the
-    next the device had nothing to do because of the host. On a CPU it reads the host's clock.
+    On a GPU an event is recorded before the first and after the last launch of each step. If the
+    host is late, it enqueues the next step's event late, so the time between the end of a step and
+    the start of the next is time in which the device waited for the host. On a CPU the timer reads
+    the host's clock.
 
         with timer.step("decode", rows=len(batch.seqs)):
             ...  # all launches of the step; not while a CUDA graph is captured
 
-    Marks are drawn from a ring: memory grows by one small record per step and by no event.
+    Events are used again in a ring, so each step adds only one small record to the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,16 +78,18 @@ class StepTimer:
         self._starts: list[_Mark] = [mark() for _ in range(_RING)]
         self._ends: list[_Mark] = [mark() for _ in range(_RING)]
         self._labels: list[tuple[StepKind, int]] = []
-        self._times: list[StepTime] = []  # of the steps whose marks were read
+        self._times: list[StepTime] = []  # Times of the steps whose marks were read.
 
     def __len__(self) -> int:
-        """Steps begun since the last `reset`."""
+        """Return the number of steps begun since the last `reset`."""
         return len(self._labels)
 
     def step(self, kind: StepKind, rows: int) -> Self:
-        """A context for the launches of one step; contexts do not nest."""
+        """Begin a step; the result is a context for its launches. Such contexts do not nest."""
         if len(self._labels) - len(self._times) == _RING - 1:
-            self._read_oldest()  # the pause before it begins with the mark used next
+            # The ring is nearly full. The oldest step is read now, because the pause before it is
+            # measured from the mark that is used again next.
+            self._read_oldest()
         self._labels.append((kind, rows))
         return self
 
@@ -96,21 +105,23 @@ class StepTimer:
         self._ends[self._slot].record()
 
     def steps(self) -> list[StepTime]:
-        """All steps since the last `reset`; waits for those still running."""
+        """Return the times of all steps since the last `reset`, waiting for those still running."""
         while len(self._times) < len(self._labels):
             self._read_oldest()
         return list(self._times)
 
     def reset(self) -> None:
-        """Forget all steps."""
+        """Drop the times of all steps."""
         self._labels.clear()
         self._times.clear()
 
     @property
     def _slot(self) -> int:
+        """The index in the ring of the newest step's marks."""
         return (len(self._labels) - 1) % _RING
 
     def _read_oldest(self) -> None:
+        """Read the marks of the oldest step that was not read yet, waiting for its end."""
         index = len(self._times)
         start, end = self._starts[index % _RING], self._ends[index % _RING]
         idle = self._ends[(index - 1) % _RING].seconds_until(start) if index else 0.0
@@ -120,17 +131,25 @@ class StepTimer:
 def timed(
     timer: StepTimer | None, kind: StepKind, rows: int
 ) -> AbstractContextManager[None, bool | None]:
-    """`timer.step(kind, rows)`, or a context that does nothing without a timer."""
+    """Return `timer.step(kind, rows)`, or a context that does nothing if there is no timer."""
     return nullcontext() if timer is None else timer.step(kind, rows)
 
 
 class _Mark(Protocol):
+    """A point in the device's work.
+
+    `record` sets the mark behind all work that was enqueued so far. `seconds_until` waits until the
+    device has passed a later mark, and returns the seconds between the two.
+    """
+
     def record(self) -> None: ...
 
     def seconds_until(self, later: Self) -> float: ...
 
 
 class _CudaMark:
+    """A mark in the work of a GPU: an event."""
+
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
 
@@ -144,6 +163,8 @@ class _CudaMark:
 
 
 class _HostMark:
+    """A mark in the work of a CPU: the host's clock when the mark is set."""
+
     def __init__(self) -> None:
         self._time = 0.0
 

@@ -1,4 +1,4 @@
-"""Copies between host and device that neither side waits for."""
+"""Copies between host and device for which neither side waits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def upload(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """A tensor of the values on the device. On a GPU through pinned memory, so that the host goes
-    on at once (torch keeps the pinned memory until the copy is done).
+    """Return a tensor of these values on the device.
+
+    A copy to a GPU goes through pinned memory, so the host does not wait for it. torch keeps the
+    pinned memory until the copy is done.
     """
     host = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda":
@@ -26,16 +28,17 @@ def upload(
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Give a GPU back what torch keeps of freed tensors. To be called before anything is allocated
-    to stay: a small tensor in a corner of the KV cache of an engine that is gone would keep all of
-    it from the next one.
+    """Give the memory of freed tensors that torch holds back to the GPU.
+
+    This is called before anything long-lived is allocated. Otherwise a small tensor could be placed
+    in the memory of a dropped engine's KV cache, and the next engine could not use the rest of it.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 class Download:
-    """A tensor on its way to the host, which nobody waits for before `wait`."""
+    """A copy of a tensor to the host, which starts at once and is waited for only in `wait`."""
 
     def __init__(self, values: Tensor) -> None:
         self._host = values
@@ -47,7 +50,8 @@ class Download:
             self._event.record()
 
     def wait(self) -> npt.NDArray[Any]:
-        """The values; of a tensor that is on the host already, the tensor's own memory."""
+        """Wait for the copy and return the values. If the tensor was on the host, nothing was
+        copied and the array shares its memory."""
         if self._event is not None:
             self._event.synchronize()
         array: npt.NDArray[Any] = self._host.numpy()

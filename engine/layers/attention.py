@@ -1,62 +1,84 @@
+"""Grouped-query self-attention over the paged cache."""
+
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from batchgen.engine.cache.specs import CacheSpec, KVSpec
 from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.linear import Linear, MergedLinear
 from batchgen.engine.layers.norm import RMSNorm
-from batchgen.engine.models.config import ModelConfig
 from batchgen.kernels.attention.attention import paged_attention
+from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.qkv import prepare_qkv
 
 
 class Attention(nn.Module):
-    """Causal grouped-query self-attention over the paged cache, with optional q/k norms.
+    """Causal grouped-query self-attention with rotary embedding, added to the residual.
 
-    Its result is added to the residual.
+    Grouped-query attention is from Ainslie et al. 2023, rotary embedding from Su et al. 2021.
+
+    Args:
+        layer: the layer's index, under which it finds its cache.
+        hidden_size: the width of the hidden states.
+        shape: the numbers of heads and their size.
+        qkv_bias: whether the projections to queries, keys and values have a bias.
+        output_bias: whether the output projection has a bias.
+        norm_eps: the epsilon of an RMSNorm over the head_dim values of each query and key head;
+            None if there is no such norm.
+        device: where the parameters are created.
+        dtype: the dtype of the parameters.
     """
 
     def __init__(
-        self, config: ModelConfig, layer_index: int, *, device: torch.device, dtype: torch.dtype
+        self,
+        layer: int,
+        hidden_size: int,
+        shape: KVSpec,
+        *,
+        qkv_bias: bool,
+        output_bias: bool,
+        norm_eps: float | None,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.layer_index = layer_index
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.norm_eps = config.rms_norm_eps
-        self.scale = config.head_dim**-0.5
+        self.layer = layer
+        self.shape = shape
+        self.cache_spec: CacheSpec | None = shape
+        self.scale = shape.head_dim**-0.5
         parts = {
-            "q_proj": config.num_heads * config.head_dim,
-            "k_proj": config.num_kv_heads * config.head_dim,
-            "v_proj": config.num_kv_heads * config.head_dim,
+            "q_proj": shape.num_heads * shape.head_dim,
+            "k_proj": shape.num_kv_heads * shape.head_dim,
+            "v_proj": shape.num_kv_heads * shape.head_dim,
         }
-        bias = config.attention_bias
-        self.qkv_proj = MergedLinear(
-            config.hidden_size, parts, bias=bias, device=device, dtype=dtype
-        )
+        self.qkv_proj = MergedLinear(hidden_size, parts, bias=qkv_bias, device=device, dtype=dtype)
         self.o_proj = Linear(
-            parts["q_proj"], config.hidden_size, bias=bias, device=device, dtype=dtype
+            parts["q_proj"], hidden_size, bias=output_bias, device=device, dtype=dtype
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if config.qk_norm:
-            eps = self.norm_eps
-            self.q_norm = RMSNorm(config.head_dim, eps, device=device, dtype=dtype)
-            self.k_norm = RMSNorm(config.head_dim, eps, device=device, dtype=dtype)
+        self.norm_eps = 0.0 if norm_eps is None else norm_eps
+        if norm_eps is not None:
+            self.q_norm = RMSNorm(shape.head_dim, norm_eps, device=device, dtype=dtype)
+            self.k_norm = RMSNorm(shape.head_dim, norm_eps, device=device, dtype=dtype)
 
     def forward(
         self,
         hidden: Tensor,
         residual: Tensor,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         ctx: ForwardContext,
-        outputs: OutputTokens | None = None,
+        outputs: OutputTokens | None,
     ) -> Tensor:
-        """residual + attention(hidden), [T, hidden_size] all, or [R, hidden_size] of the R outputs.
+        """Return residual + attention(hidden), as `Mixer` says.
 
-        Writes the KV of all T tokens into this layer's cache, and the result to residual.
+        The keys and values of all T tokens are written into the layer's cache, and the result
+        overwrites the residual.
         """
-        cache = ctx.kv_caches[self.layer_index]
+        assert cos_sin is not None
+        cache = ctx.cache(self.layer, KVCache)
         q = prepare_qkv(
             self.qkv_proj(hidden),
             None if self.q_norm is None else self.q_norm.weight,
@@ -64,9 +86,9 @@ class Attention(nn.Module):
             self.norm_eps,
             cos_sin,
             cache,
-            ctx.slots,
-            self.num_heads,
-            self.num_kv_heads,
+            ctx.kv_slots,
+            self.shape.num_heads,
+            self.shape.num_kv_heads,
         )
         attention = ctx.attention
         if outputs is not None:

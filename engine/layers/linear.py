@@ -1,4 +1,4 @@
-"""Linear layers. Projections of the same input are one merged weight, so one product."""
+"""Linear layers. Projections of one input share a merged weight, so they are one matrix product."""
 
 from __future__ import annotations
 
@@ -7,16 +7,45 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from batchgen.kernels.layers.linear import add_linear_, linear, pack_weight
+from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.kernels.layers.cpu_product import CPUProduct, choose_product
+from batchgen.kernels.layers.linear import MOST_ROWS, add_linear_, linear, pack_weight
 
 
 def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """Uninitialised; the loader fills every parameter exactly once."""
+    """Return an uninitialised parameter; the loader fills every parameter exactly once."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
 
+class CPUProducts:
+    """Chooses how the linear layers of a model compute on this CPU, once for each weight shape."""
+
+    def __init__(self) -> None:
+        self._chosen: dict[tuple[torch.Size, torch.dtype, bool], CPUProduct] = {}
+
+    def choose(self, weight: Tensor, bias: Tensor | None) -> CPUProduct:
+        """Return how products with this weight [N, K] and bias [N] are computed, trying them out
+        if the shape is new."""
+        key = (weight.shape, weight.dtype, bias is not None)
+        if key not in self._chosen:
+            self._chosen[key] = choose_product(weight, bias)
+        return self._chosen[key]
+
+    @property
+    def unsteady(self) -> list[str]:
+        """The weights for which no way of computing gives a row the same bits in every batch.
+
+        Each is named by its in and out features and its dtype, as in `1024×3072 in float32`.
+        """
+        return [
+            f"{k}×{n} in {str(dtype).removeprefix('torch.')}"
+            for ((n, k), dtype, _), product in self._chosen.items()
+            if product.most_rows is None
+        ]
+
+
 class Linear(nn.Module):
-    """y = x Wᵀ + b."""
+    """The linear layer y = x Wᵀ + b, with or without the bias b."""
 
     weight: Tensor
 
@@ -32,25 +61,40 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = empty_parameter(out_features, in_features, device=device, dtype=dtype)
         self.bias = empty_parameter(out_features, device=device, dtype=dtype) if bias else None
+        self._most_rows: int | None = MOST_ROWS
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, in_features] → [T, out_features]."""
-        return linear(x, self.weight, self.bias)
+        """Compute [T, out_features] from [T, in_features]."""
+        return linear(x, self.weight, self.bias, self._most_rows)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + x Wᵀ + b, written to residual [T, out_features] itself."""
-        return add_linear_(residual, x, self.weight, self.bias)
+        """Add x Wᵀ + b to `residual` [T, out_features] in place and return it."""
+        return add_linear_(residual, x, self.weight, self.bias, self._most_rows)
 
-    def pack(self) -> None:
-        """Lay the filled weight out for computing; it cannot be filled again."""
-        packed = pack_weight(self.weight)
-        if packed is not self.weight:
-            del self.weight  # a Parameter cannot have another layout
+    def pack(self, products: CPUProducts) -> None:
+        """Convert the loaded weight to the layout that was chosen for this CPU.
+
+        After that it cannot be loaded again. On a GPU the weight stays as it is.
+
+        Args:
+            products: chooses how to compute; shared by all layers of a model.
+        """
+        if self.weight.device.type != "cpu" or self.weight.is_mkldnn:
+            return
+        product = products.choose(self.weight, self.bias)
+        self._most_rows = product.most_rows
+        if product.packed:
+            packed = pack_weight(self.weight)
+            del self.weight  # A Parameter cannot be replaced by a tensor of another layout.
             self.weight = packed
 
 
 class MergedLinear(Linear):
-    """y = x Wᵀ + b, where W stacks the weights of several named projections of x."""
+    """A linear layer y = x Wᵀ + b whose weight W stacks several named projections of x.
+
+    A checkpoint may hold each projection in a tensor of its own, or all of them in one tensor under
+    the name of this module. Both can be loaded.
+    """
 
     def __init__(
         self,
@@ -61,15 +105,20 @@ class MergedLinear(Linear):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """parts: checkpoint name → output features, in the order of the output."""
+        """Make the layer.
+
+        Args:
+            parts: maps the name of each projection in checkpoints to its number of output features,
+                in the order in which the output has them.
+        """
         super().__init__(in_features, sum(parts.values()), bias=bias, device=device, dtype=dtype)
         self.parts = dict(parts)
 
-    def checkpoint_slots(self) -> Iterator[tuple[str, Tensor]]:
-        """(`<part>.weight` or `<part>.bias`, the slice of the parameter that it fills)."""
-        start = 0
-        for part, size in self.parts.items():
-            yield f"{part}.weight", self.weight[start : start + size]
-            if self.bias is not None:
-                yield f"{part}.bias", self.bias[start : start + size]
-            start += size
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield a weight slot for each projection, and one for all of them together."""
+        parent = path.rpartition(".")[0]
+        for kind, parameter in self.named_parameters(recurse=False):
+            names = tuple(f"{parent}.{part}.{kind}" for part in self.parts)
+            slices = parameter.split(list(self.parts.values()))
+            yield from map(WeightSlot.plain, names, slices)
+            yield WeightSlot(parameter, names, (f"{path}.{kind}",))

@@ -1,6 +1,7 @@
-"""Rotary angles: the scaling variants, and the table of cosines and sines that the layers read.
+"""Rotary embedding: the scaling variants, and the table of cosines and sines that layers read.
 
-Each variant gives what transformers' function of the same name gives, in the same float32 steps.
+The variants compute what transformers' functions for the same rope types compute, in the same
+float32 steps.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class DefaultRope:
-    """Angle i of position p is p · rope_theta^(-2i/D) (Su et al. 2021)."""
+    """Rotary embedding without scaling (Su et al. 2021).
+
+    A head of D values is rotated in D/2 pairs; pair i of position p by p · rope_theta^(-2i/D).
+    """
 
     rope_theta: float
 
     def inv_freq(self, head_dim: int) -> Tensor:
-        """[D/2] float32 on CPU: the angle per position of each rotated pair."""
+        """Return the angle per position of each rotated pair, [D/2] float32 on the CPU."""
         exponents = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
         return 1.0 / self.rope_theta**exponents
 
     @property
     def attention_scaling(self) -> float:
-        """Factor of every cosine and sine."""
+        """The factor that every cosine and sine is multiplied by."""
         return 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinearRope(DefaultRope):
-    """Positions divided by factor (Chen et al. 2023, position interpolation)."""
+    """Position interpolation: all positions are divided by `factor` (Chen et al. 2023)."""
 
     factor: float
 
@@ -41,7 +45,8 @@ class LinearRope(DefaultRope):
 
 @dataclass(frozen=True, slots=True)
 class FrequencyFactorsRope(DefaultRope):
-    """Angle i divided by factors[i]: how GGUF files store a llama3 scaling."""
+    """Divides the angle of pair i by factors[i], the form in which GGUF files store a llama3
+    scaling."""
 
     factors: tuple[float, ...]
 
@@ -51,7 +56,8 @@ class FrequencyFactorsRope(DefaultRope):
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope(DefaultRope):
-    """Long wavelengths divided by factor, short ones kept, a smooth ramp between (Llama 3.1)."""
+    """The scaling of Llama 3.1: pairs with long wavelengths are interpolated by `factor`, those
+    with short wavelengths are kept, with a smooth ramp in between."""
 
     factor: float
     low_freq_factor: float
@@ -72,8 +78,21 @@ class Llama3Rope(DefaultRope):
 
 @dataclass(frozen=True, slots=True)
 class YarnRope(DefaultRope):
-    """NTK by parts: pairs that turn often keep their angle, others are interpolated
-    (Peng et al. 2023). `attention_factor` None means the paper's value, from mscale if given.
+    """YaRN scaling (Peng et al. 2023).
+
+    Pairs that turn often within the original context keep their angles, slow pairs are
+    interpolated by `factor`, with a linear ramp in between ("NTK by parts").
+
+    Attributes:
+        factor: how much longer the context becomes.
+        original_max_position_embeddings: the length of the context before scaling.
+        attention_factor: the factor of cosines and sines; None computes it from `mscale` and
+            `mscale_all_dim` if both are given, else by the paper's formula.
+        beta_fast: pairs that make at least this many turns in the original context are kept.
+        beta_slow: pairs that make at most this many turns in it are interpolated.
+        mscale: the weight of the scaling in the numerator of the attention factor.
+        mscale_all_dim: the weight of the scaling in its denominator.
+        truncate: round the ends of the ramp to whole pairs.
     """
 
     factor: float
@@ -94,7 +113,10 @@ class YarnRope(DefaultRope):
         return 1.0 / (self.factor * powers) * (1 - keep) + 1.0 / powers * keep
 
     def _ramp_range(self, head_dim: int) -> tuple[float, float]:
-        """The pair that makes beta_fast turns in the original context, and that of beta_slow."""
+        """Return the pairs at which the ramp starts and ends.
+
+        They make `beta_fast` and `beta_slow` turns in the original context.
+        """
 
         def pair(turns: float) -> float:
             positions = self.original_max_position_embeddings
@@ -119,13 +141,15 @@ class YarnRope(DefaultRope):
         return self._mscale(1.0)
 
     def _mscale(self, weight: float) -> float:
+        """Return the paper's factor of attention, 0.1 · ln(factor) + 1, with a weight on the first
+        term; 1 if the context does not become longer."""
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
 
 class RotaryTable:
-    """cos and sin of every position below `num_positions`: [P, head_dim] float32, cosines first.
+    """The cosines and sines of all positions below `num_positions`, which all layers share.
 
-    One table serves all layers. It is computed on the CPU, so every device reads the same bits.
+    The table is computed on the CPU, so that every device reads the same bits.
     """
 
     def __init__(
@@ -141,5 +165,9 @@ class RotaryTable:
         self._table = table.to(device)
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """[T] int64 → [T, head_dim]."""
+        """Look up positions [T] int64.
+
+        Returns:
+            [T, head_dim] float32: head_dim/2 cosines, then head_dim/2 sines.
+        """
         return self._table[positions]

@@ -1,20 +1,13 @@
-"""The tokenizer that belongs to a model, and the ids that end its answers."""
+"""Loads the tokenizer of a model and finds the token ids that end its answers."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import (
-    CONFIG_MAPPING,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
-
-from batchgen.engine.loading.gguf.file import GGUFFile
-from batchgen.engine.loading.gguf.tokenizer import gguf_tokenizer
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _SETTINGS = "tokenizer_config.json"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -23,22 +16,28 @@ _GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
-    """The fast tokenizer of a model folder or GGUF file, with its chat template.
+    """Load the fast tokenizer of a model folder or GGUF file, with its chat template.
 
     Returns:
-        None if the model comes without one: then prompts must be token ids, and answers have no
-        text.
+        The tokenizer; None if the model comes without one. Then prompts must be token ids, and
+        answers have no text.
 
     Raises:
-        ValueError: it needs code of its own, has no fast form, or its GGUF kind is not supported.
+        ValueError: the tokenizer cannot be read, needs code of its own, has no fast form, or is of
+            a GGUF kind that is not supported.
     """
     if path.suffix == ".gguf":
+        from batchgen.engine.loading.gguf.file import GGUFFile
+        from batchgen.engine.loading.gguf.tokenizer import gguf_tokenizer
+
         return gguf_tokenizer(GGUFFile(path))
     if not any((path / name).is_file() for name in _VOCABULARIES):
         if not (path / _SETTINGS).is_file():
             return None
-        # transformers would make a tokenizer with an empty vocabulary.
+        # Without this check, transformers would make a tokenizer with an empty vocabulary.
         raise ValueError(f"{path} has {_SETTINGS} but none of {', '.join(_VOCABULARIES)}")
+    from transformers import AutoTokenizer  # takes seconds, and not every model has a tokenizer
+
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True, **_config(path)
@@ -55,8 +54,13 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
 
 
 def _config(path: Path) -> dict[str, PretrainedConfig]:
-    """A model that transformers does not know gets an empty configuration: it would warn that the
-    one in the folder is of another kind, and the tokenizer does not need it."""
+    """Return extra arguments for loading the tokenizer of a model that transformers does not know.
+
+    They give it an empty configuration. The tokenizer does not need the one in the folder, and
+    transformers would warn that it is of an unknown kind.
+    """
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
     file = path / "config.json"
     kind = _read(file).get("model_type") if file.is_file() else None
     return {} if kind in CONFIG_MAPPING else {"config": PretrainedConfig()}
@@ -68,13 +72,16 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Every id that ends an answer of this model, in ascending order.
+    """Return all token ids that end an answer of this model, in ascending order.
 
-    The union of what generation_config.json, config.json and the tokenizer name; of a GGUF file,
-    its ids for the end of a sequence, turn and message. Empty if nothing names one.
+    They are the ids that generation_config.json, config.json and the tokenizer name. For a GGUF
+    file they are its ids for the end of a sequence, a turn and a message, and the tokenizer's. The
+    result is empty if nothing names an id.
     """
     ids: set[int] = set()
     if path.suffix == ".gguf":
+        from batchgen.engine.loading.gguf.file import GGUFFile
+
         metadata = GGUFFile(path).metadata
         keys = (f"tokenizer.ggml.{key}" for key in _GGUF_EOS_KEYS)
         ids.update(metadata[key] for key in keys if key in metadata)
@@ -88,7 +95,8 @@ def eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tupl
 
 
 def _eos_of(config: dict[str, Any]) -> list[int]:
-    # The file itself: the classes of transformers fill in an id where the file has none.
+    """Return the EOS ids that a configuration file gives; there may be none, one or several."""
+    # The file itself is read, because the classes of transformers fill in an id if it has none.
     eos = config.get("eos_token_id")
     if eos is None:
         return []

@@ -1,13 +1,12 @@
-"""What a model is: its shapes and variants, read once from the checkpoint's configuration."""
+"""The configuration of a model: its shapes and variants, read once from the checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from transformers import PretrainedConfig
 
 from batchgen.engine.layers.rotary import (
     DefaultRope,
@@ -16,22 +15,29 @@ from batchgen.engine.layers.rotary import (
     YarnRope,
 )
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 ROPE_TYPES: Mapping[str, type[DefaultRope]] = {
     "default": DefaultRope,
     "linear": LinearRope,
     "llama3": Llama3Rope,
     "yarn": YarnRope,
 }
+"""The supported variants of rotary embedding, by transformers' `rope_type`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diffusion:
-    """What a model of block diffusion needs. Its logits are of the token at their own position, and
-    its attention is causal over blocks and full inside a block.
+    """What a model for block diffusion needs.
+
+    The logits of such a model are for the token at their own position, not for the next one. Its
+    attention is causal over blocks of positions and full inside a block.
 
     Attributes:
-        mask_token_id: stands where a token is to be filled in.
-        block_length: tokens of a block in training; None where the checkpoint does not say.
+        mask_token_id: the token id that stands where a token is to be filled in.
+        block_length: the number of positions in a block in training; None if the checkpoint does
+            not say.
     """
 
     mask_token_id: int
@@ -43,70 +49,88 @@ class Diffusion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyConfig:
+    """The base of what one family of models has in its configuration besides `ModelConfig`."""
+
+
+F = TypeVar("F", bound=FamilyConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Attributes:
-    architecture: class name in the checkpoint's configuration; the key of the model registry.
-    max_position_embeddings: positions that the model was made for, with its rope scaling.
-    qk_norm: an RMSNorm over head_dim on queries and keys.
-    dtype: of the checkpoint's weights; float32 where it does not say.
-    diffusion: None for a model that predicts the next token.
+    """What every model has in its configuration.
+
+    Attributes:
+        architecture: the name of the model's class, by which the registry finds it.
+        hidden_size: the number of values in a token's hidden state.
+        num_layers: the number of layers in the decoder, without those of heads.
+        vocab_size: the number of token ids, which is also that of a token's logits.
+        max_position_embeddings: the number of positions that the model was made for, including its
+            rope scaling.
+        tie_word_embeddings: the layer that computes logits shares its weight with the embedding.
+        dtype: the dtype of the checkpoint's weights; float32 if the checkpoint does not say.
+        family: what models of this family have besides, in the class that the model expects.
+        diffusion: what block diffusion needs; None for a model that predicts the next token.
+        heads: the names of the heads that the checkpoint contains. A head continues from the
+            model's hidden states (`CausalLM.make_head`).
     """
 
     architecture: str
     hidden_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
     vocab_size: int
-    rms_norm_eps: float
-    rope: DefaultRope
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     dtype: torch.dtype
+    family: FamilyConfig
     diffusion: Diffusion | None = None
+    heads: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-        for name in (*sizes, "intermediate_size", "vocab_size", "max_position_embeddings"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"the model's {name} is {getattr(self, name)}; it must be positive"
-                )
-        if not self.rms_norm_eps > 0:
-            raise ValueError(f"the model's rms_norm_eps is {self.rms_norm_eps}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary embedding needs pairs")
+        check_positive(
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=self.max_position_embeddings,
+        )
         if self.diffusion is not None and not 0 <= self.diffusion.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"mask_token_id {self.diffusion.mask_token_id} is not in the vocabulary of "
                 f"{self.vocab_size}"
             )
 
+    def family_as(self, kind: type[F]) -> F:
+        """Return the family's part of the configuration, which must be of this class."""
+        assert isinstance(self.family, kind), f"{self.architecture} has another family"
+        return self.family
 
-def config_from_hf(
-    hf: PretrainedConfig,
-    *,
-    architecture: str,
-    attention_bias: bool,
-    mlp_bias: bool,
-    qk_norm: bool,
-) -> ModelConfig:
-    """What the configurations of dense decoders share; each model file adds its own.
+
+def check_positive(**sizes: int) -> None:
+    """Check that the sizes of a model are positive.
 
     Raises:
-        ValueError: the checkpoint needs something that the engine does not have; it is named.
+        ValueError: a size is not positive; the message names it.
     """
-    if hf.hidden_act != "silu":
-        raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"the model's {name} is {size}; it must be positive")
+
+
+def common_config(
+    hf: PretrainedConfig, architecture: str, rope: DefaultRope, family: FamilyConfig
+) -> ModelConfig:
+    """Make a model's configuration from that of transformers.
+
+    Args:
+        hf: the configuration as transformers read it.
+        architecture: the name of the model's class.
+        rope: the variant of rotary embedding.
+        family: the family's part of the configuration.
+
+    Raises:
+        ValueError: the checkpoint needs something that the engine does not have, which the message
+            names.
+    """
     if hf.to_dict().get("quantization_config") is not None:
         raise ValueError(
             "the checkpoint is quantized (quantization_config), which is not supported; use the "
@@ -114,29 +138,24 @@ def config_from_hf(
         )
     if not isinstance(hf.dtype, torch.dtype | None):
         raise ValueError(f"dtype {hf.dtype!r} is not one that torch has")
-    rope = rope_from_parameters(hf.rope_parameters)
     return ModelConfig(
         architecture=architecture,
         hidden_size=hf.hidden_size,
         num_layers=hf.num_hidden_layers,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
-        head_dim=hf.head_dim,
-        intermediate_size=hf.intermediate_size,
         vocab_size=hf.vocab_size,
-        rms_norm_eps=hf.rms_norm_eps,
-        rope=rope,
         max_position_embeddings=extended_positions(rope, hf.max_position_embeddings),
         tie_word_embeddings=hf.tie_word_embeddings,
-        attention_bias=attention_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
         dtype=hf.dtype or torch.float32,
+        family=family,
     )
 
 
 def extended_positions(rope: DefaultRope, max_position_embeddings: int) -> int:
-    """YaRN names the length before scaling, so a config may leave the scaled one to its reader."""
+    """Return the number of positions that a model has with its rope scaling.
+
+    YaRN gives the length before scaling and a factor, so a checkpoint's configuration may leave it
+    to the reader to compute the length after scaling.
+    """
     if not isinstance(rope, YarnRope):
         return max_position_embeddings
     scaled = int(rope.factor * rope.original_max_position_embeddings)
@@ -144,10 +163,11 @@ def extended_positions(rope: DefaultRope, max_position_embeddings: int) -> int:
 
 
 def rope_from_parameters(parameters: Mapping[str, Any]) -> DefaultRope:
-    """The rope variant that transformers' `rope_parameters` describes.
+    """Make the variant of rotary embedding that transformers' `rope_parameters` describes.
 
     Raises:
-        ValueError: an unknown type, a missing parameter, or one that this type does not have.
+        ValueError: the type is not supported, a parameter is missing, or there is one that this
+            type does not have.
     """
     values = {k: v for k, v in parameters.items() if k != "type" and v is not None}
     rope_type = values.pop("rope_type")
@@ -160,7 +180,7 @@ def rope_from_parameters(parameters: Mapping[str, Any]) -> DefaultRope:
     kind = ROPE_TYPES[rope_type]
     known = {f.name for f in fields(kind)}
     required = {f.name for f in fields(kind) if f.default is MISSING}
-    # Some checkpoints that keep the default rope carry the keys of a scaling they do not use.
+    # Some checkpoints with the default rope have parameters of a scaling that they do not use.
     unknown = set() if kind is DefaultRope else values.keys() - known
     for problem, names in (("unknown", unknown), ("missing", required - values.keys())):
         if names:

@@ -1,159 +1,171 @@
-"""The decoder that dense models share: pre-norm blocks of attention and gated MLP."""
+"""Dense decoders: grouped-query attention and a gated MLP in every layer."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor, nn
-from transformers import PretrainedConfig
+from torch import nn
 
-from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
+from batchgen.engine.cache.specs import KVSpec
 from batchgen.engine.layers.attention import Attention
-from batchgen.engine.layers.linear import Linear, MergedLinear, empty_parameter
+from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.mlp import GatedMLP
 from batchgen.engine.layers.norm import RMSNorm
-from batchgen.engine.layers.rotary import RotaryTable
-from batchgen.engine.models.config import ModelConfig
-from batchgen.kernels.layers.embedding import embedding
+from batchgen.engine.layers.rotary import DefaultRope, RotaryTable
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.config import (
+    FamilyConfig,
+    ModelConfig,
+    check_positive,
+    common_config,
+    rope_from_parameters,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
-class Embedding(nn.Module):
-    """A [vocab_size, hidden_size] row for each token id."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseConfig(FamilyConfig):
+    """What dense decoders have in their configuration besides `ModelConfig`.
 
-    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        shape = (config.vocab_size, config.hidden_size)
-        self.weight = empty_parameter(*shape, device=device, dtype=dtype)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return embedding(input_ids, self.weight)
-
-
-class DecoderLayer(nn.Module):
-    def __init__(
-        self, config: ModelConfig, index: int, *, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config, index, device=device, dtype=dtype)
-        self.mlp = GatedMLP(config, device=device, dtype=dtype)
-        self.input_layernorm = RMSNorm(size, eps, device=device, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(size, eps, device=device, dtype=dtype)
-
-    def forward(
-        self,
-        residual: Tensor,
-        cos_sin: Tensor,
-        ctx: ForwardContext,
-        outputs: OutputTokens | None = None,
-    ) -> Tensor:
-        """The stream after this block, [T, hidden_size], or [R, hidden_size] of the R outputs.
-
-        Overwrites residual, the stream before it.
-        """
-        hidden = self.input_layernorm(residual)
-        residual = self.self_attn(hidden, residual, cos_sin, ctx, outputs)
-        stream: Tensor = self.mlp(self.post_attention_layernorm(residual), residual)
-        return stream
-
-
-class Decoder(nn.Module):
-    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config, device=device, dtype=dtype)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, i, device=device, dtype=dtype) for i in range(config.num_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
-        self.rotary = RotaryTable(
-            config.rope, config.head_dim, config.max_position_embeddings, device
-        )
-
-    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        residual: Tensor = self.embed_tokens(input_ids)
-        cos_sin = self.rotary(positions)
-        # The last layer's KV is written for all tokens; the rest of it only for the outputs.
-        for layer in self.layers[:-1]:
-            residual = layer(residual, cos_sin, ctx)
-        residual = self.layers[-1](residual, cos_sin, ctx, ctx.outputs)
-        hidden: Tensor = self.norm(residual)
-        return hidden
-
-
-class DenseForCausalLM(nn.Module, ABC):
-    """A decoder and its head; a model is a subclass and a line in the registry.
-
-    Classes and submodules carry the names that transformers' checkpoints use.
-
-    Every operation treats each token alone (attention reads the cache through `ctx`), so a token's
-    result does not depend on its batch mates.
+    Attributes:
+        num_heads: the number of query heads.
+        num_kv_heads: the number of key heads, which is also that of value heads.
+        head_dim: the number of values in one head.
+        intermediate_size: the width of the MLP.
+        rms_norm_eps: the epsilon of all norms.
+        rope: the variant of rotary embedding.
+        qkv_bias: the projections to queries, keys and values have a bias.
+        output_bias: attention's output projection has a bias.
+        mlp_bias: the projections of the MLP have a bias.
+        qk_norm: an RMSNorm is applied to each query and key head.
     """
 
-    hf_config: ClassVar[type[PretrainedConfig]]
-    """Reads the config.json of this model; its model_type is the one there."""
-    diffusion: ClassVar[bool] = False
-    """Fills in masked tokens; its configuration says how."""
-    qk_norm: ClassVar[bool]
-    """Queries and keys are normalised per head."""
-    gguf_architecture: ClassVar[str | None]
-    """Value of `general.architecture` in GGUF files of this model; None: they are not read."""
-    gguf_permutes_qk: ClassVar[bool]
-    """GGUF files of this model store the rows of q and k in the order of interleaved rotary."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: DefaultRope
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
 
-    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.config = config
-        self.model = Decoder(config, device=device, dtype=dtype)
-        self.device, self.dtype = device, dtype
-        self.lm_head = Linear(
-            config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype
+    def __post_init__(self) -> None:
+        check_positive(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate_size,
         )
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        if not self.rms_norm_eps > 0:
+            raise ValueError(f"the model's rms_norm_eps is {self.rms_norm_eps}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary embedding needs pairs")
 
-    @classmethod
-    @abstractmethod
-    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        """Raises ValueError naming what the engine does not support."""
+    @property
+    def attention(self) -> KVSpec:
+        """The shape of attention, which is the same in every layer."""
+        return KVSpec(self.num_heads, self.num_kv_heads, self.head_dim)
 
-    def pack(self) -> None:
-        """Lay the loaded weights out for computing; they cannot be loaded again."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
 
-    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Hidden states after the final norm.
+class DenseForCausalLM(CausalLM):
+    """The decoder of Llama, Qwen and similar models; a subclass says what differs.
 
-        Args:
-            input_ids: [T] int64.
-            positions: [T] int64, each below config.max_position_embeddings.
-            ctx: the T tokens' KV slots and attention metadata.
+    Modules have the names that transformers' checkpoints use.
+    """
 
-        Returns:
-            [T, hidden_size] in the model's dtype, or [R, hidden_size] of ctx.outputs.
-        """
-        hidden: Tensor = self.model(input_ids, positions, ctx)
-        return hidden
+    qk_norm: ClassVar[bool] = False
+    """Whether an RMSNorm is applied to each query and key head."""
+    gguf_permutes_qk: ClassVar[bool] = False
+    """Whether GGUF files of this model hold the rows of the query and key projections in the order
+    of interleaved rotary embedding, in which the two values of a pair are neighbours."""
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden_size] → [R, vocab_size], in the model's dtype."""
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+    @property
+    def family(self) -> DenseConfig:
+        """The family's part of the configuration."""
+        return self.config.family_as(DenseConfig)
 
-    def checkpoint_slots(self) -> dict[str, Tensor]:
-        """Name of every tensor of a checkpoint → the (slice of a) parameter that it fills."""
-        slots: dict[str, Tensor] = {}
-        for path, module in self.named_modules():
-            if isinstance(module, MergedLinear):
-                parent = path.rpartition(".")[0]
-                slots.update((f"{parent}.{name}", slot) for name, slot in module.checkpoint_slots())
-            elif module is not self.lm_head or not self.config.tie_word_embeddings:
-                slots.update(
-                    (f"{path}.{name}", parameter)
-                    for name, parameter in module.named_parameters(recurse=False)
-                )
-        return slots
+    def make_layer(self, index: int) -> DecoderLayer:
+        """Make a layer of attention and a gated MLP."""
+        family, size, eps = self.family, self.config.hidden_size, self.family.rms_norm_eps
+        device, dtype = self.device, self.dtype
+        attention = Attention(
+            index,
+            size,
+            family.attention,
+            qkv_bias=family.qkv_bias,
+            output_bias=family.output_bias,
+            norm_eps=eps if family.qk_norm else None,
+            device=device,
+            dtype=dtype,
+        )
+        inner = family.intermediate_size
+        return DecoderLayer(
+            attention,
+            GatedMLP(size, inner, bias=family.mlp_bias, device=device, dtype=dtype),
+            RMSNorm(size, eps, device=device, dtype=dtype),
+            RMSNorm(size, eps, device=device, dtype=dtype),
+        )
+
+    def make_norm(self) -> nn.Module:
+        """Make an RMSNorm."""
+        return RMSNorm(
+            self.config.hidden_size,
+            self.family.rms_norm_eps,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def make_rotary(self) -> RotaryTable:
+        """Make the table for all positions that the model was made for."""
+        positions = self.config.max_position_embeddings
+        return RotaryTable(self.family.rope, self.family.head_dim, positions, self.device)
+
+
+def dense_config(
+    hf: PretrainedConfig,
+    model: type[DenseForCausalLM],
+    *,
+    head_dim: int,
+    qkv_bias: bool,
+    output_bias: bool,
+    mlp_bias: bool,
+) -> ModelConfig:
+    """Make the configuration of a dense decoder from that of transformers.
+
+    Args:
+        hf: the configuration as transformers read it.
+        model: the model's class.
+        head_dim: the number of values in one head.
+        qkv_bias: the projections to queries, keys and values have a bias.
+        output_bias: attention's output projection has a bias.
+        mlp_bias: the projections of the MLP have a bias.
+
+    Raises:
+        ValueError: the checkpoint needs something that the engine does not have, which the message
+            names.
+    """
+    if hf.hidden_act != "silu":
+        raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
+    rope = rope_from_parameters(hf.rope_parameters)
+    family = DenseConfig(
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_key_value_heads,
+        head_dim=head_dim,
+        intermediate_size=hf.intermediate_size,
+        rms_norm_eps=hf.rms_norm_eps,
+        rope=rope,
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=model.qk_norm,
+    )
+    return common_config(hf, model.__name__, rope, family)

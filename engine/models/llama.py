@@ -1,23 +1,35 @@
+"""Llama 2 and 3, and the many models that share their architecture."""
+
 from __future__ import annotations
 
-from transformers import LlamaConfig, PretrainedConfig
+from typing import TYPE_CHECKING
 
-from batchgen.engine.models.config import ModelConfig, config_from_hf
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.config import ModelConfig
+from batchgen.engine.models.dense import DenseForCausalLM, dense_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class LlamaForCausalLM(DenseForCausalLM):
-    hf_config = LlamaConfig
-    qk_norm = False
-    gguf_architecture = "llama"
+    """Llama: the checkpoint says whether attention's and the MLP's projections have biases."""
+
     gguf_permutes_qk = True
 
     @classmethod
+    def hf_config(cls) -> type[PretrainedConfig]:
+        from transformers import LlamaConfig
+
+        return LlamaConfig
+
+    @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        return config_from_hf(
+        bias: bool = hf.attention_bias
+        return dense_config(
             hf,
-            architecture=cls.__name__,
-            attention_bias=hf.attention_bias,
+            cls,
+            head_dim=hf.head_dim,
+            qkv_bias=bias,
+            output_bias=bias,
             mlp_bias=hf.mlp_bias,
-            qk_norm=cls.qk_norm,
         )

@@ -1,27 +1,33 @@
+"""Qwen3, dense (Yang et al. 2025, arXiv 2505.09388)."""
+
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
-from transformers import PretrainedConfig, Qwen3Config
+from batchgen.engine.models.config import ModelConfig
+from batchgen.engine.models.dense import DenseForCausalLM, dense_config
+from batchgen.engine.models.qwen2 import refuse_sliding_window
 
-from batchgen.engine.models.config import ModelConfig, config_from_hf
-from batchgen.engine.models.dense import DenseForCausalLM
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class Qwen3ForCausalLM(DenseForCausalLM):
-    hf_config = Qwen3Config
+    """Qwen3: queries and keys are normalised, and the checkpoint says whether attention's
+    projections have biases."""
+
     qk_norm = True
-    gguf_architecture: ClassVar[str | None] = "qwen3"
-    gguf_permutes_qk = False
+
+    @classmethod
+    def hf_config(cls) -> type[PretrainedConfig]:
+        from transformers import Qwen3Config
+
+        return Qwen3Config
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        if hf.use_sliding_window:
-            raise ValueError("sliding-window attention (use_sliding_window) is not supported")
-        return config_from_hf(
-            hf,
-            architecture=cls.__name__,
-            attention_bias=hf.attention_bias,
-            mlp_bias=False,
-            qk_norm=cls.qk_norm,
+        refuse_sliding_window(hf)
+        bias: bool = hf.attention_bias
+        return dense_config(
+            hf, cls, head_dim=hf.head_dim, qkv_bias=bias, output_bias=bias, mlp_bias=False
         )

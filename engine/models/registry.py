@@ -1,40 +1,70 @@
-"""The models of the engine. Their classes are named as in the configurations of checkpoints."""
+"""The registry of models: finds a model's class by the name that checkpoints give it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
-from batchgen.engine.models.dense import DenseForCausalLM
-from batchgen.engine.models.llama import LlamaForCausalLM
-from batchgen.engine.models.qwen3 import Qwen3ForCausalLM
-from batchgen.engine.models.sdar import SDARForCausalLM
+from batchgen.engine.models.causal_lm import CausalLM
 
-MODELS: Mapping[str, type[DenseForCausalLM]] = {
-    model.__name__: model for model in (LlamaForCausalLM, Qwen3ForCausalLM, SDARForCausalLM)
+
+class ModelEntry(NamedTuple):
+    """Where the class of a model is defined.
+
+    Attributes:
+        module: the module of the class, which is imported only when a checkpoint needs it. The
+            class has the name of the architecture.
+        gguf: the value of `general.architecture` in GGUF files of this model; None if its GGUF
+            files are not supported.
+    """
+
+    module: str
+    gguf: str | None = None
+
+
+MODELS: Mapping[str, ModelEntry] = {
+    "LlamaForCausalLM": ModelEntry("batchgen.engine.models.llama", gguf="llama"),
+    "Qwen2ForCausalLM": ModelEntry("batchgen.engine.models.qwen2", gguf="qwen2"),
+    "Qwen3ForCausalLM": ModelEntry("batchgen.engine.models.qwen3", gguf="qwen3"),
+    "SDARForCausalLM": ModelEntry("batchgen.engine.models.sdar"),
 }
 
 
-def model_class(architecture: str, source: Path) -> type[DenseForCausalLM]:
-    """Raises ValueError, naming the source and what is supported, for any other architecture."""
+def model_class(architecture: str, source: Path) -> type[CausalLM]:
+    """Find the class of a model by the architecture in its config.json.
+
+    Args:
+        architecture: the class name that config.json gives.
+        source: the checkpoint, for the error message.
+
+    Raises:
+        ValueError: the architecture is not supported; the message lists those that are.
+    """
     if architecture not in MODELS:
         raise ValueError(
             f"{source}: architecture {architecture!r} is not supported; "
             f"supported: {', '.join(MODELS)}"
         )
-    return MODELS[architecture]
+    found: type[CausalLM] = vars(import_module(MODELS[architecture].module))[architecture]
+    return found
 
 
-def gguf_model_class(architecture: str, source: Path) -> type[DenseForCausalLM]:
-    """As `model_class`, for the `general.architecture` of a GGUF file."""
-    by_gguf = {
-        model.gguf_architecture: model
-        for model in MODELS.values()
-        if model.gguf_architecture is not None
-    }
-    if architecture not in by_gguf:
+def gguf_model_class(architecture: str, source: Path) -> type[CausalLM]:
+    """Find the class of a model by the `general.architecture` of a GGUF file.
+
+    Args:
+        architecture: the value of that key.
+        source: the file, for the error message.
+
+    Raises:
+        ValueError: the architecture is not supported; the message lists those that are.
+    """
+    names = {entry.gguf: name for name, entry in MODELS.items() if entry.gguf is not None}
+    if architecture not in names:
         raise ValueError(
             f"{source}: GGUF architecture {architecture!r} is not supported; "
-            f"supported: {', '.join(by_gguf)}"
+            f"supported: {', '.join(names)}"
         )
-    return by_gguf[architecture]
+    return model_class(names[architecture], source)

@@ -1,44 +1,26 @@
 """SDAR (Cheng et al. 2025, arXiv 2510.06303): Qwen3 trained for block diffusion."""
 
-# No `from __future__ import annotations`: `strict` checks the types of fields at run time.
+from __future__ import annotations
 
 from dataclasses import replace
-
-from huggingface_hub.dataclasses import strict
-from transformers import PretrainedConfig, Qwen3Config
+from functools import cache
+from typing import TYPE_CHECKING
 
 from batchgen.engine.models.config import Diffusion, ModelConfig
 from batchgen.engine.models.qwen3 import Qwen3ForCausalLM
 
-
-@strict
-class SDARConfig(Qwen3Config):
-    """config.json of SDAR, without the code that checkpoints bring along.
-
-    What it has beside Qwen3's fields steers training, except for these.
-
-    Attributes:
-        block_size: tokens of a block. The published JetLM/SDAR-* checkpoints leave it out and name
-            it at most in the model's name; checkpoints of further training have it.
-        use_regular_causal: of descendants (I-DLM) whose context is causal token by token and whose
-            logits predict the next token.
-        block_causal_prompt: false for descendants whose prompt sees the tokens after it.
-    """
-
-    model_type = "sdar"
-
-    block_size: int | None = None
-    mask_token_id: int | None = None
-    use_regular_causal: bool = False
-    block_causal_prompt: bool = True
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class SDARForCausalLM(Qwen3ForCausalLM):
-    """The decoder of Qwen3 with the same names of weights; only the attention mask differs."""
+    """SDAR: the decoder of Qwen3 with the same weight names and another attention mask."""
 
-    hf_config = SDARConfig
-    diffusion = True
-    gguf_architecture = None
+    is_diffusion = True
+
+    @classmethod
+    def hf_config(cls) -> type[PretrainedConfig]:
+        return _config_class()
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
@@ -49,3 +31,39 @@ class SDARForCausalLM(Qwen3ForCausalLM):
             )
         diffusion = Diffusion(mask_token_id=hf.mask_token_id, block_length=hf.block_size)
         return replace(super().config_from_hf(hf), diffusion=diffusion)
+
+
+@cache
+def _config_class() -> type[PretrainedConfig]:
+    """Make the class that reads SDAR's config.json without the code that checkpoints contain.
+
+    transformers is imported here, because only reading a configuration needs it. Besides Qwen3's
+    fields, the file has fields for training, which do not matter here, and these four:
+
+    - block_size: the number of tokens in a block of block diffusion. The published JetLM/SDAR-*
+      checkpoints leave it out and give it at most in the model's name; checkpoints that were
+      trained further have it.
+    - mask_token_id: the token that stands where a token is to be filled in.
+    - use_regular_causal: true for models derived from SDAR (I-DLM) whose context is causal token by
+      token and whose logits predict the next token.
+    - block_causal_prompt: false for derived models whose prompt tokens see later tokens.
+    """
+    from huggingface_hub.dataclasses import strict
+    from transformers import Qwen3Config
+
+    # `strict` checks the types of fields at run time, so these are types and not strings.
+    fields = {
+        "block_size": int | None,
+        "mask_token_id": int | None,
+        "use_regular_causal": bool,
+        "block_causal_prompt": bool,
+    }
+    defaults = {
+        "model_type": "sdar",
+        "block_size": None,
+        "mask_token_id": None,
+        "use_regular_causal": False,
+        "block_causal_prompt": True,
+    }
+    made = type("SDARConfig", (Qwen3Config,), {**defaults, "__annotations__": fields})
+    return strict(made)

@@ -1,4 +1,4 @@
-"""What the sampler knows of a batch's rows, on the device."""
+"""What the sampler reads about the rows of a batch: their options, as tensors on the device."""
 
 from __future__ import annotations
 
@@ -18,34 +18,41 @@ from batchgen.engine.sampling.params import SamplingParams
 from batchgen.kernels.sampling.history import append_tokens
 
 _FLOAT32 = torch.finfo(torch.float32)
-# Columns of the floats that `build` uploads together.
+# The indices of two of the six floats per row that `build` uploads together.
 _TEMPERATURE, _REPETITION = 0, 3
 
 
 @dataclass(frozen=True)
 class SamplingInputs(Batched):
-    """What the sampler reads of B rows. Properties are facts of the batch, known on the host.
+    """What the sampler reads about B rows. The properties tell what any row of the batch needs;
+    they are known on the host, so nothing waits for the device.
 
-    Owned by a `StepInputs`: `append` writes to `history` in place, `index_select` and `concat` of
-    several parts make tensors of their own.
+    A strategy's `StepInputs` owns these inputs, as `append` writes to `history` in place. The
+    tensors that `index_select`, and `concat` of several parts, return are copies.
 
-    A row is sampled at one position, or after `repeat` at `width` of them: R = B · width logits
-    rows, of which row r belongs to row r // width.
+    Every row is sampled at one position, or after `repeat` at `width` positions. So the inputs
+    describe R = B · width rows of logits; row r of them belongs to row r // width of the batch.
 
     Attributes:
-        params: B, on the host.
+        params: the options of the B rows, on the host.
         seeds: [R] int64, the same 64 bits as `SamplingParams.seed`.
-        greedy: [R] bool; such rows have temperature 1 and every filter off.
-        temperature, top_p, min_p, repetition, presence, frequency: [R] float32.
-        top_k: [R] int64.
-        min_positions: [R] int64, prompt length + min_new_tokens: tokens at smaller absolute
-            positions are not sampled from stop_ids.
-        stop_ids: [R, S] int64, filled up with -1; of rows with min_new_tokens.
-        history: [B, H] int64, token ids by absolute position; from the position on that is sampled,
-            anything. Only of rows with penalties and as wide as the longest of them will get;
-            others are all -1.
-        prompt_lens: [R] int64.
-        processed_logprobs: [R] bool, rows whose `logprobs_mode` is `processed`.
+        greedy: [R] bool. Greedy rows have temperature 1 here and every filter off.
+        temperature: [R] float32.
+        top_k: [R] int64, 0 where it is off.
+        top_p: [R] float32.
+        min_p: [R] float32.
+        repetition: [R] float32, the repetition penalty.
+        presence: [R] float32, the presence penalty.
+        frequency: [R] float32, the frequency penalty.
+        min_positions: [R] int64, the number of prompt tokens plus min_new_tokens. At smaller
+            absolute positions no token of `stop_ids` may be sampled.
+        stop_ids: [R, S] int64, the ids that end the row, and then -1. Rows without min_new_tokens
+            have only -1.
+        history: [B, H] int64, the row's token ids by absolute position; anything from the position
+            on that is sampled next. H is the most tokens that any row with penalties can have. Rows
+            without penalties have only -1.
+        prompt_lens: [R] int64, the number of prompt tokens.
+        processed_logprobs: [R] bool, whether the row's `logprobs_mode` is `processed`.
     """
 
     params: tuple[SamplingParams, ...] = row()
@@ -74,12 +81,15 @@ class SamplingInputs(Batched):
         capacities: Sequence[int],
         device: torch.device,
     ) -> SamplingInputs:
-        """The inputs of B rows.
+        """Make the inputs of B rows. All arguments but the last have B entries.
 
         Args:
-            histories: prompt and output ids of each row so far.
-            stop_ids: of each row: EOS unless ignored, and its stop token ids.
-            capacities: the longest that prompt and output of each row can get together.
+            params: the options of each row.
+            prompt_lens: the number of prompt tokens of each row.
+            histories: the prompt and output token ids of each row so far.
+            stop_ids: the ids that end each row: EOS unless it is ignored, and its stop_token_ids.
+            capacities: the most prompt and output tokens that each row can have together.
+            device: where the tensors are made.
         """
 
         banned = [ids if p.min_new_tokens else () for p, ids in zip(params, stop_ids, strict=True)]
@@ -93,7 +103,7 @@ class SamplingInputs(Batched):
             starts,
         ])  # fmt: skip
         floats = np.array([_filters(p) + _penalties(p) for p in params]).reshape(-1, 6)
-        # What float32 would round to 0 or infinity would make NaN of 0 / 0 or inf / inf.
+        # A value that float32 rounds to 0 or infinity would give NaN, from 0 / 0 or inf / inf.
         for column in (_TEMPERATURE, _REPETITION):
             floats[:, column] = floats[:, column].clip(_FLOAT32.tiny, _FLOAT32.max)
         bools = [[p.greedy for p in params], [p.logprobs_mode == "processed" for p in params]]
@@ -121,26 +131,29 @@ class SamplingInputs(Batched):
         )
 
     def append(self, token_ids: Tensor, num_tokens: Tensor, positions: Tensor) -> SamplingInputs:
-        """Write tokens to the histories that are kept, in place; returns self.
+        """Write tokens to the histories of rows with penalties, in place.
 
-        What stood at their places is gone, what stands behind them stays: tokens that were written
-        before they were verified are overwritten by those that are right.
+        They replace what was written at their positions before: drafts are written before they are
+        verified, and then replaced by the tokens that were sampled. Tokens past the end of the
+        histories are dropped, because a step may be launched for a row that has already ended.
 
         Args:
-            token_ids: [B, W] int64.
-            num_tokens: [B], how many of a row's W tokens count.
-            positions: [B] int64, absolute position of each row's first token here, at least 1.
-                Tokens past the end of the histories are dropped: a step may be launched before its
-                row is known to have ended.
+            token_ids: [B, W] int64, consecutive tokens of each row.
+            num_tokens: [B], how many of a row's W tokens are written.
+            positions: [B] int64, the absolute position of each row's first token, at least 1.
+
+        Returns:
+            these inputs themselves.
         """
         if self.history.shape[1]:
             append_tokens(self.history, token_ids, num_tokens, positions)
         return self
 
     def repeat(self, width: int) -> SamplingInputs:
-        """For `width` logits rows of each row, one after another; itself for a width of 1.
+        """The inputs for sampling each row at `width` positions, whose logits follow one another.
 
-        The history is shared, not copied: what is appended to one is seen by the other.
+        The history is shared and not copied, so each sees what is appended to the other. For a
+        width of 1 the result is these inputs themselves.
         """
         if width == 1:
             return self
@@ -148,7 +161,7 @@ class SamplingInputs(Batched):
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         columns = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.dim() == 1}
         repeated: dict[str, Any] = {}
-        for dtype in {column.dtype for column in columns.values()}:  # one launch for each
+        for dtype in {column.dtype for column in columns.values()}:  # one launch for each dtype
             same = {name: column for name, column in columns.items() if column.dtype == dtype}
             stacked = torch.stack([c.unsqueeze(1).expand(-1, width) for c in same.values()])
             repeated |= zip(same, stacked.flatten(1), strict=True)
@@ -165,7 +178,7 @@ class SamplingInputs(Batched):
 
     @property
     def width(self) -> int:
-        """Logits rows per row."""
+        """How many rows of logits each row of the batch has."""
         return len(self.seeds) // self.num_rows if self.num_rows else 1
 
     @cached_property
@@ -186,6 +199,7 @@ class SamplingInputs(Batched):
 
     @cached_property
     def any_filters(self) -> bool:
+        """Whether any row that is not greedy has top_k, top_p or min_p on."""
         return any((p.top_k, p.top_p, p.min_p) != (0, 1, 0) and not p.greedy for p in self.params)
 
     @cached_property
@@ -194,7 +208,7 @@ class SamplingInputs(Batched):
 
     @cached_property
     def any_columns(self) -> bool:
-        """Any of the paradigm's own."""
+        """Whether any row asks for an output column besides those of the sampler."""
         return any(p.columns for p in self.params)
 
     @cached_property
@@ -203,20 +217,22 @@ class SamplingInputs(Batched):
 
     @cached_property
     def max_top_logprobs(self) -> int:
+        """The largest K of top_logprobs that any row asks for; 0 if none does."""
         return max((p.top_logprobs for p in self.params), default=0)
 
 
 def _filters(params: SamplingParams) -> tuple[float, float, float]:
-    """Temperature, top-p and min-p, all off for a greedy row."""
+    """The temperature, top_p and min_p of a row, in this order; all are off for a greedy row."""
     return (1, 1, 0) if params.greedy else (params.temperature, params.top_p, params.min_p)
 
 
 def _penalties(params: SamplingParams) -> tuple[float, float, float]:
+    """The repetition, presence and frequency penalty of a row, in this order."""
     return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
-    """[B, width] int64, filled up with -1."""
+    """Put B lists of ids into one tensor [B, width] int64, each followed by -1."""
     out = np.full((len(rows), width), -1, dtype=np.int64)
     for i, ids in enumerate(rows):
         assert len(ids) <= width, f"{len(ids)} ids for a width of {width}"

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler: one frozen value per sequence, so rows never share state."""
+"""The sampling options of a request. Each row has its own frozen value, so rows share no state."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,35 +6,42 @@ from typing import Literal
 from batchgen.engine.constraint.constraint import Constraint
 
 LogprobsMode = Literal["raw", "processed"]
+"""Which distribution log-probabilities are of: the model's, or the one that is sampled from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one sequence is sampled and when it stops.
+    """How one row is sampled and when it stops.
 
-    The filters apply in the order temperature, top_k, top_p, min_p. Tokens that tie with the last
-    token kept by a filter are kept too, so that no result depends on a sort order.
+    Temperature and the filters apply in the order temperature, top_k, top_p, min_p. Tokens as
+    likely as the last one that a filter keeps are kept, too, so no result depends on a sort order.
 
     Attributes:
-        temperature: divides the logits; 0 is greedy (argmax).
+        temperature: the logits are divided by it. 0 means greedy: the most likely token is taken.
         top_k: keep the k most likely tokens; 0 turns it off.
-        top_p: keep the smallest set of most likely tokens whose mass reaches top_p; 1 is off.
-        min_p: drop tokens less likely than min_p times the most likely one; 0 is off.
-        repetition_penalty: of tokens in prompt or output (Keskar et al. 2019); 1 is off.
-        presence_penalty: subtracted once from the logit of a token in the output; 0 is off.
-        frequency_penalty: subtracted per occurrence in the output; 0 is off.
-        max_new_tokens: generate at most this many tokens.
-        min_new_tokens: before this many, EOS and stop ids cannot be sampled and stop strings
-            do not stop.
-        stop: strings that end the row; the text is cut before the match.
-        stop_token_ids: ids that end the row, besides EOS.
-        ignore_eos: EOS is an ordinary token.
-        seed: 64-bit key of this sequence's random draws, which depend on it and on positions alone.
+        top_p: keep the fewest most likely tokens whose probabilities add up to top_p; 1 turns it
+            off.
+        min_p: drop tokens less likely than min_p times the most likely one; 0 turns it off.
+        repetition_penalty: above 1 it makes tokens of the prompt and the output less likely
+            (Keskar et al. 2019); 1 turns it off.
+        presence_penalty: is subtracted from the logit of every token that is in the output; 0 turns
+            it off.
+        frequency_penalty: is subtracted from the logit of a token once for each time that it is in
+            the output; 0 turns it off.
+        max_new_tokens: the most tokens to generate.
+        min_new_tokens: while the row has fewer generated tokens, EOS and stop_token_ids cannot be
+            sampled, and stop strings do not end it.
+        stop: strings that end the row. The text is cut before the string.
+        stop_token_ids: token ids that end the row, besides EOS.
+        ignore_eos: treat EOS as an ordinary token, which does not end the row.
+        seed: 64-bit seed of the row's random numbers, which depend on nothing else but positions.
         logprobs: return the log-probability of every generated token.
-        top_logprobs: also return the ids and log-probabilities of the K most likely tokens.
-        columns: names of the strategy's own output columns to return (`Strategy.columns`).
-        constraint: what the output must look like; it ends the row where it is complete.
-        logprobs_mode: `raw` is the model's own distribution, `processed` the one sampled from.
+        top_logprobs: K, return the ids and log-probabilities of the K most likely tokens at every
+            position, too; 0 returns none.
+        logprobs_mode: `raw` for log-probabilities of the model's own distribution, `processed` for
+            those of the distribution that is sampled from.
+        columns: the names of the output columns of the strategy or of the model's layers to return.
+        constraint: the form that the output must have. The row ends where it is complete.
 
     Raises:
         ValueError: a value is out of range; the message names it and says what is allowed.
@@ -64,7 +71,7 @@ class SamplingParams:
             raise ValueError(f"stop must be a sequence of strings, got the string {self.stop!r}")
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        # `not (a <= x)` instead of `x < a`: NaN must fail too.
+        # Each check says what is allowed, and not what is wrong, so that NaN fails as well.
         checks = (
             ("temperature", 0 <= self.temperature < float("inf"), "at least 0 and finite"),
             ("top_k", self.top_k >= 0, "at least 0 (0 turns it off)"),
@@ -93,8 +100,10 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the row takes the most likely token instead of a random one."""
         return self.temperature == 0
 
     @property
     def has_penalties(self) -> bool:
+        """Whether any of the three penalties is on, so that the sampler needs the row's tokens."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)

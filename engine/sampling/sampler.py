@@ -1,4 +1,8 @@
-"""The one place where logits become tokens and log-probabilities, for any row of any paradigm."""
+"""The sampler: the one place where logits become tokens and log-probabilities, for every strategy.
+
+R is the number of rows of logits and V the size of the vocabulary. A batch may have several rows of
+logits for each of its rows (`SamplingInputs.repeat`).
+"""
 
 from __future__ import annotations
 
@@ -17,25 +21,30 @@ from batchgen.kernels.sampling import sampling as kernels
 from batchgen.kernels.sampling.token_mask import TokenMask, apply_token_mask
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
-# Their tail is each row's own K; `requested_columns` sets it.
+"""The log-probability of each generated token."""
+# The tail shape of these two is the row's own K, which `requested_columns` puts in.
 TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (0,))
+"""The log-probabilities of the K most likely tokens at each position."""
 TOP_LOGPROB_IDS = OutputColumn("top_logprob_ids", np.dtype(np.int32), (0,))
+"""The ids of those K tokens."""
 
 _INF = float("inf")
 
 
 class Drawn(NamedTuple):
-    """One token for each of R logits rows, whether it will count or not.
+    """One token for each of R rows of logits. The strategy decides which of them become output.
 
     Attributes:
-        token_ids: [R] int64.
-        failed: [R] bool, rows whose logits hold NaN or infinity: all else of them is undefined.
-        columns: name → [R, *tail], what any row asks for.
-        confidence: [R] float32, in [0, 1]: the probability of the token under the distribution
-            that it was drawn from, of a greedy row under the one whose mode it is; None if not
-            asked for.
-        conflict: [R] bool, rows in which the mask and what else excludes tokens left none: all else
-            of them is undefined, but for `failed`, which is False. None without a mask.
+        token_ids: [R] int64, the drawn tokens.
+        failed: [R] bool, rows whose logits hold NaN or +inf, or are -inf everywhere. The other
+            fields are undefined there.
+        columns: name of an output column → [R, *tail], for all columns that any row asks for.
+        confidence: [R] float32 in [0, 1], the probability of the token under the distribution that
+            it was drawn from. For a greedy row that is the distribution after penalties, ban and
+            mask. None if it was not asked for.
+        conflict: [R] bool, rows that did not fail, but for which the mask and the other options
+            left no token. The fields above except `failed` are undefined there. None without a
+            mask.
     """
 
     token_ids: Tensor
@@ -46,7 +55,8 @@ class Drawn(NamedTuple):
 
 
 def requested_columns(params: SamplingParams) -> tuple[OutputColumn, ...]:
-    """The columns of a row with these parameters, with their shapes."""
+    """The sampler's output columns that a row with these options asks for, with the row's K as the
+    tail shape of the top log-probabilities."""
     columns = [LOGPROBS] if params.logprobs else []
     if params.top_logprobs:
         tail = (params.top_logprobs,)
@@ -58,20 +68,22 @@ def requested_columns(params: SamplingParams) -> tuple[OutputColumn, ...]:
 def process(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, *, mask: TokenMask | None = None
 ) -> Tensor:
-    """The logits of the distribution that rows are sampled from.
+    """Compute the logits of the distribution that rows are sampled from.
 
-    In this order: penalties, the ban of stop ids before min_new_tokens (void where the model leaves
-    no other token), the mask, temperature, top-k, top-p, min-p. So the filters choose among the
-    tokens that the mask allows: before it, they would often leave none of those.
+    The options apply in this order: penalties, the ban of stop ids before min_new_tokens (dropped
+    for a row in which it would leave no token), the mask, temperature, top-k, top-p, min-p. The
+    filters come after the mask so that they choose among the allowed tokens; before it, they would
+    often leave none of those.
 
     Args:
-        logits: [R, V], any floating dtype, finite or -inf, of the R logits rows of sampling.
-        positions: [R] int64, absolute position of the token to be sampled.
+        logits: [R, V] in any floating dtype, finite or -inf.
+        sampling: the options of the R rows of logits.
+        positions: [R] int64, the absolute position of the token that is to be sampled.
         mask: the tokens that each row may take; None allows all.
 
     Returns:
-        [R, V] float32, -inf for excluded tokens, never a row of only those unless it came as one or
-        the mask made it so. The logits themselves where nothing applies.
+        [R, V] float32, with -inf for excluded tokens. A row is -inf everywhere only if its logits
+        were or if the mask left nothing. May be the logits themselves if no option applies.
     """
     left, _ = _exclude(logits, sampling, positions, mask)
     return _scale_and_filter(left, logits, sampling)
@@ -80,8 +92,11 @@ def process(
 def _exclude(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, mask: TokenMask | None
 ) -> tuple[Tensor, Tensor | None]:
-    """After penalties, ban and mask: [R, V] in float32 or the dtype of the logits, or the logits
-    themselves if no row has any; and [R] bool, rows whose mask left no token, None without a mask.
+    """Apply the part of `process` that excludes tokens: penalties, ban and mask.
+
+    Returns:
+        [R, V], in float32 or the dtype of the logits, and the logits themselves if nothing applies;
+        and [R] bool, the rows for which no token is left, or None without a mask.
     """
     out = _penalised(logits, sampling, positions)
     if mask is None:
@@ -90,7 +105,8 @@ def _exclude(
 
 
 def _scale_and_filter(left: Tensor, logits: Tensor, sampling: SamplingInputs) -> Tensor:
-    """What `process` makes of the tokens left; only the logits themselves are not overwritten."""
+    """Apply temperature and the filters to what `_exclude` returned. `left` may be overwritten
+    unless it is the logits themselves. Returns [R, V] float32."""
     if not (sampling.any_temperature or sampling.any_filters):
         return left.float()
     out = _float_copy(logits) if left is logits else left.float()
@@ -102,7 +118,8 @@ def _scale_and_filter(left: Tensor, logits: Tensor, sampling: SamplingInputs) ->
 
 
 def _penalised(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> Tensor:
-    """After penalties and ban: [R, V] float32, or the logits themselves if no row has any."""
+    """Apply penalties and the ban of stop ids. Returns [R, V] float32, or the logits themselves if
+    no row has any of them."""
     if not (sampling.any_penalties or sampling.any_min_new_tokens):
         return logits
     out = _float_copy(logits)
@@ -123,23 +140,26 @@ def _penalised(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> T
 
 
 def _float_copy(logits: Tensor) -> Tensor:
+    """A contiguous float32 copy of the logits, which may be overwritten."""
     return logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def sample(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, *, mask: TokenMask | None = None
 ) -> StepOutput:
-    """One token for each logits row, with the columns that any row asks for.
+    """Sample one token for each row of logits, with the columns that any row asks for.
 
     Args:
-        logits: [R, V], any floating dtype, of the R logits rows of sampling.
-        positions: [R] int64, absolute position of the token to be sampled; the history that counts
-            ends before it.
+        logits: [R, V] in any floating dtype.
+        sampling: the options of the R rows of logits.
+        positions: [R] int64, the absolute position of the token that is to be sampled. Penalties
+            count the tokens before it.
         mask: the tokens that each row may take; None allows all.
 
     Returns:
-        R rows of W = 1, or no token where the logits hold NaN or infinity or the mask left none.
-        Columns have the batch's largest K of top_logprobs; what a row did not ask for is undefined.
+        a step of R rows with W = 1. Rows that failed or whose mask left no token have no token.
+        Top log-probabilities are as wide as the largest K of the batch, and values that a row did
+        not ask for are undefined.
     """
     return _step_output(draw(logits, sampling, positions, mask=mask))
 
@@ -153,12 +173,16 @@ def draw(
     confidence: bool = False,
     mask: TokenMask | None = None,
 ) -> Drawn:
-    """`sample`, before the tokens are any step's output.
+    """Draw a token for each row of logits, as `sample` does, for strategies that decide themselves
+    which of the tokens become output.
 
     Args:
-        draws: [R] int64, how many draws the row's position has had before: each has noise of its
-            own; None is 0 for all.
-        confidence: whether to return it.
+        logits: [R, V] in any floating dtype.
+        sampling: the options of the R rows of logits.
+        positions: [R] int64, the absolute position of the token that is to be drawn.
+        draws: [R] int64, how many draws the position has had before, because each draw has its own
+            random numbers. None means 0 for all.
+        confidence: whether to compute `Drawn.confidence`.
         mask: the tokens that each row may take; None allows all.
     """
     if logits.is_cuda:
@@ -171,29 +195,31 @@ def draw(
         token_ids = kernels.sample(
             processed, sampling.seeds, positions, sampling.greedy, draws=draws
         )
-    failed = ~logits.amax(-1).isfinite()  # a NaN anywhere in a row is its maximum
+    failed = ~logits.amax(-1).isfinite()  # the maximum of a row with a NaN is NaN
     columns = describe(logits, processed, sampling, token_ids)
     probabilities = kernels.probability_of(processed, token_ids) if confidence else None
     return Drawn(token_ids, failed, columns, probabilities, _conflict(empty, failed))
 
 
 def _conflict(empty: Tensor | None, failed: Tensor) -> Tensor | None:
-    """Of rows whose mask left no token, those that have not failed anyway."""
+    """[R] bool, the rows without a token left (`empty`) whose logits were sound. None without a
+    mask."""
     return None if empty is None else empty & ~failed
 
 
 def describe(
     logits: Tensor, processed: Tensor, sampling: SamplingInputs, token_ids: Tensor
 ) -> dict[str, Tensor]:
-    """The columns that any row asks for.
+    """Compute the sampler's output columns that any row asks for.
 
     Args:
         logits: [R, V], as the model gave them.
         processed: [R, V], what `process` made of them.
+        sampling: the options of the R rows of logits.
         token_ids: [R] int64, the tokens that were chosen.
 
     Returns:
-        name → [R, *tail].
+        name of the column → [R, *tail].
     """
     source = logits
     if sampling.any_processed_logprobs:
@@ -210,7 +236,7 @@ def describe(
 def sample_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, *, mask: TokenMask | None = None
 ) -> StepOutput:
-    """`sample` by the Triton kernels, whatever the device."""
+    """`sample` with the fused Triton kernels, on any device."""
     return _step_output(draw_fused(logits, sampling, positions, mask=mask))
 
 
@@ -223,11 +249,11 @@ def draw_fused(
     confidence: bool = False,
     mask: TokenMask | None = None,
 ) -> Drawn:
-    """`draw` by the Triton kernels, which read the logits as they are, once for the draw.
+    """`draw` with the fused Triton kernels, on any device.
 
-    Equal to it but for floating point: a token differs only where two scores all but tie.
-    Nothing is copied unless a row has penalties, a ban or a mask, and then once; the host never
-    waits.
+    The kernel that draws applies temperature and filters while it reads the logits, once. The
+    logits are copied only if a row has penalties, a ban or a mask. The host never waits. The tokens
+    are those of the unfused path unless two scores are so close that rounding decides.
     """
     left, empty = _exclude(logits, sampling, positions, mask)
     threshold = None
@@ -265,7 +291,7 @@ def draw_fused(
 
 
 def _step_output(drawn: Drawn) -> StepOutput:
-    """Of one token per row."""
+    """A step of one token for each row, or none for rows that failed or conflict."""
     conflict = drawn.conflict
     without = drawn.failed if conflict is None else drawn.failed | conflict
     return StepOutput(

@@ -1,7 +1,8 @@
-"""How full the cache will get: admitting too many rows costs recomputation, too few costs speed.
+"""A prediction of how full the paged cache will get if a row is admitted.
 
-The idea of planning with the lengths of finished requests is from Gong et al. 2025 (Past-Future
-Scheduler).
+Too many rows cost recomputation, because some must be preempted; too few leave the device idle. The
+prediction uses the lengths of the requests that have finished, an idea of Gong et al. 2025
+(Past-Future Scheduler).
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+"""An array of integers on the host, one for each row."""
 
 _RECENT = 1024
+"""How many of the rows that finished last the prediction is made from."""
 _FIRST_GUESS = 256
+"""The least length in tokens that is guessed for a row when no finished row was longer than it."""
 
 
 class LengthPredictor:
-    """Guesses how many tokens a row will generate from how many the finished rows did."""
+    """Predicts how many tokens a row will generate from the lengths of the rows that finished."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=_RECENT)
@@ -26,20 +30,23 @@ class LengthPredictor:
         self._sums = np.zeros(1)
 
     def observe(self, num_generated: int) -> None:
-        """A row ended."""
+        """Learn from a row that finished after so many generated tokens."""
         self._recent.append(num_generated)
         self._sorted = None
 
     def predict(self, generated: Ints, limits: Ints, exact: npt.NDArray[np.bool_]) -> Ints:
-        """[R] tokens in the end, of rows that have generated some.
+        """Predict how many tokens each of R rows will have generated when it ends.
 
-        A row is taken to get as long as the mean of the finished rows that were longer than it is
-        now. Where there is none: twice what it has.
+        A row is expected to become as long as the mean of the finished rows that are longer than it
+        is now. If there is none, it is expected to double, and to reach at least 256 tokens.
 
         Args:
-            generated: so far.
-            limits: the most it can get.
-            exact: rows that get exactly as long as their limit.
+            generated: [R], how many tokens each row has generated so far.
+            limits: [R], the most tokens that each row can generate.
+            exact: [R] bool, rows that generate exactly as many as their limit.
+
+        Returns:
+            [R] int64, never above the limits.
         """
         if self._sorted is None:
             self._sorted = np.sort(np.array(self._recent, np.int64))
@@ -52,13 +59,15 @@ class LengthPredictor:
 
 
 def peak_tokens(held: Ints, remaining: Ints) -> int:
-    """Tokens that rows hold at the fullest moment, if each grows by one a step until it ends.
+    """How many tokens R rows hold together at the fullest moment, if each grows by one token a step
+    until it ends.
 
     Args:
-        held: [R] now.
-        remaining: [R] steps until the row ends and frees all it holds.
+        held: [R], how many tokens each row holds now.
+        remaining: [R], the number of steps until each row ends and frees all that it holds.
     """
     order = np.argsort(-remaining)
-    # When a row ends, those with as much or more left are still there, each that much longer.
+    # The peak is at a moment when some row ends. Then all rows with as many or more steps left are
+    # still there, and each has grown by the number of steps until this moment.
     alive = np.arange(1, len(order) + 1)
     return int((np.cumsum(held[order]) + alive * remaining[order]).max(initial=0))

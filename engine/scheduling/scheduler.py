@@ -1,91 +1,78 @@
-"""Which rows run next. The only place that appends to rows, stops, frees and preempts them."""
+"""The scheduler decides which rows run in the next step. Only here are rows admitted, preempted and
+freed, and tokens committed to them."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Protocol
+from math import lcm
 
 import numpy as np
 import numpy.typing as npt
 
 from batchgen.engine.cache.block_manager import BlockManager
 from batchgen.engine.outputs import HostOutput
-from batchgen.engine.scheduling.admission import Ints, LengthPredictor, peak_tokens
-from batchgen.engine.scheduling.row_table import RowTable, Slots
+from batchgen.engine.scheduling.admission import LengthPredictor, peak_tokens
+from batchgen.engine.scheduling.pacing import Pacing
+from batchgen.engine.scheduling.row_table import Places, RowTable
 from batchgen.engine.scheduling.scheduled_batch import (
     DecodeBatch,
     MixedBatch,
     PrefillBatch,
     ScheduledBatch,
+    Snapshot,
 )
 from batchgen.engine.sequence import Sequence, SequenceStatus
 
 _URGENT_CHUNKS = 8
-"""So many chunks of prefill that can start now are better computed at once."""
+"""If the prompts that can start now fill this many chunks, they are prefilled in one batch of their
+own rather than chunk by chunk beside the decoding rows."""
 _WORTHWHILE_TOKENS = 2048
-"""A prefill alone of fewer tokens takes nearly as long, because its launches are as many: 35 ms for
-28 layers on an H100, which is several decode steps."""
+"""The least tokens for which a prefill alone is worth its time. One of fewer tokens takes nearly as
+long, because it launches as many kernels: 35 ms for 28 layers on an H100, as long as several decode
+steps."""
 _WORTHWHILE_SHARE = 8
-"""One of so many rows free is too many to leave idle."""
-
-
-class Pacing(Protocol):
-    """How far rows get in a step; a decoding paradigm knows.
-
-    Attributes:
-        prefill_multiple: chunks of a prefill, but for its last, have such numbers of tokens.
-    """
-
-    @property
-    def prefill_multiple(self) -> int: ...
-
-    @property
-    def least_tokens(self) -> int:
-        """That every launched step yields for each of its rows."""
-
-    def step_width(self, num_rows: int) -> int:
-        """Tokens of each of so many rows in their next forward; a row may yield as many."""
-
-    def prefill_of(self, seq: Sequence) -> tuple[int, bool]:
-        """How many of the known tokens are read before the row decodes, and whether that yields a
-        token."""
-
-    def kv_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
-        """[B] tokens whose KV the next forward may write, those before them included, at most.
-
-        Args:
-            num_tokens: [B] committed.
-            pending: [B] that launched forwards yield at most.
-            width: of the next forward.
-            max_tokens: [B] that the rows can have in the end.
-        """
+"""If at least one in this many of the engine's rows is free, rows are started however few tokens
+their prompts have."""
 
 
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recomputation.
 
-    A step is a prefill batch, a decode batch, or a decode batch with a small prefill beside it:
-    that costs little more than the decode alone, which reads all the weights anyway. `schedule`
-    plans on top of the steps that were launched and not read yet; `update` takes in their results,
-    in the order of their launch.
+    A step is a prefill batch, a decode batch, or a decode batch with a small prefill beside it,
+    which costs little more than the decode alone, because that reads all the weights anyway.
+    `schedule` plans on top of the steps that were launched and not read yet. `update` takes in the
+    results of these steps, in the order of their launch.
 
-    Waiting rows are prefilled by themselves where many can start at once, else beside the decoding
-    rows. A row gets the blocks of all its known tokens when it is admitted, and those of its next
-    tokens step by step. Rows are admitted as long as the cache should hold all of them until they
-    end, by their predicted lengths. If it does not after all, the row that came last gives its
-    blocks back and waits to be computed again. The row that joined first is never preempted while
-    others run, and each row alone fits the cache (`Requests` refuses those that do not), so
-    something always advances.
+    Waiting rows are prefilled by themselves if many can start at once, otherwise beside the
+    decoding rows. A row gets the blocks of all its known tokens when it is admitted, and those of
+    its next tokens step by step. Rows are admitted as long as the predicted lengths say that the
+    cache can hold all of them until they end. If it cannot after all, the row that joined last
+    gives its blocks back and waits to be computed again. The row that joined first is never
+    preempted while others run, and each row alone fits the cache (`Requests` refuses those that do
+    not), so something always advances.
 
     Args:
-        block_manager: of the KV cache.
-        max_num_seqs: rows in flight at most.
-        max_batched_tokens: tokens per prefill batch at most.
-        chunk_tokens, chunk_rows: of a prefill beside decoding rows, at most; with 0 tokens prompts
-            are prefilled alone.
-        pacing: how far rows get in a step.
+        block_manager: hands out the blocks of the paged cache and the state slots.
+        max_num_seqs: the most rows that are prefilled or decode at once.
+        max_batched_tokens: the most tokens of a prefill batch.
+        chunk_tokens: the most tokens of a prefill beside decoding rows. With 0, prompts are only
+            prefilled alone.
+        chunk_rows: the most rows of a prefill beside decoding rows.
+        pacing: how many tokens rows read and yield in a step.
+        chunk_multiple: every chunk of a prefill but a row's last has a multiple of this many
+            tokens, and of `pacing.prefill_multiple`.
+        counts: the names of the strategy's row counts.
+        before_free: called with each row that ends or is preempted, while it still owns its blocks.
+
+    Attributes:
+        num_preemptions: how often a row was preempted.
+        num_cached_tokens: how many tokens admitted rows found in the prefix cache.
+
+    Raises:
+        ValueError: max_batched_tokens, or chunk_tokens if it is not 0, is less than the smallest
+            chunk.
     """
 
     def __init__(
@@ -96,7 +83,22 @@ class Scheduler:
         chunk_tokens: int,
         chunk_rows: int,
         pacing: Pacing,
+        *,
+        chunk_multiple: int = 1,
+        counts: Iterable[str] = (),
+        before_free: Callable[[Sequence], None] = lambda seq: None,
     ) -> None:
+        self._multiple = lcm(chunk_multiple, pacing.prefill_multiple)
+        for name, tokens in (
+            ("max_batched_tokens", max_batched_tokens),
+            ("chunk_tokens", chunk_tokens),
+        ):
+            if 0 < tokens < self._multiple:
+                raise ValueError(
+                    f"{name} is {tokens}, but prompts of this model and strategy are read in "
+                    f"multiples of {self._multiple} tokens: set it to {self._multiple} or more"
+                )
+        self._before_free = before_free
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
@@ -107,52 +109,52 @@ class Scheduler:
         self._pacing = pacing
         self._lengths = LengthPredictor()
         self._waiting: deque[Sequence] = deque()
-        self._prefilling: Sequence | None = None  # the row that the last prefill batch cut
-        self._table = RowTable(max_num_seqs)
-        # The rows that the strategy's StepInputs hold, in order.
-        self._slots = np.empty(0, np.int64)
+        # The row whose prefill was cut, so that the next prefill batch goes on with it.
+        self._prefilling: Sequence | None = None
+        self._table = RowTable(max_num_seqs, counts)
+        # Places and epochs of the rows that the strategy's StepInputs hold, in their order there.
+        self._places = np.empty(0, np.int64)
         self._epochs = np.empty(0, np.int64)
 
     @property
     def num_generated_tokens(self) -> int:
-        """Committed since the start."""
+        """How many generated tokens were committed since the start."""
         return self._table.num_committed
 
     @property
-    def num_draft_tokens(self) -> int:
-        """Proposed since the start."""
-        return self._table.num_drafts
+    def counts(self) -> dict[str, int]:
+        """The sum of each of the strategy's counts over all rows since the start, by its name."""
+        return self._table.totals
 
-    @property
-    def num_accepted_tokens(self) -> int:
-        """Of the committed tokens, those that were drafts."""
-        return self._table.num_accepted
-
-    @property
-    def forwards_per_yield(self) -> dict[int, int]:
-        """As in `EngineStats`."""
-        counts = self._table.forwards_per_yield
-        return {int(i): int(counts[i]) for i in np.flatnonzero(counts)}
+    def is_current(self, batch: PrefillBatch | DecodeBatch) -> npt.NDArray[np.bool_]:
+        """[B] bool, which rows of a launched batch still have their places. What the batch yields
+        for the others is dropped."""
+        current: npt.NDArray[np.bool_] = self._table.epochs[batch.places] == batch.epochs
+        return current
 
     @property
     def running(self) -> list[Sequence]:
-        """The rows that own blocks."""
+        """The rows that own blocks of the cache: the decoding ones and the one whose prefill is
+        under way."""
         cut = [] if self._prefilling is None else [self._prefilling]
         return [*cut, *self._table.rows]
 
     @property
     def num_running(self) -> int:
+        """The number of rows in `running`."""
         return (self._prefilling is not None) + len(self._table)
 
     def add(self, seq: Sequence) -> None:
+        """Let a new row wait behind all others."""
         self._plan_prefill(seq)
         self._waiting.append(seq)
 
     def _plan_prefill(self, seq: Sequence) -> None:
+        """Ask the strategy how much of the row's known tokens its prefill reads."""
         seq.num_prefill_tokens, seq.prefill_yields = self._pacing.prefill_of(seq)
 
     def abort(self, seq: Sequence) -> None:
-        """Drop an unfinished row wherever it is."""
+        """Drop an unfinished row, whether it waits or runs, and free what it owns."""
         if seq.status is SequenceStatus.WAITING:
             self._waiting.remove(seq)
         elif seq is self._prefilling:
@@ -160,14 +162,18 @@ class Scheduler:
         else:
             self._table.remove(seq)
         self.block_manager.free(seq)
-        seq.matcher = None  # a batch that was launched still names the row
+        # The guide of a launched batch still names the row, and passes over rows without a matcher.
+        seq.matcher = None
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next batch, which the caller launches before anything else. None if there is none
-        until the launched steps are read.
+        """Plan the next batch, which the caller must launch before it calls anything else here.
+
+        Returns:
+            the batch, or None if there is nothing to run until the launched steps are read.
         """
         width = self._pacing.step_width(int(self._staying().sum()))
-        # Beside rows of one token only: steps with drafts leave no room in their products.
+        # Prompts are read only beside rows of one token. A step with drafts has so many tokens of
+        # its own that more of them would cost time.
         chunk_tokens = self.chunk_tokens if width == 1 else 0
         if self._is_prefill_urgent(chunk_tokens):
             prefill = self._prefill_batch(self.max_batched_tokens, self.max_num_seqs)
@@ -180,11 +186,13 @@ class Scheduler:
         return MixedBatch(decode, prefill) if prefill.seqs else decode
 
     def _is_prefill_urgent(self, chunk_tokens: int) -> bool:
-        """A prefill alone: nothing decodes, or so much can start that chunks would take long."""
+        """Whether to run a prefill alone: because nothing decodes, or because so many tokens can
+        start that reading them chunk by chunk would take long. In the last wave the waiting rows
+        are sorted as well."""
         last_wave = self._is_last_wave()
         if last_wave:
-            # Longest first (Graham 1969, LPT), so that no row is left to run alone at the end;
-            # those that ran before keep their turn.
+            # The rows with the most tokens to come go first (Graham 1969, LPT), so that none is
+            # left to run alone at the end. Preempted rows stay before all others.
             self._waiting = deque(
                 sorted(
                     self._waiting,
@@ -201,7 +209,8 @@ class Scheduler:
         return self._startable_tokens() >= _URGENT_CHUNKS * chunk_tokens
 
     def _is_last_wave(self) -> bool:
-        """No row that leaves is replaced any more, and it is known when each will."""
+        """Whether every waiting row can start now and every row's length is known beforehand, so
+        that no row that ends will be replaced and it is known when each ends."""
         if len(self._waiting) > self.max_num_seqs - self.num_running:
             return False
         rows = list(self._starting(len(self._waiting)))
@@ -209,10 +218,11 @@ class Scheduler:
         return bool(rows and running.all() and all(seq.stop.exact_length for seq in rows))
 
     def _can_start_by_chunks(self) -> bool:
-        """Started chunk by chunk, all waiting rows will still end before a row that decodes now."""
+        """Whether all waiting rows, if their prompts are read chunk by chunk, still end no later
+        than the last of the rows that decode now."""
         table = self._table
-        slots = self._slots[self._staying()]
-        left = table.max_tokens[slots] - table.num_tokens[slots] - table.launched[slots]
+        places = self._places[self._staying()]
+        left = table.max_tokens[places] - table.num_tokens[places] - table.launched[places]
         rows = list(self._starting(len(self._waiting)))
         tokens = np.cumsum([seq.num_tokens - seq.num_computed_tokens for seq in rows])
         starts = tokens // self.chunk_tokens + np.arange(len(rows)) // self.chunk_rows
@@ -220,7 +230,8 @@ class Scheduler:
         return bool(ends.max() <= left.max())
 
     def _is_worthwhile(self, tokens: int) -> bool:
-        """So many prompt tokens can start, or rows would stand idle for long without."""
+        """Whether a prefill should run now: at least `tokens` tokens can start, all waiting rows
+        can, a cut row waits to go on, or many rows are free."""
         free = min(self.max_num_seqs - self.num_running, len(self._waiting))
         if self._prefilling is not None or (free and free == len(self._waiting)):
             return True
@@ -229,62 +240,78 @@ class Scheduler:
         return self._startable_tokens() >= tokens
 
     def _startable_tokens(self) -> int:
-        """Tokens to prefill of the rows for which there are places."""
+        """How many tokens the cut row and the waiting rows that find a free place still have to
+        read."""
         free = self.max_num_seqs - self.num_running
         return sum(seq.num_tokens - seq.num_computed_tokens for seq in self._starting(free))
 
     def _starting(self, free: int) -> Iterator[Sequence]:
-        """The row that was cut, then as many waiting ones as there are free places."""
+        """Yield the row whose prefill was cut, if there is one, and then the first `free` waiting
+        rows."""
         if self._prefilling is not None:
             yield self._prefilling
         yield from islice(self._waiting, free)
 
     def _prefill_batch(self, max_tokens: int, max_rows: int) -> PrefillBatch:
-        """Go on with the row that was cut, then admit waiting rows in order, while tokens, rows and
-        blocks allow.
+        """Plan a prefill batch: go on with the row that was cut, then admit waiting rows in order
+        as long as tokens, rows and blocks allow. The batch may be empty.
+
+        Args:
+            max_tokens: the most tokens of the batch.
+            max_rows: the most rows of the batch.
         """
         seqs: list[Sequence] = []
         starts: list[int] = []
         lengths: list[int] = []
         completing: list[int] = []
+        snapshots: list[Snapshot] = []
         budget = max_tokens
-        while budget and len(seqs) < max_rows:
+        while len(seqs) < max_rows:
+            # A row that does not fit is cut, so there must be room for the smallest chunk.
+            if budget < self._multiple:
+                break
             seq = self._prefilling or self._admit_next()
             if seq is None:
                 break
-            chunk = seq.num_prefill_tokens - seq.num_computed_tokens
+            start, chunk = seq.num_computed_tokens, seq.num_prefill_tokens - seq.num_computed_tokens
             if chunk > budget:
-                chunk = budget // self._pacing.prefill_multiple * self._pacing.prefill_multiple
+                chunk = budget // self._multiple * self._multiple
             budget -= chunk
+            for tokens, slot in self.block_manager.checkpoints(seq, start, start + chunk):
+                snapshots.append(Snapshot(len(seqs), tokens - start, slot))
             seqs.append(seq)
-            starts.append(seq.num_computed_tokens)
+            starts.append(start)
             lengths.append(chunk)
             seq.num_computed_tokens += chunk
-            # Published before the forward, so that the next row admitted can share them.
+            # The blocks are published before the forward has filled them, so that the next row of
+            # this same batch can share them.
             self.block_manager.publish(seq, seq.num_computed_tokens)
             self._prefilling = seq
             if seq.num_computed_tokens == seq.num_prefill_tokens:
                 self._prefilling = None
                 self._table.add(seq, len(seq.block_table) * self.block_manager.block_size)
                 completing.append(len(seqs) - 1)
-        # Rows that ended leave with this batch: where rows yield one token only, none ever decodes.
-        alive = self._table.epochs[self._slots] == self._epochs
+        # Rows that ended leave the StepInputs with this batch, too, and not only with a decode
+        # batch: if every row ends with its first token, there is never one.
+        alive = self._table.epochs[self._places] == self._epochs
         keep = None if alive.all() or not completing else np.flatnonzero(alive)
-        joined = np.array([seqs[i].slot for i in completing], np.int64)
-        stay = self._slots if keep is None else self._slots[keep]
+        joined = np.array([seqs[i].place for i in completing], np.int64)
+        stay = self._places if keep is None else self._places[keep]
         if completing:
-            self._slots = np.append(stay, joined)
-            self._epochs = self._table.epochs[self._slots]
-        slots = joined[[seqs[i].prefill_yields for i in completing]]
-        epochs = self._table.epochs[slots]
-        return PrefillBatch(seqs, starts, lengths, completing, slots, epochs, keep)
+            self._places = np.append(stay, joined)
+            self._epochs = self._table.epochs[self._places]
+        places = joined[[seqs[i].prefill_yields for i in completing]]
+        epochs = self._table.epochs[places]
+        return PrefillBatch(seqs, starts, lengths, completing, places, epochs, keep, snapshots)
 
     def _admit_next(self) -> Sequence | None:
-        """The first waiting row, with blocks for all its known tokens, if it can run now."""
+        """Admit the first waiting row and give it the blocks of all its known tokens. None if there
+        is no such row, no free place, or not enough room in the cache."""
         if not self._waiting or self.num_running == self.max_num_seqs:
             return None
         seq = self._waiting[0]
-        # Each running row may soon need a block: leave them that, or they preempt at once.
+        # Each running row may soon need a block. If none were left free for it, rows would be
+        # preempted at once.
         if not self._will_fit(seq) or not self.block_manager.admit(seq, self.num_running):
             return None
         self._waiting.popleft()
@@ -295,106 +322,128 @@ class Scheduler:
         return seq
 
     def _will_fit(self, seq: Sequence) -> bool:
-        """The cache should hold the running rows and this one until they end."""
+        """Whether the cache will hold the running rows and this one until they end, judged by
+        their predicted lengths."""
         table = self._table
         if not len(table):
             return True
-        slots = np.flatnonzero(table.occupied)
-        tokens = table.num_tokens[slots] + table.launched[slots]
+        places = np.flatnonzero(table.occupied)
+        tokens = table.num_tokens[places] + table.launched[places]
         tokens = np.append(tokens, seq.num_tokens)
-        prompts = np.append(table.prompt_lens[slots], seq.num_prompt_tokens)
-        longest = np.append(table.max_tokens[slots], seq.max_tokens)
+        prompts = np.append(table.prompt_lens[places], seq.num_prompt_tokens)
+        longest = np.append(table.max_tokens[places], seq.max_tokens)
         size = self.block_manager.block_size
         if (-(-longest // size)).sum() * size <= self.block_manager.capacity:
-            return True  # whatever they do
+            return True  # even if every row gets as long as it can
         limits = longest - prompts
-        exact = np.append(table.exact[slots], seq.stop.exact_length)
+        exact = np.append(table.exact[places], seq.stop.exact_length)
         generated = tokens - prompts
         remaining = self._lengths.predict(generated, limits, exact) - generated
-        if self.chunk_tokens:  # the others go on while the row is prefilled beside them
+        if self.chunk_tokens:  # the other rows decode while the new one is prefilled beside them
             remaining[-1] += seq.num_tokens // self.chunk_tokens
-        # What a row shares is counted with the row that computed it.
-        prefix = len(self.block_manager.find_prefix(seq)) * size
-        shared = np.append(table.shared[slots], prefix)
+        # A shared prefix is counted once, with the row that computed it.
+        prefix = len(self.block_manager.find_prefix(seq).blocks) * size
+        shared = np.append(table.shared[places], prefix)
         peak = peak_tokens(tokens - shared + size, remaining)
         return peak <= self.block_manager.capacity
 
     def _staying(self) -> npt.NDArray[np.bool_]:
-        """Which rows of the strategy's StepInputs generate more than the launched steps do."""
-        stay: npt.NDArray[np.bool_] = self._table.epochs[self._slots] == self._epochs
-        stay &= ~self._table.ends_by_length(self._slots, self._pacing.least_tokens)
+        """[B] bool, which rows that the strategy's StepInputs hold have to decode on: they have not
+        left, and the launched steps do not bring them to their last token."""
+        stay: npt.NDArray[np.bool_] = self._table.epochs[self._places] == self._epochs
+        stay &= ~self._table.ends_by_length(self._places, self._pacing.least_tokens)
         return stay
 
     def _decode_batch(self, width: int) -> DecodeBatch | None:
+        """Plan a decode batch of `width` tokens a row and reserve the blocks that it needs. If the
+        cache is full, rows are preempted, the one that joined last first.
+
+        Returns:
+            the batch, or None if no row can decode before the launched steps are read.
+        """
         table = self._table
         keep = np.flatnonzero(self._staying())
-        slots = self._slots[keep]
-        needed = self._pacing.kv_tokens(
-            table.num_tokens[slots], table.pending[slots], width, table.max_tokens[slots]
+        places = self._places[keep]
+        needed = self._pacing.cache_tokens(
+            table.num_tokens[places], table.pending[places], width, table.max_tokens[places]
         )
-        lacking = np.flatnonzero(needed > table.reserved[slots])
-        if len(slots) < len(table) and self._lacks_blocks(slots[lacking], needed[lacking]):
-            return None  # rows that end with the launched steps will free theirs
+        lacking = np.flatnonzero(needed > table.reserved[places])
+        if len(places) < len(table) and self._lacks_blocks(places[lacking], needed[lacking]):
+            return None  # rows that end with the launched steps will free their blocks
         new_blocks: list[tuple[int, int, int]] = []
-        count = len(slots)
+        count = len(places)
         for row in lacking.tolist():
             if row >= count:
-                break  # preempted, like all after it
-            seq = table[slots[row]]
+                break  # this row and all after it were preempted
+            seq = table[places[row]]
             before = len(seq.block_table)
             while not self.block_manager.reserve(seq, needed[row]):
-                if self._give_back_lookahead(slots[:count], needed[:count]):
+                if self._give_back_lookahead(places[:count], needed[:count]):
                     continue
-                if self._prefilling is not None:  # no row joined later
+                if self._prefilling is not None:  # it joined last
                     self._preempt(self._prefilling)
                     continue
                 count -= 1
-                self._preempt(table[slots[count]])
+                self._preempt(table[places[count]])
                 if row == count:
                     break
             else:
-                table.reserved[slots[row]] = len(seq.block_table) * self.block_manager.block_size
+                table.reserved[places[row]] = len(seq.block_table) * self.block_manager.block_size
                 blocks = seq.block_table[before:]
                 new_blocks += [(row, before + i, block) for i, block in enumerate(blocks)]
         assert count or not len(lacking), "a row that fits alone could not be scheduled alone"
         if not count:
             return None
-        keep, slots = keep[:count], slots[:count]
-        moved = len(keep) < len(self._slots)
-        self._slots, self._epochs = slots, table.epochs[slots]
-        table.launched[slots] += 1
-        table.pending[slots] += width
+        keep, places = keep[:count], places[:count]
+        moved = len(keep) < len(self._places)
+        self._places, self._epochs = places, table.epochs[places]
+        table.launched[places] += 1
+        table.pending[places] += width
         return DecodeBatch(
-            slots,
+            places,
             self._epochs,
             keep if moved else None,
             new_blocks,
             width,
             needed[:count],
-            table.guide(slots),
+            table.guide(places),
         )
 
-    def _give_back_lookahead(self, slots: Slots, needed: npt.NDArray[np.int64]) -> bool:
-        """Free the blocks that were reserved for drafts and are not needed after all."""
+    def _give_back_lookahead(self, places: Places, needed: npt.NDArray[np.int64]) -> bool:
+        """Free blocks that were reserved for drafts which were then rejected.
+
+        Args:
+            places: [B], the places of the rows to take blocks from.
+            needed: [B], the number of KV slots that each of them needs for its next forward.
+
+        Returns:
+            whether any block was freed.
+        """
         reserved, size = self._table.reserved, self.block_manager.block_size
-        rows = np.flatnonzero(reserved[slots] - needed >= size)
+        rows = np.flatnonzero(reserved[places] - needed >= size)
         for row in rows.tolist():
-            self.block_manager.trim(self._table[slots[row]], needed[row])
-            reserved[slots[row]] = self.block_manager.blocks_for(needed[row]) * size
+            self.block_manager.trim(self._table[places[row]], needed[row])
+            reserved[places[row]] = self.block_manager.blocks_for(needed[row]) * size
         return bool(len(rows))
 
-    def _lacks_blocks(self, slots: Slots, needed: npt.NDArray[np.int64]) -> bool:
-        missing = -(-(needed - self._table.reserved[slots]) // self.block_manager.block_size)
+    def _lacks_blocks(self, places: Places, needed: npt.NDArray[np.int64]) -> bool:
+        """Whether the free blocks are too few to give the rows at `places` [R] room for `needed`
+        [R] tokens each."""
+        missing = -(-(needed - self._table.reserved[places]) // self.block_manager.block_size)
         return int(missing.sum()) > self.block_manager.num_free
 
     def _preempt(self, seq: Sequence) -> None:
+        """Take all that a running row owns of the caches, and let it wait before all others to be
+        computed again."""
         if seq is self._prefilling:
             self._prefilling = None
         else:
             self._table.remove(seq)
         if seq.matcher is not None:
             seq.matcher.rewind(seq.matcher.num_committed)
-        self.block_manager.publish(seq, seq.num_computed_tokens)  # it may find them again
+        # The row may find these blocks in the prefix cache when it is admitted again.
+        self.block_manager.publish(seq, seq.num_computed_tokens)
+        self._before_free(seq)
         self.block_manager.free(seq)
         seq.status = SequenceStatus.WAITING
         self._plan_prefill(seq)
@@ -402,17 +451,28 @@ class Scheduler:
         self.num_preemptions += 1
         self._waiting.appendleft(seq)
 
+    def launched(self) -> None:
+        """Take note that the batch planned last was launched. The checkpoints that it writes can
+        now be found in the prefix cache, because later forwards run after it."""
+        if self.block_manager.states is not None:
+            self.block_manager.states.publish()
+
     def update(self, batch: PrefillBatch | DecodeBatch, step: HostOutput) -> list[Sequence]:
-        """Commit what a step produced; returns the rows that finished.
+        """Commit what a step produced, and free what the rows own that it ends.
 
         Args:
-            batch: the oldest that was launched and not updated, or a part of it.
-            step: a row for each decoding row, or for each completing prefill row.
+            batch: the oldest batch that was launched and whose results were not taken in yet, or
+                the prefill or decode part of a mixed one.
+            step: what it produced, with a row for each of `batch.places`.
+
+        Returns:
+            the rows that ended.
         """
-        finished = self._table.commit(batch.slots, batch.epochs, step)
+        finished = self._table.commit(batch.places, batch.epochs, step)
         for seq in finished:
             self._table.remove(seq)
             self.block_manager.publish(seq, seq.num_computed_tokens)
+            self._before_free(seq)
             self.block_manager.free(seq)
             if seq.error is None:
                 self._lengths.observe(seq.num_generated)
@@ -420,5 +480,5 @@ class Scheduler:
 
 
 def _remaining(seq: Sequence) -> int:
-    """Tokens that the row may still generate."""
+    """The most tokens that the row can still generate."""
     return seq.max_tokens - seq.num_tokens

@@ -1,33 +1,42 @@
-"""When a row ends: stop ids, stop strings across token boundaries, length."""
+"""The rules that end a row: its stop ids, its stop strings, which may begin and end within tokens,
+and its length."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"
 _MOST_HELD = 8
-"""A character has at most four bytes: what is not whole by now never will be."""
+"""How many tokens may be held back until their bytes make a whole character. A character has at
+most four bytes, so what is not whole after this many tokens never will be."""
 
 
 class IncrementalDecoder:
-    """Text of a growing token list. Holds bytes back until they are a whole character.
+    """The text of a row whose tokens arrive one by one. Bytes are held back until they make a whole
+    character.
 
-    A token is decoded together with the tokens since the last emitted text, because what a token
-    adds can depend on the one before it (leading spaces, bytes of one character).
+    A token is decoded together with those just before it, because the text that it adds can depend
+    on them (leading spaces, the bytes of one character).
+
+    Attributes:
+        text: the text so far, without what is held back.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._context = 0
-        self._read = 0
-        self._emitted = 0  # characters of the text since _context
+        self._context = 0  # the first token that is decoded again with each new one
+        self._read = 0  # how many tokens have all their text in `text`
+        self._emitted = 0  # characters of the text from _context on that are in `text`
         self.text = ""
 
     def push(self, token_id: int) -> None:
+        """Take the next token and add its text, as far as its characters are whole."""
         self._ids.append(token_id)
         text = self._decode(self._ids[self._context :])
         whole = not text.endswith(_REPLACEMENT) or len(self._ids) - self._read > _MOST_HELD
@@ -45,7 +54,7 @@ class IncrementalDecoder:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """The text of generated ids, without special tokens, exactly as the ids spell it."""
+    """The text of generated token ids: special tokens are left out, and spaces stay as they are."""
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
@@ -53,15 +62,17 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 @dataclass
 class StopRule:
-    """The stops of one row, and the text seen so far if it has stop strings.
+    """What ends one row, and the text of the row so far if it has stop strings.
 
     Attributes:
-        stop_ids: ids that end the row → what `RequestOutput.stop` then says.
-        strings: stop strings; they need a decoder.
-        min_new_tokens: no stop before this many generated tokens.
-        max_new_tokens: generated tokens at most, the model's length already considered.
-        decoder: follows the text; None if there are no stop strings.
-        text_before_stop: set when a stop string ended the row.
+        stop_ids: the token ids that end the row; the value says what stopped it, for the output.
+        strings: the stop strings. If there are any, `decoder` must not be None.
+        min_new_tokens: the row stops only when it has this many generated tokens, the last one
+            included.
+        max_new_tokens: the most tokens that the row can generate. The length of the model is
+            already taken into account.
+        decoder: makes the text that is searched for stop strings; None if there are none.
+        text_before_stop: the text before the stop string that ended the row; None until one has.
     """
 
     stop_ids: Mapping[int, str]
@@ -73,15 +84,22 @@ class StopRule:
 
     @property
     def exact_length(self) -> bool:
-        """The row ends after max_new_tokens and never before."""
+        """Whether nothing but its length can stop the row, so that it generates exactly
+        `max_new_tokens` tokens."""
         return not self.stop_ids and not self.strings
 
     def find_string(self, token_ids: Iterable[int], num_generated: int) -> tuple[int, str] | None:
-        """The first stop string that ends within tokens which follow `num_generated` others.
+        """Find the first stop string that is completed by one of the row's new tokens.
+
+        Args:
+            token_ids: the new tokens. The decoder takes them, up to the one that completes a stop
+                string.
+            num_generated: how many tokens the row generated before them.
 
         Returns:
-            How many of the tokens are kept, and the string; of several strings that one token
-            ends, the one that starts first.
+            how many of the new tokens are kept, the completing one included, and the string. If
+            one token completes several strings, it is the one that starts first. None if no string
+            is found.
         """
         assert self.decoder is not None
         for count, token_id in enumerate(token_ids, start=1):

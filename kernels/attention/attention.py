@@ -10,7 +10,7 @@ batch, however its row was chunked (into whole blocks) and however far other row
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.kernels.attention.cpu_rows import LEAST_MULTIPLE, row_batches, row_multiple
 from batchgen.kernels.attention.decode import (
     MAX_QUERIES,
     DecodePlan,
@@ -37,8 +38,6 @@ from batchgen.kernels.attention.prefill import (
 
 CHUNK = 64
 """Context tokens per chunk. A multiple of every block size."""
-_ROW_MULTIPLE = 4
-"""CPU matrix products give a row the same bits at any row count that is a multiple of this."""
 _CPU_GATHER_BYTES = 4 * 2**20
 """Of keys gathered at a time on a CPU: what stays in cache between the copy and the product."""
 
@@ -57,8 +56,9 @@ class AttentionMetadata:
         query_lens: [B] on the host; the rows' queries stand one after another.
         context_lens: [B] on the host; tokens in the cache, the queries' own included, or more.
         block_tables: [B, N] int64.
-        tiles: of `attention_prefill`, where query_lens are not known yet: a captured graph reads
-            what stands there at its replay. None lets them be cut from query_lens.
+        tiles: tokens of a tile → the tiles of prefill attention, where query_lens are not known
+            yet: a captured graph reads what stands there at its replay. There must be one for each
+            shape of attention that is computed. None lets them be cut from query_lens.
         decode_width: W of a decode step. For a GPU only, where every row must have W queries then,
             and each W is a kernel of its own, compiled at first use: name none that a job does not
             keep to. None: 1 where all query_lens are 1, and else no decode step.
@@ -69,7 +69,7 @@ class AttentionMetadata:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     block_tables: Tensor
-    tiles: Tensor | None = None
+    tiles: Mapping[int, Tensor] | None = None
     decode_width: int | None = None
     block_length: int = 1
     _plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
@@ -83,7 +83,7 @@ class _Group:
         tokens: of the queries.
         width: queries of a row.
         limits: [rows, R] last position that each query of a row reads, once per head of a group
-            and filled up to R, a multiple of _ROW_MULTIPLE.
+            and filled up to R, a multiple of what `row_multiple` says.
         chunks: of each CHUNK tokens of context, the places of the rows' blocks in the flat table
             [kv_heads · rows · CHUNK / block_size], the scratch block as filling.
     """
@@ -152,7 +152,9 @@ def _make_triton_plan(
     q: Tensor, cache: KVCache, meta: AttentionMetadata
 ) -> DecodePlan | PrefillPlan:
     kv_heads, _, block_size, head_dim = cache.key.shape
-    rows, width, tiles = len(meta.query_lens), meta.decode_width, meta.tiles
+    rows, width = len(meta.query_lens), meta.decode_width
+    size = tile_tokens(q.shape[1], kv_heads, head_dim, q.dtype)
+    tiles = None if meta.tiles is None else meta.tiles[size]
     if width is None and tiles is None and set(meta.query_lens) == {1}:
         width = 1
     if width is not None:
@@ -166,7 +168,6 @@ def _make_triton_plan(
                 split_tokens=split_length(rows, kv_heads),
                 max_splits=most_splits(rows, kv_heads, width),
             )
-        size = tile_tokens(q.shape[1], kv_heads, head_dim, q.dtype)
         tiles = cut_equal_tiles(rows, width, size, q.device)
     return plan_prefill(
         meta.query_lens,
@@ -191,12 +192,28 @@ def _attend_part_reference(
         out[group.tokens] = _attend(q[group.tokens], cache, plan, group, scale)
 
 
+def cpu_row_multiple(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int | None:
+    """What the queries' rows are filled up to on this CPU, so that a row's bits depend on the row
+    alone; None if that cannot be had.
+
+    Args:
+        dtype: of the cache.
+    """
+    most_rows = _most_cpu_rows(kv_heads, head_dim, dtype)
+    return row_multiple(kv_heads, CHUNK, head_dim, most_rows, torch.get_num_threads())
+
+
+def _most_cpu_rows(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Rows that a group has at most."""
+    return max(1, _CPU_GATHER_BYTES // (kv_heads * CHUNK * head_dim * dtype.itemsize))
+
+
 def _make_plan(num_heads: int, cache: KVCache, meta: AttentionMetadata) -> _Plan:
     kv_heads, _, block_size, head_dim = cache.key.shape
-    chunk_bytes = kv_heads * CHUNK * head_dim * cache.key.itemsize
-    most_rows = len(meta.query_lens)
+    most_rows, multiple = len(meta.query_lens), LEAST_MULTIPLE
     if cache.key.device.type == "cpu":
-        most_rows = max(1, _CPU_GATHER_BYTES // chunk_bytes)
+        most_rows = _most_cpu_rows(kv_heads, head_dim, cache.key.dtype)
+        multiple = cpu_row_multiple(kv_heads, head_dim, cache.key.dtype) or LEAST_MULTIPLE
     groups = []
     row = token = 0
     for width, run in itertools.groupby(meta.query_lens):
@@ -204,7 +221,7 @@ def _make_plan(num_heads: int, cache: KVCache, meta: AttentionMetadata) -> _Plan
         while remaining:
             count = min(remaining, most_rows)
             rows, tokens = slice(row, row + count), slice(token, token + width * count)
-            groups.append(_make_group(num_heads, cache, meta, rows, tokens, width))
+            groups.append(_make_group(num_heads, cache, meta, rows, tokens, width, multiple))
             row, token, remaining = rows.stop, tokens.stop, remaining - count
     most_blocks = max(len(chunk) for group in groups for chunk in group.chunks)
     shape = (most_blocks, block_size * head_dim)
@@ -218,6 +235,7 @@ def _make_group(
     rows: slice,
     tokens: slice,
     width: int,
+    multiple: int,
 ) -> _Group:
     kv_heads, num_blocks, block_size, _ = cache.key.shape
     queries = width * num_heads // kv_heads
@@ -225,7 +243,7 @@ def _make_group(
     ends = (limits // meta.block_length + 1) * meta.block_length
     limits = torch.minimum(ends - 1, limits[:, -1:])
     limits = limits.repeat_interleave(num_heads // kv_heads, dim=1)
-    limits = F.pad(limits, (0, -queries % _ROW_MULTIPLE))
+    limits = F.pad(limits, (0, -queries % multiple))
     per_chunk = CHUNK // block_size
     used = -(-max(meta.context_lens[rows]) // block_size)
     tables = F.pad(meta.block_tables[rows, :used], (0, -used % per_chunk))
@@ -254,7 +272,7 @@ def _attend(q: Tensor, cache: KVCache, plan: _Plan, group: _Group, scale: float)
     for number, blocks in enumerate(group.chunks):
         key = _gather(cache.key, blocks, plan.keys)
         value = _gather(cache.value, blocks, plan.values)
-        score = torch.bmm(qs, key.transpose(1, 2))
+        score = row_batches(qs, key.transpose(1, 2))
         context = torch.arange(number * CHUNK, (number + 1) * CHUNK, device=q.device)
         hidden = context > group.limits.unsqueeze(-1)
         score.unflatten(0, (kv_heads, num_rows)).masked_fill_(hidden, float("-inf"))
@@ -262,7 +280,7 @@ def _attend(q: Tensor, cache: KVCache, plan: _Plan, group: _Group, scale: float)
         rescale = top.sub_(peak).exp_()
         weights = score.sub_(peak).exp_()
         total = total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
-        out = out.mul_(rescale).add_(torch.bmm(weights, value))
+        out = out.mul_(rescale).add_(row_batches(weights, value))
         top = peak
     heads = out.div_(total)[:, :queries].unflatten(0, (kv_heads, num_rows))
     heads = heads.unflatten(2, (group.width, heads_per_kv)).permute(1, 2, 0, 3, 4)

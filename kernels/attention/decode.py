@@ -1,13 +1,19 @@
 """Attention of a few queries per row over the paged KV cache: split-KV in Triton.
 
-Flash-decoding (Dao et al. 2023) over a paged cache: a row's context is cut into splits, which are
-computed beside each other with online softmax and then combined. The queries of a row and the
-heads that share a KV head are the rows of one tile, so keys and values are read once for all.
+This is Flash-decoding (Dao et al. 2023). A row's context is cut into splits; programs compute the
+splits in parallel, each with online softmax, and a second kernel combines their results. All
+queries of a row, for all query heads that share a KV head, form one tile, so the keys and values
+are read once for all of them.
 
-Where a row is cut depends on its own context and the split length that the caller chose, so its
-result has the same bits in any batch. Nothing about contexts is known on the host: a captured graph
-stays right while they grow. A kernel is compiled for every number of queries per row. The reference
-is `attention.paged_attention`.
+Where a context is cut depends only on its own length and on the limits that the caller chose, so a
+row's result has the same bits in any batch with the same limits. The context lengths are read on
+the device, never on the host, so a captured CUDA graph stays right while contexts grow. One kernel
+is compiled for every number of queries per row. The PyTorch reference is
+`attention.paged_attention` on a CPU.
+
+A work unit is one split of one row. A KV block is `block_size` slots of the cache. A block of
+positions is `block_length` positions that see each other (block diffusion); a length of 1 means
+causal attention.
 """
 
 from __future__ import annotations
@@ -23,33 +29,45 @@ from torch import Tensor
 from batchgen.kernels.attention.kv_cache import KVCache
 
 SPLIT_TOKENS = 512
+"""Tokens of a split in a batch of few rows."""
 _LONG_SPLIT_TOKENS = 2048
-"""Most rows need no combination of splits then, which costs up to a tenth (H100, 256 rows)."""
+"""Tokens of a split in a batch of many rows. Most contexts are then one split, which saves the
+combination; it costs up to a tenth of the time (H100, 256 rows)."""
 _ENOUGH_PROGRAMS = 128
-"""So many (row, KV head) pairs fill a GPU. With fewer, contexts are cut shorter, which rounds
-differently: a row's bits depend on this side or that of the batch size, and on nothing else."""
+"""The number of (row, KV head) pairs that fill a GPU. A batch with fewer has few rows: its contexts
+are cut into shorter splits, whose results round differently. So a row's bits depend on which side
+of this number the batch is, and on nothing else of the batch."""
 MAX_SPLITS = 32
+"""The most splits of a row in a batch of few rows."""
 MAX_QUERIES = 128
-"""Most queries · heads of a group that share one tile: what registers hold the sums of."""
+"""The largest tile, in queries of a row times query heads per KV head: registers hold the sums of
+no more."""
 _SPLIT_MULTIPLE = tl.constexpr(128)
-"""Longer splits are whole tiles: a multiple of every block_n."""
+"""Splits longer than the caller's length have a multiple of so many tokens. It is a multiple of
+every `block_n`, so they consist of whole tiles."""
 _TILE_BYTES = 64 * 1024
+"""Keys and values of the largest tile, in bytes."""
 _COMBINE_ELEMENTS = 4096
+"""Elements of partial results that the combination loads at a time."""
 _INTERPRETED_PROGRAMS = 8
+"""Programs under Triton's interpreter, where there is no GPU to ask for multiprocessors."""
 _UNIT_FIELDS = tl.constexpr(4)
+"""Columns of `DecodePlan.units`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """How the contexts of B rows are split; shared by all layers of a forward.
+    """How the contexts of B rows are cut into splits; all layers of a forward share it.
 
     Attributes:
-        units: [B · max_splits, 4] int32, the first `count` set, the longest first: row, first
-            position, end position, and where its partial result goes (-1: alone in its row).
-        count: [1] int32.
-        splits: [B] int32, of each row.
-        width: W, queries of a row.
-        max_splits: that a row of these block tables can have.
+        units: [B · max_splits, 4] int32, one line per split: its row, its first position, the
+            position after its last, and the index of its partial result, or -1 if the row has one
+            split and needs no combination. The longest splits come first. Only the first `count`
+            lines are set.
+        count: [1] int32, the number of splits of all rows.
+        splits: [B] int32, the number of splits of each row.
+        width: W, the queries of each row.
+        max_splits: the most splits that a row with these block tables can have.
     """
 
     units: Tensor
@@ -61,8 +79,14 @@ class DecodePlan:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Sizes of the kernel: `block_n` tokens of a tile, `num_stages` of the loads' pipeline, and
-    how many programs share a multiprocessor. The last two leave the result's bits alone."""
+    """Sizes that the kernel is compiled and launched with.
+
+    Attributes:
+        block_n: cached tokens of a tile.
+        num_warps: warps of a program.
+        num_stages: depth of the pipeline of loads; it changes no bit of the result.
+        programs_per_sm: programs per multiprocessor; it changes no bit of the result.
+    """
 
     block_n: int
     num_warps: int
@@ -71,16 +95,16 @@ class DecodeConfig:
 
 
 def split_length(num_rows: int, num_kv_heads: int) -> int:
-    """Tokens of a split that suit a batch of so many rows."""
+    """Choose the tokens of a split for a batch of `num_rows` rows."""
     few = num_rows * num_kv_heads < _ENOUGH_PROGRAMS
     return SPLIT_TOKENS if few else _LONG_SPLIT_TOKENS
 
 
 def most_splits(num_rows: int, num_kv_heads: int, width: int) -> int:
-    """Splits of a row, at most, that suit a batch of so many rows.
+    """Choose the most splits that a row may have in a batch of `num_rows` rows of `width` queries.
 
-    Many rows of many queries are cut less often, and fill the GPU nevertheless: room for all their
-    partial results would be gigabytes.
+    Many rows with many queries get fewer splits, since the partial results would take gigabytes;
+    such a batch fills the GPU with fewer splits too.
     """
     few = num_rows * num_kv_heads < _ENOUGH_PROGRAMS
     return MAX_SPLITS if few else max(MAX_SPLITS // width, 2)
@@ -95,17 +119,19 @@ def plan_decode(
     split_tokens: int = SPLIT_TOKENS,
     max_splits: int = MAX_SPLITS,
 ) -> DecodePlan:
-    """Cut the contexts into splits, on the device.
+    """Cut the contexts of B rows into splits, on the device.
 
-    A split has `split_tokens` tokens; in contexts over max_splits · split_tokens, as many as make
-    `max_splits` equal splits, rounded up.
+    A split has `split_tokens` tokens. A context longer than max_splits · split_tokens is cut into
+    at most `max_splits` equal splits, whose length is rounded up to a multiple of 128.
 
     Args:
-        positions: [B · W] int64, 0 or more, ascending in a row, which may repeat the same one. The
-            last is the last token that any query of the row reads.
-        block_tables: [B, N], only its shape matters.
-        width: W, queries of every row.
-        block_size: of the cache; tokens past N · block_size are not read.
+        positions: [B · W] int64, the positions of the queries: at least 0, and in a row each at
+            least as large as the one before. A row's context ends at its last query.
+        block_tables: [B, N], of which only the shape matters.
+        width: W, the queries of every row.
+        block_size: slots per KV block; a context is cut off at N · block_size tokens.
+        split_tokens: tokens of a split.
+        max_splits: the most splits of a row.
     """
     rows, blocks = block_tables.shape
     assert positions.numel() == rows * width and positions.is_contiguous()
@@ -135,33 +161,33 @@ def paged_attention_decode(
     *,
     block_length: int = 1,
 ) -> Tensor:
-    """softmax(q·kᵀ·scale)·v of W queries per row, each over its row's context up to the end of its
-    position's block, and to the row's last query at most.
+    """Compute softmax(q·kᵀ·scale)·v for W queries per row over the rows' cached contexts.
 
-    A query that sees a key of NaN comes out as NaN, and no other does. Cached values must be finite
-    everywhere.
+    A query sees the tokens of its row up to the end of its own block of positions, and none past
+    the row's last query. A query that sees a NaN key comes out as NaN, and no other does. Cached
+    values must be finite everywhere, as `KVCache` ensures.
 
     Args:
-        q: [B · W, num_heads, head_dim], the last dimension contiguous; W · num_heads / kv_heads
-            at most MAX_QUERIES.
-        cache: contiguous, with the keys and values of the queries' own tokens.
-        positions: [B · W] int64, those of `plan`.
-        block_tables: [B, N] int32 or int64; rows may be further apart than N. Entries past a row's
-            context are not read.
-        scale: of the scores.
-        plan: `plan_decode` of the same positions and table shape.
-        config: None for the one that suits the shapes.
-        out: [B · W, num_heads, head_dim], contiguous; allocated if absent.
-        block_length: positions of a block; 1 is causal attention.
+        q: [B · W, num_heads, head_dim], the last axis contiguous. W · num_heads / kv_heads is at
+            most MAX_QUERIES.
+        cache: contiguous; it already holds the keys and values of the queries' own tokens.
+        positions: [B · W] int64, the same as for `plan`.
+        block_tables: [B, N] int32 or int64, the last axis contiguous. Entries past a row's context
+            are not read.
+        scale: factor of the scores.
+        plan: from `plan_decode` for these positions and block tables.
+        config: sizes of the kernel; None chooses them by the shapes.
+        out: [B · W, num_heads, head_dim], contiguous, overwritten; None makes a new one.
+        block_length: positions of a block of positions; 1 means causal attention.
 
     Returns:
-        out, in q's dtype; scores and sums are float32.
+        out, in q's dtype. Scores and sums are float32.
     """
     tokens, num_heads, head_dim = q.shape
     kv_heads, _, block_size, _ = cache.key.shape
     group = num_heads // kv_heads
     queries = plan.width * group
-    # A query alone in its row is the last one: no block goes beyond it.
+    # The only query of a row is its last one, and no query sees beyond that.
     blocked = block_length > 1 and plan.width > 1
     assert cache.key.is_contiguous() and cache.value.is_contiguous() and q.stride(2) == 1
     assert block_tables.stride(1) == 1 and queries <= MAX_QUERIES and q.dtype == cache.key.dtype
@@ -169,10 +195,10 @@ def paged_attention_decode(
     if out is None:
         out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     assert out.is_contiguous()
-    # Rows of one split write `out` at once: where no row can have more, nothing is to combine.
-    slots = len(plan.units) * kv_heads if plan.max_splits > 1 else 0
-    partial = torch.empty((slots, queries, head_dim), dtype=torch.float32, device=q.device)
-    log_sums = torch.empty((slots, queries), dtype=torch.float32, device=q.device)
+    # A row with one split writes to `out` directly. If no row can have more, nothing is combined.
+    partials = len(plan.units) * kv_heads if plan.max_splits > 1 else 0
+    partial = torch.empty((partials, queries, head_dim), dtype=torch.float32, device=q.device)
+    log_sums = torch.empty((partials, queries), dtype=torch.float32, device=q.device)
     sizes = {"KV_HEADS": kv_heads, "GROUP": group, "WIDTH": plan.width, "HEAD_DIM": head_dim}
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     _decode_kernel[(_programs(q.device, config),)](
@@ -184,7 +210,7 @@ def paged_attention_decode(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", INTERPRETED=not q.is_cuda,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    if slots:
+    if partials:
         group_pad = triton.next_power_of_2(group)
         _combine_kernel[(tokens, kv_heads)](
             partial, log_sums, plan.splits, out, plan.max_splits,
@@ -196,21 +222,25 @@ def paged_attention_decode(
 
 
 def _config(head_dim: int, itemsize: int, queries: int) -> DecodeConfig:
-    """Tiles of 32 or 64 KB of keys and values, two or three of them in flight on a multiprocessor:
-    that, not the arithmetic, sets the speed (measured on an H100)."""
+    """Choose the sizes of the kernel by the shapes.
+
+    What sets the speed is how many bytes a multiprocessor has in flight, not the arithmetic. Tiles
+    of 32 or 64 KiB of keys and values, two or three of them in flight, were the fastest on an H100.
+    """
     token_bytes = 2 * triton.next_power_of_2(head_dim) * itemsize
     tile_bytes = _TILE_BYTES if itemsize == 2 and queries <= 32 else _TILE_BYTES // 2
     block_n = min(128, max(16, tile_bytes // token_bytes))
-    # So many warps that the compiler for sm_90 spills nothing; fp32 has its FMAs' operands in
-    # registers too.
+    # With these warps the compiler for sm_90 spills no registers. float32 needs more of them: its
+    # products do not run on tensor cores, so their operands are in registers too.
     more = 2 if itemsize == 4 and queries > 32 else 1
-    if queries > 64:  # a multiprocessor's registers hold one program: it is to load further ahead
+    # A multiprocessor's registers hold only one program of so many queries: it loads further ahead.
+    if queries > 64:
         return DecodeConfig(block_n, num_warps=8 * more, num_stages=3, programs_per_sm=1)
     return DecodeConfig(block_n, num_warps=4 * more, num_stages=2, programs_per_sm=2)
 
 
 def _programs(device: torch.device, config: DecodeConfig) -> int:
-    if device.type == "cpu":  # interpreted
+    if device.type == "cpu":
         return _INTERPRETED_PROGRAMS
     return _multiprocessors(device) * config.programs_per_sm
 
@@ -222,8 +252,10 @@ def _multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def _cut(positions, rows, num_rows, room, WIDTH, SPLIT, MAX_SPLITS):
-    """Context, tokens of a split, and number of splits of each of `rows`, int32; 0 splits past the
-    last row."""
+    """Compute the context, the tokens of a split, and the number of splits of each of `rows`.
+
+    All are int32. Rows from `num_rows` on have a context of 0 and no split.
+    """
     last = tl.load(positions + rows * WIDTH + WIDTH - 1, mask=rows < num_rows, other=-1)
     context = tl.minimum(last.to(tl.int32) + 1, room)
     equal = tl.cdiv(tl.cdiv(context, MAX_SPLITS), _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
@@ -237,8 +269,12 @@ def _plan_kernel(
     WIDTH: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the units of one row. Their places follow from the units of all rows, which each
-    program works out for itself: by length, whole splits before last ones, then by row."""
+    """Each program writes the work units of one row.
+
+    Units are ordered by length, the longest first; of equal lengths, full splits come before the
+    last splits of rows, and lower rows before higher ones. To know the index of its units in that
+    order, each program counts the units of all rows that come before them.
+    """
     row = tl.program_id(0)
     own_row = row + tl.arange(0, 1)
     own = _cut(positions, own_row, num_rows, room, WIDTH, SPLIT, MAX_SPLITS)
@@ -281,8 +317,11 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Every program takes one (unit, KV head) of each round, from alternate ends: with the longest
-    first, the programs' sums then differ by less than one unit."""
+    """Each program takes one (unit, KV head) item of each round.
+
+    Items are sorted by length, and programs take them forwards in even rounds and backwards in odd
+    ones, so the total lengths of any two programs differ by at most the length of one unit.
+    """
     programs = tl.num_programs(0)
     total = tl.load(count) * KV_HEADS
     query = tl.arange(0, QUERIES_PAD)
@@ -297,11 +336,11 @@ def _decode_kernel(
             row = tl.load(unit).to(tl.int64)
             start = tl.load(unit + 1)
             stop = tl.load(unit + 2)
-            slot = tl.load(unit + 3).to(tl.int64)
+            partial_index = tl.load(unit + 3).to(tl.int64)
             token = row * WIDTH + query // GROUP
             head_of_query = head * GROUP + query % GROUP
             limit = tl.load(positions + token, mask=query < WIDTH * GROUP, other=-1).to(tl.int32)
-            if BLOCKED:  # the row's last query bounds it too, as the end of the last unit
+            if BLOCKED:  # the last unit of the row ends at its last query, which bounds this too
                 limit = (limit // block_length + 1) * block_length - 1
             source = token * q_token_stride + head_of_query * q_head_stride
             queries = tl.load(q + source[:, None] + dim[None, :], mask=real, other=0.0)
@@ -310,15 +349,15 @@ def _decode_kernel(
                 tables + row * table_stride, start, stop, scale,
                 HEAD_DIM, QUERIES_PAD, DIM_PAD, BLOCK_SIZE, BLOCK_N, PRECISION, INTERPRETED,
             )  # fmt: skip
-            # A query may see nothing of a unit: then 0, of weight 0.
+            # A query that sees no token of a unit gets the result 0 with weight 0.
             unseen = total_weight == 0.0
             result = sums / tl.where(unseen, 1.0, total_weight)[:, None]
-            if slot < 0:
+            if partial_index < 0:
                 target = (token * (KV_HEADS * GROUP) + head_of_query) * HEAD_DIM
                 values = result.to(out.dtype.element_ty)
                 tl.store(out + target[:, None] + dim[None, :], values, mask=real)
             else:
-                place = (slot * KV_HEADS + head) * (WIDTH * GROUP) + query
+                place = (partial_index * KV_HEADS + head) * (WIDTH * GROUP) + query
                 log_sum = tl.where(unseen, -float("inf"), top + tl.log2(total_weight))
                 tl.store(log_sums + place, log_sum, mask=query < WIDTH * GROUP)
                 tl.store(partial + place[:, None] * HEAD_DIM + dim[None, :], result, mask=real)
@@ -331,16 +370,19 @@ def _attend_unit(
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax (Milakov & Gimelshein 2018), in powers of 2, over positions start to stop.
+    """Attend to the positions from `start` to `stop` - 1 with online softmax, in powers of 2.
 
-    Returns the largest score, the sum of weights, and the weighted sums of the values.
+    Online softmax is by Milakov & Gimelshein (2018). `limit` [QUERIES_PAD] is the last position
+    that each query sees. Returns for each query its largest score (times log₂ e), the sum of its
+    weights relative to that score, and the weighted sum of the values.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     dim = tl.arange(0, DIM_PAD)
     lane = tl.arange(0, BLOCK_N)
     scale *= LOG2_E
     top = tl.full([QUERIES_PAD], -float("inf"), tl.float32)
-    # Added up lane by lane: the exchange between warps that a sum needs is made once, at the end.
+    # Summed lane by lane in the loop, and across lanes once at the end: that sum needs an exchange
+    # between warps.
     weight_sums = tl.zeros([QUERIES_PAD, BLOCK_N], tl.float32)
     sums = tl.zeros([QUERIES_PAD, DIM_PAD], tl.float32)
     position = start + lane
@@ -355,16 +397,18 @@ def _attend_unit(
             mask = mask & (dim < HEAD_DIM)[None, :]
         keys = tl.load(key + offsets, mask=mask, other=0.0)
         values = tl.load(value + offsets, mask=mask, other=0.0)
-        # The next tile's blocks: the pipeline never waits for an address.
+        # The KV blocks of the next tile are loaded now, so its loads never wait for an address.
         ahead = position + BLOCK_N
         block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
         weights_to = values.dtype
-        if INTERPRETED:  # its products take bfloat16 for integers; float32 has the same products
+        # Triton's interpreter multiplies the bits of bfloat16 as integers. The products of float32
+        # copies are the same as those on a GPU.
+        if INTERPRETED:
             queries = queries.to(tl.float32)
             keys = keys.to(tl.float32)
             values = values.to(tl.float32)
         score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        # Replaced, not added to: hidden keys may be NaN.
+        # The score is replaced, not added to: the key of an unseen token may be NaN.
         seen = cached[None, :] & (position[None, :] <= limit[:, None])
         score = tl.where(seen, score, -float("inf"))
         peak = tl.maximum(top, tl.max(score, 1))
@@ -385,7 +429,11 @@ def _combine_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
     GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one query for the heads of a group: their results, by their sums of weights."""
+    """Each program averages the splits of one token for the query heads of one KV head.
+
+    A split's result counts by its sum of weights. Rows with one split are skipped: their result is
+    in `out` already.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = token // WIDTH
@@ -394,20 +442,21 @@ def _combine_kernel(
         member = tl.arange(0, GROUP_PAD)
         dim = tl.arange(0, DIM_PAD)
         member_place = (token % WIDTH) * GROUP + member
-        slot_queries = KV_HEADS * WIDTH * GROUP
-        base = row * capacity * slot_queries + head * (WIDTH * GROUP)
+        split_queries = KV_HEADS * WIDTH * GROUP
+        base = row * capacity * split_queries + head * (WIDTH * GROUP)
         split = tl.arange(0, SPLITS_PAD)
-        places = base + split[:, None] * slot_queries + member_place[None, :]
+        places = base + split[:, None] * split_queries + member_place[None, :]
         mask = (split < number)[:, None] & (member < GROUP)[None, :]
         all_sums = tl.load(log_sums + places, mask=mask, other=-float("inf"))
         top = tl.max(all_sums, 0)
-        top = tl.where(top == -float("inf"), 0.0, top)  # of padding, and where all are NaN
+        # Padding has no split, and sums that are all NaN have no maximum: 0 avoids -inf - -inf.
+        top = tl.where(top == -float("inf"), 0.0, top)
         total = tl.sum(tl.exp2(all_sums - top[None, :]), 0)
         real = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
         sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
         for first in range(0, number, CHUNK):
             some = first + tl.arange(0, CHUNK)
-            where = base + some[:, None] * slot_queries + member_place[None, :]
+            where = base + some[:, None] * split_queries + member_place[None, :]
             inside = (some < number)[:, None] & (member < GROUP)[None, :]
             log_sum = tl.load(log_sums + where, mask=inside, other=-float("inf"))
             weight = tl.exp2(log_sum - top[None, :])

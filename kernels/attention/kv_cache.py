@@ -1,4 +1,9 @@
-"""The paged KV cache of one layer, where tokens stand in it, and the write of new tokens."""
+"""The paged KV cache of one layer, the slots of tokens in it, and the write of new tokens.
+
+The cache is cut into KV blocks of `block_size` tokens (PagedAttention, Kwon et al. 2023). A row's
+block table lists the blocks that hold its tokens, in order. A slot is a token's index in the whole
+cache: block · block_size + offset in the block.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +15,24 @@ import triton.language as tl
 from torch import Tensor
 
 _TOKENS = 256
+"""Tokens that one program of the slot mapping kernel computes."""
 
 
 class KVCache(NamedTuple):
-    """key and value: [num_kv_heads, num_blocks, block_size, head_dim] each.
+    """The keys and values of one layer.
 
-    Heads come first so that (head, block) is one contiguous tile of a flat [H·N, block_size·D]
+    Heads come first, so that (head, block) is one contiguous tile of a flat [H·N, block_size·D]
     table: gathering a row's context is one indexed copy of long runs. Block 0 is scratch: padding
     tokens write and read it, and no row does.
 
-    Values are always finite. Where a token's key or value of a head is not, the key is stored as
-    all NaN and the value as 0. So a query that sees the token gets NaN, by its score, and one that
-    does not see it is unharmed: the score is replaced and its weight 0 meets no infinity or NaN, of
-    which 0 · x would be NaN. Attention needs no mask on values.
+    Stored values are always finite. If a token's key or value of one head holds an infinity or a
+    NaN, that head's key is stored as all NaN and its value as all 0. A query that sees the token
+    gets a NaN score, so its result is NaN. A query that does not see the token is unharmed: its
+    score is replaced by -inf, and the weight 0 is multiplied by a finite value (0 · NaN would be
+    NaN). So attention needs no mask on values.
+
+    Attributes:
+        key, value: [num_kv_heads, num_blocks, block_size, head_dim].
     """
 
     key: Tensor
@@ -30,14 +40,20 @@ class KVCache(NamedTuple):
 
     @property
     def block_size(self) -> int:
+        """Tokens per KV block."""
         return self.key.shape[2]
 
 
 def write_kv(key: Tensor, value: Tensor, cache: KVCache, slots: Tensor) -> None:
-    """Store the T new tokens' key and value, [T, num_kv_heads, head_dim], at slots [T].
+    """Store the keys and values of T new tokens in the cache.
 
-    Finiteness, as `KVCache` demands it, is judged after the cast to the cache's dtype. On a GPU
-    `kernels.qkv` writes instead; this is its reference.
+    Values are cast to the cache's dtype first; what is not finite after that is stored as `KVCache`
+    describes. On a GPU `qkv.prepare_qkv` does this write, and this function is its reference.
+
+    Args:
+        key, value: [T, num_kv_heads, head_dim].
+        cache: overwritten at the slots.
+        slots: [T] int64.
     """
     num_heads, _, _, head_dim = cache.key.shape
     key, value = key.to(cache.key.dtype), value.to(cache.value.dtype)
@@ -50,17 +66,17 @@ def write_kv(key: Tensor, value: Tensor, cache: KVCache, slots: Tensor) -> None:
 def slot_mapping(
     positions: Tensor, rows: Tensor | None, block_tables: Tensor, block_size: int
 ) -> Tensor:
-    """Where the KV of each token is written: block · block_size + place in the block.
+    """Compute the slot of each token: block · block_size + offset in the block.
 
     Args:
-        positions: [T] int64, of each token in its row; below N · block_size.
-        rows: [T] int64 or int32, the row of each token; None if every row has T / B tokens and
-            rows stand one after another.
-        block_tables: [B, N] int64 or int32, blocks of the rows in order.
-        block_size: tokens per block.
+        positions: [T] int64, the position of each token in its row; below N · block_size.
+        rows: [T] int64 or int32, the row of each token. None if every row has T / B tokens and the
+            tokens of a row follow one another.
+        block_tables: [B, N] int64 or int32, the KV blocks of each row in order.
+        block_size: tokens per KV block.
 
     Returns:
-        [T] int64.
+        [T] int64, the slots.
     """
     run = slot_mapping_triton if positions.is_cuda else slot_mapping_reference
     return run(positions, rows, block_tables, block_size)

@@ -1,14 +1,18 @@
 """Attention of many new tokens per row over the paged KV cache, in Triton.
 
-FlashAttention-2 (Dao 2023) on ragged rows. One program computes a tile of consecutive tokens of one
-row for all query heads of one KV head: the heads of a token are neighbouring rows of its matrix
-products. So a tile spans few positions, little is computed above the diagonal, and rows shorter
-than a tile waste less.
+This is FlashAttention-2 (Dao 2023) on rows of different lengths. One program computes a tile of
+consecutive tokens of one row, for all query heads that share one KV head: each (token, head) is a
+row of its matrix products. Since the heads fill the tile too, it spans few positions, so little is
+computed above the diagonal, and rows shorter than a tile waste less.
 
-A query visits tiles of keys that begin at multiples of `block_n` in its row, in order, wherever
-its own tile begins. Keys that it may not see change no bit of its sums, so its result does not
-depend on the batch, nor on how its row was cut into chunks (of whole blocks, where attention is
-full inside blocks). The PyTorch reference is kernels/attention.py.
+A query visits the tiles of keys in order. They begin at multiples of `block_n` in its row, wherever
+its own tile of queries begins, and keys that it may not see change no bit of its sums. So its
+result depends neither on the batch nor on how its row was cut into chunks (chunks of whole blocks
+of positions, if `block_length` is above 1). The PyTorch reference is `attention.paged_attention`
+on a CPU.
+
+A KV block is `block_size` slots of the cache. A block of positions is `block_length` positions that
+see each other (block diffusion); a length of 1 means causal attention.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -29,7 +33,14 @@ from batchgen.kernels.attention.kv_cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Rows (tokens × heads of a group) and keys of a tile, and how the compiler lays it out."""
+    """Sizes that the kernel is compiled with.
+
+    Attributes:
+        block_m: rows of a tile of queries: tokens times query heads per KV head.
+        block_n: cached tokens of a tile of keys.
+        num_warps: warps of a program.
+        num_stages: depth of the pipeline of loads.
+    """
 
     block_m: int
     block_n: int
@@ -39,15 +50,16 @@ class PrefillConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """The tiles of one forward, shared by its layers.
+    """How the queries of B rows are cut into tiles; all layers of a forward share it.
 
     Attributes:
-        tiles: [num_tiles, 3] int32: row, first token in the batch, and how many the row has from
-            there on, of which the tile takes as many as config allows; one of none is passed over.
-        num_tokens: T, of all rows.
+        tiles: [num_tiles, 3] int32, one line per tile: its row, the index of its first token among
+            the T tokens of the forward, and how many tokens the row has from that one on. The tile
+            takes as many of those as `config` allows; a tile with 0 of them is skipped.
+        num_tokens: T, the new tokens of all rows.
         num_rows: B.
         group: query heads per KV head.
-        config: that the tiles were cut for.
+        config: the sizes that the tiles were cut for.
     """
 
     tiles: Tensor
@@ -58,9 +70,13 @@ class PrefillPlan:
 
 
 def _config(head_dim: int, itemsize: int, group: int) -> PrefillConfig:
-    """Of nothing that varies from batch to batch: equal tokens must get equal bits."""
-    # The largest tiles that the compiler for sm_90 keeps in registers without spills.
-    if itemsize == 4:  # no tensor cores: the operands of the FMAs are in registers too
+    """Choose the sizes of the kernel by the shape of the heads.
+
+    They must not depend on the batch, since a token's result must have the same bits in any batch.
+    """
+    # These are the largest tiles that the compiler for sm_90 keeps in registers without spills.
+    # float32 does not run on tensor cores, so the operands of its products need registers too.
+    if itemsize == 4:
         block_m, block_n, num_stages = 32, 16, 2
     else:
         block_m, block_n, num_stages = 128, 32, 3
@@ -80,15 +96,18 @@ def plan_prefill(
     tiles: Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> PrefillPlan:
-    """How the B rows are cut into tiles.
+    """Cut the queries of B rows into tiles.
 
     Args:
         query_lens: [B] new tokens of each row; 0 is allowed.
-        device: of the forward.
-        num_heads, num_kv_heads, head_dim, dtype: of the queries and the cache.
+        device: where the forward runs.
+        num_heads, num_kv_heads, head_dim, dtype: the shape and dtype of the queries and the cache.
         context_lens: as for `cut_tiles`.
-        tiles: on the device, as `cut_tiles` or `cut_equal_tiles` give them; cut if absent.
-        config: instead of the one for this shape.
+        tiles: the result of `cut_tiles` or `cut_equal_tiles`, on `device`; None cuts them here.
+        config: sizes of the kernel; None chooses them by the shape.
+
+    Raises:
+        ValueError: if the heads of a group do not fit into a tile of `config`.
     """
     group = num_heads // num_kv_heads
     config = config or _config(head_dim, dtype.itemsize, group)
@@ -101,7 +120,7 @@ def plan_prefill(
 
 
 def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Tokens of a tile, for queries and a cache of this shape."""
+    """Return how many tokens a tile of queries has, for queries and a cache of this shape."""
     group = num_heads // num_kv_heads
     return _tile_tokens(_config(head_dim, dtype.itemsize, group), group)
 
@@ -115,12 +134,15 @@ def _tile_tokens(config: PrefillConfig, group: int) -> int:
 def cut_tiles(
     query_lens: Sequence[int], size: int, context_lens: Sequence[int] | None = None
 ) -> Tensor:
-    """`PrefillPlan.tiles` on the host, those with the longest context first: none is left at last.
+    """Compute `PrefillPlan.tiles` on the host, the tiles with the longest contexts first.
+
+    In that order no long tile starts when the others are done, which would leave the GPU idle.
 
     Args:
-        size: tokens of a tile, at most: `tile_tokens` of the kernel that is to run.
-        context_lens: [B] tokens in the cache, the new ones included; only the order of the tiles
-            depends on it. Without it rows count as having no cached prefix.
+        query_lens: [B] new tokens of each row; 0 is allowed.
+        size: the most tokens of a tile: `tile_tokens` for the kernel that is to run.
+        context_lens: [B] tokens of each row in the cache, the new ones included. Only the order of
+            the tiles depends on it. None counts the new tokens alone.
     """
     lens = torch.tensor(query_lens, dtype=torch.int64)
     contexts = lens if context_lens is None else torch.tensor(context_lens, dtype=torch.int64)
@@ -135,8 +157,11 @@ def cut_tiles(
 
 
 def cut_equal_tiles(num_rows: int, width: int, size: int, device: torch.device | str) -> Tensor:
-    """`cut_tiles` for rows of `width` tokens each, computed on the device: a graph that is captured
-    meanwhile keeps no address on the host."""
+    """Compute `PrefillPlan.tiles` of `num_rows` rows with `width` tokens each, on the device.
+
+    A CUDA graph that is captured meanwhile then holds no address of host memory. The tiles are in
+    the order of the rows. `size` is as for `cut_tiles`.
+    """
     per_row = triton.cdiv(width, size)
     tile = torch.arange(num_rows * per_row, dtype=torch.int32, device=device)
     row, offset = tile // per_row, tile % per_row * size
@@ -154,23 +179,30 @@ def paged_attention_prefill(
     *,
     block_length: int = 1,
 ) -> Tensor:
-    """softmax(q·kᵀ·scale)·v for each query over its row's cached context, up to the end of its
-    position's block and to the row's last query at most.
+    """Compute softmax(q·kᵀ·scale)·v for each query over the cached context of its row.
+
+    A query sees the tokens of its row up to the end of its own block of positions, and none past
+    the row's last query.
 
     Args:
-        q: [T, num_heads, head_dim], the rows' queries one after another; a token's heads are
-            contiguous, tokens may be further apart.
-        cache: already holds the new tokens, in q's dtype; values are finite.
-        positions: [T] int64, ascending within a row, which may repeat the same one.
-        block_tables: [B, N] int32 or int64, rows may be further apart; entries past a row's last
+        q: [T, num_heads, head_dim], the queries of one row after those of another. A token's heads
+            are contiguous; the tokens need not be.
+        cache: in q's dtype; it already holds the keys and values of the T new tokens. Its values
+            are finite, as `KVCache` ensures.
+        positions: [T] int64, in a row each at least as large as the one before.
+        block_tables: [B, N] int32 or int64, the last axis contiguous. Entries past a row's last
             query are not read.
-        scale: of the scores, positive.
-        plan: of these rows and heads.
-        out: [T, num_heads, head_dim], contiguous; allocated if absent.
-        block_length: positions of a block; 1 is causal attention.
+        scale: factor of the scores, above 0.
+        plan: from `plan_prefill` for these rows and heads.
+        out: [T, num_heads, head_dim], contiguous, overwritten; None makes a new one.
+        block_length: positions of a block of positions; 1 means causal attention.
 
     Returns:
-        out, in q's dtype; scores and sums are float32. A query that reads a NaN key is NaN.
+        out, in q's dtype. Scores and sums are float32. A query that sees a NaN key comes out as
+        NaN.
+
+    Raises:
+        ValueError: if the plan was made for another number of tokens or heads.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, _, block_size, _ = cache.key.shape
@@ -214,7 +246,11 @@ def paged_attention_prefill(
 
 @triton.jit
 def _dot(a, b, acc, INTERPRETED: tl.constexpr):
-    """acc + a·b; Triton's interpreter multiplies the bits of bfloat16 as integers."""
+    """Return acc + a·b.
+
+    Triton's interpreter multiplies the bits of bfloat16 as integers, so it gets float32 copies,
+    whose products are the same as those on a GPU.
+    """
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -230,7 +266,7 @@ def _attend_tile(
     key,
     value,
     table,
-    page,
+    block,
     start,
     last_seen,
     limit,
@@ -242,18 +278,21 @@ def _attend_tile(
     MASKED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Add the keys at start … start + BLOCK_N; MASKED where some query may not see all of them: it
-    sees those up to `last_seen`, [BLOCK_M].
+    """Add one tile of keys, the positions from `start` to start + BLOCK_N - 1, to a query tile.
 
-    Page numbers are loaded one tile ahead: if keys waited for a load of their own tile, Triton's
-    pipeline would not start them an iteration or more before their use.
+    With MASKED each query sees only the keys up to its `last_seen` [BLOCK_M], and those from
+    `limit` on are not loaded; without it every query sees all keys of the tile.
+
+    `block` [BLOCK_N] are the KV blocks of the keys. Those of the next tile are loaded here and
+    returned: if the loads of keys waited for a load in the same iteration, Triton's pipeline would
+    not start them an iteration or more before their use.
     """
     n = start + tl.arange(0, BLOCK_N)
     dim = tl.arange(0, BLOCK_D)
-    slot = page.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
+    slot = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
     place = slot[:, None] * HEAD_DIM + dim[None, :]
     n_next = n + BLOCK_N
-    page = tl.load(table + n_next // BLOCK_SIZE, mask=n_next < limit, other=0)
+    block = tl.load(table + n_next // BLOCK_SIZE, mask=n_next < limit, other=0)
     if MASKED:
         loaded = (n < limit)[:, None] & (dim < HEAD_DIM)[None, :]
         k = tl.load(key + place, mask=loaded, other=0.0)
@@ -266,14 +305,14 @@ def _attend_tile(
         v = tl.load(value + place)
     score = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), INTERPRETED)
     if MASKED:
-        # Before the scaling: the fused multiply-subtract below then rounds as in full tiles.
+        # Masked before the scaling: so the fused multiply-subtract below rounds as without MASKED.
         score = tl.where(n[None, :] <= last_seen[:, None], score, float("-inf"))
     peak = tl.maximum(top, tl.max(score, 1) * scale_log2)
     weight = tl.exp2(score * scale_log2 - peak[:, None])
     rescale = tl.exp2(top - peak)
     total = total * rescale + tl.sum(weight, 1)
     acc = _dot(weight.to(v.dtype), v, acc * rescale[:, None], INTERPRETED)
-    return acc, peak, total, page
+    return acc, peak, total, block
 
 
 @triton.jit(do_not_specialize=["table_stride", "block_length"])
@@ -300,7 +339,8 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    # One dimension: the others end at 65535. The heads of a tile run together.
+    # The grid has one dimension, since the others allow only 65535 programs. Programs of the same
+    # tile and different KV heads are neighbours.
     kv_heads: tl.constexpr = NUM_HEADS // GROUP
     kv_head = tl.program_id(0) % kv_heads
     tile = tiles_ptr + tl.program_id(0) // kv_heads * 3
@@ -310,7 +350,7 @@ def _prefill_kernel(
     if remaining == 0:
         return
     size = tl.minimum(remaining, BLOCK_M // GROUP)
-    # Keys before `common` are seen by every query of the tile, and none from `limit` on.
+    # Every query of the tile sees the keys before `common`, and none sees those from `limit` on.
     common = tl.load(positions_ptr + first).to(tl.int32) + 1
     limit = tl.load(positions_ptr + first + size - 1).to(tl.int32) + 1
     if BLOCKED:
@@ -322,7 +362,7 @@ def _prefill_kernel(
     dim = tl.arange(0, BLOCK_D)
     token = m // GROUP
     inside = (token < size)[:, None] & (dim < HEAD_DIM)[None, :]
-    # A token's heads of one group are contiguous, in q as in out.
+    # The query heads that share a KV head are contiguous in a token, both in q and in out.
     head = (kv_head * GROUP + m % GROUP) * HEAD_DIM
     q_place = (first + token) * q_stride + head
     q = tl.load(q_ptr + q_place[:, None] + dim[None, :], mask=inside, other=0.0)
@@ -332,25 +372,25 @@ def _prefill_kernel(
     value = value_ptr + kv_head.to(tl.int64) * head_stride
     full = common // BLOCK_N * BLOCK_N
 
-    # Every query sees position 0, so `top` is finite after the first tile of keys.
+    # Every query sees position 0, so its `top` is finite after the first tile of keys.
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     n = tl.arange(0, BLOCK_N)
-    page = tl.load(table + n // BLOCK_SIZE, mask=n < limit, other=0)
+    block = tl.load(table + n // BLOCK_SIZE, mask=n < limit, other=0)
     for start in tl.range(0, full, BLOCK_N):
-        acc, top, total, page = _attend_tile(
-            acc, top, total, q, key, value, table, page, start, None, limit, scale_log2,
+        acc, top, total, block = _attend_tile(
+            acc, top, total, q, key, value, table, block, start, None, limit, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, INTERPRETED,
         )  # fmt: skip
-    # Not before: the loop above has no registers to spare.
+    # This is loaded only here because the loop above has no registers to spare.
     last_seen = tl.load(positions_ptr + first + token, mask=token < size, other=0).to(tl.int32)
     if BLOCKED:
         block_end = (last_seen // block_length + 1) * block_length
         last_seen = tl.minimum(block_end, limit) - 1
     for start in tl.range(full, limit, BLOCK_N):
-        acc, top, total, page = _attend_tile(
-            acc, top, total, q, key, value, table, page, start, last_seen, limit, scale_log2,
+        acc, top, total, block = _attend_tile(
+            acc, top, total, q, key, value, table, block, start, last_seen, limit, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, INTERPRETED,
         )  # fmt: skip
 

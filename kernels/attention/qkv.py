@@ -1,4 +1,8 @@
-"""From the merged q, k, v projection to rotated queries and a filled cache, in one pass."""
+"""What an attention layer does between the q, k, v projection and attention, in one kernel.
+
+That is the norm of queries and keys (in models that have one), their rotation by position, and the
+write of keys and values to the KV cache.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,8 @@ from batchgen.kernels.attention.rotary import apply_rotary
 from batchgen.kernels.layers.rms_norm import rms_norm_reference
 
 _TILE = 1024
-"""Elements of half the heads' width per program: 16-byte accesses by 128 threads."""
+"""Elements of the first (or second) halves of heads that a program takes: 128 threads, each with
+one 16-byte access of 2-byte elements."""
 
 
 def prepare_qkv(
@@ -28,16 +33,20 @@ def prepare_qkv(
 ) -> Tensor:
     """Normalise q and k per head, rotate them, and store k and v in the cache.
 
-    The rounding steps are those of `rms_norm`, `apply_rotary` and `write_kv` one after another.
+    Results are rounded where `rms_norm`, `apply_rotary` and `write_kv`, called one after another,
+    round them.
 
     Args:
-        qkv: [T, (num_heads + 2 · num_kv_heads) · D]: the heads of q, of k, of v; rows contiguous.
-            D is even.
-        q_weight, k_weight: [D], dtype of qkv; both None for no norm.
-        eps: of the norms.
-        cos_sin: [T, D] float32, the D/2 cosines and then the D/2 sines of each token.
-        cache: of this layer; not-finite tokens are stored as `KVCache` says.
-        slots: [T] int64, where each token's k and v go; of equal slots any token may win.
+        qkv: [T, (num_heads + 2 · num_kv_heads) · D]: the heads of q, then of k, then of v. D is
+            even, and the last axis is contiguous.
+        q_weight, k_weight: [D], dtype of qkv, the weights of the RMS norms; both None if the model
+            has no such norm.
+        eps: what the norms add to the mean square.
+        cos_sin: [T, D] float32, the D/2 cosines and then the D/2 sines of each token's angles.
+        cache: the KV cache of this layer. Values that are not finite are stored as `KVCache`
+            describes.
+        slots: [T] int64, the KV slot of each token. If several tokens share a slot, as padding
+            does, any one of them may be stored.
 
     Returns:
         The rotated q, [T, num_heads, D], dtype of qkv, contiguous.
@@ -111,7 +120,10 @@ def _prepare_qkv(
     HALF: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
     Q_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One group of query heads, or of KV heads, of one token; both halves of a head's width."""
+    """Each program takes one group of query heads, or of KV heads, of one token.
+
+    It loads the two halves of a head apart, since the rotation pairs their elements.
+    """
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
     column = tl.arange(0, HALF)[None, :]
@@ -156,7 +168,11 @@ def _kv_heads(
     NORM: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """source: the token's first key; key_ptr, value_ptr: its place of head 0."""
+    """Normalise, rotate and store a group of KV heads of one token.
+
+    `source` points to the token's key of head 0, which the other heads and then the values follow.
+    `key_ptr` and `value_ptr` point to the token's slot of head 0.
+    """
     head = group * BLOCK + tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, HALF)[None, :]
     mask = (head < HEADS) & (column < D // 2)
@@ -209,5 +225,5 @@ def _rotate(first, second, cos, sin):
 
 @triton.jit
 def _not_finite(x):
-    # NaN compares false.
+    # A comparison with NaN is false.
     return (tl.abs(x.to(tl.float32)) < float("inf")) == 0

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, Su et al. 2021), the layout that rotates halves."""
+"""Rotary position embedding (RoFormer, Su et al. 2021), in the layout that pairs i with i + D/2."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate each pair (x[i], x[i + D/2]) of every head by its token's angle i.
+    """Rotate each pair (x[i], x[i + D/2]) of every head by the i-th angle of its token.
 
     Args:
         q: [T, num_heads, D].
         k: [T, num_kv_heads, D].
-        cos_sin: [T, D] float32, the D/2 cosines and then the D/2 sines of each token.
+        cos_sin: [T, D] float32, the D/2 cosines and then the D/2 sines of each token's angles.
 
     Returns:
-        q and k rotated, same shapes and dtypes; the maths is float32.
+        The rotated q and k, with their shapes and dtypes. The arithmetic is float32.
     """
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)

@@ -1,4 +1,4 @@
-"""Gated activations of the MLP."""
+"""The gated activation between the two projections of an MLP."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 _CHUNK = 1024
-"""Columns of a program: one 16-byte access of 2-byte elements per thread and operand."""
+"""Columns that a program computes: its 128 threads make one 16-byte access each per operand, if
+elements have 2 bytes."""
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up (SwiGLU, Shazeer 2020).
+    """Compute silu(gate) · up (SwiGLU, Shazeer 2020), where silu(x) = x / (1 + exp(-x)).
 
     Args:
-        gate_up: [T, 2·D], gate then up; the last axis is contiguous.
+        gate_up: [T, 2·D], the D columns of gate and then those of up; the last axis is contiguous.
 
     Returns:
-        [T, D], dtype of gate_up; silu is computed in float32 and rounded before the product.
+        [T, D], dtype of gate_up. silu is computed in float32 and rounded to that dtype before the
+        product.
     """
     run = silu_and_mul_triton if gate_up.is_cuda else silu_and_mul_reference
     return run(gate_up)
@@ -27,8 +29,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
     """`silu_and_mul` in PyTorch."""
     gate, up = gate_up.chunk(2, dim=-1)
-    # Not F.silu: on CPU it computes the tail of each thread's share with another exp than the rest,
-    # so a token's bits would depend on its place in the batch. torch.exp has one path.
+    # F.silu is no option: on a CPU it computes the last elements of each thread's share with
+    # another exp than the rest, so a token's bits would depend on where it stands in the batch.
+    # torch.exp computes every element alike.
     wide = gate.float()
     silu = wide / torch.exp(-wide).add_(1)
     return silu.to(gate.dtype) * up
@@ -49,7 +52,7 @@ def silu_and_mul_triton(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def _silu_and_mul(gate_up_ptr, out_ptr, stride, size, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
-    """One chunk of one row; neighbours in the grid are neighbours in the row."""
+    """Each program computes one chunk of columns of one row."""
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
     column = tl.program_id(0) % CHUNKS * BLOCK + tl.arange(0, BLOCK)
     mask = column < size

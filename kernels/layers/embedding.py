@@ -1,4 +1,4 @@
-"""Token embeddings: rows of a table."""
+"""The lookup of token embeddings in a table."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 _CHUNK = 1024
+"""Columns that a program copies."""
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """weight[ids].
+    """Return weight[ids].
 
     Args:
-        ids: [T] int64 or int32, each in [0, V); not checked on a GPU.
-        weight: [V, D], rows contiguous.
+        ids: [T] int64 or int32, each in [0, V). This is not checked on a GPU.
+        weight: [V, D], the last axis contiguous.
 
     Returns:
         [T, D], dtype of weight.
@@ -26,7 +27,7 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def embedding_reference(ids: Tensor, weight: Tensor) -> Tensor:
-    """`embedding` in PyTorch; raises IndexError for an id outside the table."""
+    """`embedding` in PyTorch. It raises IndexError for an id outside the table."""
     return F.embedding(ids, weight)
 
 

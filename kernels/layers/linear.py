@@ -1,4 +1,11 @@
-"""Matrix products with weights."""
+"""Matrix products with weights.
+
+A library of matrix products may sum a row's terms in another order at another number of rows, so
+that batch mates change the last bits of a row. On a CPU `linear` therefore computes few shapes
+only: multiples of ROW_MULTIPLE rows, and never more than `most_rows`. `cpu_product` tries each of
+them when weights are loaded, and chooses a layout and a `most_rows` with which a row's bits depend
+on the row alone.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ROW_MULTIPLE = 16
+"""On a CPU `linear` fills up to such a number of rows. Callers that do so once for many products
+save it the copies."""
+MOST_ROWS = 128
+"""Rows of one product on a CPU, unless fewer are needed. At 64 rows and above, products in pieces
+are as fast as whole ones (AMD EPYC)."""
 _PACKED_FOR = 64
 """Rows that oneDNN lays a weight out for; other numbers run as fast on it."""
 
@@ -14,34 +27,57 @@ def pack_weight(weight: Tensor) -> Tensor:
     """[N, K] in the layout that `linear` is fastest with on its device; the same values.
 
     On a CPU in float32 that is oneDNN's: at 64 rows its products run 1.3 to 1.8 times as fast as
-    those of a plain weight (AMD EPYC, 2 threads). Elsewhere the weight is returned as it is.
+    those of a plain weight (AMD EPYC, 2 threads). Elsewhere, and where oneDNN does not take the
+    weight, it is returned as it is.
     """
     if weight.is_mkldnn or weight.device.type != "cpu" or weight.dtype != torch.float32:
         return weight
     if not torch.backends.mkldnn.is_available():
         return weight
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR)
+    try:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR)
+    except RuntimeError:  # oneDNN has no such layout on this CPU
+        return weight
     return packed
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, most_rows: int | None = MOST_ROWS
+) -> Tensor:
     """x·Wᵀ + b.
 
     Args:
         x: [T, K].
         weight: [N, K], plain or from `pack_weight`.
         bias: [N].
+        most_rows: of one product on a CPU, a multiple of ROW_MULTIPLE; None computes all T rows as
+            they are in one.
 
     Returns:
-        [T, N], dtype of x. A row's bits depend on x's row alone at any T that is a multiple of 16.
+        [T, N], dtype of x. On a CPU a row's bits depend on x's row alone, if most_rows is what
+        `cpu_product.choose_product` found for this weight.
     """
-    if weight.is_mkldnn and len(x):
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return out
-    return F.linear(x, weight.to_dense() if weight.is_mkldnn else weight, bias)
+    rows = len(x)
+    if not rows:
+        return x.new_empty((0, weight.shape[0]))
+    if most_rows is None or x.device.type != "cpu":
+        return _product(x, weight, bias)
+    if missing := -rows % ROW_MULTIPLE:
+        x = F.pad(x, (0, 0, 0, missing))
+    if len(x) <= most_rows:
+        out = _product(x, weight, bias)
+    else:
+        out = torch.cat([_product(piece, weight, bias) for piece in x.split(most_rows)])
+    return out[:rows] if missing else out
 
 
-def add_linear_(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def add_linear_(
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    most_rows: int | None = MOST_ROWS,
+) -> Tensor:
     """residual += x·Wᵀ + b; returns residual.
 
     On a GPU the product adds to the residual before it is rounded, which saves a pass over both.
@@ -51,8 +87,16 @@ def add_linear_(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
         x: [T, K].
         weight: [N, K], plain or from `pack_weight`.
         bias: [N].
+        most_rows: as of `linear`.
     """
     if not x.is_cuda:
-        return residual.add_(linear(x, weight, bias))
+        return residual.add_(linear(x, weight, bias, most_rows))
     residual.addmm_(x, weight.t())
     return residual if bias is None else residual.add_(bias)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if weight.is_mkldnn:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
+    return F.linear(x, weight, bias)

@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 1024
-"""Elements of a program that takes several short rows."""
+"""Elements per program: a program takes several rows if they are shorter than this."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last axis.
+    """Compute x / sqrt(mean(x²) + eps) · weight over the last axis.
 
     Args:
         x: [D], [T, D] or [T, H, D]; the last axis is contiguous.
@@ -20,15 +20,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: added to the mean square.
 
     Returns:
-        Shape and dtype of x, contiguous. The mean and the division are float32; the product with
-        the weight is in the dtype of x, as the checkpoints were trained.
+        A contiguous tensor with the shape and dtype of x. The mean and the division are computed in
+        float32; the product with the weight is in the dtype of x, as in the training of the models.
     """
     run = rms_norm_triton if x.is_cuda else rms_norm_reference
     return run(x, weight, eps)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` in PyTorch, on any device and number of axes."""
+    """`rms_norm` in PyTorch, for any device and any number of axes."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight
@@ -44,7 +44,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     _rms_norm[(triton.cdiv(outer * inner, rows),)](
         x, weight, out, x.stride(0), x.stride(1), outer * inner, inner, size, eps,
         ROWS=rows, BLOCK=block,
-        # Two 16-byte accesses per thread of 2-byte elements; longer rows have more.
+        # A thread makes two 16-byte accesses of 2-byte elements; in rows over 8192, more than two.
         num_warps=min(16, max(2, rows * block // 512)),
     )  # fmt: skip
     return out
@@ -62,7 +62,7 @@ def _rms_norm(
     x_ptr, weight_ptr, out_ptr, x_outer, x_inner, num_rows, inner, size, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of `size` elements; row r stands at (r // inner, r % inner) of x."""
+    """Each program computes ROWS rows of `size` elements. Row r is x[r // inner, r % inner]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (column < size)

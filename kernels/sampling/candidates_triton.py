@@ -1,16 +1,20 @@
-"""Finding a row's likely tokens without reading it often: by the maxima of small groups of columns.
+"""Finding a row's likely tokens without a sort, by the maxima of small groups of columns.
 
-One pass over the logits, by many programs per row, leaves the maximum and the weight of each group.
-What follows is one program's work per row, on a few thousand numbers: it picks a bound, lists the
-groups that reach it, and searches their members alone. For one, the k-th largest maximum is a lower
-bound of the k-th largest logit, and only about k groups reach it. A list may hold every group, so
-that flat distributions need no path of their own; they only take longer.
+One pass over the logits, by many programs per row, leaves the maximum and the weight of each group
+of columns. The weight of a token is its probability relative to that of the most likely one; the
+weight of a group is the sum of its tokens' weights. What follows is the work of one program per
+row, on a few thousand numbers: it picks a lower bound of the logits that it looks for, lists the
+groups whose maximum reaches the bound, and searches only the columns of those groups, its members.
+For example, the k-th largest group maximum is a lower bound of the k-th largest logit, and only
+about k groups reach it. A list may hold every group, so flat distributions need no code of their
+own; they only take longer.
 
-A search is a bisection on the order-preserving integer image of the logits: a pass counts, or
-weighs, what is at or above several pivots at once. The first pivots lie at growing distances below
-the maximum, where thresholds are; the others split what is left evenly. Logits of 16 bits have
-16-bit images, so three or four passes find a value exactly; float32 takes up to eleven. Sums have a
-fixed order.
+A search is a bisection on images: an image is the integer that a float32 value is mapped to, such
+that integers have the order of the values. Each pass counts (or weighs) the values at or above
+several pivots at once. The first pivots lie at growing distances below the maximum, where
+thresholds tend to be; the later ones split what is left evenly. Logits of 16 bits have 16-bit
+images, so three or four passes find a value exactly; float32 takes up to eleven. Sums are added in
+a fixed order.
 """
 
 from __future__ import annotations
@@ -24,20 +28,25 @@ import triton.language as tl
 from batchgen.kernels.sampling.sampling_triton import load_logits, processed_logit
 
 ZERO_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
-"""Low bits that are zero in a float32 of this type's values."""
-LOWEST = tl.constexpr(-2139095041)  # the image of -inf in float32
+"""How many of the low bits of a float32 are zero if it holds a value of the given dtype."""
+LOWEST = tl.constexpr(-2139095041)
+"""The image of -inf in float32."""
 _PIVOTS = tl.constexpr(8)
-_COARSE = tl.constexpr(16)  # bits that a bound may do without
+"""Pivots of one pass."""
+_COARSE = tl.constexpr(16)
+"""Low bits of the image that a bound leaves out."""
 
 
 class Tiles(NamedTuple):
-    """Powers of two. Fixed, as the numbers of warps are: a row's sums must not depend on how many
-    rows there are.
+    """Sizes of the kernels, all powers of two.
+
+    They are fixed, as the numbers of warps are, so that a row's sums do not depend on how many rows
+    there are.
 
     Attributes:
-        group: columns of a group; 32 of 16 bits are two sectors of memory.
+        group: columns of a group; 32 columns of 16 bits are two sectors of a GPU's memory.
         chunk: columns that a program of the first pass reads.
-        block: numbers that the program of a row looks at together.
+        block: numbers that the program of a row handles at a time.
     """
 
     group: int = 32
@@ -53,7 +62,10 @@ def summarise_chunk(
     ptr, maxima_ptr, weights_ptr, chunk, vocab, limit, temperature,
     GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each group's maximum, and its weight in units of the maximum's, of logits from `limit` on."""
+    """Write the maximum and the weight of each group of one chunk.
+
+    The weight is relative to the group's own maximum, and sums only the logits from `limit` on.
+    """
     groups: tl.constexpr = CHUNK // GROUP
     index = chunk * groups + tl.arange(0, groups)
     columns = index[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -68,14 +80,14 @@ def summarise_chunk(
 
 @triton.jit
 def weight(values, top, inverse_temperature):
-    """Probability relative to that of a token with the logit `top`."""
+    """Compute the probability of tokens relative to that of a token with the logit `top`."""
     shift = tl.where(top == -float("inf"), 0.0, top)
     return tl.where(values > -float("inf"), tl.exp((values - shift) * inverse_temperature), 0.0)
 
 
 @triton.jit
 def row_totals(maxima_ptr, weights_ptr, groups, temperature, BLOCK: tl.constexpr):
-    """The maximum of a row and its weight, in units of the maximum's."""
+    """Compute the maximum of a row and the weight of all its tokens, relative to that maximum."""
     tops = tl.full((BLOCK,), -float("inf"), tl.float32)
     for start in range(0, groups, BLOCK):
         index = start + tl.arange(0, BLOCK)
@@ -97,15 +109,18 @@ def bound_of(
     maxima_ptr, weights_ptr, groups, target, total, top, temperature,
     MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit, but for the last bits of a float32, such that the groups that reach it
-    number `target`, or weigh the share `target` of `total`; -inf if all of them do not."""
+    """Find the largest logit that enough groups reach with their maxima; -inf if there is none.
+
+    Without MASS, `target` groups are enough; with MASS, groups that together weigh the share
+    `target` of `total`. The logit is rounded down to a float32 without its last 16 bits.
+    """
     image = _search(
         maxima_ptr, weights_ptr, groups, 0, tl.cast(LOWEST >> _COARSE, tl.int64), target, total,
         top, temperature, False, MASS, _COARSE, 1, BLOCK,
     )  # fmt: skip
     bits = image << _COARSE
     bound = tl.where(image < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.where(bound != bound, -float("inf"), bound)  # -inf, without its last bits, is a NaN
+    return tl.where(bound != bound, -float("inf"), bound)  # -inf without its last bits is a NaN
 
 
 @triton.jit
@@ -113,13 +128,14 @@ def list_groups(
     maxima_ptr, listed_ptr, groups, least, high, log_total, top, temperature,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """List the groups whose maximum's log-probability is `least` or more, in ascending order.
+    """List the groups whose maximum has a log-probability of at least `least`, in ascending order.
 
-    High is the processed logit of the top, log_total the logarithm of the row's weight; with 0 for
-    both, `least` is a processed logit. These rise with the logit, so a group that is left out has
-    no member at `least` or above. Returns the number of columns of the listed groups.
+    `high` is the processed logit of the row's maximum `top`, and `log_total` the logarithm of the
+    row's weight; with 0 for both, `least` is a processed logit. Both rise with the logit, so a
+    group that is left out has no member at `least` or above. Returns the number of members: the
+    columns of the listed groups.
     """
-    tl.debug_barrier()  # the list may replace another one
+    tl.debug_barrier()  # other threads may still read an earlier list
     count = 0
     for start in range(0, groups, BLOCK):
         index = start + tl.arange(0, BLOCK)
@@ -138,7 +154,10 @@ def list_groups(
 
 @triton.jit
 def load_members(ptr, listed_ptr, start, members, vocab, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Some columns of the listed groups, ascending, and their logits, -inf past the end."""
+    """Load BLOCK members from number `start` on: their columns, ascending, and their logits.
+
+    Past the last member the column is `vocab` and the logit -inf.
+    """
     index = start + tl.arange(0, BLOCK)
     here = index < members
     groups = tl.load(listed_ptr + index // GROUP, mask=here, other=0)
@@ -151,10 +170,11 @@ def search_members(
     ptr, listed_ptr, members, vocab, base, target, total, top, temperature,
     MASS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest image t ≥ base such that the listed tokens from t on number `target`, or weigh
-    the share `target` of `total`, or, if that is 0, of the listed tokens from base on.
+    """Find the largest image t ≥ base such that enough members have an image of at least t.
 
-    The image of -inf if not even those from base on are enough, which the first pass tells.
+    Without MASS, `target` members are enough; with MASS, members that together weigh the share
+    `target` of `total`, or, if `total` is 0, of all members whose image is at least `base`. If not
+    even the members from `base` on are enough, the result is the image of -inf.
     """
     return _search(
         ptr, listed_ptr, members, vocab, base, target, total, top, temperature,
@@ -164,7 +184,7 @@ def search_members(
 
 @triton.jit
 def value_of(image, BITS: tl.constexpr):
-    """The float32 value of an image (int64)."""
+    """Return the float32 value of an int64 image that lacks its BITS lowest bits."""
     bits = image << BITS
     bits = tl.where(image < 0, (bits | ((1 << BITS) - 1)) ^ 0x7FFFFFFF, bits)
     return bits.to(tl.int32).to(tl.float32, bitcast=True)
@@ -172,7 +192,10 @@ def value_of(image, BITS: tl.constexpr):
 
 @triton.jit
 def image_of(values, BITS: tl.constexpr):
-    """Integers in the order of float32 values, without their lowest bits."""
+    """Map float32 values to their int32 images, which have the same order.
+
+    The BITS lowest bits of an image are left out.
+    """
     bits = values.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> BITS
 
@@ -181,7 +204,7 @@ def image_of(values, BITS: tl.constexpr):
 def _load_groups(
     maxima_ptr, weights_ptr, index, groups, top, inverse_temperature, MASS: tl.constexpr
 ):
-    """Maxima of groups and their weights, in units of the top's; without MASS 1."""
+    """Load the maxima of groups and their weights relative to `top`; without MASS they weigh 1."""
     here = index < groups
     maxima = tl.load(maxima_ptr + index, mask=here, other=-float("inf"))
     weights = 1.0
@@ -197,11 +220,16 @@ def _search(
     MEMBERS: tl.constexpr, MASS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `search_members`; without MEMBERS, of the groups' maxima (ptr) and weights (other_ptr)."""
+    """Search as `search_members` says; without MEMBERS, search the groups instead of the members.
+
+    With MEMBERS, `ptr` points to the logits and `other_ptr` to the list of groups; without, `ptr`
+    points to the maxima of the groups and `other_ptr` to their weights.
+    """
     inverse = 1 / temperature
     step = tl.arange(0, _PIVOTS)
     low = base
-    high = image_of(top, BITS).to(tl.int64) + 2  # not + 1: the base must be weighed at least once
+    # + 2, not + 1: the loop must run at least once, to weigh the values from `base` on.
+    high = image_of(top, BITS).to(tl.int64) + 2
     probes = top - temperature * tl.exp2(5.0 - step.to(tl.float32))
     pivots = image_of(probes, BITS).to(tl.int64)
     while high - low > 1:
@@ -222,7 +250,7 @@ def _search(
             above = image_of(values, BITS)[None, :] >= narrow[:, None]
             sums += tl.where(above, weights, 0.0)
         reached = tl.sum(sums, axis=1)
-        most = tl.max(reached, axis=0)  # from the base on
+        most = tl.max(reached, axis=0)  # what the lowest pivot, `base`, reaches
         enough = target
         if MASS:
             enough = target * tl.where(total > 0, total, most)

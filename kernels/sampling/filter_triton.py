@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p thresholds without a sort: see `candidates_triton`."""
+"""The thresholds of top-k, top-p and min-p, found without a sort: see `candidates_triton`."""
 
 from __future__ import annotations
 
@@ -33,15 +33,18 @@ def thresholds(
     *,
     tiles: Tiles = TILES,
 ) -> Tensor:
-    """The lowest logit of each row that top-k, top-p and min-p keep.
+    """Find the lowest logit of each row that top-k, top-p and min-p keep.
 
-    As `filter_top_k_top_p_min_p` after `apply_temperature`: tokens that tie with the last one kept
-    are kept, also where only rounding by the temperature makes the tie.
+    The filters are those of `sampling.filter_top_k_top_p_min_p` after `apply_temperature`. Tokens
+    equal to the last kept one are kept too, even if they are equal only because the division by the
+    temperature rounds.
 
     Args:
-        logits: [R, V] bfloat16, float16 or float32, V < 2²⁴; columns contiguous.
+        logits: [R, V] bfloat16, float16 or float32, before the temperature; V < 2²⁴, and the last
+            axis is contiguous.
         temperature, top_p, min_p: [R] float32.
         top_k: [R] int64.
+        tiles: sizes of the kernels.
 
     Returns:
         [R] float32 in the scale of `logits`; -inf for rows without a filter.
@@ -106,7 +109,8 @@ def _thresholds(
         top, total = row_totals(maxima_ptr, weights_ptr, groups, temperature, BLOCK)
         least = tl.where(min_p > 0, tl.log(min_p), -float("inf"))
         least += processed_logit(top, top, temperature)
-        # No group below the cut has a token that is kept.
+        # Groups whose maximum has a processed logit below `cut` are not searched: the filters keep
+        # none of their tokens.
         cut = least
         bound = -float("inf")
         if limited:
@@ -115,8 +119,8 @@ def _thresholds(
             )
             cut = processed_logit(bound, top, temperature)
         elif nucleus:
-            # A guess, checked below: a quarter of what may be left out lies in groups left out,
-            # hopefully not much more than another quarter in the rest of those listed.
+            # A guess, checked below: the groups that are not listed hold a quarter of what top-p
+            # may leave out. The other tokens of the listed groups hopefully leave enough room.
             share = 1 - (1 - top_p) * 0.25
             bound = bound_of(
                 maxima_ptr, weights_ptr, groups, share, total, top, temperature, True, BLOCK
@@ -143,7 +147,7 @@ def _thresholds(
                 )  # fmt: skip
             lowest = processed_logit(value_of(image, BITS), top, temperature)
             searching = nucleus & (lowest < cut)
-            cut = -float("inf")  # the guess was too high: now every group
+            cut = -float("inf")  # if the guess was too high, every group is searched
             base = tl.cast(LOWEST >> BITS, tl.int64)
         limit = tl.maximum(lowest, least)
         if temperature != 1:
@@ -158,7 +162,7 @@ def _lowest_from(
     ptr, listed_ptr, members, vocab, limit, top, temperature,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The lowest logit of the listed that the temperature takes to `limit` or above."""
+    """Find the lowest logit of the listed groups whose processed logit is at least `limit`."""
     lowest = tl.full((BLOCK,), float("inf"), tl.float32)
     for start in range(0, members, BLOCK):
         _, values = load_members(ptr, listed_ptr, start, members, vocab, GROUP, BLOCK)

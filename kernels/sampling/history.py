@@ -11,14 +11,15 @@ from torch import Tensor
 def append_tokens(
     history: Tensor, token_ids: Tensor, num_tokens: Tensor, positions: Tensor
 ) -> Tensor:
-    """Write tokens to the histories that are kept, over whatever stands there; in place.
+    """Write new tokens into the token histories, in place.
 
     Args:
-        history: [B, H] int64, contiguous, token ids by absolute position. A row that starts with
-            -1 keeps no history and is left as it is.
-        token_ids: [B, W] int64.
-        num_tokens: [B], how many of a row's W tokens count. Those at places past H do not.
-        positions: [B] int64, place of each row's first token, at least 1.
+        history: [B, H] int64, contiguous: a row's token ids by absolute position, overwritten. A
+            row that starts with -1 keeps no history and is left as it is.
+        token_ids: [B, W] int64, consecutive tokens of each row.
+        num_tokens: [B] int32 or int64, how many of a row's W tokens are written. Tokens at
+            positions from H on are dropped.
+        positions: [B] int64, the position of each row's first token, at least 1.
 
     Returns:
         The history.
@@ -33,7 +34,7 @@ def append_tokens_reference(
     """`append_tokens` in PyTorch."""
     offsets = torch.arange(token_ids.shape[1], device=token_ids.device)
     places = positions.unsqueeze(1) + offsets
-    # What does not count writes the row's first token to its own place again.
+    # For an entry that is not written, the row's first token is written over itself.
     first = history[:, :1].clone()
     counts = (offsets < num_tokens.unsqueeze(1)) & (first >= 0) & (places < history.shape[1])
     return history.scatter_(
@@ -44,7 +45,7 @@ def append_tokens_reference(
 def append_tokens_triton(
     history: Tensor, token_ids: Tensor, num_tokens: Tensor, positions: Tensor
 ) -> Tensor:
-    """`append_tokens` in one launch; token_ids need contiguous rows only."""
+    """`append_tokens` in one launch. The last axis of token_ids must be contiguous."""
     rows, width = token_ids.shape
     assert len(history) == len(num_tokens) == len(positions) == rows
     assert history.is_contiguous() and (width < 2 or token_ids.stride(1) == 1)

@@ -1,9 +1,9 @@
-"""Penalties and ban in place on float32 logits: one program per row, linear in its history.
+"""Penalties and bans on float32 logits in place: one program per row, linear in its history.
 
-Tokens repeat in a history and must be penalised once. Neither a table of the vocabulary nor scratch
-is needed for that: occurrences are counted in the logits' own places, as numbers that no logit is,
-and whoever finds a number there writes the logit, from the source. A token's places in the history
-all write the same, so it does not matter which of them comes first.
+Tokens repeat in a history but must be penalised once. No other memory is needed for that: a token's
+occurrences are counted in its own logit, as bit patterns that no penalised logit has. Then the
+penalised logit, computed from the source and the count, replaces the count. Every occurrence of a
+token computes the same logit, so it does not matter which of them is first.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch import Tensor
 from batchgen.kernels.sampling.sampling_triton import ROW_ARGUMENTS
 
 _BLOCK = 1024
+"""Tokens of a history that a program handles at a time."""
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _ZERO = tl.constexpr(0x7F800001)
-"""What stands for the count 0: the least of the bits of float32 that are NaN of positive sign, 2²³
-of which follow one another. A penalised logit is finite, -inf, or NaN as its source."""
+"""The bits that stand for a count of 0: the lowest float32 NaN of positive sign. The next 2²³ - 2
+patterns are NaN too, and stand for the counts from 1 on. A penalised logit is finite or -inf, or a
+NaN if its source is one."""
 
 
 def apply_penalties(
@@ -32,7 +34,7 @@ def apply_penalties(
     presence: Tensor,
     frequency: Tensor,
 ) -> Tensor:
-    """`kernels.sampling.apply_penalties`: three passes over the part of a history that counts."""
+    """`sampling.apply_penalties` in three passes over each history."""
     rows, vocab = logits.shape
     assert logits.dtype == torch.float32 and logits.is_contiguous() and history.is_contiguous()
     assert source.shape == logits.shape and source.stride(1) == 1 and source is not logits
@@ -49,7 +51,7 @@ def apply_penalties(
 
 
 def apply_ban(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
-    """`kernels.sampling.apply_ban`; rows that are not banned are not read."""
+    """`sampling.apply_ban`. Rows without a ban are not read."""
     rows, width = token_ids.shape
     assert logits.dtype == torch.float32 and logits.is_contiguous() and token_ids.is_contiguous()
     if width:
@@ -68,8 +70,11 @@ def _apply_penalties(
     bits_ptr, source_ptr, history_ptr, positions_ptr, prompt_lens_ptr, repetition_ptr,
     presence_ptr, frequency_ptr, source_stride, vocab, width, repeats, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Barriers part the phases, and the last loads pass by the L1 cache, which atomics do not
-    update."""
+    """Each program penalises one row: it clears the counts, counts, and writes the logits.
+
+    Barriers separate the three passes. The loads of the last pass bypass the L1 cache, which atomic
+    additions do not update.
+    """
     row = tl.program_id(0).to(tl.int64)
     bits_ptr += row * vocab
     source_ptr += row * source_stride
@@ -94,7 +99,7 @@ def _apply_penalties(
     for start in range(0, end, BLOCK):
         token, known = _tokens(history_ptr, start + index, end)
         bits = tl.load(bits_ptr + token, mask=known, other=0, cache_modifier=".cg")
-        counted = known & (bits >= _ZERO)  # else the logit is there already
+        counted = known & (bits >= _ZERO)  # otherwise the logit has replaced the count already
         count = (tl.maximum(bits, _ZERO) - _ZERO).to(tl.float32)
         before = tl.load(source_ptr + token, mask=counted, other=0.0).to(tl.float32)
         after = tl.where(before > 0, tl.div_rn(before, repetition), before * repetition)
@@ -107,7 +112,7 @@ def _apply_penalties(
 
 @triton.jit
 def _tokens(history_ptr, index, end):
-    """Tokens of a part of the history, and which entries are any."""
+    """Load entries of a history, and tell which of them are tokens."""
     token = tl.load(history_ptr + index, mask=index < end, other=-1)
     return token, token >= 0
 

@@ -1,7 +1,7 @@
 """Counter-based random numbers: no generator, no state, the same words on every device.
 
-A number is a pure function of what it is for, so it does not depend on batch mates, on the order of
-work or on how often a job was restarted.
+A random number is a pure function of what it is for: the row's seed, the position, and so on. So it
+does not depend on the other rows of the batch, on the order of work or on restarts of the job.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ _ROUNDS = 10
 
 
 class Stream(IntEnum):
-    """Which use the random numbers of a position serve; streams are independent.
+    """What the random numbers of a position are used for. Streams are independent of each other.
 
     Attributes:
         SAMPLE: the ordinary draw of the token at a position.
-        ACCEPT: whether rejection sampling keeps the draft at a position; column 0 alone.
+        ACCEPT: the decision whether rejection sampling keeps the draft at a position; it takes one
+            number, that of column 0.
         RECOVER: the draw of the token that replaces a rejected draft.
         DRAFT: the proposer's draw of the draft at a position.
     """
@@ -36,19 +37,22 @@ class Stream(IntEnum):
 def philox(
     seeds: Tensor, positions: Tensor, draw: Tensor | int, stream: int, num_columns: int
 ) -> Tensor:
-    """Random 32-bit words, a pure function of (seed; position, draw, stream, column).
+    """Compute random 32-bit words, a pure function of (seed; position, draw, stream, column).
 
-    Philox4x32-10 (Salmon et al. 2011), equal to Triton's `tl.philox(seed, c0, c1, c2, c3)` with
-    c0 = column // 4, c1 = position, c2 = draw, c3 = stream; the column is output number column % 4.
+    This is Philox4x32-10 (Salmon et al. 2011). A call of Triton's `tl.philox(seed, c0, c1, c2, c3)`
+    with c0 = column // 4, c1 = position, c2 = draw and c3 = stream gives the same words: the word
+    of a column is output number column % 4.
 
     Args:
-        seeds: [R] int64, the key: its low 32 bits, then its high 32 bits.
+        seeds: [R] int64. The key of Philox is the low 32 bits and the high 32 bits of the seed.
         positions: [R] int64 in [0, 2³²).
-        draw: how many draws of that stream the position has had before, each [R] int64 or the same
-            for all; in [0, 2³²).
+        draw: [R] int64, or one int for all rows, in [0, 2³²): how many draws of the stream the
+            position has had before.
+        stream: the `Stream` of the words.
+        num_columns: words per row.
 
     Returns:
-        [R, num_columns] int64 in [0, 2³²).
+        [R, num_columns] int64, each in [0, 2³²).
     """
     counters = torch.arange(-(-num_columns // 4), device=seeds.device).unsqueeze(0)
     words = _philox_words(seeds, positions, draw, stream, counters)
@@ -58,7 +62,7 @@ def philox(
 def philox_at(
     seeds: Tensor, positions: Tensor, draw: Tensor | int, stream: int, columns: Tensor
 ) -> Tensor:
-    """`philox` at the given columns only: columns [R, S] int64 → [R, S] int64."""
+    """Compute the words of `philox` at the given columns only: columns [R, S] → [R, S], int64."""
     words = _philox_words(seeds, positions, draw, stream, columns >> 2)
     return torch.stack(words, dim=-1).gather(-1, (columns & 3).unsqueeze(-1)).squeeze(-1)
 
@@ -66,12 +70,13 @@ def philox_at(
 def _philox_words(
     seeds: Tensor, positions: Tensor, draw: Tensor | int, stream: int, c0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four outputs, each [R, C], for counters c0 [R or 1, C].
+    """Compute the four output words, each [R, C] int64, for counters c0 [R or 1, C].
 
-    The product of two 32-bit words wraps in int64 to the right 64 bits; its low word is masked only
-    after it has been XORed into the high word of the next round. Counters that are the same for a
-    whole row (or column) stay one wide until they meet the others in the second round; from then
-    on the products are written into buffers of the round before.
+    The product of two 32-bit words overflows int64, but its 64 bits are the right ones. Its low
+    word is not masked at once: it is XORed into the high word of the next round, and that is
+    masked. Counters that are the same for a whole row (or column) keep a width of 1 until they meet
+    the others in the second round. From then on products are written into buffers of the round
+    before.
     """
     k0 = (seeds & _LOW32).unsqueeze(1)
     k1 = (seeds >> 32 & _LOW32).unsqueeze(1)
@@ -99,17 +104,18 @@ def _philox_words(
 
 
 def uniform(words: Tensor) -> Tensor:
-    """(word + ½)·2⁻³² of random words in [0, 2³²), any shape: float32 in [2⁻³³, 1 - 2⁻²⁴]."""
+    """Map random words in [0, 2³²), of any shape, to (word + ½)·2⁻³²: float32, [2⁻³³, 1 - 2⁻²⁴]."""
     return words.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
 
 
 def gumbel_noise(words: Tensor) -> Tensor:
-    """Standard Gumbel noise of random words in [0, 2³²), any shape, as float32.
+    """Map random words in [0, 2³²), of any shape, to standard Gumbel noise as float32.
 
-    -log(E) with E = -log(1 - u), u = `uniform`. Large noise, which decides the draw, comes from
-    small u, where float32 is dense: noise reaches 33·log 2 ≈ 22.9 in steps far below float32's
-    near 1. (With E = -log(u) it would come from u near 1: no noise above 16.6, in coarse steps.)
-    The series replaces log1p, which Triton lacks; it is exact to float32 below 2⁻¹⁰.
+    The noise is -log(E) with E = -log(1 - u) and u = `uniform`. Large noise, which decides the
+    draw, comes from small u, where float32 values are dense: the noise reaches 33·log 2 ≈ 22.9 in
+    fine steps. With E = -log(u), large noise would come from u near 1, where float32 values are
+    sparse: it would not exceed 16.6, and come in coarse steps. The series replaces log1p, which
+    Triton lacks; below u = 2⁻¹⁰ it is exact in float32.
     """
     u = uniform(words)
     small = u < 2.0**-10

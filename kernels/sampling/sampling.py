@@ -1,14 +1,14 @@
-"""From logits to a token: penalties, ban, temperature, filters, the draw and its logprobs.
+"""From logits to a token: penalties, ban, temperature, filters, the draw and its log-probabilities.
 
-Every function is computed row by row: a row's result has the same bits whatever rows stand beside
-it. That rules out `sum` and `logsumexp` over the vocabulary, whose order of additions on the CPU
-depends on the number of rows; `softmax`, `log_softmax` and `cumsum` have one order. Functions named
-`apply_…` and `filter_…` overwrite the logits they are given, [R, V] float32 and contiguous, and
-return them. A logit is finite, or -inf where the token is excluded.
+A row's result has the same bits whatever the other rows are. That rules out `sum` and `logsumexp`
+over the vocabulary, whose order of additions on a CPU depends on the number of rows; `softmax`,
+`log_softmax` and `cumsum` add in one order. Functions named `apply_…` and `filter_…` overwrite the
+logits that they are given, [R, V] float32 and contiguous, and return them. R is the number of rows
+and V the size of the vocabulary. A logit is finite, or -inf if the token is excluded.
 
-On CUDA the functions run the Triton kernels of `sampling_triton`, `filter_triton`,
-`top_logprobs_triton` and `penalties_triton`; the engine's sampler calls those itself where they do
-several steps at once.
+For CUDA tensors the functions run the Triton kernels of `sampling_triton`, `filter_triton`,
+`top_logprobs_triton` and `penalties_triton`. The engine's sampler calls kernels that do several of
+these steps at once directly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox, philo
 _INF = float("inf")
 _LARGEST = torch.finfo(torch.float32).max
 _WORDS_IN_CACHE = 2**18
-"""Random words made at once on the CPU: the state of Philox then stays in two cores' L2 caches."""
+"""Random words computed at a time on a CPU: so few that Philox's state stays in the L2 caches of
+two cores."""
 
 
 def sample(
@@ -39,18 +40,19 @@ def sample(
     stream: Stream = Stream.SAMPLE,
     draws: Tensor | None = None,
 ) -> Tensor:
-    """One token per row: argmax(logits + Gumbel noise), a draw from softmax(logits).
+    """Draw one token per row from softmax(logits), as argmax(logits + Gumbel noise).
 
     Args:
-        logits: [R, V] float32, final.
-        seeds: [R] int64.
-        positions: [R] int64, absolute position of the token that is drawn.
-        greedy: [R] bool, rows that take the plain argmax.
-        stream: the use that the noise is for.
-        draws: [R] int64, the number of the draw at its position, from 0; None is 0 for all.
+        logits: [R, V] float32, after temperature and filters.
+        seeds: [R] int64, the seed of each row's noise.
+        positions: [R] int64, the absolute position of the token that is drawn.
+        greedy: [R] bool: rows that take argmax(logits), without noise.
+        stream: what the noise is used for.
+        draws: [R] int64, how many draws the position has had before; None means 0 for all.
 
     Returns:
-        [R] int64; of equal scores the lowest id, and 0 for a row with every token excluded.
+        [R] int64, the token ids. Of equal scores the lowest id wins; a row in which every token is
+        excluded yields 0.
     """
     if logits.is_cuda:
         ones = torch.ones_like(seeds, dtype=torch.float32)
@@ -62,7 +64,8 @@ def sample(
     plain = greedy.nonzero().squeeze(1)
     if len(plain):
         out[plain] = logits[plain].argmax(-1)
-    # Noise depends on the column alone, so rows with few tokens left need only theirs.
+    # The noise of a token does not depend on the other tokens, so rows with few tokens left compute
+    # the noise of those only.
     counts = (logits > -_INF).sum(-1)
     sparse = counts * 16 <= logits.shape[1]
     dense = (~greedy & ~sparse).nonzero().squeeze(1)
@@ -74,7 +77,8 @@ def sample(
     rows = (~greedy & sparse).nonzero().squeeze(1)
     if len(rows):
         few = logits[rows]
-        columns, _ = _columns_of(few > -_INF)  # filling is column 0: excluded, or there anyway
+        # Filler entries are column 0: it is excluded, or among the columns anyway.
+        columns, _ = _columns_of(few > -_INF)
         words = philox_at(seeds[rows], positions[rows], draws[rows], stream, columns)
         scores = gumbel_noise(words).add_(few.gather(1, columns))
         out[rows] = columns.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
@@ -82,9 +86,11 @@ def sample(
 
 
 def _columns_of(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """The columns where keep [R, V] holds, ascending, and which entries are real: [R, S] each.
+    """List the columns in which `keep` [R, V] is true, row by row and in ascending order.
 
-    S is at least 1; filling entries are column 0. Reads the device: for the CPU.
+    Returns the columns, [R, S] int64, and which of them are real, [R, S] bool; the others are
+    filler and say column 0. S is the length of the longest list, at least 1. It is read from the
+    device, so this function is for CPUs.
     """
     rows, columns = keep.nonzero(as_tuple=True)
     counts = torch.bincount(rows, minlength=len(keep))
@@ -105,20 +111,24 @@ def apply_penalties(
     presence: Tensor,
     frequency: Tensor,
 ) -> Tensor:
-    """Repetition penalty (Keskar et al. 2019, CTRL), then presence and frequency penalties.
+    """Apply the repetition penalty, then the presence and frequency penalties.
+
+    The repetition penalty is that of CTRL (Keskar et al. 2019).
 
     Args:
-        logits: overwritten at the tokens of the histories; what stands there is not read.
-        source: [R, V], another tensor of any floating dtype: the logits to be penalised.
-        history: [B, H] int64, token ids by absolute position; R is a multiple of B, and row r reads
-            history r // (R / B). A history that starts with -1 is none: its rows are left as they
-            are. Other negative entries are no tokens.
-        positions: [R] int64; tokens before this position are the row's history, whatever stands
-            from there on is ignored.
-        prompt_lens: [R] int64; presence and frequency count tokens from this position on.
-        repetition: [R] float32; positive logits of tokens in the history are divided by it,
+        logits: [R, V] float32. The logits of tokens in the histories are overwritten; their old
+            values are not read.
+        source: [R, V], another tensor of any floating dtype: the logits before the penalties.
+        history: [B, H] int64, token ids by absolute position. R is a multiple of B, and row r of
+            the logits has the history r // (R / B). If a history starts with -1 there is none, and
+            its rows are left as they are. Other negative entries are ignored.
+        positions: [R] int64. Tokens before this position are the row's history; entries from it on
+            are ignored.
+        prompt_lens: [R] int64. Presence and frequency count tokens from this position on.
+        repetition: [R] float32. Positive logits of tokens in the history are divided by it,
             negative ones multiplied.
-        presence, frequency: [R] float32, subtracted once and per occurrence in the output.
+        presence: [R] float32, subtracted once from tokens that the output holds.
+        frequency: [R] float32, subtracted for each occurrence of a token in the output.
     """
     if not history.shape[1] or not len(logits):
         return logits
@@ -132,7 +142,8 @@ def apply_penalties(
     places = torch.arange(min(history.shape[1], int(positions.max())))
     history = history[rows // repeats, : len(places)]
     known = (history >= 0) & (places < _of(positions, rows))
-    # Filling repeats the row's first token: equal values are written to equal places.
+    # Entries that are no tokens of the history repeat its first one: its logit is written several
+    # times with the same value.
     tokens = torch.where(known, history, history[:, :1])
     generated = known & (places >= _of(prompt_lens, rows))
     counts = torch.zeros(len(rows), logits.shape[1])
@@ -149,18 +160,19 @@ def apply_penalties(
 
 
 def apply_ban(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
-    """Exclude tokens, unless that would leave a row without any: then the row's ban is void.
+    """Exclude the given tokens of each row, except in rows that would have no token left.
 
     Args:
-        token_ids: [R, S] int64; ids outside the vocabulary (as the filling -1) are ignored.
-        banned: [R] bool, rows whose tokens are excluded.
+        logits: [R, V] float32, overwritten.
+        token_ids: [R, S] int64. Ids outside the vocabulary, such as the filler -1, are ignored.
+        banned: [R] bool: the rows whose tokens are excluded.
     """
     if logits.is_cuda:
         return penalties_triton.apply_ban(logits, token_ids, banned)
     active = (token_ids >= 0) & (token_ids < logits.shape[1]) & banned.unsqueeze(1)
     place = torch.where(active, token_ids, 0)
     before = logits.gather(1, place)
-    # amin and amax instead of a plain write: filling entries share column 0 with real ones.
+    # amin and amax, not a plain write, because filler entries share column 0 with real ones.
     logits.scatter_reduce_(1, place, torch.where(active, -_INF, _INF), "amin")
     empty = logits.amax(-1, keepdim=True) == -_INF
     restored = torch.where(active & empty, before, -_INF)
@@ -168,9 +180,10 @@ def apply_ban(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
-    """(logits - row maximum) / temperature [R]; rows of temperature 1 are left as they are.
+    """Compute (logits - row maximum) / temperature, in place.
 
-    Without the shift a low temperature would overflow large logits.
+    Rows of temperature 1 are left as they are. Without the shift, a low temperature would make
+    large logits overflow. `temperature` is [R] float32, above 0.
     """
     top = logits.amax(-1)
     shift = torch.where((temperature == 1) | (top == -_INF), 0, top)
@@ -178,16 +191,18 @@ def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def filter_top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Exclude unlikely tokens: top-k, then top-p of what top-k left, then min-p.
+    """Exclude unlikely tokens: by top-k, then by top-p of what top-k left, then by min-p.
 
-    Each filter is a threshold on the logit. Tokens equal to the last one kept are kept, so no
-    result depends on a sort order, and the most likely token always stays.
+    Each filter is a threshold on the logit. Tokens whose logit equals that of the last kept one are
+    kept too, so the result depends on no sort order. The most likely token always stays.
 
     Args:
-        logits: divided by the temperature.
-        top_k: [R] int64; 0 is off.
-        top_p: [R] float32; 1 is off. A token is kept if less than top_p lies strictly before it.
-        min_p: [R] float32, relative to the most likely token; 0 is off.
+        logits: [R, V] float32, divided by the temperature, overwritten.
+        top_k: [R] int64, how many of the most likely tokens to keep; 0 turns the filter off.
+        top_p: [R] float32. A token is kept if the probabilities of the more likely tokens sum to
+            less than top_p; 1 turns the filter off.
+        min_p: [R] float32. A token is kept if its probability is at least min_p times that of the
+            most likely token; 0 turns the filter off.
     """
     if logits.is_cuda:
         ones = torch.ones_like(min_p)
@@ -212,10 +227,10 @@ def _kth_largest(logits: Tensor, k: Tensor) -> Tensor:
 
 
 def _top_p_threshold(logits: Tensor, top_p: Tensor) -> Tensor:
-    """[R]: the logit of the token with which the mass of the most likely tokens reaches top_p.
+    """Find the logit of the token with which the sum of the largest probabilities reaches top_p.
 
-    It looks at the 128 most likely tokens first and at more for rows that need them: a longer list
-    starts with the same values, so the sums have the same bits.
+    It looks at the 128 most likely tokens first, and at more for the rows that need them. A longer
+    list starts with the same values, so its sums have the same bits. Returns [R] float32.
     """
     vocab = logits.shape[1]
     out = torch.full_like(top_p, -_INF)
@@ -229,7 +244,8 @@ def _top_p_threshold(logits: Tensor, top_p: Tensor) -> Tensor:
         short = mass < top_p[rows].unsqueeze(1)
         last = short.sum(-1, keepdim=True).clamp(max=width - 1)
         reached = values.gather(1, last).squeeze(1)
-        # The rounded sum can reach 1 before the last token: rows that are off are left by value.
+        # The rounded sum can reach 1 before the last token, so a row with top_p = 1, whose filter
+        # is off, gets -inf here.
         out[rows] = torch.where(top_p[rows] < 1, reached, -_INF)
         if width == vocab:
             break
@@ -239,21 +255,23 @@ def _top_p_threshold(logits: Tensor, top_p: Tensor) -> Tensor:
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """log softmax(logits) at token_ids [R]: [R] float32, -inf for an excluded token."""
+    """Return log softmax(logits) at token_ids [R]: [R] float32, -inf for an excluded token."""
     return logits.float().log_softmax(-1).gather(1, token_ids.unsqueeze(1)).squeeze(1)
 
 
 def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """softmax(logits) at token_ids [R]: [R] float32, never above 1."""
+    """Return softmax(logits) at token_ids [R]: [R] float32, never above 1."""
     return logits.float().softmax(-1).gather(1, token_ids.unsqueeze(1)).squeeze(1)
 
 
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens of each row, most likely first, of equal ones the lowest id.
+    """Find the k most likely tokens of each row, the most likely first.
+
+    Of equally likely tokens, the one with the lower id comes first.
 
     Returns:
-        ids [R, k] int32 and log-probabilities [R, k] float32. Where fewer than k tokens are not
-        excluded, the rest is id -1 with -inf.
+        The ids, [R, k] int32, and the log-probabilities, [R, k] float32. If a row has fewer than k
+        tokens that are not excluded, the rest of it is filled with id -1 and -inf.
     """
     if logits.is_cuda:
         ones = torch.ones_like(logits[:, 0], dtype=torch.float32)

@@ -1,9 +1,10 @@
 """The draw in one pass over the logits: temperature, noise, threshold, argmax and log-probability.
 
-A program reads one chunk of one row and leaves a few numbers; a second, tiny kernel joins the
-chunks of a row. Scores of a chunk are shifted by the chunk's own maximum, since the row's is not
-known yet; the winners of the chunks are then compared under the row's. Noise is generated only
-where it can matter: not for greedy rows, nor in chunks that lie wholly below the threshold.
+In the first kernel a program reads one chunk of one row's logits and leaves the chunk's best token
+and a few sums. A second, tiny kernel joins the chunks of a row. The scores within a chunk are
+shifted by the chunk's own maximum, since the row's is not known yet; the second kernel computes the
+scores of the chunks' best tokens again with the row's maximum. Noise is computed only where it can
+matter: not in greedy rows, and not in chunks that lie wholly below the threshold.
 """
 
 from __future__ import annotations
@@ -24,24 +25,29 @@ ROW_ARGUMENTS = [
         "top_p", "min_p", "banned", "prompt_lens", "repetition", "presence", "frequency",
     )
 ]  # fmt: skip
-"""Kernel arguments that are [R] and may be rows of one packed tensor, at any alignment: it changes
-with R, and must not make Triton compile anew in the middle of a job."""
+"""Names of kernel arguments that point to [R] values. The values may be rows of one packed tensor,
+so the alignment of the pointers varies with R. Kernels do not specialise on the alignment of these,
+or Triton would compile them again in the middle of a job."""
 
 _CHUNK = 4096
-"""Fixed, as the number of warps is: a row's sums must not depend on how many rows there are."""
+"""Columns of a chunk. It is fixed, as the number of warps is, so that a row's sums do not depend on
+how many rows there are."""
 _PLANES = 4
+"""Numbers that the first kernel leaves per chunk: the maxima of the logits and of the raw logits,
+and the sums of the exponentials of the raw logits and of the processed ones."""
 _LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 class Draw(NamedTuple):
-    """What `draw` returns for R rows.
+    """The drawn token of each of R rows, and what is known of it.
 
     Attributes:
-        token_ids: [R] int64, always in the vocabulary.
-        logprobs: [R] float32, or None if not asked for; undefined for failed rows.
-        failed: [R] bool: the row holds NaN or infinity, or excludes every token.
-        confidence: [R] float32, in [0, 1]: the probability of the token under the processed
-            distribution; None if not asked for, undefined for failed rows.
+        token_ids: [R] int64, always ids of the vocabulary.
+        logprobs: [R] float32, the log-probabilities of the tokens, undefined for failed rows; None
+            if not asked for.
+        failed: [R] bool: whether the raw logits of the row hold NaN or +inf, or are all -inf.
+        confidence: [R] float32 in [0, 1], the probability of the token in the processed
+            distribution, undefined for failed rows; None if not asked for.
     """
 
     token_ids: Tensor
@@ -63,23 +69,27 @@ def draw(
     draws: Tensor | None = None,
     confidence: bool = False,
 ) -> Draw:
-    """One token per row: argmax(processed logits + Gumbel noise), of equal scores the lowest id.
+    """Draw one token per row: argmax(processed logits + Gumbel noise), of equal scores the first.
 
-    The processed logit is `processed_logit` of tokens at or above the threshold, else -inf.
+    The processed logit of a token is `processed_logit` if its logit is at or above the threshold,
+    and -inf otherwise. The processed distribution is the softmax of the processed logits.
 
     Args:
-        logits: [R, V] bfloat16, float16 or float32, after penalties; columns contiguous.
-        raw: [R, V], what the model gave: the same tensor where no penalty touched it.
+        logits: [R, V] bfloat16, float16 or float32, after penalties; the last axis is contiguous.
+        raw: [R, V], the logits that the model gave; the same tensor as `logits` if no penalty
+            changed them.
         temperature: [R] float32, 1 for greedy rows.
-        threshold: [R] float32 in the scale of `logits`, -inf for none; None if no row has one.
-        seeds, positions: [R] int64, the key of the noise (`kernels.philox`).
-        greedy: [R] bool, rows without noise.
-        processed_logprobs: [R] bool, whether a row's log-probability is that of the processed
-            distribution or of `raw`; None to leave log-probabilities out.
-        stream: the use that the noise is for.
-        draws: [R] int32 or int64, the number of the draw at its position, a part of the noise's
-            key; None is 0 for all.
-        confidence: whether to return it.
+        threshold: [R] float32 in the scale of `logits`, -inf for a row without one; None if no row
+            has one.
+        seeds, positions: [R] int64, the seed of each row and the position of the token, which the
+            noise is a function of (see `philox`).
+        greedy: [R] bool: rows that get no noise.
+        processed_logprobs: [R] bool: whether a row's log-probability is that of the processed
+            distribution or that of softmax(raw); None leaves log-probabilities out.
+        stream: what the noise is used for.
+        draws: [R] int32 or int64, how many draws the position has had before, which the noise
+            depends on too; None means 0 for all.
+        confidence: whether to return the confidence.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1 and raw.stride(1) == 1 and raw.shape == logits.shape
@@ -94,7 +104,8 @@ def draw(
         logprobs = torch.empty(rows, dtype=torch.float32, device=device)
     if confidence:
         probabilities = torch.empty(rows, dtype=torch.float32, device=device)
-    limits = temperature if threshold is None else threshold  # not read if there is none
+    # A pointer must be given even where the kernel does not read it.
+    limits = temperature if threshold is None else threshold
     modes = greedy if processed_logprobs is None else processed_logprobs
     arguments = (
         logits, raw, temperature, limits, modes, seeds, positions,
@@ -122,9 +133,10 @@ def draw(
 
 @triton.jit
 def processed_logit(logit, top, temperature):
-    """(logit - row maximum) / temperature, as `apply_temperature`: temperature 1 changes nothing.
+    """Compute (logit - row maximum) / temperature, as `apply_temperature` does.
 
-    The one definition that the draw, the filters and top_logprobs share.
+    A temperature of 1 changes nothing. `top` is the row maximum. The draw, the filters and
+    `top_logprobs` all use this function, so their values agree to the bit.
     """
     shift = tl.where((temperature == 1) | (tl.abs(top) == float("inf")), 0.0, top)
     return tl.div_rn(logit - shift, temperature)
@@ -132,15 +144,20 @@ def processed_logit(logit, top, temperature):
 
 @triton.jit
 def load_logits(ptr, columns, size):
-    """Logits as float32, with NaN as +inf, so that a row's maximum tells of it, and -inf past the
-    end."""
+    """Load logits as float32: NaN as +inf, and -inf for columns from `size` on.
+
+    So the row's maximum is +inf if the row holds a NaN.
+    """
     values = tl.load(ptr + columns, mask=columns < size, other=-float("inf")).to(tl.float32)
     return tl.where(values != values, float("inf"), values)
 
 
 @triton.jit
 def approximate_log(values, NVIDIA: tl.constexpr):
-    """With one instruction, off by 2⁻²² at most near 1; Triton's own takes twenty."""
+    """Compute the natural logarithm with one instruction; Triton's own takes twenty.
+
+    Near 1 its error is at most 2⁻²².
+    """
     if NVIDIA:
         logs = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
@@ -152,17 +169,18 @@ def approximate_log(values, NVIDIA: tl.constexpr):
 
 @triton.jit
 def uniform(words):
-    """As `kernels.philox.uniform`, to the bit."""
+    """Compute `philox.uniform`, with the same bits."""
     return tl.minimum((words.to(tl.float32) + 0.5) * (2.0**-32), 1 - 2.0**-24)
 
 
 @triton.jit
 def gumbel(words, NVIDIA: tl.constexpr):
-    """As `gumbel_noise`."""
+    """Compute `philox.gumbel_noise`, up to rounding."""
     u = uniform(words)
     rest = 1 - u
-    # Near 1 a logarithm is small, and the approximate one too coarse for it: a longer series there,
-    # in 1 - rest (not in u: the reference takes the logarithm of the rounded rest).
+    # The logarithm of a `rest` near 1 is small, and the approximate one is too coarse for it: there
+    # a longer series takes its place. The series is in 1 - rest, not in u, because the reference
+    # takes the logarithm of the rounded `rest`.
     z = tl.where(u < 2.0**-10, u, 1 - rest)
     series = (((((z * (1 / 6) + 1 / 5) * z + 1 / 4) * z + 1 / 3) * z + 0.5) * z + 1) * z
     exponential = tl.where(u < 2.0**-4, series, -approximate_log(rest, NVIDIA))
@@ -171,9 +189,9 @@ def gumbel(words, NVIDIA: tl.constexpr):
 
 @triton.jit
 def philox_words(seed, position, counters, stream, draw=0):
-    """The four words of each counter, those of columns 4·counter to 4·counter + 3.
+    """Compute the four words of each counter: those of the columns 4·counter to 4·counter + 3.
 
-    Position is one, or one per counter; stream and draw are constants or uint32.
+    `position` is one number, or one per counter. `stream` and `draw` are constants or uint32.
     """
     counters = counters.to(tl.uint32)
     zeros = tl.zeros_like(counters)
@@ -184,7 +202,7 @@ def philox_words(seed, position, counters, stream, draw=0):
 def chunk_noise(
     seed, position, start, stream, CHUNK: tl.constexpr, NVIDIA: tl.constexpr, draw=0
 ):  # fmt: skip
-    """[CHUNK]: the Gumbel noise of the columns from start on, a multiple of 4."""
+    """Compute the Gumbel noise [CHUNK] of the columns from `start` on, which is a multiple of 4."""
     counters = start // 4 + tl.arange(0, CHUNK // 4)
     a, b, c, d = philox_words(seed, position, counters, stream, draw)
     words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
@@ -198,7 +216,7 @@ def _draw_chunk(
     FILTERED: tl.constexpr, LOGPROBS: tl.constexpr, CONFIDENCE: tl.constexpr, DRAWS: tl.constexpr,
     SAME: tl.constexpr, NVIDIA: tl.constexpr, STREAM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The best token of a chunk, the maxima of its logits and the sums of their exponentials."""
+    """Each program writes the best token of one chunk and the numbers of `_PLANES`."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     start = chunk * CHUNK
@@ -219,13 +237,14 @@ def _draw_chunk(
         if DRAWS:
             number = tl.load(draws_ptr + row).to(tl.uint32)
         noise = chunk_noise(seed, position, start, STREAM, CHUNK, NVIDIA, number)
-        # No shift changes the order of scores, so it need not be that of the row.
+        # A shift does not change the order of scores, so it need not be the row's maximum.
         shift = tl.where((temperature == 1) | (tl.abs(top) == float("inf")), 0.0, top)
         scores = (logits - shift) * (1 / temperature) + noise
         if FILTERED:
             scores = tl.where(logits >= limit, scores, -float("inf"))
         best = tl.max(scores, axis=0)
-    # No excluded token wins by a score of -inf if the temperature takes others there, too.
+    # A low temperature can take the scores of kept tokens to -inf, which excluded tokens have too.
+    # The second condition lets no excluded token win then.
     winner = tl.min(tl.where((scores == best) & (logits >= limit), index, CHUNK - 1), axis=0)
 
     chunks = tl.num_programs(1)
@@ -258,7 +277,10 @@ def _join_chunks(
     FILTERED: tl.constexpr, LOGPROBS: tl.constexpr, CONFIDENCE: tl.constexpr, DRAWS: tl.constexpr,
     SAME: tl.constexpr, NVIDIA: tl.constexpr, STREAM: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The best of the chunks' winners, whose scores are computed anew, with the row's maximum."""
+    """Each program joins the chunks of one row: its token, log-probability and confidence.
+
+    The scores of the chunks' best tokens are computed again, with the row's maximum.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     index = tl.arange(0, CHUNKS)
@@ -295,7 +317,7 @@ def _join_chunks(
     if CONFIDENCE:
         value = (tl.load(logits_ptr + token).to(tl.float32) - top) / temperature
         sums = tl.load(place + 3 * plane, mask=here, other=0.0)
-        # The maximum is a term of the total, which so is at least 1: no probability is above 1.
+        # The most likely token adds 1 to the total, so no probability is above 1.
         total = _processed_total(sums, tops, top, temperature)
         tl.store(confidence_ptr + row, tl.div_rn(tl.exp(value), total))
     if LOGPROBS:
@@ -312,13 +334,13 @@ def _join_chunks(
 
 @triton.jit
 def _processed_sum(logits, top, temperature, limit):
-    """Of the exponentials of a chunk's processed logits, below the chunk's maximum."""
+    """Sum the exponentials of a chunk's processed logits, shifted by the chunk's maximum `top`."""
     weights = tl.exp((logits - tl.where(top == -float("inf"), 0.0, top)) / temperature)
     return tl.sum(tl.where((logits >= limit) & (logits > -float("inf")), weights, 0.0), axis=0)
 
 
 @triton.jit
 def _processed_total(sums, tops, top, temperature):
-    """The sums of the chunks, each below its own maximum, as one below the row's."""
+    """Add up the sums of a row's chunks, shifted from the chunks' maxima to the row's maximum."""
     sums = tl.where(tops > -float("inf"), sums * tl.exp((tops - top) / temperature), 0.0)
     return tl.sum(sums, axis=0)

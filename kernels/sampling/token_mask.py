@@ -1,7 +1,7 @@
 """Exclude from logits the tokens that a grammar does not allow.
 
-A mask is a line of bits; rows of logits name theirs, so that rows in the same state can share one
-and rows without a constraint need none.
+A line of bits says which tokens are allowed. Each row of logits names its line, so rows in the same
+state of the grammar can share one, and rows without a constraint need none.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from torch import Tensor
 
 _INF = float("inf")
 _CHUNK = 4096
+"""Logits that a program masks."""
 
 
 class TokenMask(NamedTuple):
     """Which tokens each of R logits rows may take, on the device of the logits.
 
     Attributes:
-        bits: [C, ceil(V / 32)] int32: bit v % 32 of word v // 32 is set where token v is allowed.
-            Bits past V are ignored.
-        lines: [R] int32, the line of bits that holds for a row, -1 for a row without a constraint.
+        bits: [C, ceil(V / 32)] int32, C lines of bits: bit v % 32 of word v // 32 is set if token v
+            is allowed. Bits from V on are ignored.
+        lines: [R] int32, the line of bits of each row, or -1 for a row without a constraint.
     """
 
     bits: Tensor
@@ -36,14 +37,17 @@ def apply_token_mask(
     """Set the logits of tokens that are not allowed to -inf.
 
     Args:
-        logits: [R, V] float32, bfloat16 or float16, columns contiguous; anything may stand there.
-        mask: of these R rows.
-        out: [R, V], dtype of logits, columns contiguous; overwritten. It may be `logits` itself:
-            then rows without a constraint are neither read nor written. None makes a new one.
+        logits: [R, V] float32, bfloat16 or float16, the last axis contiguous. Infinities and NaN
+            are allowed.
+        mask: the allowed tokens of these R rows.
+        out: [R, V], dtype of logits, the last axis contiguous, overwritten. It may be `logits`
+            itself; then rows without a constraint are neither read nor written. None makes a new
+            one.
 
     Returns:
-        out, and [R] bool: constrained rows in which no allowed token has a logit above -inf. A NaN
-        counts as above: such a row fails for what it is.
+        out, and [R] bool: the constrained rows in which no allowed token has a logit above -inf. A
+        NaN counts as above -inf, so that a row with NaN fails as such a row and not for its
+        constraint.
     """
     run = apply_token_mask_triton if logits.is_cuda else apply_token_mask_reference
     return run(logits, mask, out)
@@ -71,15 +75,15 @@ def apply_token_mask_reference(
 def apply_token_mask_triton(
     logits: Tensor, mask: TokenMask, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`apply_token_mask` in one pass over the logits, a program per chunk of a row.
+    """`apply_token_mask` in one pass over the logits, with one program per chunk of a row.
 
-    Words without an allowed token are not read; in place, those without an excluded one are not
-    written.
+    The logits of a word of 32 tokens are not read if none of them is allowed, and not written if
+    all are allowed and `out` is `logits`.
     """
     out = _check(logits, mask, out)
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, _CHUNK)
-    # A flag for each program, so that none waits for another and nothing needs to be zero before.
+    # Every program writes a flag of its own, so none waits for another and nothing must be zeroed.
     empty = torch.empty((rows, chunks), dtype=torch.bool, device=logits.device)
     if rows:
         _apply_token_mask[(rows, chunks)](
@@ -90,7 +94,7 @@ def apply_token_mask_triton(
 
 
 def _check(logits: Tensor, mask: TokenMask, out: Tensor | None) -> Tensor:
-    """Where the result goes."""
+    """Check the arguments, and return `out` or a new tensor for the result."""
     rows, vocab = logits.shape
     bits, lines = mask
     assert logits.stride(1) == 1
@@ -122,7 +126,7 @@ def _apply_token_mask(
             words = tl.load(bits_ptr + line * bits_stride + word, mask=word * 32 < vocab, other=0)
         allowed = ((words[:, None] >> lane) & 1) != 0
         inside = columns < vocab
-        # Whole words are skipped, not single tokens: accesses stay as wide as the hardware's.
+        # Whole words are skipped, not single tokens, so memory accesses stay wide.
         values = tl.load(
             logits_ptr + row * stride + columns,
             mask=inside & (words != 0)[:, None],

@@ -1,4 +1,7 @@
-"""The most likely tokens and their log-probabilities without a sort: see `candidates_triton`."""
+"""The most likely tokens and their log-probabilities, found without a sort of the vocabulary.
+
+`candidates_triton` explains how.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +36,18 @@ def top_logprobs(
     *,
     tiles: Tiles = TILES,
 ) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens of each row, most likely first, of equal ones the lowest id.
+    """Find the k most likely tokens of each row, the most likely first.
+
+    Of equally likely tokens, the one with the lower id comes first.
 
     Args:
-        logits, raw, temperature, threshold, processed_logprobs: as for `sampling_triton.draw`.
+        logits, raw, temperature, threshold, processed_logprobs: as for `sampling_triton.draw`, but
+            `processed_logprobs` is not None.
         k: in [1, 256].
+        tiles: sizes of the kernels.
 
     Returns:
-        As `kernels.sampling.top_logprobs`: ids [R, k] int32 and log-probabilities [R, k] float32.
+        As `sampling.top_logprobs`: ids [R, k] int32 and log-probabilities [R, k] float32.
     """
     rows, vocab = logits.shape
     assert 1 <= k <= 256 and vocab < 2**24
@@ -53,7 +60,8 @@ def top_logprobs(
     values = torch.empty((rows, k), dtype=torch.float32, device=device)
     tile = max(16, triton.next_power_of_2(2 * k))
     found = torch.empty((2, rows, tile), dtype=torch.int32, device=device)
-    limits = temperature if threshold is None else threshold  # not read if there is none
+    # A pointer must be given even where the kernel does not read it.
+    limits = temperature if threshold is None else threshold
     arguments = (
         logits, raw, temperature, limits, processed_logprobs, summary[0], summary[1],
         logits.stride(0), raw.stride(0), vocab, groups,
@@ -137,17 +145,18 @@ def _collect(
     ptr, maxima_ptr, weights_ptr, listed_ptr, vocab, groups, k, limit, temperature, ids_ptr,
     values_ptr, BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the tokens above the k-th log-probability, at most k - 1, and the first k equal to it.
+    """Find the tokens above the k-th largest log-probability and the first k that equal it.
 
-    Tokens below the limit are left out. The former are written from the start of the tile, the
-    latter from its end; returns how many there are of each.
+    There are at most k - 1 of the former. Tokens whose logit is below `limit` are left out. The
+    former are written from the start of the row's [TILE] buffers on, the latter from their end
+    backwards. Returns how many there are of each.
     """
     top, total = row_totals(maxima_ptr, weights_ptr, groups, temperature, BLOCK)
     log_total = tl.log(total)
     high = processed_logit(top, top, temperature)
     wanted = tl.minimum(k, vocab).to(tl.float32)
     bound = bound_of(maxima_ptr, weights_ptr, groups, wanted, total, top, temperature, False, BLOCK)
-    # Compared as log-probabilities: rounding may make equal what differed as logits.
+    # Tokens are compared as log-probabilities: rounding may make equal what differed as logits.
     least = processed_logit(tl.maximum(bound, limit), top, temperature) - high - log_total
     members = list_groups(
         maxima_ptr, listed_ptr, groups, least, high, log_total, top, temperature, GROUP, BLOCK
@@ -184,7 +193,11 @@ def _collect(
 def _store_in_order(
     found_ids_ptr, found_values_ptr, above, ties, ids_ptr, values_ptr, k, TILE: tl.constexpr
 ):
-    """The first k of the found tokens in their order; id -1 and -inf where they are fewer."""
+    """Write the first k found tokens, by log-probability and then by id.
+
+    Each token's rank is the number of found tokens before it. If fewer than k were found, the rest
+    is filled with id -1 and -inf.
+    """
     index = tl.arange(0, TILE)
     filled = (index < above) | (index >= TILE - ties)
     ids = tl.load(found_ids_ptr + index, mask=filled, other=0)

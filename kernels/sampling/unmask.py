@@ -1,6 +1,7 @@
-"""Which masked positions of a block a denoise step unmasks.
+"""The choice of the masked positions that a denoise step of block diffusion unmasks.
 
-Block diffusion: SDAR (arXiv 2510.06303), after LLaDA (arXiv 2502.09992).
+A block here is a block of positions that a diffusion model decodes together, not a KV block. The
+rules are those of SDAR (arXiv 2510.06303), after LLaDA (arXiv 2502.09992).
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_BLOCK_LENGTH = 64
+"""The most positions of a block."""
 
 
 class Rule(StrEnum):
-    """What a step unmasks of the positions that are still masked.
+    """Which of the still masked positions a step unmasks.
 
     Attributes:
-        SEQUENTIAL: the first n.
-        LOW_CONFIDENCE_STATIC: the n of highest confidence, of equal ones the first.
-        LOW_CONFIDENCE_DYNAMIC: all whose confidence is above a threshold, and always the one of
-            highest confidence.
+        SEQUENTIAL: the first n positions.
+        LOW_CONFIDENCE_STATIC: the n positions of the highest confidence, of equal ones the first.
+        LOW_CONFIDENCE_DYNAMIC: all positions whose confidence is above a threshold, and always the
+            one of the highest confidence.
     """
 
     SEQUENTIAL = "sequential"
@@ -31,9 +33,10 @@ class Rule(StrEnum):
 
 
 def schedule(block_length: int, num_steps: int) -> tuple[int, ...]:
-    """How many positions each of exactly num_steps steps unmasks, larger counts first.
+    """Spread the positions of a block over exactly `num_steps` steps, as evenly as possible.
 
-    They add up to block_length; with more steps than positions the last ones are 0.
+    Returns how many positions each step unmasks, the larger counts first. They add up to
+    `block_length`. If there are more steps than positions, the last counts are 0.
     """
     count, rest = divmod(block_length, num_steps)
     return tuple(count + (step < rest) for step in range(num_steps))
@@ -46,15 +49,19 @@ def unmask(
     counts: Tensor | None = None,
     threshold: float | None = None,
 ) -> Tensor:
-    """The positions of B blocks that this step unmasks: [B, L] bool, of a row without masked none.
+    """Choose the positions of B blocks that this step unmasks.
 
     Args:
-        masked: [B, L] bool, L at most MAX_BLOCK_LENGTH.
-        confidence: [B, L] float32, probabilities of the drawn tokens; NaN counts as less than any.
-            None for `SEQUENTIAL`; anything where a position is not masked.
-        counts: [B] int32 or int64, the n of `SEQUENTIAL` and `LOW_CONFIDENCE_STATIC`, more than are
-            masked to unmask them all; else None.
-        threshold: at least 0, of `LOW_CONFIDENCE_DYNAMIC`, rounded to float32; else None.
+        rule: how to choose.
+        masked: [B, L] bool, the positions that are still masked; L is at most MAX_BLOCK_LENGTH.
+        confidence: [B, L] float32, the probabilities of the drawn tokens. A NaN ranks below every
+            probability. Positions that are not masked may hold anything. None for `SEQUENTIAL`.
+        counts: [B] int32 or int64, the n of `SEQUENTIAL` and `LOW_CONFIDENCE_STATIC`. If n is more
+            than are masked, all are unmasked. None for `LOW_CONFIDENCE_DYNAMIC`.
+        threshold: at least 0, rounded to float32, for `LOW_CONFIDENCE_DYNAMIC`; otherwise None.
+
+    Returns:
+        [B, L] bool. A row in which nothing is masked has no chosen position.
     """
     run = unmask_triton if masked.is_cuda else unmask_reference
     return run(rule, masked, confidence, counts, threshold)
@@ -88,7 +95,10 @@ def unmask_triton(
     counts: Tensor | None = None,
     threshold: float | None = None,
 ) -> Tensor:
-    """`unmask` in one launch: a program per row, where each position counts those before it."""
+    """`unmask` in one launch, with one program per row.
+
+    The rank of a position is the number of positions that come before it by confidence.
+    """
     _check(rule, masked, confidence, counts, threshold)
     rows, length = masked.shape
     assert masked.is_contiguous() and (confidence is None or confidence.is_contiguous())
@@ -128,30 +138,34 @@ def _unmask(
     LENGTH: tl.constexpr, WIDTH: tl.constexpr, BY_CONFIDENCE: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, WIDTH)
-    masked, keys = _load_keys(masked_ptr, confidence_ptr, row, place, LENGTH, BY_CONFIDENCE)
-    # The same once more, along the other axis.
+    position = tl.arange(0, WIDTH)
+    masked, keys = _load_keys(masked_ptr, confidence_ptr, row, position, LENGTH, BY_CONFIDENCE)
+    # The keys are loaded again along the other axis, to compare every pair of positions.
     other = tl.arange(0, WIDTH)[None, :]
     _, rivals = _load_keys(masked_ptr, confidence_ptr, row, other, LENGTH, BY_CONFIDENCE)
     mine = keys[:, None]
-    ahead = (rivals > mine) | ((rivals == mine) & (other < place[:, None]))
+    ahead = (rivals > mine) | ((rivals == mine) & (other < position[:, None]))
     ranks = tl.sum(ahead.to(tl.int32), axis=1)
     if COUNTED:
         chosen = ranks < tl.load(counts_ptr + row)
     else:
         chosen = (ranks < 1) | (keys > threshold)
-    tl.store(out_ptr + row * LENGTH + place, masked & chosen, mask=place < LENGTH)
+    tl.store(out_ptr + row * LENGTH + position, masked & chosen, mask=position < LENGTH)
 
 
 @triton.jit
 def _load_keys(
-    masked_ptr, confidence_ptr, row, place, LENGTH: tl.constexpr, BY_CONFIDENCE: tl.constexpr
+    masked_ptr, confidence_ptr, row, position, LENGTH: tl.constexpr, BY_CONFIDENCE: tl.constexpr
 ):  # fmt: skip
-    """Whether places are masked, and the keys that rank them: -1 for NaN, -2 if not masked."""
-    here = place < LENGTH
-    masked = tl.load(masked_ptr + row * LENGTH + place, mask=here, other=0) != 0
-    keys = tl.zeros_like(place).to(tl.float32)
+    """Load which positions of a block are masked, and the keys that rank them.
+
+    The key is the confidence, or 0 for every position without BY_CONFIDENCE; it is -1 for NaN, and
+    -2 for a position that is not masked.
+    """
+    here = position < LENGTH
+    masked = tl.load(masked_ptr + row * LENGTH + position, mask=here, other=0) != 0
+    keys = tl.zeros_like(position).to(tl.float32)
     if BY_CONFIDENCE:
-        keys = tl.load(confidence_ptr + row * LENGTH + place, mask=masked, other=0.0)
+        keys = tl.load(confidence_ptr + row * LENGTH + position, mask=masked, other=0.0)
         keys = tl.where(keys == keys, keys, -1.0)
     return masked, tl.where(masked, keys, -2.0)

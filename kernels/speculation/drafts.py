@@ -1,5 +1,6 @@
-"""The bookkeeping of speculative decoding, a launch for each part: on a small model a step takes
-the device less than the host needs for the launches of some dozens of small operations.
+"""The bookkeeping of speculative decoding, in one launch for each of its parts. Written as dozens
+of small operations it would keep the host busy for longer than the device needs for a step of a
+small model.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -12,23 +13,25 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 128
+"""How many rows a program of each kernel works on."""
 
 
 def place_drafts(
     newest: Tensor, drafts: Tensor, counts: Tensor, positions: Tensor, limits: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the next forward of B rows reads: each row's newest token, then its k drafts.
+    """What the next forward of B rows reads: of each row its newest token and then its k drafts.
 
     Args:
-        newest: [B] int64, tokens.
+        newest: [B] int64, the newest tokens.
         drafts: [B, k] int64.
-        counts: [B] int32, how many of them count.
-        positions: [B] int64, of the newest tokens.
-        limits: [B] int64, the last position that a row can have; later ones become it.
+        counts: [B] int32, how many drafts each row has. What a row has beyond them is read, too,
+            but its results are not used.
+        positions: [B] int64, the positions of the newest tokens.
+        limits: [B] int64, the last position that each row can have. Greater positions become it.
 
     Returns:
-        input_ids and positions, [B · (k + 1)] int64 each, and counts [B] int32 without the drafts
-        that no token could follow any more.
+        input_ids and positions, [B · (k + 1)] int64 each, and counts [B] int32, which leave out
+        drafts behind which the row has no room for another token.
     """
     run = place_drafts_triton if newest.is_cuda else place_drafts_reference
     return run(newest, drafts, counts, positions, limits)
@@ -63,17 +66,20 @@ def place_drafts_triton(
 def accept_drafts(
     token_ids: Tensor, valid: Tensor, drafts: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """How many of the sampled tokens follow drafts that were sampled too.
+    """How many of the sampled tokens each row keeps: a token is kept if each draft before it is the
+    token that was sampled in its place.
 
     Args:
-        token_ids: [B · (k + 1)] int64 or any shape of as many, sampled after each run of drafts.
-        valid: as many int32, 0 where the logits were not numbers.
+        token_ids: int64 of B · (k + 1) elements in any shape, the tokens that were sampled after no
+            draft, after the first, and so on.
+        valid: int32, as many elements, 0 where the logits held NaN or +inf or excluded every token.
         drafts: [B, k] int64.
-        counts: [B] int32, how many of them count.
+        counts: [B] int32, how many drafts each row has.
 
     Returns:
-        num_tokens [B] int32: the drafts that held and one more, fewer where a sampled token among
-        them is not valid; failed [B] bool: where that is so.
+        num_tokens [B] int32: the number of drafts that held, plus one for the token after them, or
+        fewer if one of these tokens is not valid: then those before it. failed [B] bool: whether
+        one is not valid.
     """
     run = accept_drafts_triton if drafts.is_cuda else accept_drafts_reference
     return run(token_ids, valid, drafts, counts)
@@ -109,13 +115,18 @@ def accept_drafts_triton(
 def advance(
     token_ids: Tensor, num_tokens: Tensor, positions: Tensor, limits: Tensor, steps: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """B rows after a step: the newest token of each, its position, and one step more.
+    """The state of B rows after a step.
 
     Args:
-        token_ids: [B, W] int64.
-        num_tokens: [B] int32, how many of them the row keeps; a row of none gets its first.
-        positions, limits: [B] int64, as for `place_drafts`, before the step.
-        steps: [B] int32.
+        token_ids: [B, W] int64, the tokens of the step.
+        num_tokens: [B] int32, how many of them each row keeps. If a row keeps none, its newest
+            token becomes the first of them, at the position of the old one.
+        positions: [B] int64, the positions of the newest tokens before the step.
+        limits: [B] int64, the last position that each row can have.
+        steps: [B] int32, how many steps each row has had.
+
+    Returns:
+        the newest tokens [B] int64, their positions [B] int64, at most the limits, and steps + 1.
     """
     run = advance_triton if token_ids.is_cuda else advance_reference
     return run(token_ids, num_tokens, positions, limits, steps)
@@ -150,6 +161,7 @@ def _place(
     newest, drafts, counts, positions, limits, input_ids, ahead, kept, num_rows,
     K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """`place_drafts` for `ROWS` rows, one in each lane."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < num_rows
     position = tl.load(positions + row, mask=mask, other=0)
@@ -171,6 +183,7 @@ def _accept(
     token_ids, valid, drafts, counts, num_tokens, failed, num_rows, draft_stride,
     K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """`accept_drafts` for `ROWS` rows, one in each lane."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < num_rows
     count = tl.load(counts + row, mask=mask, other=0)
@@ -194,6 +207,7 @@ def _advance(
     token_ids, num_tokens, positions, limits, steps, newest, moved, counted, num_rows,
     token_stride, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """`advance` for `ROWS` rows, one in each lane."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < num_rows
     count = tl.load(num_tokens + row, mask=mask, other=0)

@@ -1,60 +1,56 @@
-"""The operations of `kernels.ngram` in one launch each; rows or tokens are lanes of a program."""
+"""The operations of `NgramIndex` in Triton, one launch each."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from batchgen.kernels.speculation.ngram import NgramIndex
-
-EXTEND = 0x2545F4914F6CDD1D
-FINISH = 0x369DEA0F31A53F85
-"""Multipliers of the hash (those of xorshift64* and of L'Ecuyer 1999), odd and below 2⁶³."""
+from batchgen.kernels.speculation.ngram_table import EXTEND, FINISH, NgramTable
 
 _EXTEND = tl.constexpr(EXTEND)
 _FINISH = tl.constexpr(FINISH)
 _TOKENS = 128
+"""How many tokens a program of `_append` stores."""
 _SIZES = ["width", "stride", "num_tokens", "max_len", "bucket_mask", "last_stamp"]
-_INPUTS = ["slots_ptr", "starts_ptr", "ids_ptr", "counts_ptr"]
-"""May be parts of larger tensors: neither their alignment nor a size makes Triton compile anew."""
+"""Arguments whose values must not make Triton compile a kernel again."""
+_INPUTS = ["places_ptr", "starts_ptr", "ids_ptr", "counts_ptr"]
+"""Arguments whose alignment must not, because they may be parts of larger tensors."""
 
 
 def append(
-    index: NgramIndex, slots: Tensor, starts: Tensor, token_ids: Tensor, counts: Tensor
+    table: NgramTable, places: Tensor, starts: Tensor, token_ids: Tensor, counts: Tensor
 ) -> None:
-    """`NgramIndex.append` in one launch: a lane per token."""
+    """`NgramIndex.append` in one launch. Each token has a lane of a program."""
     rows, width = token_ids.shape
-    assert slots.is_contiguous() and starts.is_contiguous() and counts.is_contiguous()
+    assert places.is_contiguous() and starts.is_contiguous() and counts.is_contiguous()
     assert token_ids.stride(1) == 1 or width == 1
     assert rows * width < 2**31 - _TOKENS
     if rows * width:
         _append[(triton.cdiv(rows * width, _TOKENS),)](
-            index.tokens, index.lengths, index.entries, index.clock, slots, starts, token_ids,
-            counts, rows * width, width, token_ids.stride(0), index.tokens.shape[1],
-            len(index.entries) - 1, index.last_stamp, MIN_N=index.min_n, MAX_N=index.max_n,
-            POOL=index.pool, POSITION_BITS=index.position_bits, SLOT_BITS=index.slot_bits,
+            table.tokens, table.lengths, table.entries, table.clock, places, starts, token_ids,
+            counts, rows * width, width, token_ids.stride(0), table.tokens.shape[1],
+            len(table.entries) - 1, table.last_stamp, MIN_N=table.min_n, MAX_N=table.max_n,
+            POOL=table.pool, POSITION_BITS=table.position_bits, PLACE_BITS=table.place_bits,
             BLOCK=_TOKENS, num_warps=4,
         )  # fmt: skip
 
 
-def propose(index: NgramIndex, slots: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`NgramIndex.propose` in one launch: a program per row, a lane per key, no load in turn."""
-    assert slots.is_contiguous() and k > 0
-    rows, keys = len(slots), (index.max_n - index.min_n + 1) * (1 + index.pool)
-    drafts = torch.empty((rows, k), dtype=torch.int64, device=slots.device)
-    num_drafts = torch.empty(rows, dtype=torch.int32, device=slots.device)
+def propose(table: NgramTable, places: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`NgramIndex.propose` in one launch. Each row has a program and each key a lane of it, so no
+    key waits for another one's loads."""
+    assert places.is_contiguous() and k > 0
+    rows, keys = len(places), (table.max_n - table.min_n + 1) * (1 + table.pool)
+    drafts = torch.empty((rows, k), dtype=torch.int64, device=places.device)
+    num_drafts = torch.empty(rows, dtype=torch.int32, device=places.device)
     if rows:
         _propose[(rows,)](
-            index.tokens, index.lengths, index.entries, slots, drafts, num_drafts,
-            index.tokens.shape[1], len(index.entries) - 1, K=k, K_BLOCK=triton.next_power_of_2(k),
-            MIN_N=index.min_n, MAX_N=index.max_n, POOL=index.pool,
-            POSITION_BITS=index.position_bits, SLOT_BITS=index.slot_bits,
-            KEYS=triton.next_power_of_2(keys), BACK=triton.next_power_of_2(index.max_n),
+            table.tokens, table.lengths, table.entries, places, drafts, num_drafts,
+            table.tokens.shape[1], len(table.entries) - 1, K=k, K_BLOCK=triton.next_power_of_2(k),
+            MIN_N=table.min_n, MAX_N=table.max_n, POOL=table.pool,
+            POSITION_BITS=table.position_bits, PLACE_BITS=table.place_bits,
+            KEYS=triton.next_power_of_2(keys), BACK=triton.next_power_of_2(table.max_n),
             num_warps=1,
         )  # fmt: skip
     return drafts, num_drafts
@@ -62,20 +58,22 @@ def propose(index: NgramIndex, slots: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _extend(state, token):
-    """The hash of an n-gram, from that of its last n - 1 tokens and the token before them."""
+    """The hash of an n-gram, from the hash of its last n - 1 tokens and the token before them."""
     state = (state + token + 1) * _EXTEND
     return state ^ ((state >> 33) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _bucket(state, salt, n, bucket_mask):
+    """The index into `entries` of an n-gram with this hash. The salt is 1 + place for the row's own
+    key, and 0 for the key that all rows share."""
     state = (state + (salt * 16 + n)) * _FINISH
     return (state ^ ((state >> 33) & 0x7FFFFFFF)) & bucket_mask
 
 
 @triton.jit
 def _take_stamp(clock_ptr, last_stamp):
-    """The number of this launch, which the program that is last to read it raises for the next."""
+    """The stamp of this launch. The program that reads the clock last raises it for the next."""
     stamp = tl.load(clock_ptr)
     tl.debug_barrier()
     if tl.atomic_add(clock_ptr + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
@@ -86,28 +84,29 @@ def _take_stamp(clock_ptr, last_stamp):
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_INPUTS)
 def _append(
-    tokens_ptr, lengths_ptr, entries_ptr, clock_ptr, slots_ptr, starts_ptr, ids_ptr, counts_ptr,
+    tokens_ptr, lengths_ptr, entries_ptr, clock_ptr, places_ptr, starts_ptr, ids_ptr, counts_ptr,
     num_tokens, width, stride, max_len, bucket_mask, last_stamp,
     MIN_N: tl.constexpr, MAX_N: tl.constexpr, POOL: tl.constexpr, POSITION_BITS: tl.constexpr,
-    SLOT_BITS: tl.constexpr, BLOCK: tl.constexpr,
+    PLACE_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reads of `tokens` stay below the rows' starts: what stands there no program writes."""
+    """A program stores `BLOCK` tokens and their n-grams. The tokens that it reads from `tokens_ptr`
+    stand before the start of their row, where no program of the launch writes."""
     stamp = _take_stamp(clock_ptr, last_stamp)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, step = lane // width, lane % width
     inside = lane < num_tokens
-    slot = tl.load(slots_ptr + row, mask=inside, other=0)
+    place = tl.load(places_ptr + row, mask=inside, other=0)
     start = tl.load(starts_ptr + row, mask=inside, other=0)
     count = tl.load(counts_ptr + row, mask=inside, other=0).to(tl.int64)
     count = tl.minimum(count, max_len - start)
     new = inside & (step < count)
     position = start + step
     source = ids_ptr + row.to(tl.int64) * stride + step
-    target = tokens_ptr + slot * max_len + position
+    target = tokens_ptr + place * max_len + position
     tl.store(target, tl.load(source, mask=new, other=0).to(tl.int32), mask=new)
-    tl.store(lengths_ptr + slot, (start + count).to(tl.int32), mask=new & (step == 0))
+    tl.store(lengths_ptr + place, (start + count).to(tl.int32), mask=new & (step == 0))
 
-    packed = (((stamp << SLOT_BITS) | slot) << POSITION_BITS) | position
+    packed = (((stamp << PLACE_BITS) | place) << POSITION_BITS) | position
     state = tl.zeros((BLOCK,), tl.int64)
     for n in tl.static_range(1, MAX_N + 1):
         known = new & (position >= n)
@@ -115,25 +114,26 @@ def _append(
         older = tl.load(target - n, mask=known & (step < n), other=0).to(tl.int64)
         state = _extend(state, tl.where(step >= n, token, older))
         if n >= MIN_N:
-            own = _bucket(state, slot + 1, n, bucket_mask)
+            own = _bucket(state, place + 1, n, bucket_mask)
             tl.atomic_max(entries_ptr + own, packed, mask=known, sem="relaxed")
             if POOL:
-                shared = _bucket(state, tl.zeros_like(slot), n, bucket_mask)
+                shared = _bucket(state, tl.zeros_like(place), n, bucket_mask)
                 tl.atomic_max(entries_ptr + shared, packed, mask=known, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_INPUTS)
 def _propose(
-    tokens_ptr, lengths_ptr, entries_ptr, slots_ptr, drafts_ptr, num_drafts_ptr, max_len,
+    tokens_ptr, lengths_ptr, entries_ptr, places_ptr, drafts_ptr, num_drafts_ptr, max_len,
     bucket_mask, K: tl.constexpr, K_BLOCK: tl.constexpr, MIN_N: tl.constexpr, MAX_N: tl.constexpr,
-    POOL: tl.constexpr, POSITION_BITS: tl.constexpr, SLOT_BITS: tl.constexpr, KEYS: tl.constexpr,
+    POOL: tl.constexpr, POSITION_BITS: tl.constexpr, PLACE_BITS: tl.constexpr, KEYS: tl.constexpr,
     BACK: tl.constexpr,
 ):  # fmt: skip
-    """Keys in order of preference: n falls, and of two keys of one n the slot's own comes first."""
+    """A program makes the drafts of one row. Its lanes are the keys, the preferred one first: n
+    falls, and of two keys of one n the row's own comes first."""
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    length = tl.load(lengths_ptr + slot)
-    end = tokens_ptr + slot * max_len + length
+    place = tl.load(places_ptr + row)
+    length = tl.load(lengths_ptr + place)
+    end = tokens_ptr + place * max_len + length
     key = tl.arange(0, KEYS)
     n = MAX_N - key // (1 + POOL)
     own = key % (1 + POOL) == 0
@@ -142,18 +142,18 @@ def _propose(
     for back in tl.static_range(1, MAX_N + 1):
         state = _extend(state, tl.load(end - back, mask=length >= back, other=0).to(tl.int64))
         ngram = tl.where(n == back, state, ngram)
-    bucket = _bucket(ngram, tl.where(own, slot + 1, 0), n, bucket_mask)
+    bucket = _bucket(ngram, tl.where(own, place + 1, 0), n, bucket_mask)
     known = (n >= MIN_N) & (n <= length)
     entry = tl.load(entries_ptr + bucket, mask=known, other=0)
 
     position = (entry & ((1 << POSITION_BITS) - 1)).to(tl.int32)
-    source = (entry >> POSITION_BITS) & ((1 << SLOT_BITS) - 1)
-    inside = known & (position >= n) & ((source == slot) | (own == 0))
+    source = (entry >> POSITION_BITS) & ((1 << PLACE_BITS) - 1)
+    inside = known & (position >= n) & ((source == place) | (own == 0))
     rest = tl.load(lengths_ptr + source, mask=inside, other=0) - position
-    place = tokens_ptr + source * max_len + position
+    found = tokens_ptr + source * max_len + position
     back = 1 + tl.arange(0, BACK)[None, :]
     compared = inside[:, None] & (back <= n[:, None])
-    theirs = tl.load(place[:, None] - back, mask=compared, other=0)
+    theirs = tl.load(found[:, None] - back, mask=compared, other=0)
     ours = tl.load(end - back, mask=back <= length, other=0)
     different = tl.sum((compared & (theirs != ours)).to(tl.int32), axis=1)
     holds = inside & (rest > 0) & (different == 0)
@@ -162,7 +162,7 @@ def _propose(
     source = tl.sum(tl.where(key == best, source, 0), axis=0)
     position = tl.sum(tl.where(key == best, position, 0), axis=0)
     rest = tl.sum(tl.where(key == best, rest, 0), axis=0)  # 0: nothing found
-    num_drafts = tl.where((rest > 0) & (source == slot), K, tl.minimum(rest, K))
+    num_drafts = tl.where((rest > 0) & (source == place), K, tl.minimum(rest, K))
     tl.store(num_drafts_ptr + row, num_drafts)
     ahead = tl.arange(0, K_BLOCK)
     start = tokens_ptr + source * max_len + position

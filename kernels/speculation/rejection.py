@@ -1,10 +1,13 @@
 """Speculative sampling by rejection (Leviathan et al. 2023; Chen et al. 2023).
 
-A draft from q is accepted with probability min(1, p / q); the first that is not is replaced by a
-draw from (p - q)+, and if all are accepted a bonus token follows. The tokens then have exactly the
-law of p, whatever q is. All random numbers are keyed by the absolute position of the token they
-decide (`kernels.philox`): what a row yields does not depend on its batch mates, and the numbers at
-positions that a step drafted in vain are as good as new.
+A draft that was drawn from the law q is accepted with probability min(1, p / q), where p is the law
+of the model. The first draft that is not accepted is replaced by a draw from (p - q)+, the positive
+part of p - q, normalised. If all are accepted, one more token is drawn, the bonus. The tokens then
+have exactly the law p, whatever q is.
+
+All random numbers are keyed by the absolute position of the token that they decide (`philox`). So
+what a row yields does not depend on the other rows of its batch. Numbers at positions that a step
+drafted in vain were not used for any token that was kept, so they can be used again.
 
 On CUDA the functions run the Triton kernels of `rejection_triton`.
 """
@@ -27,10 +30,11 @@ class Verified(NamedTuple):
     """What `verify` returns for B rows of up to k drafts.
 
     Attributes:
-        num_tokens: [B] int32, accepted drafts + 1; 0 for failed rows.
-        token_ids: [B, k + 1] int64; undefined from num_tokens on, but always in the vocabulary.
-        failed: [B] bool: the logits at one of the positions up to the row's last token hold NaN or
-            +inf, or exclude every token. No draft is accepted on such logits.
+        num_tokens: [B] int32, the number of accepted drafts plus one; 0 for rows that failed.
+        token_ids: [B, k + 1] int64, the accepted drafts and the token after them. Undefined from
+            num_tokens on, but always in the vocabulary.
+        failed: [B] bool, whether the logits at one of the row's positions up to its last token hold
+            NaN or +inf, or exclude every token. No draft is accepted on such logits.
     """
 
     num_tokens: Tensor
@@ -47,23 +51,24 @@ def verify(
     positions: Tensor,
     greedy: Tensor,
 ) -> Verified:
-    """Accept a prefix of each row's drafts and draw the token that follows it.
+    """Accept the first drafts of each row, as many as hold, and draw the token that follows them.
 
-    p = softmax(logits). A random row accepts a draft if u · q(draft) < p(draft), u uniform in
-    (0, 1); after the first rejection it draws from (p - q)+, or from p if rounding left nothing of
-    that; after no rejection it makes the draw of `sampling.sample`, to the bit. A greedy row
-    accepts the argmax, of equal logits the lowest id, and ends with it. No excluded token is
-    accepted or drawn.
+    p is softmax(logits). A row that is not greedy accepts a draft if u · q(draft) < p(draft), where
+    u is uniform in (0, 1). After the first rejection it draws from (p - q)+, or from p if rounding
+    left nothing of that. After no rejection it makes the draw of `sampling.sample`, to the bit. A
+    greedy row accepts drafts that are the argmax (of equal logits the lowest id), and ends with the
+    argmax. Excluded tokens (logit -inf) are neither accepted nor drawn.
 
     Args:
-        logits: [B · (k + 1), V] float32, final; row b · (k + 1) + j is what the model gave for the
-            token after j drafts. Rows past j = num_drafts are not read.
-        drafts: [B, k] int64 in the vocabulary; past num_drafts, anything.
+        logits: [B · (k + 1), V] float32, with all sampling options applied. Row b · (k + 1) + j is
+            what the model gave for the token after j drafts of row b. Rows with j > num_drafts are
+            not read.
+        drafts: [B, k] int64 in the vocabulary. Anything beyond num_drafts.
         num_drafts: [B] int32 in [0, k].
-        draft_probs: [B, k, V] float32, the law q that each draft was drawn from; past num_drafts,
-            anything. None if q is a point mass at the draft. Greedy rows ignore q.
+        draft_probs: [B, k, V] float32, the law q that each draft was drawn from. Anything beyond
+            num_drafts. None if q is a point mass at the draft. Greedy rows ignore q.
         seeds: [B] int64.
-        positions: [B] int64, absolute position of the token at j = 0.
+        positions: [B] int64, the absolute position of the token at j = 0.
         greedy: [B] bool.
     """
     if logits.is_cuda:
@@ -105,7 +110,8 @@ def _accepts(
     positions: Tensor,
     greedy: Tensor,
 ) -> Tensor:
-    """[R] bool: is the draft of each row accepted; logits and q [R, V], the rest [R]."""
+    """[R] bool, whether the draft of each row is accepted. `logits` and `q` are [R, V], all others
+    [R]."""
     columns = drafts.unsqueeze(1)
     threshold = uniform(philox(seeds, positions, 0, Stream.ACCEPT, 1))
     if q is not None:
@@ -118,7 +124,8 @@ def _accepts(
 def _recover(
     logits: Tensor, drafts: Tensor, q: Tensor | None, seeds: Tensor, positions: Tensor
 ) -> Tensor:
-    """[R] int64: a draw from (p - q)+ by the Gumbel maximum, or from p where that is all zero."""
+    """[R] int64, a draw from (p - q)+ by the Gumbel-max trick, or from p where (p - q)+ is zero
+    everywhere."""
     noise = gumbel_noise(philox(seeds, positions, 0, Stream.RECOVER, logits.shape[1]))
     plain = logits + noise
     if q is None:
@@ -132,17 +139,17 @@ def _recover(
 def draw_drafts(
     logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A proposer's draw of one draft per row, and the law q that `verify` has to know.
+    """Draw one draft for each row, as a proposer does, and tell the law q that `verify` must know.
 
     Args:
-        logits: [B, V] float32 of the draft model, final.
+        logits: [B, V] float32 of the draft model, with all sampling options applied.
         seeds: [B] int64.
-        positions: [B] int64, absolute position of the draft.
-        greedy: [B] bool, rows that take the argmax.
+        positions: [B] int64, the absolute position of the draft.
+        greedy: [B] bool, whether a row takes the argmax.
 
     Returns:
-        Drafts [B] int64, and q [B, V] float32: softmax(logits), or a point mass at the draft for
-        greedy rows and for those that hold NaN or +inf or exclude every token.
+        the drafts [B] int64, and q [B, V] float32. q is softmax(logits), or a point mass at the
+        draft for greedy rows and for rows whose logits hold NaN or +inf or exclude every token.
     """
     if logits.is_cuda:
         return rejection_triton.draw_drafts(logits, seeds, positions, greedy)

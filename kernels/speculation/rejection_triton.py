@@ -1,9 +1,11 @@
-"""Speculative sampling by rejection in three launches, each over (row, chunk of the vocabulary).
+"""Speculative sampling by rejection in three launches.
 
-The first reduces every chunk of logits that a draft or a bonus token stands at. In the second each
-program joins those chunks to learn where its row stops (the same few hundred numbers for all of a
-row's programs: cheaper than a launch), then draws within its chunk at that one position. The third
-joins the chunks' winners. Chunks are fixed, so that a row's bits do not depend on the batch.
+The vocabulary is cut into chunks of a fixed size, so that the bits of a row do not depend on its
+batch. The first launch has a program for each row of logits that is needed and each chunk, and
+reduces the chunk. The second has a program for each row of the batch and each chunk. It joins the
+reduced chunks to learn at which draft its row stops, and then draws within its own chunk there. All
+programs of a row compute that stop from the same few hundred numbers, which is cheaper than a
+launch. The third has a program for each row of the batch, which takes the best of its chunks.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from batchgen.kernels.sampling.sampling_triton import (
 )
 
 _ROW_ARGUMENTS = [*ROW_ARGUMENTS, "num_drafts_ptr", "drafts_ptr", "sums_ptr"]
-"""The sums are the second plane of a tensor: their alignment changes with the batch, too."""
+"""Arguments whose alignment must not make Triton compile a kernel again. The sums are the second
+plane of a tensor, so their alignment changes with the batch."""
 _CHUNK = 4096
+"""How many columns of the vocabulary make a chunk."""
 _SAMPLE = tl.constexpr(int(Stream.SAMPLE))
 _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 _RECOVER = tl.constexpr(int(Stream.RECOVER))
@@ -41,9 +45,9 @@ def verify(
     positions: Tensor,
     greedy: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernels.rejection.verify`: its num_tokens, token_ids and failed.
+    """`rejection.verify` on CUDA. Returns its num_tokens, token_ids and failed.
 
-    Positions past a row's drafts are not read, nor q but at a draft and where one was rejected.
+    Of q it reads the probabilities of the drafts, and all of them where a draft is rejected.
     """
     batch, k = drafts.shape
     width, vocab = k + 1, logits.shape[1]
@@ -79,7 +83,7 @@ def verify(
 def draw_drafts(
     logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.rejection.draw_drafts`: the ordinary draw, then one pass that writes q."""
+    """`rejection.draw_drafts` on CUDA: the ordinary draw, and then a launch that writes q."""
     rows, vocab = logits.shape
     ones = torch.ones_like(seeds, dtype=torch.float32)
     drawn = draw(logits, logits, ones, None, seeds, positions, greedy, greedy, Stream.DRAFT)
@@ -96,15 +100,16 @@ def _reduce_chunk(
     logits_ptr, num_drafts_ptr, tops_ptr, sums_ptr, highest_ptr, stride, vocab, width,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's maximum, its column, and the sum of the exponentials below that maximum."""
-    place = tl.program_id(0).to(tl.int64)
-    if place % width <= tl.load(num_drafts_ptr + place // width):
+    """Reduce one chunk of one row of logits to its maximum, the first column that has it, and the
+    sum of exp(logit - maximum)."""
+    logits_row = tl.program_id(0).to(tl.int64)
+    if logits_row % width <= tl.load(num_drafts_ptr + logits_row // width):
         chunk = tl.program_id(1)
         columns = chunk * CHUNK + tl.arange(0, CHUNK)
-        logits = load_logits(logits_ptr + place * stride, columns, vocab)
+        logits = load_logits(logits_ptr + logits_row * stride, columns, vocab)
         top = tl.max(logits, axis=0)
         shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-        out = place * tl.num_programs(1) + chunk
+        out = logits_row * tl.num_programs(1) + chunk
         tl.store(tops_ptr + out, top)
         tl.store(sums_ptr + out, tl.sum(tl.exp(logits - shift), axis=0))
         column = tl.min(tl.where(logits == top, columns, vocab - 1), axis=0)
@@ -117,12 +122,13 @@ def _accept(
     stride, vocab, width, count, row, chunks,
     PROBS: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """How many drafts a row accepts, and [WIDTH] each: drafts, argmax, maximum, sum of exp."""
+    """How many drafts a row accepts. Also, for each number of drafts before it, [WIDTH]: the next
+    draft, and the argmax, the maximum and the sum of exp(logit - maximum) of the logits there."""
     step = tl.arange(0, WIDTH)
     chunk = tl.arange(0, CHUNKS)
-    places = row * width + step
+    logits_rows = row * width + step
     here = (step[:, None] <= count) & (chunk[None, :] < chunks)
-    index = places[:, None] * chunks + chunk[None, :]
+    index = logits_rows[:, None] * chunks + chunk[None, :]
     chunk_tops = tl.load(tops_ptr + index, mask=here, other=-float("inf"))
     chunk_sums = tl.load(sums_ptr + index, mask=here, other=0.0)
     columns = tl.load(highest_ptr + index, mask=here, other=0)
@@ -135,7 +141,7 @@ def _accept(
 
     drafted = step < count
     drafts = tl.load(drafts_ptr + step, mask=drafted, other=0)
-    logit = tl.load(logits_ptr + places * stride + drafts, mask=drafted, other=-float("inf"))
+    logit = tl.load(logits_ptr + logits_rows * stride + drafts, mask=drafted, other=-float("inf"))
     p = tl.exp(logit - shift) / total
     words = philox_words(seed, position + step, tl.zeros_like(step), _ACCEPT)
     threshold = uniform(words[0])
@@ -156,10 +162,12 @@ def _draw_chunk(
     PROBS: tl.constexpr, NVIDIA: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Where a row stops, and the best tokens of a chunk there: one of (p - q)+, one of p.
+    """Find where a row stops, and draw from one chunk there: the best token by (p - q)+ and the
+    best by p, with the same noise.
 
-    Both come from the same noise. The first has score -inf where no token is left, as for a bonus.
-    The program of chunk 0 writes all that is known by now.
+    The score of the first is -inf if (p - q)+ is zero in the whole chunk, and if the row stops
+    because all drafts were accepted. The program of chunk 0 also writes the accepted drafts, the
+    token of a greedy row, num_tokens and failed.
     """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -188,11 +196,11 @@ def _draw_chunk(
     best_plain = best
     winner = tl.full((), 0, tl.int32)
     winner_plain = winner
-    place = row * width + stop
-    kept = tl.load(tops_ptr + place * chunks + chunk) > -float("inf")
+    logits_row = row * width + stop
+    kept = tl.load(tops_ptr + logits_row * chunks + chunk) > -float("inf")
     if kept & (greedy == 0) & (failed == 0):
         rejected = stop < count
-        logits = load_logits(logits_ptr + place * stride, columns, vocab)
+        logits = load_logits(logits_ptr + logits_row * stride, columns, vocab)
         stream = tl.where(rejected, _RECOVER, _SAMPLE).to(tl.uint32)
         noise = chunk_noise(seed, position + stop, chunk * CHUNK, stream, CHUNK, NVIDIA)
         plain = logits + noise
@@ -225,7 +233,8 @@ def _join_chunks(
     greedy_ptr, scores_ptr, winners_ptr, num_tokens_ptr, token_ids_ptr, vocab, width, batch,
     chunks, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The last token of a random row: the best of (p - q)+, or of p if nothing is left of that."""
+    """Write the last token of a row that is not greedy: the best of all chunks by (p - q)+, or by p
+    if (p - q)+ is zero everywhere."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(num_tokens_ptr + row)
     if (tl.load(greedy_ptr + row) == 0) & (count > 0):
@@ -247,7 +256,9 @@ def _write_probs(
     logits_ptr, token_ids_ptr, logprobs_ptr, failed_ptr, greedy_ptr, probs_ptr, stride, vocab,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities relative to that of the token drawn, or 1 for it and 0 for all others."""
+    """Write one chunk of q. It is computed from the probability of the token that was drawn and the
+    differences of the logits from its logit. For greedy rows and for rows that failed, q is 1 at
+    that token and 0 elsewhere."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     token = tl.load(token_ids_ptr + row)

@@ -1,6 +1,6 @@
-"""Times the attention kernels against the bandwidth of a copy measured in the same run.
+"""Time the attention kernels beside the bandwidth of a copy, measured in the same run.
 
-    python scripts/bench/bench_attention.py --section decode|prefill|all [--sweep]
+    python scripts/bench/bench_attention.py [--section decode] [--sweep]
     python scripts/bench/bench_attention.py --section decode --width 4
     python scripts/bench/bench_attention.py --section decode --block-length 32
 
@@ -43,13 +43,17 @@ HEAD_DIM = 128
 BLOCK_SIZE = 16
 DTYPE = torch.bfloat16
 _CACHE_BYTES = 512 * 2**20
-"""At least this much of KV is gone through before any is read again: many times the L2."""
+"""Bytes of keys and values that are read before any of them is read again: many times the size of
+a GPU's L2 cache."""
 _REPLAYS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """Of a decoding row: its last `width` tokens, which see each other in blocks."""
+    """The queries of a decoding row: those of its last `width` tokens.
+
+    Tokens in the same block of `block_length` positions see each other.
+    """
 
     width: int = 1
     block_length: int = 1
@@ -61,8 +65,10 @@ class Queries:
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """Contexts of `batch` rows: all `context` tokens, or spread evenly over 100 to 2048 (mixed)
-    so that their mean is `context`."""
+    """The contexts of `batch` rows, in tokens.
+
+    All are `context`; if `mixed`, they are spread over 100 to 2048 with the mean `context`.
+    """
 
     batch: int
     context: int
@@ -96,7 +102,11 @@ DECODE_SHAPES = [
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """Caches of one shape with different contents, used in turn: one alone may fit in L2."""
+    """What a decode step reads.
+
+    There are several caches of the same shape, which are read in turn, since one alone may fit in
+    the GPU's L2 cache. `kv_bytes` are the bytes of keys and values that one of them gives.
+    """
 
     q: Tensor
     caches: list[KVCache]
@@ -107,7 +117,10 @@ class DecodeInputs:
 
 
 def graph_time(launch: Callable[[], object], per_graph: int = 1) -> float:
-    """Median microseconds of one of the `per_graph` equal pieces of work that `launch` does."""
+    """Capture `launch` in a CUDA graph and return its median time over replays, in microseconds.
+
+    `launch` does `per_graph` equal pieces of work; the time is that of one of them.
+    """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         launch()  # compiles
@@ -131,7 +144,7 @@ def graph_time(launch: Callable[[], object], per_graph: int = 1) -> float:
 
 
 def copy_bandwidth() -> float:
-    """GB/s that a copy of 2 GiB reads and writes."""
+    """Return the GB/s that a copy of 2 GiB reads and writes together."""
     source = torch.zeros(2 * 2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / graph_time(lambda: target.copy_(source)) / 1e3
@@ -162,8 +175,10 @@ def decode_inputs(
 def decode_time(
     inputs: DecodeInputs, config: DecodeConfig | None = None, split_tokens: int | None = None
 ) -> float:
-    """Microseconds of one layer, combination of splits included; the plan, made once per forward,
-    is not."""
+    """Return the microseconds of one layer's attention.
+
+    They include the combination of splits, and not the plan, which is made once per forward.
+    """
     tables, positions, queries = inputs.tables, inputs.positions, inputs.queries
     rows, kv_heads = len(tables), len(inputs.caches[0].key)
     plan = plan_decode(
@@ -183,7 +198,7 @@ def decode_time(
 
 
 def bench_decode(copy: float, sweep: bool, queries: Queries) -> None:
-    """Prints time, GB/s of keys and values, and share of the copy's for every shape."""
+    """Print the time, the GB/s of keys and values and their share of a copy's, for every shape."""
     for (num_heads, kv_heads), shape in itertools.product(HEADS, DECODE_SHAPES):
         torch.manual_seed(0)
         inputs = decode_inputs(shape, num_heads, kv_heads, queries)
@@ -201,7 +216,10 @@ def bench_decode(copy: float, sweep: bool, queries: Queries) -> None:
 
 
 def sweep_times(inputs: DecodeInputs) -> Iterator[tuple[float, str, int]]:
-    """Of the configurations that fit in shared memory, which more queries leave less of."""
+    """Yield (microseconds, configuration, tokens of a split) of the configurations to be tried.
+
+    Those that do not fit in shared memory, of which more queries leave less, are left out.
+    """
     for config, split in decode_sweep():
         try:
             yield decode_time(inputs, config, split), str(config), split
@@ -210,7 +228,7 @@ def sweep_times(inputs: DecodeInputs) -> Iterator[tuple[float, str, int]]:
 
 
 def decode_sweep() -> Iterator[tuple[DecodeConfig, int]]:
-    """Configurations whose pipelines fit the 227 KB of shared memory together."""
+    """Yield the configurations whose programs' pipelines fit into 227 KiB of shared memory."""
     for block_n, warps, stages, programs, split in itertools.product(
         (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (512, 2048)
     ):
@@ -226,7 +244,7 @@ def _report(name: str, size: int, time: float, copy: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """New tokens of the rows, and tokens that each row has in the cache before them."""
+    """A prefill: the new tokens of each row, behind `prefix` tokens that are in the cache."""
 
     name: str
     query_lens: tuple[int, ...]
@@ -236,7 +254,7 @@ class PrefillShape:
 
     @property
     def flops(self) -> int:
-        """Of the scores a query may see and of their product with the values."""
+        """Operations of the products with keys and values, for the tokens that each query sees."""
         seen = sum(n * self.prefix + n * (n + 1) // 2 for n in self.query_lens)
         return 4 * self.num_heads * HEAD_DIM * seen
 
@@ -263,7 +281,10 @@ PREFILL_SWEEP = [
 def prefill_rates(
     shape: PrefillShape, configs: list[PrefillConfig | None]
 ) -> Iterator[tuple[float, PrefillConfig]]:
-    """TFLOP/s of each configuration that fits in shared memory; None is the kernel's own."""
+    """Yield the TFLOP/s of each configuration that fits in shared memory.
+
+    The configuration None is the one that the kernel chooses by itself.
+    """
     used = [-(-(shape.prefix + n) // BLOCK_SIZE) for n in shape.query_lens]
     tables = torch.zeros(len(used), max(used), dtype=torch.int64)
     for row, blocks in enumerate((torch.randperm(sum(used)) + 1).split(used)):
@@ -290,7 +311,10 @@ def prefill_rates(
 
 
 def flash_rate(shape: PrefillShape) -> float:
-    """TFLOP/s of torch's flash attention, no cache, on equal rows of the shape's mean length."""
+    """Return the TFLOP/s of torch's flash attention, without a KV cache.
+
+    All rows have the mean length of those of the shape.
+    """
     rows = len(shape.query_lens)
     length = sum(shape.query_lens) // rows
     q, k, v = (
@@ -305,7 +329,7 @@ def flash_rate(shape: PrefillShape) -> float:
 
 
 def bench_prefill(sweep: bool) -> None:
-    """Prints TFLOP/s for every shape, flops above the diagonal not counted."""
+    """Print the TFLOP/s of every shape. Operations above the diagonal do not count."""
     for shape in PREFILL_SHAPES:
         torch.manual_seed(0)
         name = f"prefill {shape.num_heads}/{shape.kv_heads} heads, {shape.name}"
@@ -319,10 +343,10 @@ def bench_prefill(sweep: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--section", choices=["decode", "prefill", "all"], default="all")
     parser.add_argument("--sweep", action="store_true", help="try many configurations")
-    parser.add_argument("--block-length", type=int, default=1, help="of a decoding row's queries")
+    parser.add_argument("--block-length", type=int, default=1, help="positions that see each other")
     parser.add_argument("--width", type=int, help="queries of a decoding row; default: one block")
     args = parser.parse_args()
     queries = Queries(args.width or args.block_length, args.block_length)

@@ -1,10 +1,11 @@
-"""What constraints cost on one device: milliseconds of a decode step with and without them.
+"""Time decode steps with and without a constraint on one device.
 
-A model of random weights writes JSON of a schema with free strings, the costliest states. The
-tokenizer is a real one; for a larger vocabulary its tokens are joined by chance.
+    python scripts/bench/bench_constraint.py --tokenizer FOLDER [--model qwen3-8b] [--rows 256] \\
+        [--vocab-sizes 49152,151936]
 
-    python scripts/bench/bench_constraint.py --tokenizer FOLDER [--model qwen3-8b] [--rows 256]
-        [--vocab-sizes 49152,151936] [--strategy ar]
+A model of random weights writes JSON of a schema with free strings, whose grammar states are the
+costliest ones to compute masks for. The tokenizer is a real one; if a larger vocabulary is asked
+for, randomly joined pairs of its tokens are added.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import json
 import random
 import statistics
-import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,15 +22,13 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from workloads import MODELS
+from workloads import MODELS, dummy_model
 
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.step_timing import StepTime, StepTimer
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.dense import DenseForCausalLM
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
@@ -62,12 +60,12 @@ SCHEMA: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Medians over the decode steps of all rows, in milliseconds.
+    """The decode steps that had all rows: how many, and medians of their times in milliseconds.
 
     Attributes:
-        device: from a step's first launch to the end of its last.
-        waiting: of the device for the host, before the step.
-        step: of both.
+        device: device time of a step, from its first launch to the end of its last.
+        waiting: time before a step in which the device waited for the host.
+        step: the sum of both.
     """
 
     name: str
@@ -102,7 +100,10 @@ class Timing:
 
 
 def widened(tokenizer: PreTrainedTokenizerBase, size: int) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with `size` ids less 256, as models have some to spare."""
+    """Make a byte-level tokenizer for a model with `size` logits.
+
+    It has 256 ids less than that, since models have more logits than their tokenizers have ids.
+    """
     draws = random.Random(0)
     special = set(tokenizer.all_special_tokens)
     words = [word for word in tokenizer.get_vocab() if word not in special]
@@ -115,18 +116,14 @@ def widened(tokenizer: PreTrainedTokenizerBase, size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=tokenizer.eos_token)
 
 
-def dummy_model(name: str, vocab_size: int, device: torch.device) -> DenseForCausalLM:
-    with tempfile.TemporaryDirectory() as folder:
-        config = MODELS[name] | {"vocab_size": vocab_size}
-        Path(folder, "config.json").write_text(json.dumps(config))
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        return load_model(Path(folder), device=device, dtype=dtype, load_format="dummy")
-
-
 def measure(
     engine: LLMEngine, timer: StepTimer, name: str, params: list[SamplingParams], steps: int
 ) -> Timing:
-    """A run of all rows, which ends when enough steps had all of them."""
+    """Run all rows together for `steps` decode steps, after some steps that are not timed.
+
+    Raises:
+        RuntimeError: if fewer than half of the steps had all rows, because rows ended.
+    """
     rows = len(params)
     for row, own in enumerate(params):
         prompt = [(row * 31 + i * 7) % 1000 for i in range(PROMPT_TOKENS)]
@@ -164,7 +161,7 @@ def main() -> None:
         tokenizer = base if vocab_size < 2 * len(base) else widened(base, vocab_size)
         assert tokenizer.eos_token_id is not None
         eos = (int(tokenizer.eos_token_id),)
-        model = dummy_model(args.model, vocab_size, device)
+        model = dummy_model(args.model, device, vocab_size=vocab_size)
         compiler = GrammarCompiler(tokenizer, vocab_size, eos)
         constraint = Constraint.make("json_schema", SCHEMA)
         start = time.perf_counter()
@@ -173,7 +170,8 @@ def main() -> None:
         config = EngineConfig(
             max_num_seqs=args.rows, max_model_len=2048, kv_cache_gib=args.kv_cache_gib
         )
-        longest = args.steps + WARM_STEPS + args.rows // 2  # beside the prefills, too
+        # Rows also decode while others are still prefilled.
+        longest = args.steps + WARM_STEPS + args.rows // 2
         timer = StepTimer(device)
         engine = LLMEngine(model, tokenizer, eos, ARStrategy(), config, timer, compiler=compiler)
         for sampling in (SamplingParams(temperature=0), SamplingParams(temperature=1, top_p=0.95)):

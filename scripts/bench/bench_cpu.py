@@ -1,11 +1,11 @@
-"""Useful tokens per second of batchgen and of transformers' generate, side by side in one run.
+"""Compare the tokens per second of batchgen and of transformers' generate on a CPU.
 
-Both get the same chat prompts, greedy, in float32 on 2 threads. transformers takes batches with
-left padding, as its documentation shows; tokens after a row's end do not count as useful. The
-rounds alternate, so that a slow moment of the machine meets both.
+    python scripts/bench/bench_cpu.py ROWS.jsonl [--field question] [--prompts 64] \\
+        [--new-tokens 96]
 
-usage: python scripts/bench/bench_cpu.py ROWS.jsonl [--field question] [--prompts 64] \\
-          [--new-tokens 96]
+Both answer the same chat prompts greedily in float32 on 2 threads. transformers takes batches with
+left padding, as its documentation shows. Tokens that it generates after a row's end do not count.
+The two run in turn, round by round, so that a slow phase of the machine affects both.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> None:
     rates: dict[str, list[float]] = {"batchgen": [], "transformers": []}
     equal = 0
     for _ in range(arguments.rounds):
-        llm = LLM(MODEL, device="cpu")  # its prefix cache is empty
+        llm = LLM(MODEL, device="cpu")  # a new one, whose prefix cache is empty
         run_batchgen(llm, [[eos]], 2)
         start = time.perf_counter()
         ours = run_batchgen(llm, prompts, arguments.new_tokens)

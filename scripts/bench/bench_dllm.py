@@ -1,10 +1,12 @@
-"""Block diffusion against autoregressive forwards of as many tokens: milliseconds of a step.
-
-A step of `dllm` denoises a block of each row and makes those that were complete final, so its
-forward has more tokens than the rows' blocks. An autoregressive forward of the same weights reads
-rows of as many tokens under a causal mask, as verifying drafts does, and draws a token for each.
+"""Compare the time of a block-diffusion step with an autoregressive forward of as many tokens.
 
     python scripts/bench/bench_dllm.py [--model sdar-8b] [--lengths 4,32] [--batches 64,256]
+
+Needs a GPU. A block here is a block of positions that `dllm` decodes together. A step of `dllm`
+denoises one block of each row, and in the same forward writes the final keys and values of the
+blocks that were complete before it. So the forward has more tokens than one block per row. The
+autoregressive forward has the same weights and reads as many tokens per row under a causal mask, as
+when drafts are verified, and draws a token for each.
 """
 
 from __future__ import annotations
@@ -12,24 +14,23 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from workloads import MODELS, write_config
+from workloads import MODELS, dummy_model
 
-from batchgen.engine.cache.memory_plan import allocate_kv
+from batchgen.engine.cache.memory_plan import ModelUse
+from batchgen.engine.cache.model_caches import CacheSizes
 from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.execution.cuda_graph import GraphShapes, launch_bound_tokens
+from batchgen.engine.execution.graph_shapes import GraphShapes, launch_bound_tokens
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.execution.step_timing import StepTimer
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.sampling.inputs import SamplingInputs
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.sampling.sampler import sample
@@ -37,17 +38,20 @@ from batchgen.strategies.dllm.strategy import DLLMStrategy
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=100_000, ignore_eos=True)
 BLOCK_SIZE = 16
+"""Tokens per KV block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Medians of steps, in milliseconds.
+    """The median times of steps, in milliseconds.
 
     Attributes:
-        tokens: of a diffusion forward, on average.
-        dllm: a step of the engine.
-        ar_blocks: an autoregressive forward of the rows' blocks alone.
-        ar_all: one of at least as many tokens as the diffusion forward.
+        rows: rows of the batch.
+        block_length: positions of a row's block.
+        tokens: mean number of tokens of a diffusion forward.
+        dllm: time of a diffusion step of the engine.
+        ar_blocks: time of an autoregressive forward with `block_length` tokens per row.
+        ar_all: time of one with at least as many tokens as the diffusion forward.
     """
 
     rows: int
@@ -67,7 +71,7 @@ class Timing:
 
 
 class Counting(DLLMStrategy):
-    """Keeps how many tokens its forwards have."""
+    """Block diffusion that records how many tokens each of its forwards has."""
 
     tokens: list[int]
 
@@ -78,9 +82,9 @@ class Counting(DLLMStrategy):
 
 
 def measure_dllm(
-    model: DenseForCausalLM, rows: int, length: int, args: argparse.Namespace
+    model: CausalLM, rows: int, length: int, args: argparse.Namespace
 ) -> tuple[float, float]:
-    """Milliseconds and tokens of a step that unmasks two positions of each row."""
+    """Return the milliseconds and the tokens of a step that unmasks two positions of each row."""
     strategy = Counting(length, unmasking="low_confidence_static", denoising_steps=length // 2)
     strategy.tokens = []
     warm = 8
@@ -106,12 +110,13 @@ def measure_dllm(
     return statistics.median(times) * 1e3, statistics.mean(strategy.tokens)
 
 
-def measure_ar(model: DenseForCausalLM, rows: int, width: int, args: argparse.Namespace) -> float:
-    """Milliseconds of a forward of rows of so many tokens, behind a context, with their draws."""
+def measure_ar(model: CausalLM, rows: int, width: int, args: argparse.Namespace) -> float:
+    """Return the milliseconds of a forward with `width` tokens per row, and of their draws.
+
+    Every row has `args.context` tokens in the cache before them.
+    """
     device, blocks = model.device, -(-(args.context + width) // BLOCK_SIZE)
-    caches = allocate_kv(
-        model.config, 1 + rows * blocks, BLOCK_SIZE, dtype=model.dtype, device=device
-    )
+    caches = ModelUse(model, (width,)).caches(CacheSizes(1 + rows * blocks, BLOCK_SIZE, 0))
     runner = ModelRunner(model, caches)
     captured = launch_bound_tokens(model.config.num_layers, model.num_parameters, 8192)
     runner.capture(GraphShapes(rows, blocks, 0, captured, widths=(width,)))
@@ -155,9 +160,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda")
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_config(args.model, Path(folder))
-        model = load_model(path, device=device, dtype=torch.bfloat16, load_format="dummy")
+    model = dummy_model(args.model, device)
     timings: list[Timing] = []
     with torch.inference_mode():
         for length in map(int, args.lengths.split(",")):

@@ -1,11 +1,10 @@
-"""Runs of the engine on benchmark workloads: timed, split into phases, or under the profiler."""
+"""The engine of bench_throughput.py: runs workloads, timed by phase, or under the profiler."""
 
 from __future__ import annotations
 
 import gc
 import random
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -20,27 +19,39 @@ from workloads import (
     WORKLOADS,
     BenchRequest,
     Floor,
+    dummy_model,
     floor_seconds,
     requests,
-    write_config,
 )
 
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.step_timing import PhaseSplit, StepTime, StepTimer
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import load_model
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
 FULL_BATCH = 256
+"""Rows of the decode steps that are reported on their own, if there were any."""
 PROFILED_PREFILLS = 4
 PROFILED_DECODES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One timed run of a workload. Seconds; `by_batch` splits the decode steps by their rows."""
+    """One timed run of a workload.
+
+    Attributes:
+        seconds: from the first request to the last output.
+        floor: the floor of the time with the rates of an H100.
+        floor_here: the floor with the rates measured on this GPU; None on a CPU.
+        prefill, decode, mixed: the steps of each kind; a mixed step does both.
+        full_batch: the decode steps of `FULL_BATCH` rows, as `full_batch` chooses them.
+        by_batch: the decode steps by ranges of their numbers of rows, such as "1-32".
+        preemptions: rows that gave their KV blocks back and were computed again.
+        cached_tokens: prompt tokens that came from the prefix cache.
+        peak_kv_usage: the largest share of the KV cache in use.
+    """
 
     workload: str
     seconds: float
@@ -59,6 +70,7 @@ class Run:
 
     @property
     def idle(self) -> float:
+        """Seconds before steps in which the device waited for the host."""
         return sum(phase.idle_before for phase in (self.prefill, self.decode, self.mixed))
 
     @property
@@ -73,18 +85,18 @@ class Run:
 
 
 class Bench:
-    """One model and its engine, with the seconds that it took to make them."""
+    """A model of random weights and its engine.
+
+    Attributes:
+        load_seconds, engine_seconds: what it took to make the model, and then the engine.
+        timer: times the engine's steps.
+        max_num_seqs, max_batched_tokens: the engine's limits, as it resolved them.
+    """
 
     def __init__(self, model: str, config: EngineConfig, device: torch.device) -> None:
         self.device = device
         start = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            weights = load_model(
-                write_config(model, Path(folder)),
-                device=device,
-                dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-                load_format="dummy",
-            )
+        weights = dummy_model(model, device)
         self.model_config = weights.config
         self.synchronize()
         self.load_seconds = time.perf_counter() - start
@@ -105,10 +117,10 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def load(self, name: str) -> list[BenchRequest]:
-        """A workload whose prompts the prefix cache cannot have.
+        """Make the requests of a workload, with prompts that the prefix cache does not have.
 
-        Workloads share the draws of one seed, so the prompts of one begin like those of another.
-        After the first run all ids are shifted, each time by one more.
+        All workloads are drawn with one seed, so their prompts begin alike. Therefore all ids are
+        shifted, by one more in every run.
         """
         vocab = min(PROMPT_VOCAB, self.model_config.vocab_size)
         shift, self._runs = self._runs, self._runs + 1
@@ -139,9 +151,10 @@ class Bench:
         self.finish()
 
     def warm_up(self, names: list[str], temperature: float) -> float:
-        """Compile and capture all that the workloads will need; returns the seconds it took.
+        """Run rows that make the engine compile and capture all that the workloads will need.
 
-        Rows end one after another, so that every batch size below the largest comes by.
+        The rows end one after another, so that decode steps have every number of rows from the
+        largest down. Returns the seconds that it took.
         """
         start = time.perf_counter()
         rows = min(self.max_num_seqs, max(WORKLOADS[name].num_requests for name in names))
@@ -158,6 +171,16 @@ class Bench:
         return time.perf_counter() - start
 
     def run(self, name: str, temperature: float, here: Rates | None) -> Run:
+        """Run a workload once and time it.
+
+        Args:
+            name: key of `WORKLOADS`.
+            temperature: of the sampling.
+            here: the rates measured on this GPU; None on a CPU.
+
+        Raises:
+            RuntimeError: if a request did not yield the tokens that were asked for.
+        """
         load = self.load(name)
         before = replace(self.engine.stats)
         self.engine.stats.peak_kv_usage = 0.0
@@ -200,12 +223,14 @@ class Bench:
         return floor_seconds(self.model_config, load, bandwidth=rates.bandwidth, flops=rates.flops)
 
     def profile(self, name: str, temperature: float, path: Path, after: int) -> None:
-        """Print where the first prefills and a window of decode steps at full batch spend time.
+        """Print which kernels take the time of the first prefills, and of full decode steps.
 
         Args:
-            path: the traces are written beside each other as WORKLOAD-prefill-NAME and
-                WORKLOAD-decode-NAME.
-            after: decode steps before the window; contexts grow with it.
+            name: key of `WORKLOADS`.
+            temperature: of the sampling.
+            path: its folder gets the two traces, named WORKLOAD-prefill-NAME and
+                WORKLOAD-decode-NAME, where NAME is the path's.
+            after: decode steps before the profiled ones; contexts grow meanwhile.
         """
         length = after + 2 * PROFILED_DECODES  # no row ends before the window does
         load = [replace(r, output_len=length) for r in self.load(name)[: self.max_num_seqs]]
@@ -242,8 +267,9 @@ class Bench:
 
 
 def full_batch(steps: list[StepTime]) -> PhaseSplit:
-    """The decode steps of `FULL_BATCH` rows, or of the most rows there were, that follow another
-    decode step.
+    """Sum up the decode steps of `FULL_BATCH` rows that follow another decode step.
+
+    If there are none, the steps of the largest number of rows take their place.
     """
     following = [b for a, b in pairwise(steps) if a.kind == b.kind == "decode"]
     sizes = {step.rows for step in following}
@@ -252,6 +278,7 @@ def full_batch(steps: list[StepTime]) -> PhaseSplit:
 
 
 def by_batch(steps: list[StepTime], width: int = 32) -> dict[str, PhaseSplit]:
+    """Sum up the decode steps by ranges of `width` numbers of rows, such as "1-32"."""
     groups: dict[int, list[StepTime]] = defaultdict(list)
     for step in steps:
         if step.kind == "decode":

@@ -1,9 +1,10 @@
-"""What a step costs the host: the engine on a CPU with a model and a sampler that cost nothing.
+"""Time what the host does in a step: the engine with a model and a sampler that cost nothing.
 
     python scripts/bench/bench_host.py [--rows 800] [--max-num-seqs 256] [--profile]
 
-Scheduling, block tables, the batch's rows, stops and columns are real; forwards and draws are not.
-Rows have 60 to 140 prompt tokens and generate 60 to 256, with log-probabilities.
+Scheduling, block tables, the batch's rows, stops and columns are those of the engine; forwards and
+draws are skipped. Rows have 60 to 140 prompt tokens and generate 60 to 256 tokens with
+log-probabilities. It runs on a CPU.
 """
 
 from __future__ import annotations
@@ -12,22 +13,17 @@ import argparse
 import cProfile
 import pstats
 import random
-import tempfile
 import time
-from pathlib import Path
 from unittest import mock
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from workloads import write_config
+from workloads import dummy_model
 
 from batchgen.engine.constraint.guide import Guide
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import load_model
 from batchgen.engine.outputs import StepOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.strategy import JoiningRows
@@ -35,7 +31,7 @@ from batchgen.strategies.ar.strategy import ARStrategy
 
 
 class FreeStrategy(ARStrategy):
-    """Decides without looking at logits."""
+    """Gives every row the same token, without looking at logits."""
 
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         return self.decide(output, None)
@@ -51,27 +47,21 @@ class FreeStrategy(ARStrategy):
 
 
 class FreeRunner(ModelRunner):
-    """Runs no forward."""
+    """Runs no forward and returns empty logits."""
 
     def decode(self, inputs: ModelInputs) -> ModelOutput:
         return ModelOutput(torch.empty(0), inputs.positions)
 
-    def prefill(
-        self, inputs: ModelInputs, rows: npt.NDArray[np.int64], all_hidden: bool = False
-    ) -> ModelOutput:
-        return ModelOutput(torch.empty(0), inputs.positions[self._last_tokens(inputs, rows)])
+    def prefill(self, prefill: PrefillInputs, all_hidden: bool = False) -> ModelOutput:
+        last = self._last_tokens(prefill.inputs, prefill.rows)
+        return ModelOutput(torch.empty(0), prefill.inputs.positions[last])
 
-    def mixed(
-        self, decode: ModelInputs, prefill: ModelInputs, rows: npt.NDArray[np.int64]
-    ) -> tuple[ModelOutput, ModelOutput]:
-        return self.decode(decode), self.prefill(prefill, rows)
+    def mixed(self, decode: ModelInputs, prefill: PrefillInputs) -> tuple[ModelOutput, ModelOutput]:
+        return self.decode(decode), self.prefill(prefill)
 
 
 def build_engine(max_num_seqs: int, chunk_tokens: int) -> LLMEngine:
-    device = torch.device("cpu")
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_config("tiny", Path(folder))
-        model = load_model(path, device=device, dtype=torch.float32, load_format="dummy")
+    model = dummy_model("tiny", torch.device("cpu"))
     config = EngineConfig(
         max_num_seqs=max_num_seqs,
         max_batched_tokens=8192,
@@ -84,6 +74,7 @@ def build_engine(max_num_seqs: int, chunk_tokens: int) -> LLMEngine:
 
 
 def run(engine: LLMEngine, rows: int) -> None:
+    """Run the rows to their ends, and print the time of a step."""
     draws = random.Random(0)
     for index in range(rows):
         prompt = [draws.randrange(engine.vocab_size) for _ in range(draws.randint(60, 140))]
@@ -108,7 +99,7 @@ def run(engine: LLMEngine, rows: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=800)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--chunk-tokens", type=int, default=0)

@@ -1,16 +1,15 @@
-"""What the job layer itself costs: rows through `run_job` with an engine that costs nothing.
+"""Time the job layer and watch its memory: `run_job` with an engine that costs nothing.
 
-    python scripts/bench/bench_job_layer.py --rows 200000
+    python scripts/bench/bench_job_layer.py [--rows 200000]
 
-A data set of that many rows is written as JSONL and streamed from there; prompts are ready-made
-token ids, so neither tokenizing nor a model is in the figures. Printed: resident memory at 10% and
-at 100% of the rows, and microseconds per row of everything but the engine (reading, requests,
-journal, shards).
+A data set of that many rows is written as JSONL and streamed from there. Prompts are ready-made
+token ids, so the figures contain neither tokenizing nor a model. Printed are the resident memory at
+10% and at 100% of the rows, and the microseconds per row of everything but the engine: reading,
+requests, journal and shards. The exit code is 1 if the memory grew by more than 10% in between.
 """
 
 import argparse
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from this_process import resident_mib
 
 from batchgen.config import (
     DatasetConfig,
@@ -43,19 +43,22 @@ LOGPROBS = {"logprobs": np.linspace(-3, 0, len(TOKENS), dtype=np.float32)}
 
 @dataclass
 class Stats:
+    """The count that the job reads from an engine's statistics."""
+
     finished: int = 0
 
 
 class InstantEngine:
-    """Finishes the `per_step` oldest requests in every step.
+    """An engine that finishes the `per_step` oldest requests in every step, with ready-made output.
 
     Attributes:
-        resident: (rows finished, resident MiB), every 1000 rows.
+        resident: (finished rows, resident MiB), about every 1000 rows.
     """
 
     def __init__(self, per_step: int) -> None:
         self.stats = Stats()
         self.memory = MemoryPlan(0, 0, 0, num_blocks=0, kv_tokens=0, total=None)
+        self.batch_dependence: str | None = None
         self.generated_tokens = 0
         self.resident: list[tuple[int, float]] = []
         self._per_step = per_step
@@ -64,6 +67,9 @@ class InstantEngine:
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: object) -> None:
         assert isinstance(params, SamplingParams)
         self._waiting.append(request_id)
+
+    def close(self) -> None:
+        """It has nothing in the background."""
 
     def step(self) -> list[RequestOutput]:
         done = self._waiting[: self._per_step]
@@ -80,13 +86,10 @@ class InstantEngine:
 
 
 class ReadyPrompt:
+    """A prompt that is the same token ids for every row."""
+
     def token_ids(self, row: Row) -> list[int]:
         return PROMPT
-
-
-def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def run(folder: Path, rows: int, per_step: int) -> None:
@@ -133,6 +136,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--per-step", type=int, default=32, help="rows that finish in a step")
     args = parser.parse_args()
+    # Memory is read about every 1000 rows, and once at least in the first tenth of them.
+    least = 10 * (1000 + args.per_step)
+    if args.rows < least:
+        parser.error(f"--rows must be at least {least}, or there is no figure at 10% of them")
     folder = Path(tempfile.mkdtemp(prefix="bench_job_layer"))
     try:
         run(folder, args.rows, args.per_step)

@@ -1,11 +1,15 @@
-"""Time of the kernels between the matrix products, beside the device's copy bandwidth.
+"""Time the kernels between the matrix products, beside a copy on the same GPU.
 
-Each kernel is captured in a CUDA graph, over and over on different buffers, so that neither launch
-overhead nor, for many tokens, the L2 cache distorts it. Shapes are those of an 8B model (Qwen3-8B).
+    python scripts/bench/bench_layers.py
+
+Needs a GPU. Each kernel is captured in a CUDA graph many times, on different buffers in turn, so
+that neither the launches nor, for many tokens, the L2 cache distort its time. The shapes are those
+of Qwen3-8B.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -23,7 +27,8 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTER, VOCAB = 4096, 32, 8, 128, 12288, 151_9
 BLOCK_SIZE = 16
 DTYPE = torch.bfloat16
 _BUFFER_BYTES = 256 * 2**20
-"""Read before a buffer comes round again, unless T is small: more than any L2 cache."""
+"""Bytes that are read before a buffer is read again, which is more than an L2 cache holds. For few
+tokens, whose buffers are small, it is less."""
 _MOST_BUFFERS = 64
 _LAUNCHES = 64
 _REPLAYS = 5
@@ -33,8 +38,9 @@ class Bench(NamedTuple):
     """One kernel at one number of tokens.
 
     Attributes:
-        run: launches it once.
-        num_bytes: that it must read and write.
+        name: as it is printed.
+        run: launches the kernel once.
+        num_bytes: the bytes that one launch must read and write.
     """
 
     name: str
@@ -43,7 +49,7 @@ class Bench(NamedTuple):
 
 
 def microseconds(runs: list[Callable[[], object]]) -> float:
-    """Of one launch, the best replay of a graph that goes round `runs`."""
+    """Return the microseconds of one launch, in the fastest replay of a graph of all `runs`."""
     for run in runs:
         run()
     torch.cuda.synchronize()
@@ -69,7 +75,10 @@ def _random(*shape: int) -> Tensor:
 
 
 def benches(tokens: int, table: Tensor) -> Iterator[Bench]:
-    """Every kernel on buffers of its own; `table` is the embedding's."""
+    """Yield every kernel for this number of tokens, with buffers of its own.
+
+    Only the table of the embedding, `table` [VOCAB, HIDDEN], is shared.
+    """
     row = tokens * HIDDEN * DTYPE.itemsize
     weight, head_weight = _random(HIDDEN), _random(HEAD_DIM)
     x = _random(tokens, HIDDEN)
@@ -101,6 +110,8 @@ def benches(tokens: int, table: Tensor) -> Iterator[Bench]:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("needs a GPU: the kernels run on nothing else")
     table = _random(VOCAB, HIDDEN)
     print(torch.cuda.get_device_name())
     print(f"{'kernel':20}{'tokens':>8}{'µs':>10}{'GB/s':>8}")

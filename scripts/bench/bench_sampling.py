@@ -1,9 +1,9 @@
-"""Microseconds of a sampling step on the GPU, next to the time that reading the logits once takes.
+"""Time a sampling step, beside the time that one read of the logits takes.
 
-Each case is captured in a CUDA graph, so that launches count as they do in the engine, and runs on
-bfloat16 logits that look like a language model's: normal, with a few likely tokens per row.
+    python scripts/bench/bench_sampling.py [--rows 1 32 256 512] [--vocab 151936]
 
-usage: python scripts/bench/bench_sampling.py [--rows 1 32 256 512] [--vocab 151936]
+Needs a GPU. Each case is captured in a CUDA graph, as in the engine. The logits are bfloat16 and
+look like those of a language model: normally distributed, with a few likely tokens per row.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ CASES = {
     "+ top_logprobs 20": SamplingParams(temperature=0.8, top_logprobs=20),
 }
 HISTORY = 2048
+"""Tokens of a row before the one that is drawn."""
 
 
 def microseconds(run: Callable[[], object], replays: int = 30) -> float:
-    """Median time of one replay of its graph; every replay is timed on its own."""
+    """Capture `run` in a CUDA graph and return the median time of a replay, in microseconds."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -57,13 +58,14 @@ def microseconds(run: Callable[[], object], replays: int = 30) -> float:
 
 
 def read_bandwidth() -> float:
-    """Bytes per microsecond of a large copy, reads and writes counted."""
+    """Return the bytes per microsecond that a copy of 1 GiB reads and writes together."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2.0 * source.nbytes / microseconds(lambda: target.copy_(source))
 
 
 def random_logits(rows: int, vocab: int) -> Tensor:
+    """Draw logits [rows, vocab] in bfloat16, with eight likely tokens in every row."""
     generator = torch.Generator("cuda").manual_seed(0)
     logits = torch.empty(rows, vocab, device="cuda").normal_(0, 2.5, generator=generator)
     likely = torch.randint(0, vocab, (rows, 8), device="cuda", generator=generator)

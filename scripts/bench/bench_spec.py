@@ -1,12 +1,13 @@
-"""Speculative decoding against plain decoding: seconds of the same rows, on one GPU.
-
-replay: a model of random weights; the drafts are the rows' known tokens, each right with a given
-probability, so that every forward, draw and commit is done and the acceptance is what was asked
-for. ngram: a real model copies its prompt, with drafts looked up in it.
+"""Compare the time of the same rows with speculative and with plain decoding, on one GPU.
 
     python scripts/bench/bench_spec.py replay [--model qwen3-8b] [--accuracy 0.7] \\
-              [--batches 4,32,256]
+        [--batches 4,32,256]
     python scripts/bench/bench_spec.py ngram --model X.gguf --rows gsm8k.jsonl [--field question]
+
+`replay` takes a model of random weights. The rows' tokens are known from a plain run, and each
+draft is the known token with a given probability. So the share of accepted drafts is the one asked
+for, and every forward, draw and acceptance is computed as always. `ngram` lets a real model repeat
+its prompt, with drafts that are looked up in the prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import argparse
 import gc
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,13 +25,12 @@ from typing import Any
 import torch
 from kernel_profile import profile_window
 from torch import Tensor
-from workloads import MODELS, write_config
+from workloads import MODELS, dummy_model
 
 from batchgen.engine.constraint.guide import Guide
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.model_runner import ModelOutput
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import load_model
 from batchgen.engine.outputs import RequestOutput, StepOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.sampling.sampler import sample
@@ -53,7 +52,15 @@ PROFILED_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of one run."""
+    """One run of all rows.
+
+    Attributes:
+        name: how the rows were decoded.
+        seconds: of the whole run.
+        tokens: generated ones.
+        forwards: decode steps.
+        drafts, accepted: draft tokens that were verified, and those of them that were accepted.
+    """
 
     name: str
     rows: int
@@ -74,12 +81,14 @@ class Timing:
 
 
 class ReplayStrategy(ARSpecStrategy):
-    """Drafts known tokens, some of them replaced by wrong ones. Samples as always, then goes on
-    with the known tokens instead of what came out: wide and narrow forwards round differently, and
-    one other token would spoil all drafts after it.
+    """Drafts the known tokens of each row, some of them replaced by wrong ones.
+
+    It samples as always, but then goes on with the known tokens, not with the sampled ones: wide
+    and narrow forwards round differently, and one differing token would spoil all later drafts.
 
     Attributes:
-        known: [S, L] int64, the rows' tokens, by the first token of their prompts and by position.
+        known: [S, L] int64, the tokens of S rows by position. A row's prompt begins with the row's
+            index in this table.
     """
 
     def __init__(self, accuracy: float, k: int, adaptive: bool) -> None:
@@ -92,12 +101,12 @@ class ReplayStrategy(ARSpecStrategy):
         super().propose(batch)
         state, k = self.step_inputs, batch.width - 1
         if k:
-            places = state.positions_ahead(1 + k)[:, 1:]
-            right = self._at(places)
-            # Not random, but as good: what must cost nothing here is the choice.
-            mixed = ((places * 7 + _keys(state).unsqueeze(1) * 13) * 2654435761) >> 12
+            positions = state.positions_ahead(1 + k)[:, 1:]
+            right = self._at(positions)
+            # A hash of position and row, not a random number: the choice must cost nothing.
+            mixed = ((positions * 7 + _keys(state).unsqueeze(1) * 13) * 2654435761) >> 12
             wrong = mixed % 1000 >= int(1000 * self._accuracy)
-            counts = torch.full_like(places[:, 0], k, dtype=torch.int32)
+            counts = torch.full_like(positions[:, 0], k, dtype=torch.int32)
             state.set_drafts(Drafts(right + wrong, counts))
 
     def _replay(
@@ -109,8 +118,8 @@ class ReplayStrategy(ARSpecStrategy):
     ) -> StepOutput:
         width = 1 + drafts.token_ids.shape[1]
         step = sample(output.logits, state.repeated(width), output.positions + 1)
-        places = (output.positions + 1).view(-1, width)
-        return keep_held(replace(step, token_ids=self._at(places)), drafts)
+        positions = (output.positions + 1).view(-1, width)
+        return keep_held(replace(step, token_ids=self._at(positions)), drafts)
 
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
         step = super().decide(output, guide)
@@ -118,14 +127,15 @@ class ReplayStrategy(ARSpecStrategy):
             step = replace(step, token_ids=self._at((output.positions + 1).unsqueeze(1)))
         return step
 
-    def _at(self, places: Tensor) -> Tensor:
-        places = places.clamp(max=self.known.shape[1] - 1)
-        return self.known[_keys(self.step_inputs).unsqueeze(1), places]
+    def _at(self, positions: Tensor) -> Tensor:
+        """Return the known tokens of each row at its positions [B, W]."""
+        positions = positions.clamp(max=self.known.shape[1] - 1)
+        return self.known[_keys(self.step_inputs).unsqueeze(1), positions]
 
 
 def _keys(state: SpecStepInputs) -> Tensor:
-    """[B]: which row it is; its prompt begins with that."""
-    return state.store.tokens[state.rows.slots_there, 0].long()
+    """Return the index [B] of each row in `ReplayStrategy.known`: the first token of its prompt."""
+    return state.store.tokens[state.rows.entries_there, 0].long()
 
 
 def run(
@@ -149,8 +159,8 @@ def run(
         seconds,
         sum(len(output.token_ids) for output in outputs.values()),
         stats.decode_steps - before.decode_steps,
-        stats.draft_tokens - before.draft_tokens,
-        stats.accepted_tokens - before.accepted_tokens,
+        stats.counts["num_draft_tokens"] - before.counts.get("num_draft_tokens", 0),
+        stats.counts["num_accepted_tokens"] - before.counts.get("num_accepted_tokens", 0),
     )
     return timing, outputs
 
@@ -158,7 +168,7 @@ def run(
 def timed(
     engine: LLMEngine, name: str, prompts: Sequence[list[int]], params: SamplingParams, runs: int
 ) -> tuple[Timing, dict[int, RequestOutput]]:
-    """The fastest run; the first, which captures graphs, does not count."""
+    """Return the fastest of `runs` runs, after one that captures graphs and does not count."""
     run(engine, name, prompts, params)
     results = [run(engine, name, prompts, params) for _ in range(runs)]
     return min(results, key=lambda result: result[0].seconds)
@@ -167,7 +177,7 @@ def timed(
 def profile(
     engine: LLMEngine, prompts: Sequence[list[int]], params: SamplingParams, trace: Path
 ) -> None:
-    """Print the kernels of some steps, and leave a Chrome trace of them."""
+    """Print which kernels take the time of some steps, and write a Chrome trace to `trace`."""
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params)
     for _ in range(20):
@@ -185,9 +195,7 @@ def profile(
 
 def replay(arguments: argparse.Namespace) -> list[Timing]:
     device = torch.device("cuda")
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_config(arguments.model, Path(folder))
-        model = load_model(path, device=device, dtype=torch.bfloat16, load_format="dummy")
+    model = dummy_model(arguments.model, device)
     config = EngineConfig(
         max_num_seqs=max(arguments.batches),
         max_model_len=PROMPT_TOKENS + arguments.output_len,

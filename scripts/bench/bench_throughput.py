@@ -1,25 +1,23 @@
-"""Offline throughput of the engine on the workloads on which engines are compared.
+"""Measure the offline throughput of the engine on the workloads on which engines are compared.
 
-Dummy weights in bfloat16 (float32 on a CPU), EOS ignored, one device. Beside the seconds stand the
-physical floor of the work, with the rates of one H100 and with those measured here in the same
-process, and the split of the time into prefill, decode and a device that waits for the host.
+    python scripts/bench/bench_throughput.py --model qwen3-8b --workload mixed,decode [--json PATH]
+    python scripts/bench/bench_throughput.py --model qwen3-8b --workload mixed \\
+        --profile trace.json.gz
+    python scripts/bench/bench_throughput.py --model qwen3-8b --start-up
 
-usage: python scripts/bench/bench_throughput.py --model qwen3-8b --workload mixed,decode \\
-          [--json PATH]
-       python scripts/bench/bench_throughput.py --model qwen3-8b --workload mixed \\
-                 --profile trace.json.gz
-       python scripts/bench/bench_throughput.py --model qwen3-8b --start-up
+The weights are random, in bfloat16 (float32 on a CPU); EOS is ignored; there is one device. Printed
+beside the seconds are the physical floor of the work, with the rates of an H100 and with the rates
+measured in the same process, and how the time divides into prefill, decode and a device that waits
+for the host.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,25 +27,18 @@ import torch
 import triton
 from bench_engine import Bench, Run
 from device_rates import measure_rates
+from this_process import process_age
 from workloads import MODELS, WORKLOADS
 
 from batchgen.engine.engine_config import EngineConfig
 
-# Seconds of other engines on these requests, one H100 80GB.
 PEERS: dict[tuple[str, str], dict[str, float]] = {
     ("qwen3-0.6b", "mixed"): {"vLLM 0.23.0": 7.6, "lmdeploy 0.18.0": 10.2},
     ("qwen3-8b", "mixed"): {"vLLM 0.23.0": 18.1, "lmdeploy 0.18.0": 21.3},
     ("qwen3-8b", "decode"): {"vLLM 0.23.0": 38.0},
     ("qwen3-8b", "prefill"): {"vLLM 0.23.0": 19.7},
 }
-
-
-def process_age() -> float:
-    """Seconds since this process started, the interpreter's own start included (to 10 ms)."""
-    # The command's name, in parentheses, may hold spaces; starttime is field 22, this is from 3.
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+"""The seconds of other engines on one H100 80GB, by model and workload."""
 
 
 def describe(run: Run, model: str) -> str:
@@ -56,7 +47,7 @@ def describe(run: Run, model: str) -> str:
         f"{run.workload}: {run.seconds:.3f} s, {run.output_rate:.1f} output tok/s, "
         f"{run.total_rate:.1f} total tok/s"
     ]
-    if run.floor_here:  # on a GPU
+    if run.floor_here:  # there is none on a CPU
         lines.append(
             f"  floor {run.floor.total:.2f} s (share {run.floor.total / run.seconds:.3f}), at the "
             f"rates here {run.floor_here.total:.2f} s "

@@ -1,4 +1,4 @@
-"""What a GPU's memory and matrix units reach, measured as the roofs of a floor."""
+"""The rates that a GPU's memory and matrix units reach, from which floors of time are computed."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes and bfloat16 operations per second."""
+    """What a GPU reaches.
+
+    Attributes:
+        bandwidth: bytes of device memory per second.
+        flops: bfloat16 operations per second.
+    """
 
     bandwidth: float
     flops: float
 
 
 H100 = Rates(3.0e12, 790e12)
-"""What an H100 80GB reaches in `measure_rates`, rounded."""
+"""The result of `measure_rates` on an H100 80GB, rounded."""
 
 
 def measure_rates(device: torch.device) -> Rates:
-    """Of a copy of 1 GiB on the device (read and written) and a product of 8192³ random values."""
+    """Measure a GPU with a copy of 1 GiB, read and written, and a product of two 8192² matrices."""
     rates = Rates(_copy_rate(device), _matmul_rate(device))
-    torch.cuda.empty_cache()  # whoever sizes a cache by what is free comes next
+    torch.cuda.empty_cache()  # the engine comes next, which sizes its KV cache by the free memory
     return rates
 
 

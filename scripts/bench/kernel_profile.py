@@ -1,4 +1,4 @@
-"""Which kernels a few steps of the engine spend their time in, and how much of it on none."""
+"""The time that the GPU spends in each kernel, and on none, during a few steps of the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME_WIDTH = 72
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """All launches of one name in a window; microseconds."""
+    """All launches of the kernels of one name; `total` is their time in microseconds."""
 
     name: str
     launches: int
@@ -32,9 +32,9 @@ class KernelWindow:
     """What the device did from the start of the first kernel to the end of the last.
 
     Attributes:
-        length: of the window, microseconds.
-        busy: microseconds with at least one kernel or copy on the device.
-        kernels: the costliest first. Where kernels overlap, their sum is more than `busy`.
+        length: microseconds of this window.
+        busy: microseconds of it in which at least one kernel or copy ran.
+        kernels: the costliest first. If kernels overlapped, their sum is more than `busy`.
     """
 
     length: float
@@ -43,10 +43,10 @@ class KernelWindow:
 
     @classmethod
     def from_events(cls, events: Iterable[dict[str, Any]]) -> KernelWindow:
-        """Of the complete events ("ph": "X") of a Chrome trace, those that ran on the device.
+        """Read the events of a Chrome trace that are complete ("ph": "X") and ran on the device.
 
         Raises:
-            ValueError: there are none.
+            ValueError: if there are none.
         """
         runs = sorted(
             (float(e["ts"]), float(e["ts"]) + float(e["dur"]), str(e["name"]))
@@ -66,7 +66,10 @@ class KernelWindow:
         return cls(reached - runs[0][0], busy, kernels)
 
     def table(self, title: str, steps: int, top: int = 15) -> str:
-        """Per step: microseconds, share of the window and launches of the costliest kernels."""
+        """Format the `top` costliest kernels: microseconds and launches per step, and their share.
+
+        `steps` is the number of steps in the window.
+        """
         launches = sum(kernel.launches for kernel in self.kernels)
         idle = (self.length - self.busy) / steps
         lines = [
@@ -90,7 +93,7 @@ class KernelWindow:
 
 
 def short_name(name: str) -> str:
-    """A C++ name without return type and common namespaces, its middle cut if it is long."""
+    """Cut return type and common namespaces from a C++ name, and the middle if it is long."""
     for noise in _NOISE:
         name = name.replace(noise, "")
     if len(name) <= _NAME_WIDTH:
@@ -100,10 +103,12 @@ def short_name(name: str) -> str:
 
 
 def profile_window(run: Callable[[], object], trace: Path) -> KernelWindow:
-    """Run under torch's profiler; its Chrome trace goes to `trace`, gzipped if that ends in .gz.
+    """Call `run` under torch's profiler and summarise what ran on the GPU.
+
+    The Chrome trace is written to `trace`, gzipped if its name ends in .gz.
 
     Raises:
-        ValueError: nothing ran on a GPU.
+        ValueError: if nothing ran on a GPU.
     """
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:

@@ -1,31 +1,41 @@
-"""The offline workloads on which engines are compared, and how fast one GPU could run them.
+"""The offline workloads on which engines are compared, their models, and the floor of their time.
 
-Every request is a list of random token ids with a fixed number of output tokens, EOS ignored, so
-that all engines do exactly the same work. A fixed seed draws lengths and ids.
+Every request is a list of random token ids with a fixed number of output tokens, and EOS is
+ignored, so all engines do the same work. Lengths and ids are drawn with a fixed seed.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from batchgen.engine.loading.loader import load_model
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig
+from batchgen.engine.models.dense import DenseConfig
 
 PROMPT_VOCAB = 150_000
-"""Prompt ids are below this: Qwen3 keeps its special tokens above."""
+"""The ids of prompts are below this number, since Qwen3's special tokens are above it."""
 
-_BYTES_PER_VALUE = 2  # bfloat16 weights and KV
+_BYTES_PER_VALUE = 2
+"""Bytes of a weight, a key or a value in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Attributes:
-    input_lens: shortest and longest prompt, uniformly drawn, both included.
-    output_lens: the same of the output.
+    """How many requests there are and how long they are.
+
+    Attributes:
+        num_requests: how many.
+        input_lens: the shortest and the longest prompt, in tokens; lengths are drawn uniformly.
+        output_lens: the shortest and the longest output, likewise.
     """
 
     num_requests: int
@@ -71,7 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
-    # For trying the benchmark itself, on a CPU too.
+    # Small enough to try the benchmark itself on a CPU.
     "tiny": _QWEN3
     | {
         "hidden_size": 64,
@@ -94,13 +104,15 @@ MODELS |= {
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
+    """A prompt, as token ids, and the number of tokens to generate."""
+
     prompt: list[int]
     output_len: int
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Seconds that no implementation can beat."""
+    """The seconds of prefill and of decode that no implementation can beat on a given GPU."""
 
     prefill: float
     decode: float
@@ -111,11 +123,11 @@ class Floor:
 
 
 def requests(name: str, vocab: int = PROMPT_VOCAB) -> list[BenchRequest]:
-    """The requests of a workload, the same on every call.
+    """Draw the requests of a workload; they are the same on every call.
 
     Args:
         name: key of `WORKLOADS`.
-        vocab: prompt ids are in [0, vocab); another value gives other lengths as well.
+        vocab: prompt ids are in [0, vocab). With another `vocab` the lengths differ as well.
     """
     load = WORKLOADS[name]
     draws = random.Random(0)
@@ -126,38 +138,62 @@ def requests(name: str, vocab: int = PROMPT_VOCAB) -> list[BenchRequest]:
     return [BenchRequest(prompt, draws.randint(*load.output_lens)) for prompt in prompts]
 
 
-def write_config(model: str, folder: Path) -> Path:
-    """A checkpoint folder that `load_model(..., load_format="dummy")` takes; returns it."""
+def write_config(model: str, folder: Path, **changes: int) -> Path:
+    """Make a checkpoint folder that `load_model(..., load_format="dummy")` takes; returns it.
+
+    `changes` replace entries of the model's config.json.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODELS[model]))
+    (folder / "config.json").write_text(json.dumps(MODELS[model] | changes))
     return folder
 
 
+def dummy_model(name: str, device: torch.device, **changes: int) -> CausalLM:
+    """Make a model of random weights: in bfloat16 on a GPU, in float32 on a CPU.
+
+    Args:
+        name: key of `MODELS`, whose shapes the model has.
+        device: where the weights go.
+        changes: entries of config.json to replace, such as `vocab_size=300`.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_config(name, Path(folder), **changes)
+        return load_model(path, device=device, dtype=dtype, load_format="dummy")
+
+
 def layer_params(config: ModelConfig) -> int:
-    """Weights of all layers' matrix products; norms and embeddings cost next to nothing."""
-    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    mlp = 3 * config.hidden_size * config.intermediate_size
+    """Count the weights in the matrix products of all layers.
+
+    Norms and embeddings are left out, as they cost next to nothing.
+    """
+    family = config.family_as(DenseConfig)
+    heads = family.num_heads + family.num_kv_heads
+    attention = config.hidden_size * family.head_dim * 2 * heads
+    mlp = 3 * config.hidden_size * family.intermediate_size
     return config.num_layers * (attention + mlp)
 
 
 def floor_seconds(
     config: ModelConfig, load: Sequence[BenchRequest], *, bandwidth: float, flops: float
 ) -> Floor:
-    """The physical floor of a workload on one GPU in bfloat16.
+    """Compute the physical floor of a workload's time on one GPU in bfloat16.
 
-    Prefill counts as compute: two operations per weight and token, and causal attention. A decode
-    step takes the longer of reading all weights once and multiplying by them, then reads the KV of
-    every row. All requests are in flight at once, so a GPU whose memory does not hold them cannot
-    reach it.
+    The time of prefill is that of its operations: two per weight and token, and those of causal
+    attention. A decode step takes the longer of two times, that of reading all weights once and
+    that of multiplying by them, and then reads the keys and values of every row. All requests are
+    in flight at once, so a GPU whose memory does not hold them all cannot reach the floor.
 
     Args:
-        bandwidth: of device memory, bytes per second.
+        config: the model.
+        load: the requests.
+        bandwidth: bytes of device memory per second.
         flops: bfloat16 operations per second.
     """
-    body = layer_params(config)
+    body, family = layer_params(config), config.family_as(DenseConfig)
     weights = body + config.hidden_size * config.vocab_size
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim
-    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * _BYTES_PER_VALUE
+    attention = 4 * config.num_layers * family.num_heads * family.head_dim
+    kv_bytes = config.num_layers * family.attention.token_bytes(torch.bfloat16)
 
     prefill = sum(2 * body * len(r.prompt) + attention * len(r.prompt) ** 2 / 2 for r in load)
     decode = 0.0

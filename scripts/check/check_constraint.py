@@ -1,13 +1,13 @@
-"""Constrained output of a real model over real prompts: is it what it must be, however it is made?
-
-Rows of many JSON Schemas, regular expressions, choices, grammars and structural tags, greedy and
-sampled, and rows without a constraint are mixed in one batch. Each answer is checked by who knows
-nothing of the engine (`jsonschema`, `re`, …). A row that `max_new_tokens` cut is marked so and
-counts as nothing. Then the same rows are run with overlap, in a cache too small for them and with
-speculation: in float32 on a CPU they must be the same token for token.
+"""Check the constrained output of a real model over real prompts, in every way to run it.
 
     python scripts/check/check_constraint.py ROWS.jsonl [--device cuda] \\
-              [--strategies ar,ngram,draft]
+        [--strategies ar,ngram,draft]
+
+Rows with many JSON Schemas, regular expressions, choices, grammars and structural tags, greedy and
+sampled, are mixed in one batch with rows without a constraint. Each answer is checked by libraries
+that share nothing with the engine (`jsonschema`, `re`, …). An answer that `max_new_tokens` cut is
+counted as cut, and is checked only if it is complete. Then the same rows are run with overlap, in a
+cache too small for them, and with speculation; in float32 they must have the same tokens.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Any
 
 from check_spec import LOGPROB_LIMIT, Case, add_noise, compare, same_tokens
 from constraint_schemas import NUM_SCHEMAS, constraints
-from real_rows import MODEL, chat_ids, read_texts
+from real_rows import MODEL, chat_ids, finish, read_texts
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from batchgen.config import NoConstraintConfig, constraint_config, job_value, make_constraint
 from batchgen.constraint.text_checks import Check, make_check
-from batchgen.engine.cache.memory_plan import kv_bytes_per_block
+from batchgen.engine.cache.model_caches import paged_token_bytes
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import EngineStats
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.strategy import Strategy
@@ -48,7 +48,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "repetition_penalty": 1.2, "min_new_tokens": 6},
     {"temperature": 1.3, "min_p": 0.02, "frequency_penalty": 0.5},
 )
-"""Of a constraint's rows, in turn. Only `min_new_tokens` can be against a constraint."""
+"""Sampling options of the rows, in turn. Of these only `min_new_tokens` can be in conflict with a
+constraint: it forbids an end that the constraint may demand."""
 CASES = {
     "ngram": (Case(1, overlap=True), Case(3, hard=True, any_width=True), Case(5, pool=True)),
     "draft": (
@@ -58,12 +59,19 @@ CASES = {
     ),
 }
 UNCONSTRAINED_EVERY = 8
+"""Constrained rows for each row without a constraint."""
 SHOWN = 10
+"""Wrong rows that are printed, at most."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A request; `kind` is what the summary files it under, `check` None without a constraint."""
+    """A request.
+
+    Attributes:
+        kind: the line of the summary that counts it.
+        check: says what is wrong with an answer; None for a row without a constraint.
+    """
 
     kind: str
     prompt: list[int]
@@ -104,7 +112,7 @@ def arguments() -> argparse.Namespace:
 
 
 def make_rows(opened: OpenedModel, args: argparse.Namespace) -> list[Row]:
-    """Of every constraint so many rows, and some without, in an order that mixes them."""
+    """Make `args.rows_per_schema` rows of every constraint and some without one, shuffled."""
     prompts = itertools.cycle(read_texts(args.rows, args.field, args.prompts))
     options = itertools.cycle(OPTIONS)
     rows: list[Row] = []
@@ -144,15 +152,17 @@ def _request(kind: str, start_after: str | None) -> str:
 
 @dataclass
 class Comparison:
-    """Runs the rows in `ar`, checks them, and compares every other way to run them with that.
+    """Runs the rows with `ar`, checks their outputs, and compares those of other ways with them.
 
     Attributes:
-        load: makes the model, a copy each time.
-        exact: whether the ways must agree.
+        opened: the model's files and tokenizer.
+        load: loads the model, a new copy with every call.
+        rows: the requests.
+        exact: whether all ways must give the same outputs.
     """
 
     opened: OpenedModel
-    load: Callable[[], DenseForCausalLM]
+    load: Callable[[], CausalLM]
     rows: list[Row]
     exact: bool
 
@@ -162,7 +172,7 @@ class Comparison:
         print(f"{len(self.rows)} rows, {NUM_SCHEMAS} JSON Schemas", flush=True)
 
         def run(
-            name: str, strategy: Strategy, config: EngineConfig, draft: DenseForCausalLM | None
+            name: str, strategy: Strategy, config: EngineConfig, draft: CausalLM | None
         ) -> tuple[list[RequestOutput], str]:
             start = time.perf_counter()
             outputs, stats = self._run(model, draft, compiler, strategy, config)
@@ -185,7 +195,7 @@ class Comparison:
             passed &= self._same(line, expected, outputs, columns=True)
         return passed
 
-    def _draft(self, case: Case) -> DenseForCausalLM | None:
+    def _draft(self, case: Case) -> CausalLM | None:
         if case.draft is None:
             return None
         return add_noise(self.load(), 0.12 if case.draft == "rough" else 0.0, 0.0)
@@ -198,7 +208,14 @@ class Comparison:
         *,
         columns: bool,
     ) -> bool:
-        """Whether nothing differs or may; `columns`: compare log-probabilities and drafts too."""
+        """Compare outputs and print the differences; true if there are none, or there may be some.
+
+        Args:
+            line: how the outputs were made, printed in front of the differences.
+            expected: the outputs of `ar`.
+            outputs: those to compare.
+            columns: whether to compare log-probabilities and the columns of speculation too.
+        """
         differing = Counter(
             row.kind
             for row, one, other in zip(self.rows, expected, outputs, strict=True)
@@ -208,7 +225,7 @@ class Comparison:
         if not columns:
             print(line, flush=True)
             return not self.exact or not differing
-        # The forward that ends in a conflict yields nothing, so it stands in no step_map.
+        # A forward that ends in a conflict yields no token, so it has no entry in step_map.
         ended = [
             pair
             for pair in zip(expected, outputs, strict=True)
@@ -218,50 +235,47 @@ class Comparison:
         print(f"{line}, {odd} in their columns, log-probabilities by up to {worst:.1e}", flush=True)
         return not self.exact or (not differing and not odd and worst < LOGPROB_LIMIT)
 
-    def _hard(
-        self, model: DenseForCausalLM, draft: DenseForCausalLM | None, config: EngineConfig
-    ) -> EngineConfig:
-        """Prompts in chunks, and a cache for a few of the rows that may be in flight."""
-        size, rows = config.block_size, 24
+    def _hard(self, model: CausalLM, draft: CausalLM | None, config: EngineConfig) -> EngineConfig:
+        """Configure chunked prefills, and a cache for only some of the rows in flight."""
+        rows = 24
         longest = max(len(row.prompt) + row.params.max_new_tokens for row in self.rows)
         models = [model] if draft is None else [model, draft]
-        per_block = sum(kv_bytes_per_block(each.config, size, each.dtype) for each in models)
+        per_token = sum(paged_token_bytes(m.cache_specs, (), m.dtype) for m in models)
         return replace(
             config,
             max_num_seqs=rows,
             max_batched_tokens=512,
             chunk_tokens=64,
-            kv_cache_gib=rows * longest / size / 5 * per_block / 2**30,
+            kv_cache_gib=rows * longest / 5 * per_token / 2**30,
         )
 
     def _run(
         self,
-        model: DenseForCausalLM,
-        draft: DenseForCausalLM | None,
+        model: CausalLM,
+        draft: CausalLM | None,
         compiler: GrammarCompiler,
         strategy: Strategy,
         config: EngineConfig,
     ) -> tuple[list[RequestOutput], EngineStats]:
-        """The outputs in the order of the rows."""
-        engine = self.opened.engine(model, strategy, config, draft, compiler)
+        """Run the rows in a new engine; returns their outputs in order, and the statistics."""
+        engine = self.opened.engine(
+            model, strategy, config, {} if draft is None else {"draft": draft}, compiler
+        )
         columns = tuple(column.name for column in strategy.columns)
         for index, row in enumerate(self.rows):
             engine.add_request(str(index), row.prompt, replace(row.params, columns=columns))
-        outputs: dict[str, RequestOutput] = {}
-        while engine.has_unfinished():
-            outputs |= {output.request_id: output for output in engine.step()}
-        return [outputs[str(index)] for index in range(len(self.rows))], engine.stats
+        return finish(engine, len(self.rows)), engine.stats
 
 
 def rates(stats: EngineStats) -> str:
     text = f"{stats.generated_tokens} tokens, {stats.preemptions} preemptions"
-    if stats.draft_tokens:
-        text += f", {stats.accepted_tokens / stats.draft_tokens:.0%} of {stats.draft_tokens} drafts"
+    if drafts := stats.counts.get("num_draft_tokens"):
+        text += f", {stats.counts['num_accepted_tokens'] / drafts:.0%} of {drafts} drafts"
     return text
 
 
 def report(rows: list[Row], outputs: list[RequestOutput]) -> bool:
-    """Prints what became of the rows of each kind; whether each of them is what it must be."""
+    """Print how the rows of each kind ended; returns whether none of them is wrong."""
     counts: dict[str, Counter[str]] = {}
     wrong: list[str] = []
     for row, output in zip(rows, outputs, strict=True):
@@ -283,9 +297,11 @@ def report(rows: list[Row], outputs: list[RequestOutput]) -> bool:
 
 
 def judge(row: Row, output: RequestOutput) -> tuple[str, str | None]:
-    """What became of a row, and what is wrong with it, if anything: one that ended must be valid,
-    as must one that was cut where it was complete, and nothing but `min_new_tokens` may be in
-    conflict with a constraint."""
+    """Return how a row ended, and what is wrong with it, or None if nothing is.
+
+    An answer that ended must be valid, and so must one that was cut but is complete. Only
+    `min_new_tokens` may be in conflict with a constraint.
+    """
     reason, satisfied = output.finish_reason, output.constraint_satisfied
     if row.check is None:
         return ("free" if satisfied is None else "WRONG", None if satisfied is None else "not free")

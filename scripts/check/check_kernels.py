@@ -1,13 +1,15 @@
 """Run every Triton kernel a few times on a GPU, in engines of tiny random models.
 
-Made for NVIDIA's memory checker, which slows kernels down by 20 to 50 times:
+    python scripts/check/check_kernels.py
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \
+It is made for NVIDIA's memory checker, which slows kernels down by 20 to 50 times:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
         --report-api-errors no --error-exitcode 9 python scripts/check/check_kernels.py
 
-Without PyTorch's caching every tensor is an allocation of its own, so that a write past its end is
-seen; CUDA graphs cannot be captured then and are off. Exits with 1 if greedy rows in float32 are
-not those of the PyTorch references on the CPU, or if a kernel was never launched.
+Without PyTorch's caching every tensor is an allocation of its own, so a write past its end is
+noticed. CUDA graphs cannot be captured then, so they are off. The exit code is 1 if greedy rows in
+float32 differ from those of the PyTorch references on the CPU, or if a kernel was never launched.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import json
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,7 +33,7 @@ from triton.runtime import KernelInterface
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.inputs import SamplingInputs
 from batchgen.engine.sampling.params import SamplingParams
@@ -47,7 +51,7 @@ _SIZES: dict[str, Any] = {
     "intermediate_size": 200,
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
-    "vocab_size": 5003,  # a multiple of nothing
+    "vocab_size": 5003,  # a prime, so no multiple of any tile
     "max_position_embeddings": 1024,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -87,11 +91,12 @@ STRATEGIES: dict[str, dict[str, Any] | None] = {
     "ngram": {"adaptive": False, "ngram_min": 1, "ngram_pool": True},
     "draft": {"adaptive": False, "proposer": "draft", "verifier": "rejection"},
 }
-"""Options of `ar_spec`."""
+"""The strategies that models of one token per step run in: the options of `ar_spec`, or None for
+`ar`."""
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=3)
 PLAIN = [(1, GREEDY), (17, GREEDY), (33, SamplingParams(temperature=1.3, max_new_tokens=3))]
-"""(tokens of the prompt, parameters) of rows that run together."""
+"""Rows that run together: (tokens of the prompt, sampling parameters)."""
 EVERY_OPTION = [
     (70, replace(GREEDY, logprobs=True, repetition_penalty=1.3, presence_penalty=0.5)),
     (16, replace(GREEDY, frequency_penalty=0.7, min_new_tokens=3, stop_token_ids=(7, 4999))),
@@ -102,13 +107,13 @@ EVERY_OPTION = [
             min_p=0.01, top_p=0.8, top_logprobs=20, logprobs_mode="processed", max_new_tokens=3
         ),
     ),
-    # Longer than a split of the decode kernel, and prefilled while the others decode.
+    # This prompt is longer than a split of the decode kernel, and is prefilled in several steps.
     (530, replace(GREEDY, top_logprobs=7)),
 ]
 
 
 class Counted:
-    """A kernel that counts its launches."""
+    """A kernel whose launches are counted in `launches[name]`."""
 
     def __init__(self, name: str, kernel: KernelInterface, launches: Counter[str]) -> None:
         self._name, self._kernel, self._launches = name, kernel, launches
@@ -118,52 +123,65 @@ class Counted:
         return self._kernel[grid]
 
 
+def launched_kernels() -> Iterator[tuple[ModuleType, str]]:
+    """Find every kernel that is launched in `kernels/`: the module of the launch, and the name."""
+    for source in sorted(KERNELS.rglob("*.py")):
+        parts = source.relative_to(KERNELS.parent).with_suffix("").parts
+        module = import_module(".".join(("batchgen", *parts)))
+        names = {
+            ast.unparse(node.func.value)
+            for node in ast.walk(ast.parse(source.read_text()))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)  # kernel[grid]()
+        }
+        for name in sorted(names):
+            if isinstance(vars(module).get(name), KernelInterface):
+                yield module, name
+
+
 def count_launches() -> Counter[str]:
-    """From now on, launches by MODULE.KERNEL, for every kernel that the sources launch."""
+    """Count from now on the launches of every kernel, by MODULE.KERNEL."""
     launches: Counter[str] = Counter()
-    for source in sorted(KERNELS.glob("*.py")):
-        module = import_module(f"batchgen.kernels.{source.stem}")
-        for node in ast.walk(ast.parse(source.read_text())):
-            # A launch: kernel[grid](...).
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)):
-                continue
-            name = ast.unparse(node.func.value)
-            kernel = vars(module).get(name)
-            if isinstance(kernel, KernelInterface):
-                launches[f"{source.stem}.{name}"] = 0
-                setattr(module, name, Counted(f"{source.stem}.{name}", kernel, launches))
+    for module, name in launched_kernels():
+        full_name = f"{module.__name__.removeprefix('batchgen.kernels.')}.{name}"
+        launches[full_name] = 0
+        setattr(module, name, Counted(full_name, vars(module)[name], launches))
     return launches
 
 
-def make_model(sizes: dict[str, Any], dtype: torch.dtype, device: torch.device) -> DenseForCausalLM:
-    """Weights drawn on the CPU, so that they are the same on every device."""
+def make_model(sizes: dict[str, Any], dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """Make a model with random weights that are drawn on the CPU, so they are the same anywhere.
+
+    `sizes` is its config.json.
+    """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(sizes))
         model = load_model(Path(folder), device=device, dtype=dtype, load_format="dummy")
-    for index, (name, slot) in enumerate(sorted(model.checkpoint_slots().items())):
+    for index, (name, weight) in enumerate(model.named_parameters()):
         generator = torch.Generator().manual_seed(index)
         mean = 1.0 if name.endswith("norm.weight") else 0.0
-        slot.copy_(torch.empty(slot.shape).normal_(mean, 0.15, generator=generator))
+        weight.copy_(torch.empty(weight.shape).normal_(mean, 0.15, generator=generator))
     return model
 
 
 def batches_of(sizes: dict[str, Any]) -> tuple[list[tuple[int, SamplingParams]], ...]:
-    """First rows without options, then those with every one that the paradigm knows."""
+    """Return the batches for a model: rows without options, and rows with all that it allows."""
     diffusion = sizes["model_type"] == "sdar"
     return PLAIN, [row for row in EVERY_OPTION if not (diffusion and row[1].has_penalties)]
 
 
 def run(
-    model: DenseForCausalLM,
+    model: CausalLM,
     strategy: Strategy,
     batches: tuple[list[tuple[int, SamplingParams]], ...],
-    draft: DenseForCausalLM | None = None,
+    draft: CausalLM | None = None,
 ) -> list[RequestOutput]:
-    """The outputs of all rows, one batch after another."""
+    """Run the batches one after another in one engine; returns the outputs of all rows in order."""
     config = EngineConfig(
         max_num_seqs=len(EVERY_OPTION), max_batched_tokens=256, kv_cache_gib=0.02, cuda_graph=False
     )
-    engine = LLMEngine(model, None, (EOS,), strategy, config, draft=draft)
+    engine = LLMEngine(
+        model, None, (EOS,), strategy, config, others={} if draft is None else {"draft": draft}
+    )
     outputs: dict[str, RequestOutput] = {}
     index = 0
     for rows in batches:
@@ -181,7 +199,7 @@ def differences(
     found: list[RequestOutput],
     batches: tuple[list[tuple[int, SamplingParams]], ...],
 ) -> list[str]:
-    """What is wrong with the greedy rows."""
+    """List how the greedy rows of `found` differ from those of `expected`."""
     problems = []
     params = [params for rows in batches for _, params in rows]
     for index, (a, b, own) in enumerate(zip(expected, found, params, strict=True)):
@@ -195,7 +213,10 @@ def differences(
 
 
 def check_masks() -> list[str]:
-    """Masked draws, in place behind penalties and in a copy, against the reference on the CPU."""
+    """Compare draws under token masks with the reference on the CPU; returns the differences.
+
+    With penalties the mask is applied in place, without them to a copy.
+    """
     problems = []
     rows, vocab = len(EVERY_OPTION), _SIZES["vocab_size"]
     generator = torch.Generator().manual_seed(0)

@@ -1,12 +1,12 @@
-"""Kill a job again and again and compare its output with that of one that was left alone.
+"""Kill a job many times, and compare its output with that of the same job left alone.
 
-    python scripts/check/check_kill_resume.py --kills 20 --work /tmp/check -- \
+    python scripts/check/check_kill_resume.py --kills 20 --work /tmp/check -- \\
         batchgen dataset=files dataset.path=rows.jsonl sampling.n=2 output.dir={out}
 
-`{out}` in the command is replaced by the output folder. The first run is not disturbed and says
-how long a run takes; then the job is killed (SIGKILL) at random moments, and in the end left
-alone. Checked: every column of every shard is equal (floats within 1e-5), and
-every (row, sample) that was finished when a run was killed was taken over by the next one.
+`{out}` in the command is replaced by the output folder. The first run is not disturbed and shows
+how long a run takes. Then the job is killed (SIGKILL) at random moments, and at last left alone.
+Two things are checked: every column of every shard is equal (floats within 1e-5), and every
+(row, sample) that was finished when a run was killed was taken over by the next run.
 """
 
 import argparse
@@ -27,13 +27,14 @@ import pyarrow.parquet as pq
 from batchgen.output.journal import journal_files, read_file
 
 TOLERANCE = 1e-5
+"""How much floats may differ."""
 
 
 def compare_outputs(expected: Path, found: Path) -> int:
     """Compare two output folders shard by shard; returns the number of rows.
 
     Raises:
-        AssertionError: they differ; the message says where.
+        AssertionError: if they differ; the message says where.
     """
     names = [path.name for path in sorted((expected / "data").iterdir())]
     assert names == [path.name for path in sorted((found / "data").iterdir())], "other shards"
@@ -51,7 +52,7 @@ def compare_outputs(expected: Path, found: Path) -> int:
 
 
 def finished_rows(folder: Path) -> int:
-    """Output rows in the shards and the journal of a job that is not running."""
+    """Count the output rows in the shards and the journals of a job that is not running."""
     if not (folder / "data").is_dir():
         return 0
     rows: int = sum(pq.read_metadata(path).num_rows for path in (folder / "data").glob("*.parquet"))
@@ -64,7 +65,7 @@ def finished_rows(folder: Path) -> int:
 
 
 def attempts(folder: Path) -> list[dict[str, Any]]:
-    """The attempts in the folder's metrics.json."""
+    """Return the attempts in the folder's metrics.json; none if there is no such file."""
     path = folder / "metrics.json"
     found: list[dict[str, Any]] = json.loads(path.read_text())["attempts"] if path.exists() else []
     return found
@@ -84,7 +85,7 @@ def _equal(one: pa.ChunkedArray, two: pa.ChunkedArray) -> bool:
 
 
 def _run_killed(command: list[str], delay: float, log: Path) -> int | None:
-    """Run the command and kill it after `delay` seconds; None if it was, else its exit code."""
+    """Run the command, and kill it after `delay` seconds; the exit code, or None if killed."""
     with log.open("a") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file)
     try:
@@ -119,12 +120,12 @@ def main() -> None:
     rng = random.Random(args.seed)
     kills = 0
     while True:
-        # Some kills while it starts; the others so early that the job outlives all of them.
+        # Some kills come while the job starts, and all so early that it survives so many of them.
         delay = rng.uniform(0.8 * startup, startup + generating / args.kills)
         delay = delay if kills < args.kills else 1e9
         before = finished_rows(found), len(attempts(found))
         code = _run_killed(commands[found], delay, log)
-        # An attempt that was killed while it started is not in the list.
+        # An attempt that was killed while it started is not among the attempts.
         if len(attempts(found)) > before[1]:
             resumed = attempts(found)[-1]["rows_resumed"]
             assert resumed == before[0], f"{resumed} of {before[0]} finished rows were taken over"

@@ -1,22 +1,20 @@
-"""Whether constrained rows leave anything behind: matchers, grammars, blocks or memory.
+"""Check that constrained rows leave nothing behind: no matchers, grammars, KV blocks or memory.
 
     python scripts/check/check_lifecycle.py [--rows 10000] [--schemas 500] [--strategy ar]
 
-Rows of a random tiny model follow schemas that hardly come twice in a row, in a KV cache so small
-that they preempt each other; now and then one is aborted, or comes with a schema that does not
-compile. Prints what is alive as it goes on. Ends with 1 if a matcher or a block is left, if a row
-is lost, or if resident memory grew by more than --bound MiB after the first pass over all schemas:
-until then the compiler's cache fills.
+The rows of a tiny random model follow schemas in turn, in a KV cache so small that they preempt
+each other. Some rows are aborted, and some have a constraint that does not compile. What is alive
+is printed meanwhile. The exit code is 1 if a matcher or a KV block is left, if a row is lost, or if
+resident memory grew by more than --bound MiB after the first pass over all schemas, in which the
+compiler's cache fills.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -29,12 +27,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from batchgen.engine.cache.memory_plan import kv_bytes_per_block
+from batchgen.engine.cache.model_caches import paged_token_bytes
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.matcher import Matcher
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import load_model
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.scheduling.admission import LengthPredictor
 from batchgen.engine.strategy import Strategy
@@ -42,19 +39,21 @@ from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
-from workloads import write_config
+from this_process import resident_mib
+from workloads import dummy_model
 
 _BOUND_MIB = 32
-"""Of growth after the warm-up: less than 4 KiB for each of 9,000 rows."""
+"""The growth of memory that passes after the first pass: less than 4 KiB for each of 9,000 rows."""
 _MAX_SEQS = 64
 _CACHE_TOKENS = 640
 _BLOCK = 4
+"""Tokens per KV block."""
 _WAITING = 128
-"""Rows that were added and have not ended: some wait, some compile."""
+"""The most rows that were added and have not ended."""
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, and EOS."""
+    """Make a tokenizer with one token for each byte, and EOS."""
     raw = Tokenizer(models.BPE({c: i for i, c in enumerate(bytes_to_unicode().values())}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
@@ -63,7 +62,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def schema(index: int) -> dict[str, Any]:
-    """One of its own for each index, whose rows are short."""
+    """Make a JSON Schema that differs from those of other indices and allows short rows only."""
     rng = random.Random(index)
     kinds: list[dict[str, Any]] = [
         {"type": "integer", "minimum": index % 7, "maximum": index},
@@ -82,15 +81,10 @@ def schema(index: int) -> dict[str, Any]:
 
 
 def build_engine(strategy: Strategy, overlap: bool) -> LLMEngine:
-    device, tokenizer = torch.device("cpu"), byte_tokenizer()
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_config("tiny", Path(folder))
-        config = json.loads((path / "config.json").read_text())
-        sizes = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 1}
-        (path / "config.json").write_text(json.dumps(config | sizes))
-        model = load_model(path, device=device, dtype=torch.float32, load_format="dummy")
+    tokenizer = byte_tokenizer()
+    model = dummy_model("tiny", torch.device("cpu"), vocab_size=300, num_hidden_layers=1)
     blocks = _CACHE_TOKENS // _BLOCK + 1.5
-    per_block = kv_bytes_per_block(model.config, _BLOCK, model.dtype)
+    per_block = _BLOCK * paged_token_bytes(model.cache_specs, (), model.dtype)
     engine_config = EngineConfig(
         max_num_seqs=_MAX_SEQS,
         max_batched_tokens=512,
@@ -112,17 +106,15 @@ def requests(rows: int, schemas: int) -> Iterator[tuple[list[int], SamplingParam
         yield prompt, SamplingParams(seed=i, max_new_tokens=64, constraint=constraint)
 
 
-def resident_mib() -> float:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 / 2**20
-
-
 def live_matchers() -> int:
     return sum(type(thing) is Matcher for thing in gc.get_objects())
 
 
 def run(engine: LLMEngine, rows: int, schemas: int) -> tuple[list[float], Counter[str]]:
-    """Resident memory after every pass over all schemas; how the rows ended."""
+    """Run the rows to their ends.
+
+    Returns the resident MiB after every pass over all schemas, and how many rows ended how.
+    """
     rng = random.Random(1)
     coming = enumerate(requests(rows, schemas))
     alive: list[str] = []
@@ -157,7 +149,7 @@ def run(engine: LLMEngine, rows: int, schemas: int) -> tuple[list[float], Counte
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--schemas", type=int, default=500)
     parser.add_argument("--strategy", choices=("ar", "ar_spec"), default="ar")
@@ -167,7 +159,8 @@ def main() -> int:
     torch.set_num_threads(1)
     strategy = ARStrategy() if arguments.strategy == "ar" else ARSpecStrategy(adaptive=False)
     engine = build_engine(strategy, not arguments.no_overlap)
-    # Rows that are admitted as if they were to end at once preempt each other all the time.
+    # If the scheduler predicts that every row is about to end, it admits too many, and rows preempt
+    # each other all the time.
     with mock.patch.object(
         LengthPredictor, "predict", lambda self, generated, limits, exact: generated
     ):

@@ -1,16 +1,16 @@
-"""Compare with transformers over real prompts, on the same device.
-
-float32: transformers' most likely token after every prefix of each greedy answer must be the
-answer's next token, so that its own greedy decoding gives the same answer; and log-probabilities
-must agree. Every way to run is tried on rows that are chunked, share a prefix, are preempted in a
-cache too small for them, and run among sampled rows with every option.
-
-bfloat16: nobody is exact, so the errors of log-probabilities against transformers in float32 are
-compared: ours, from chunked prefills and decode steps on a paged cache, may not be larger than
-those of transformers in bfloat16 over whole sequences.
+"""Compare the engine with transformers over real prompts, on the same device.
 
     python scripts/check/check_parity.py ROWS.jsonl [--device cuda] [--dtype bfloat16] \\
-              [--prompts 32]
+        [--prompts 32]
+
+In float32, the most likely token that transformers finds after every prefix of a greedy answer must
+be the answer's next token, so that its own greedy decoding gives the same answer; and the
+log-probabilities must agree. The rows are prefilled in chunks, share prefixes, are preempted in a
+cache too small for them, and run among sampled rows with many options.
+
+In bfloat16 neither is exact. So the log-probabilities of both are compared with those of
+transformers in float32: the engine's mean error, from chunked prefills and decode steps on a paged
+cache, may be at most 1.05 times that of transformers in bfloat16 over whole sequences.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from real_rows import chat_ids, comparison_arguments, read_texts
+from real_rows import add_short_rows, chat_ids, comparison_arguments, finish, read_texts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from batchgen.engine.cache.memory_plan import kv_bytes_per_block
+from batchgen.engine.cache.model_caches import paged_token_bytes
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import EngineStats
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.model.open_model import OpenedModel, open_model
@@ -44,8 +44,9 @@ OTHERS = (
     SamplingParams(temperature=0, min_new_tokens=20, stop=("\n\n", "the"), max_new_tokens=48),
 )
 LOGPROB_LIMIT = 1e-4
+"""The largest difference of log-probabilities that passes in float32."""
 ERROR_LIMIT = 1.05
-"""Our mean error in bfloat16 may be so many times that of transformers."""
+"""The engine's mean error in bfloat16 passes up to so many times that of transformers."""
 
 
 def main() -> None:
@@ -65,10 +66,11 @@ def main() -> None:
 
 
 def hard_config(
-    model: DenseForCausalLM, prompts: list[list[int]], new_tokens: int, **options: int | bool
+    model: CausalLM, prompts: list[list[int]], new_tokens: int, **options: int | bool
 ) -> EngineConfig:
-    """Small chunks, and a cache that holds little more than the prompts of the rows in flight, two
-    rows for each prompt.
+    """Configure small chunks, and a KV cache so small that rows preempt each other.
+
+    It holds little more than the prompts of the rows in flight, two rows for each prompt.
     """
     config = EngineConfig(max_batched_tokens=100, chunk_tokens=32, **options)  # type: ignore[arg-type]
     size = config.block_size
@@ -76,33 +78,26 @@ def hard_config(
     in_flight = min(config.max_num_seqs, 2 * len(prompts))
     longest = max(blocks) - (-new_tokens // size)
     num_blocks = 1 + max(longest, round(in_flight / 2 * (sum(blocks) / len(blocks) + 1)))
-    per_block = kv_bytes_per_block(model.config, size, model.dtype)
+    per_block = size * paged_token_bytes(model.cache_specs, (), model.dtype)
     return replace(config, kv_cache_gib=(num_blocks + 0.5) * per_block / 2**30)
 
 
 def run(
     opened: OpenedModel,
-    model: DenseForCausalLM,
+    model: CausalLM,
     config: EngineConfig,
     requests: list[tuple[list[int], SamplingParams]],
 ) -> tuple[list[RequestOutput], EngineStats]:
-    """The outputs in the order of the requests."""
+    """Run the requests in a new engine; returns their outputs in order, and the statistics."""
     engine = opened.engine(model, ARStrategy(), config)
-    # Short rows come first, so that the scheduler expects as little of the others and admits more
-    # of them than the cache can hold.
-    short = SamplingParams(temperature=0, max_new_tokens=2)
-    for index in range(config.max_num_seqs):
-        engine.add_request(f"short {index}", requests[0][0][:8], short)
+    add_short_rows(engine, config.max_num_seqs, requests[0][0])
     for index, (prompt, params) in enumerate(requests):
         engine.add_request(str(index), prompt, replace(params, seed=index))
-    outputs: dict[str, RequestOutput] = {}
-    while engine.has_unfinished():
-        outputs |= {output.request_id: output for output in engine.step()}
-    return [outputs[str(index)] for index in range(len(requests))], engine.stats
+    return finish(engine, len(requests)), engine.stats
 
 
 class Reference:
-    """transformers' model, run over whole sequences."""
+    """The model in transformers, run over whole sequences."""
 
     def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None:
         folder, file = (path.parent, path.name) if path.is_file() else (path, None)
@@ -113,7 +108,10 @@ class Reference:
 
     @torch.inference_mode()
     def logprobs(self, output: RequestOutput) -> Tensor:
-        """[tokens of the answer, vocabulary] float32, of what comes after each prefix."""
+        """Compute the log-probabilities of every token at each position of the answer.
+
+        Returns [tokens of the answer, vocabulary] float32, on the CPU.
+        """
         ids = torch.tensor([output.prompt_token_ids + output.token_ids], device=self.device)
         logits: Tensor = self.model(ids, use_cache=False).logits
         return logits[0, len(output.prompt_token_ids) - 1 : -1].float().log_softmax(-1).cpu()
@@ -121,7 +119,7 @@ class Reference:
 
 @dataclass
 class GreedyCheck:
-    """Compares greedy answers; a sequence that came before is not computed again."""
+    """Compares greedy answers with transformers; a sequence is computed once only."""
 
     reference: Reference
     eos_token_ids: tuple[int, ...]
@@ -131,8 +129,9 @@ class GreedyCheck:
     )
 
     def __call__(self, output: RequestOutput) -> tuple[bool, float]:
-        """Whether transformers gives the same answer, and the largest difference of the
-        log-probabilities of its tokens.
+        """Tell whether transformers gives the same answer, and how far log-probabilities differ.
+
+        The number is the largest difference over the answer's tokens.
         """
         ids = output.token_ids
         key = (*output.prompt_token_ids, *ids)
@@ -148,7 +147,7 @@ class GreedyCheck:
 
 
 def check_float32(
-    opened: OpenedModel, model: DenseForCausalLM, prompts: list[list[int]], new_tokens: int
+    opened: OpenedModel, model: CausalLM, prompts: list[list[int]], new_tokens: int
 ) -> bool:
     reference = Reference(opened.path, model.device, torch.float32)
     check = GreedyCheck(reference, opened.eos_token_ids, new_tokens)
@@ -184,7 +183,7 @@ def check_float32(
             f"{worst:.1e}; {changed} of {len(others)} others unlike before; "
             f"{stats.preemptions} preemptions, {stats.cached_tokens} tokens cached, {seconds:.0f} s"
         )
-        # Sampled rows are bound to be equal only where the batch does not change the rounding.
+        # Sampled rows must be equal only on a CPU, where the batch does not change the rounding.
         passed &= not different and worst < LOGPROB_LIMIT and (on_gpu or not changed)
         preemptions += stats.preemptions
         cached += stats.cached_tokens
@@ -195,7 +194,13 @@ def check_float32(
 
 @dataclass
 class Errors:
-    """Of log-probabilities, over positions and tokens, and of the most likely token."""
+    """Errors of log-probabilities, and how often the most likely token is another one.
+
+    Attributes:
+        total, count, largest: sum, number and maximum of the absolute errors.
+        other_tokens: positions at which the greedy token is another one.
+        positions: all positions.
+    """
 
     total: float = 0.0
     count: int = 0
@@ -222,9 +227,10 @@ class Errors:
 
 
 def check_bfloat16(
-    opened: OpenedModel, model: DenseForCausalLM, prompts: list[list[int]], new_tokens: int
+    opened: OpenedModel, model: CausalLM, prompts: list[list[int]], new_tokens: int
 ) -> bool:
-    # The likeliest 20, because an answer's own tokens are those that our errors favour.
+    # The 20 most likely tokens are compared, not the answer's own ones: those were chosen with the
+    # engine's errors, which would bias the comparison.
     params = SamplingParams(temperature=0, max_new_tokens=new_tokens, top_logprobs=20)
     config = hard_config(model, prompts, new_tokens, max_num_seqs=17)
     outputs, _ = run(opened, model, config, [(prompt, params) for prompt in prompts])

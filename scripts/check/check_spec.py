@@ -1,14 +1,14 @@
-"""Speculative decoding against decoding without, over real prompts.
-
-The prompts are chat questions, and requests to repeat a text, which is drafted well by looking it
-up. Each is answered greedily and twice with other options, all mixed in one batch; rows are
-chunked, share prefixes and are preempted in a cache too small for them.
-
-float32: every token must be the one that `ar` gives in its simplest loop, and every
-log-probability the same up to 1e-4. bfloat16: nobody is exact, so the share of the rows that differ
-is reported.
+"""Compare speculative decoding with plain decoding over real prompts.
 
     python scripts/check/check_spec.py ROWS.jsonl [--device cuda] [--dtype bfloat16] [--prompts 32]
+
+The prompts are chat questions, and requests to repeat a text, for which n-grams of the prompt are
+good drafts. Each prompt is answered greedily, and twice with other options, all in one batch. Rows
+are prefilled in chunks, share prefixes and are preempted in a cache too small for them.
+
+In float32 every token must be the one that `ar` gives in its simplest loop, and every
+log-probability must be the same up to 1e-4. In bfloat16 neither is exact, so the number of rows
+that differ is only reported.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from real_rows import chat_ids, comparison_arguments, read_texts
+from real_rows import add_short_rows, chat_ids, comparison_arguments, finish, read_texts
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from batchgen.engine.cache.memory_plan import kv_bytes_per_block
+from batchgen.engine.cache.model_caches import paged_token_bytes
 from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.layers.rotary import DefaultRope
 from batchgen.engine.llm_engine import EngineStats, LLMEngine
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.models.llama import LlamaForCausalLM
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
@@ -54,13 +56,16 @@ Request = tuple[list[int], SamplingParams]
 
 @dataclass(frozen=True)
 class Case:
-    """A way to run.
+    """A way to run the rows with drafts.
 
     Attributes:
-        draft: the proposer `draft` with `random`, a small model of random weights; `rough`, the
-            model with noise on its weights; or `perfect`, the model itself. None is n-grams.
-        hard: chunked prefills and a cache in which rows preempt each other.
-        any_width: each step has a random number of drafts, none too.
+        k: drafts per step.
+        draft: the draft model: `random` is a small model of random weights, `rough` the model with
+            noise on its weights, and `perfect` the model itself. None drafts from n-grams.
+        pool: n-grams are looked up in all rows, not in the row itself only.
+        hard: prefills are chunked, and rows preempt each other in a small cache.
+        overlap: a step is launched before the one before it is read.
+        any_width: each step has a random number of drafts, from 0 to k.
     """
 
     k: int
@@ -88,14 +93,14 @@ class Case:
 
 
 class AnyWidth(ARSpecStrategy):
-    """Chooses among its widths at random."""
+    """Speculative decoding in which each step has one of its possible widths, at random."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._random = random.Random(0)
 
     def step_width(self, num_rows: int) -> int:
-        return self._random.choice(self.widths)
+        return self._random.choice(self.models["target"].widths)
 
 
 CASES = (
@@ -129,7 +134,7 @@ def main() -> None:
 
 
 def make_requests(opened: OpenedModel, args: argparse.Namespace) -> list[Request]:
-    """Three rows for each prompt: greedy, and two samples of the same options."""
+    """Make three rows for each prompt: a greedy one, and two samples with the same options."""
     others = itertools.cycle(OTHERS)
     requests: list[Request] = []
     for text in read_texts(args.rows, args.field, args.prompts):
@@ -137,7 +142,7 @@ def make_requests(opened: OpenedModel, args: argparse.Namespace) -> list[Request
             prompt = chat_ids(opened.tokenizer, content)
             base = replace(GREEDY, max_new_tokens=args.new_tokens)
             other = replace(base, **({"temperature": 1.0} | next(others)))
-            # The seed is of the row, whatever runs beside it.
+            # A row's seed is its own, whatever runs beside it.
             requests += [
                 (prompt, replace(params, seed=len(requests) + i))
                 for i, params in enumerate((base, other, other))
@@ -147,18 +152,20 @@ def make_requests(opened: OpenedModel, args: argparse.Namespace) -> list[Request
 
 @dataclass
 class Check:
-    """Runs every case and compares it with `ar`.
+    """Runs the requests in every case, and compares the outputs with those of `ar`.
 
     Attributes:
-        load: makes the model, a copy each time.
-        exact: whether rows must be equal.
+        opened: the model's files and tokenizer.
+        load: loads the model, a new copy with every call.
+        requests: the rows.
+        exact: whether the outputs must be equal.
     """
 
     opened: OpenedModel
-    load: Callable[[], DenseForCausalLM]
+    load: Callable[[], CausalLM]
     requests: list[Request]
     exact: bool
-    _drafts: dict[str, DenseForCausalLM] = field(default_factory=dict)
+    _drafts: dict[str, CausalLM] = field(default_factory=dict)
 
     def __call__(self) -> bool:
         model = self.load()
@@ -185,9 +192,9 @@ class Check:
                 config = self._hard_config(model, draft, config)
             outputs, stats = self._run(model, draft, case.strategy(), config)
             different, worst = compare(expected, outputs)
-            forwards = sum(output.num_forwards for output in outputs)
-            offered = sum(output.num_draft_tokens for output in outputs)
-            accepted = sum(output.num_accepted_tokens for output in outputs)
+            forwards = sum(output.counts["num_forwards"] for output in outputs)
+            offered = sum(output.counts["num_draft_tokens"] for output in outputs)
+            accepted = sum(output.counts["num_accepted_tokens"] for output in outputs)
             print(
                 f"{case!s:<36} {different} of {len(outputs)} rows differ, log-probabilities by "
                 f"up to {worst:.1e}; {accepted / max(offered, 1):.0%} of {offered} drafts held, "
@@ -198,7 +205,8 @@ class Check:
             if self.exact:
                 passed &= not different and worst < LOGPROB_LIMIT
                 passed &= accepted > 0 or case.draft == "random"
-                # A GPU rounds wider products otherwise, and a draw may all but tie.
+                # On a GPU wider products round differently, which can decide a draw that is almost
+                # a tie, so even these drafts may be wrong there.
                 if case.draft == "perfect" and not case.hard and not on_gpu:
                     fewest = sum(
                         1 + -(-(len(output.token_ids) - 1) // (1 + case.k)) for output in outputs
@@ -212,17 +220,16 @@ class Check:
         return passed and preemptions > 0 and cached > 0
 
     def _hard_config(
-        self, model: DenseForCausalLM, draft: DenseForCausalLM | None, config: EngineConfig
+        self, model: CausalLM, draft: CausalLM | None, config: EngineConfig
     ) -> EngineConfig:
-        """Small chunks, and a cache that holds little more than the prompts of the rows in
-        flight."""
+        """Configure small chunks, and a cache that holds little more than the prompts in flight."""
         size, rows = config.block_size, min(17, len(self.requests) // 2)
         prompts = [len(prompt) for prompt, _ in self.requests]
         longest = max(len(prompt) + params.max_new_tokens for prompt, params in self.requests)
         # Three rows share a prompt; each has blocks of its own for what is generated.
         blocks = rows * (sum(prompts) / len(prompts) / size / 3 + 2)
         models = [model] if draft is None else [model, draft]
-        per_block = sum(kv_bytes_per_block(each.config, size, each.dtype) for each in models)
+        per_block = size * sum(paged_token_bytes(m.cache_specs, (), m.dtype) for m in models)
         num_blocks = 1.5 + max(-(-longest // size), round(blocks))
         return replace(
             config,
@@ -234,33 +241,34 @@ class Check:
 
     def _run(
         self,
-        model: DenseForCausalLM,
-        draft: DenseForCausalLM | None,
+        model: CausalLM,
+        draft: CausalLM | None,
         strategy: Strategy,
         config: EngineConfig,
     ) -> tuple[list[RequestOutput], EngineStats]:
-        """The outputs in the order of the requests."""
+        """Run the requests in a new engine; returns their outputs in order, and the statistics."""
         opened = self.opened
         engine = LLMEngine(
-            model, opened.tokenizer, opened.eos_token_ids, strategy, config, draft=draft
+            model,
+            opened.tokenizer,
+            opened.eos_token_ids,
+            strategy,
+            config,
+            others={} if draft is None else {"draft": draft},
         )
         columns = tuple(column.name for column in strategy.columns)
-        # Short rows come first, so that the scheduler expects as little of the others and admits
-        # more of them than the cache can hold.
-        short = SamplingParams(temperature=0, max_new_tokens=2)
-        for index in range(config.max_num_seqs if config.chunk_tokens else 0):
-            engine.add_request(f"short {index}", self.requests[0][0][:8], short)
+        if config.chunk_tokens:
+            add_short_rows(engine, config.max_num_seqs, self.requests[0][0])
         for index, (prompt, params) in enumerate(self.requests):
             engine.add_request(str(index), prompt, replace(params, columns=columns))
-        outputs: dict[str, RequestOutput] = {}
-        while engine.has_unfinished():
-            outputs |= {output.request_id: output for output in engine.step()}
-        return [outputs[str(index)] for index in range(len(self.requests))], engine.stats
+        return finish(engine, len(self.requests)), engine.stats
 
 
 def compare(expected: list[RequestOutput], outputs: list[RequestOutput]) -> tuple[int, float]:
-    """How many rows differ in their tokens, their end or what must follow from their columns, and
-    the largest difference of a log-probability of the others."""
+    """Count the rows of `outputs` that differ from those expected or contradict themselves.
+
+    Returns that count, and the largest difference of a log-probability in the other rows.
+    """
     different, worst = 0, 0.0
     for one, other in zip(expected, outputs, strict=True):
         if not same_tokens(one, other) or not consistent(other):
@@ -285,47 +293,55 @@ def same_tokens(one: RequestOutput, other: RequestOutput) -> bool:
 
 
 def consistent(output: RequestOutput) -> bool:
-    """Whether the columns of speculation and the row's counts tell the same."""
+    """Tell whether the columns of speculation agree with each other and with the row's counts."""
     accepted, steps = (output.columns[name] for name in COLUMNS)
-    # A forward commits drafts and then one token of its own, which a stop may cut off.
+    # A forward yields the accepted drafts and then one token of the model's own, unless a stop cuts
+    # that off.
     ends = steps[1:] > steps[:-1]
     rises = np.diff(steps, prepend=0)
     return bool(
         np.isin(rises, (0, 1)).all()
         and (ends == ~accepted[:-1]).all()
-        and steps[-1] == output.num_forwards
-        and accepted.sum() == output.num_accepted_tokens <= output.num_draft_tokens
+        and steps[-1] == output.counts["num_forwards"]
+        and accepted.sum()
+        == output.counts["num_accepted_tokens"]
+        <= output.counts["num_draft_tokens"]
     )
 
 
-def random_model(model: DenseForCausalLM) -> DenseForCausalLM:
-    """Two small layers over the vocabulary of the model."""
-    config = replace(
-        model.config,
-        num_layers=2,
-        hidden_size=64,
+def random_model(model: CausalLM) -> CausalLM:
+    """Make a draft model of two small layers with random weights over the model's vocabulary."""
+    family = DenseConfig(
         num_heads=4,
         num_kv_heads=2,
         head_dim=16,
         intermediate_size=128,
-        tie_word_embeddings=True,
-        attention_bias=False,
+        rms_norm_eps=1e-6,
+        rope=DefaultRope(10000.0),
+        qkv_bias=False,
+        output_bias=False,
         mlp_bias=False,
         qk_norm=False,
     )
+    config = replace(
+        model.config, num_layers=2, hidden_size=64, tie_word_embeddings=True, family=family
+    )
     draft = LlamaForCausalLM(config, device=model.device, dtype=model.dtype)
-    for slot in draft.checkpoint_slots().values():
-        slot.zero_()
+    for weight in draft.parameters():
+        weight.zero_()
     return add_noise(draft, 0.0, 0.3)
 
 
-def add_noise(model: DenseForCausalLM, relative: float, absolute: float) -> DenseForCausalLM:
-    """Normal noise on every weight, in proportion to the tensor's deviation and beyond it."""
+def add_noise(model: CausalLM, relative: float, absolute: float) -> CausalLM:
+    """Add normal noise to every weight, in place.
+
+    Its standard deviation is `absolute` plus `relative` times that of the tensor.
+    """
     generator = torch.Generator().manual_seed(0)
-    for _, slot in sorted(model.checkpoint_slots().items()):
-        deviation = absolute + relative * (slot.float().std().item() if slot.numel() > 1 else 0)
-        noise = torch.empty(slot.shape).normal_(0, deviation, generator=generator)
-        slot.add_(noise.to(slot))
+    for weight in model.parameters():
+        deviation = absolute + relative * (weight.float().std().item() if weight.numel() > 1 else 0)
+        noise = torch.empty(weight.shape).normal_(0, deviation, generator=generator)
+        weight.add_(noise.to(weight))
     return model
 
 

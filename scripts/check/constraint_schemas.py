@@ -1,4 +1,4 @@
-"""What may be asked of the answer to a word problem, in every kind of constraint there is."""
+"""Constraints of every kind for the answers to word problems, which check_constraint.py runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ JsonSchema = dict[str, Any]
 
 
 def closed(optional: tuple[str, ...] = (), /, **properties: Any) -> JsonSchema:
-    """An object of these properties and no other; all but the optional ones are there."""
+    """Describe an object with these properties and no others; the optional ones may be absent."""
     return {
         "type": "object",
         "properties": properties,
@@ -162,7 +162,7 @@ CALL = {
     "end": "</call>",
 }
 
-# By kind: the values of the group `constraint`, without the kind.
+# The values of the configuration group `constraint` by kind, without the kind itself.
 OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
     "regex": (
         {"pattern": r"-?\d{1,6}(\.\d{1,2})?"},
@@ -195,7 +195,7 @@ OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
         {"kind": "json_schema", "schema": closed(name=WORD, answer=NUMBER), "max_whitespace": 1},
         {"kind": "json_schema", "schema": listed(INTEGER, 4, 2), "max_whitespace": 3},
     ),
-    # Markers that the model writes by itself sooner or later.
+    # The markers are texts that the model writes by itself sooner or later.
     "start_after": (
         {"kind": "json_schema", "schema": closed(answer=INTEGER), "start_after": "."},
         {"kind": "regex", "pattern": r"#### \d+", "start_after": "\n"},
@@ -206,7 +206,7 @@ OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def constraints() -> Iterator[tuple[str, dict[str, Any]]]:
-    """All of them: a name for what they are about, and the values of the group `constraint`."""
+    """Yield every constraint: its name in the summary, and the values of the group `constraint`."""
     for name, schemas in SCHEMAS.items():
         for schema in schemas:
             yield name, {"kind": "json_schema", "schema": schema}

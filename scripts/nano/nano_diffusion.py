@@ -1,7 +1,8 @@
 """The block-diffusion objective (BD3-LM, Arriola et al. 2025), and a plain decoder to measure with.
 
-Training runs a noised and a clean copy of every sequence through one forward: a noised block sees
-itself and the clean blocks before it, which is what it sees when it is decoded.
+A block here is a block of positions that are decoded together. Training runs a noised and a clean
+copy of every sequence through one forward. A noised block sees itself and the clean blocks before
+it, which is also what it sees when it is decoded.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch import Tensor
 
 
 class Batch(NamedTuple):
-    """Sequences of a prompt, an answer with its <|im_end|>, and padding with <|im_end|>.
+    """Sequences of a prompt, its answer, the <|im_end|> that ends it, and padding of <|im_end|>.
 
     Attributes:
-        ids: [B, N] int64; N is a multiple of the block size.
-        prompt_lens: [B] int64.
-        lens: [B] int64, of prompt and answer, the answer's first <|im_end|> included.
+        ids: [B, N] int64, token ids; N is a multiple of the block size.
+        prompt_lens: [B] int64, tokens of each prompt.
+        lens: [B] int64, tokens of each prompt and answer, with the answer's first <|im_end|>.
     """
 
     ids: Tensor
@@ -31,16 +32,16 @@ class Batch(NamedTuple):
 
 
 def block_causal_mask(length: int, block_size: int, device: torch.device) -> Tensor:
-    """[length, length] bool: causal over blocks, full inside one."""
+    """Make the mask [length, length] bool of attention that is causal over blocks, full inside."""
     block = torch.arange(length, device=device) // block_size
     return block[:, None] >= block[None, :]
 
 
 def training_mask(length: int, block_size: int, device: torch.device) -> Tensor:
-    """[2 · length, 2 · length] bool, for the noised copy followed by the clean one.
+    """Make the mask [2 · length, 2 · length] bool for the noised copy followed by the clean one.
 
-    A noised block sees itself and the clean blocks before it; the clean copy sees itself, causal
-    over blocks, and nothing of the noised one.
+    A noised block sees itself and the clean blocks before it. The clean copy sees itself, causal
+    over blocks, and nothing of the noised copy.
     """
     block = torch.arange(length, device=device) // block_size
     itself = block[:, None] == block[None, :]
@@ -51,7 +52,10 @@ def training_mask(length: int, block_size: int, device: torch.device) -> Tensor:
 
 
 def denoise(model: NanoSDAR, noised: Tensor, clean: Tensor) -> Tensor:
-    """Hidden states [B, N, hidden_size] at the positions of the noised copy; both are [B, N]."""
+    """Compute the hidden states [B, N, hidden_size] of the noised copy.
+
+    `noised` and `clean` are the token ids of both copies, [B, N] int64 each.
+    """
     length, device = noised.shape[1], noised.device
     positions = torch.arange(length, device=device).repeat(2)
     mask = training_mask(length, model.config.block_size, device)
@@ -60,12 +64,16 @@ def denoise(model: NanoSDAR, noised: Tensor, clean: Tensor) -> Tensor:
 
 
 def add_noise(batch: Batch, block_size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The noised ids [B, N], and the weight [B, N] float32 of each position's cross-entropy.
+    """Mask positions of the answers at random.
 
-    Of the m positions of a block that are not prompt, k are masked, with k uniform in 1..m, and
-    weigh m / k each; the others weigh 0. This is the linear schedule's bound on the negative
-    log-likelihood, with a mask rate t uniform in (0, 1) and weights 1 / t, of which the integral
-    over t is taken: the same expectation at less variance, as no small t gets a large weight.
+    Of the m positions of a block that are not prompt, k are masked, with k uniform in 1 to m. Each
+    masked position weighs m / k, and the others weigh 0. The weighted loss has the expectation of
+    the linear schedule's bound on the negative log-likelihood, in which the mask rate t is uniform
+    in (0, 1) and the weight is 1 / t. Its variance is smaller, as no small t gets a large weight.
+
+    Returns:
+        The noised ids, [B, N] int64, and the weight of each position's cross-entropy, [B, N]
+        float32.
     """
     rows, length = batch.ids.shape
     device, shape = batch.ids.device, (rows, length // block_size, block_size)
@@ -82,10 +90,10 @@ def add_noise(batch: Batch, block_size: int, generator: torch.Generator) -> tupl
 
 
 def diffusion_loss(model: NanoSDAR, batch: Batch, generator: torch.Generator) -> Tensor:
-    """An estimate of the bound on the negative log-likelihood, in nats per token of the answers.
+    """Estimate the bound on the negative log-likelihood, in nats per token of the answers.
 
-    The padding is part of what is predicted, so that a block after the end is one of <|im_end|>;
-    it does not count as tokens.
+    The padding is predicted too, so that the model fills a block with <|im_end|> after the end. It
+    does not count as tokens.
     """
     noised, weight = add_noise(batch, model.config.block_size, generator)
     logits = model.logits(denoise(model, noised, batch.ids))
@@ -96,10 +104,12 @@ def diffusion_loss(model: NanoSDAR, batch: Batch, generator: torch.Generator) ->
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Attributes:
-    answers: token ids before the first <|im_end|>, or before the room ends, of each row.
-    tokens: generated by each row, with its first <|im_end|>.
-    steps: denoise steps that each row took, every one of which unmasked at least one token.
+    """The answers to B prompts, and what they took.
+
+    Attributes:
+        answers: the token ids of each answer, up to its first <|im_end|> or the end of the room.
+        tokens: the tokens that each row generated, its first <|im_end|> included.
+        steps: the denoise steps of each row. Every step unmasks at least one token.
     """
 
     answers: list[list[int]]
@@ -109,14 +119,16 @@ class Decoded:
 
 @torch.inference_mode()
 def decode(model: NanoSDAR, batch: Batch, threshold: float) -> Decoded:
-    """Greedy answers to the prompts, by `low_confidence_dynamic`.
+    """Answer the prompts greedily, by the rule `low_confidence_dynamic`.
 
-    Each step unmasks every masked position of a row's block whose most likely token has a
-    probability above `threshold`, and always the most confident one. A row ends with the block
-    that has an <|im_end|>.
+    Each step unmasks the positions of a row's block whose most likely token has a probability above
+    `threshold`, and always the most confident one. A row ends with the block that holds an
+    <|im_end|>.
 
     Args:
-        batch: only the prompts in it are read; N is the room for prompt and answer.
+        model: runs without a cache, over whole sequences.
+        batch: of which only the prompts are read; N is the room for prompt and answer.
+        threshold: a probability.
     """
     size, device = model.config.block_size, batch.ids.device
     rows, length = batch.ids.shape

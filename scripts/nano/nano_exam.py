@@ -1,4 +1,4 @@
-"""What nano_sdar is given to read, and how well it does on held-out problems."""
+"""Problems as token ids for nano_sdar, and its marks on held-out problems."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from nano_tokenizer import IM_END_ID
 from transformers import PreTrainedTokenizerBase
 
 SEQUENCE_LENGTH = 192
-"""Room for the longest problem and its answer, in either form."""
+"""Tokens of a sequence: room for the longest problem and its answer, in either form."""
 
 THRESHOLD = 0.9
-NOISE_SEED = 1234  # of the held-out loss: always the same noise
+"""The confidence above which a token is unmasked."""
+NOISE_SEED = 1234
+"""The seed of the noise of the held-out loss, which is always the same."""
 
 
 @dataclass(slots=True)
 class Tally:
+    """Sums over answers: how many, how many of them right, and their tokens and denoise steps."""
+
     rows: int = 0
     right: int = 0
     tokens: int = 0
@@ -37,7 +41,7 @@ class Tally:
 
     @property
     def accuracy(self) -> float:
-        """The share of the answers that give the right number."""
+        """The share of the answers with the right number."""
         return self.right / self.rows
 
     @property
@@ -51,8 +55,12 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """Attributes:
-    loss: in nats per token of the answers.
+    """How well the model did on the problems in one form.
+
+    Attributes:
+        loss: nats per token of the answers.
+        all: the tally of all problems.
+        by_kind: the tallies of the kinds of problems.
     """
 
     loss: float
@@ -71,7 +79,7 @@ class Grade:
 
 
 class Exam:
-    """Held-out problems, each in both forms."""
+    """A test of the model on held-out problems, each in both forms."""
 
     def __init__(
         self, rows: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, device: torch.device
@@ -84,7 +92,7 @@ class Exam:
 
     @torch.inference_mode()
     def grade(self, model: NanoSDAR, form: Form) -> Grade:
-        """The loss comes from the same noise on every call."""
+        """Measure the loss, with the same noise on every call, and mark the decoded answers."""
         batch = self._batches[form]
         generator = torch.Generator(batch.ids.device).manual_seed(NOISE_SEED)
         loss = diffusion_loss(model, batch, generator).item()
@@ -101,13 +109,13 @@ class Exam:
 
 
 def encode(rows: Iterable[Problem], form: Form, tokenizer: PreTrainedTokenizerBase) -> Batch:
-    """Problems with their answers, on the CPU; ids are [len(rows), SEQUENCE_LENGTH]."""
-    # The template is rendered once: with a token per byte, a text is encoded in any pieces.
+    """Encode problems with their answers as a batch on the CPU, of N = SEQUENCE_LENGTH."""
+    # The template is rendered only once: with one token per byte, a text can be encoded in pieces.
     message = [{"role": "user", "content": "\0"}]
     text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     assert isinstance(text, str)
     head, tail = (tokenizer.encode(part, add_special_tokens=False) for part in text.split("\0"))
-    # An array, as a tensor for every row would take most of the time of 800,000 rows.
+    # With 800,000 rows, a tensor for every row would take most of the time.
     ids, prompt_lens, lens = array("q"), [], []
     for problem in rows:
         prompt = [*head, *problem.request(form).encode(), *tail]

@@ -5,8 +5,9 @@ A problem has two forms, plain text and JSON, which differ in the request and in
     What is 2 * 10?                   2*10=20, 2*0=0, 20+0=20. Answer: 20
     What is 2 * 10? Answer in JSON.   {"working":"2*10=20, 2*0=0, 20+0=20.","answer":20}
 
-Training and held-out problems never share a problem: the hash of what is computed (the kind and
-its numbers, not the names, the things, the phrasing or the form of the answer) decides the split.
+No problem is both in the training and in the held-out set: a hash of what is computed decides which
+set it is in. That is its kind and its numbers, and not the names, the things, the phrasing or the
+form of the answer.
 
     python scripts/nano/nano_problems.py --split held_out --count 500 > eval.jsonl
 """
@@ -28,7 +29,7 @@ Form = Literal["plain", "json"]
 FORMS: tuple[Form, Form] = ("plain", "json")
 
 JSON_REQUEST = " Answer in JSON."
-"""What follows the question where the answer shall be JSON."""
+"""What follows the question if the answer is to be JSON."""
 
 SCHEMA = {
     "type": "object",
@@ -36,18 +37,21 @@ SCHEMA = {
     "required": ["working", "answer"],
     "additionalProperties": False,
 }
-"""JSON Schema of an answer in JSON; its compact form, in this order, is what is trained."""
+"""The JSON Schema of an answer in JSON. Training answers have no spaces and keys in this order."""
 
 ONE_IN = 8
-"""One problem in so many is held out."""
+"""One problem out of so many is held out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Attributes:
-    kind: `add`, `subtract`, `multiply`, or what a word problem computes, such as `a+b-c`.
-    working: short steps, with a full stop.
-    final: the number that is asked for.
+    """A problem with its answer.
+
+    Attributes:
+        kind: `add`, `subtract`, `multiply`, or what a word problem computes, such as `a+b-c`.
+        question: the text of the problem.
+        working: the short steps to the answer, with a full stop.
+        final: the number that is asked for.
     """
 
     kind: str
@@ -56,11 +60,11 @@ class Problem:
     final: int
 
     def request(self, form: Form) -> str:
-        """The user's message."""
+        """Return the user's message."""
         return self.question + JSON_REQUEST if form == "json" else self.question
 
     def answer(self, form: Form) -> str:
-        """The working, and then the final number."""
+        """Return the text of the answer: the working, and then the final number."""
         if form == "plain":
             return f"{self.working} Answer: {self.final}"
         return json.dumps({"working": self.working, "answer": self.final}, separators=(",", ":"))
@@ -70,7 +74,7 @@ KINDS = ("add", "subtract", "multiply", *(story.form for story in STORIES))
 
 
 def problems(split: Split, seed: int) -> Iterator[Problem]:
-    """An endless stream, the same for the same arguments, of all kinds equally often."""
+    """Yield problems without end, all kinds equally often; the same ones for the same arguments."""
     random = Random(f"{split} {seed}")
     makers = {"add": _addition, "subtract": _subtraction, "multiply": _multiplication}
     stories = {story.form: story for story in STORIES}
@@ -84,7 +88,7 @@ def problems(split: Split, seed: int) -> Iterator[Problem]:
 
 
 def held_out_set(count: int, seed: int) -> list[Problem]:
-    """Held-out problems, no question twice."""
+    """Return `count` held-out problems with different questions."""
     found: dict[str, Problem] = {}
     for problem in problems("held_out", seed):
         found.setdefault(problem.question, problem)
@@ -94,12 +98,18 @@ def held_out_set(count: int, seed: int) -> list[Problem]:
 
 
 def is_held_out(key: str) -> bool:
-    """key: the form of a problem and its numbers, those of a sum or a product in order of size."""
+    """Tell whether the problem with this key is held out.
+
+    The key is the kind of a problem and its numbers, those of a sum or a product in order of size.
+    """
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % ONE_IN == 0
 
 
 def final_number(answer: str, form: Form) -> int | None:
-    """What stands after the last `Answer: `, or as `answer` in the JSON object; None if nothing."""
+    """Read the number of an answer; None if it has none.
+
+    It stands after the last `Answer: `, or as `answer` in a JSON object.
+    """
     if form == "plain":
         _, found, number = answer.rpartition("Answer: ")
         return int(number) if found and number.strip().isdecimal() else None
@@ -147,7 +157,7 @@ def _word_problem(random: Random, story: Story) -> tuple[str, Problem]:
     solved = story.solve(a, b, c)
     words = {"name": name, "other": other, "things": random.choice(THINGS)}
     question = story.question.format(a=a, b=b, c=c, **words)
-    # Two openings, so that a block has several right answers: its tokens must agree.
+    # With two openings a block has several right answers, and its tokens must agree on one.
     opening = "First " if random.random() < 0.5 else ""
     working = f"{opening}{story.working.format(a=a, b=b, c=c, **words, **solved)}."
     return f"{story.form} {a} {b} {c}", Problem(story.form, question, working, solved["t"])
@@ -163,7 +173,7 @@ def _up_to_3_digits(random: Random) -> int:
 
 
 def _digits(number: int, other: int) -> list[int]:
-    """The ones first, with zeros up to the length of the longer number."""
+    """Return the digits of `number`, the ones first, with zeros up to the length of `other`."""
     width = len(str(max(number, other)))
     return [int(digit) for digit in reversed(str(number).zfill(width))]
 
@@ -185,7 +195,7 @@ def main() -> None:
 
 
 def row_json(index: int, problem: Problem) -> str:
-    """A line of a data set: id, kind, question, the plain answer, and final as text."""
+    """Format a line of a data set: id, kind, question, the plain answer, and `final` as text."""
     row = {
         "id": f"{problem.kind}-{index}",
         "kind": problem.kind,

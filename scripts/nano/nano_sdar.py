@@ -1,8 +1,9 @@
 """nano_sdar: the Qwen3 architecture trained by block diffusion, as SDAR is (Cheng et al. 2025).
 
 A sequence is cut into blocks of `block_size` positions, counted from its start. Attention is causal
-over blocks and full inside one; the logits of a position predict the token at that position, which
-is a mask until it is known. Only what a few million parameters need: one device, no cache.
+over blocks and full inside a block. The logits of a position predict the token at that position,
+which is the mask token until it is known. The model has a few million parameters, so this code runs
+on one device and without a KV cache.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class NanoConfig:
+    """The shapes of the model; `block_size` is the number of positions of a diffusion block."""
+
     hidden_size: int = 256
     num_layers: int = 6
     num_heads: int = 4
@@ -31,7 +34,7 @@ class NanoConfig:
     block_size: int = 4
 
     def to_hf(self) -> dict[str, Any]:
-        """config.json, with the keys that SDAR's checkpoints have."""
+        """Return the contents of config.json, with the keys of SDAR's checkpoints."""
         return {
             "architectures": ["SDARForCausalLM"],
             "model_type": "sdar",
@@ -89,7 +92,7 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(shape).transpose(1, 2)
         q = _rotate(self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2), cos, sin).to(v.dtype)
         k = _rotate(self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2), cos, sin).to(v.dtype)
-        # Repeated here: PyTorch's fast kernels take either a mask or grouped heads.
+        # The KV heads are repeated, as PyTorch's fast kernels take either a mask or grouped heads.
         k, v = (t.repeat_interleave(self.groups, dim=1) for t in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         projected: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
@@ -130,7 +133,7 @@ class Decoder(nn.Module):
 
 
 class NanoSDAR(nn.Module):
-    """Its state dict has the names of HuggingFace's Qwen3; the output embedding is tied."""
+    """The model. Its state dict has HuggingFace's names for Qwen3; the output embedding is tied."""
 
     def __init__(self, config: NanoConfig, seed: int = 0) -> None:
         super().__init__()
@@ -139,18 +142,19 @@ class NanoSDAR(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 continue
-            # GPT-2's scaling: the residual stream keeps its size whatever the depth.
+            # As in GPT-2, the layers that write to the residual stream begin smaller in a deeper
+            # model, so that the stream keeps its size.
             last = name.endswith(("o_proj.weight", "down_proj.weight"))
             scale = 0.02 / math.sqrt(2 * config.num_layers) if last else 0.02
             nn.init.normal_(parameter, std=scale, generator=generator)
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Hidden states [B, T, hidden_size] after the last norm.
+        """Compute the hidden states [B, T, hidden_size] after the last norm.
 
         Args:
             ids: [B, T] int64.
             positions: [T] int64, for the rotary embedding.
-            mask: [T, T] bool, true where a query (row) sees a key.
+            mask: [T, T] bool: whether a query (row) sees a key (column).
         """
         cos, sin = self._angles(positions)
         x = self.model.embed_tokens(ids)
@@ -160,7 +164,7 @@ class NanoSDAR(nn.Module):
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., vocab_size] float32."""
+        """Compute the logits [..., vocab_size] float32 of hidden states [..., hidden_size]."""
         return F.linear(hidden, self.model.embed_tokens.weight).float()
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The word problems of nano_sdar: two steps each, with numbers, names and things to be drawn."""
+"""The templates of the word problems for nano_sdar: two steps each; numbers and words are drawn."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class Story:
     """A word problem of two steps.
 
     Attributes:
-        draw: the numbers a, b and c; c is 0 where the story has only two.
-        solve: the numbers that the working names beside these, of a, b and c; t is the result.
-        question: a template of a, b, c, name, other and things.
-        working: a template of these and of what `solve` gives, without the full stop.
+        form: what it computes, such as `a+b-c`.
+        draw: draws the numbers a, b and c; c is 0 if the story has only two.
+        solve: computes from a, b and c the other numbers that the working names; t is the result.
+        question: a template with the fields a, b, c, name, other and things.
+        working: a template with these fields and those of `solve`, without the full stop.
     """
 
     form: str

@@ -1,4 +1,4 @@
-"""The tokenizer of nano_sdar: a token for each byte, four special ones, and a ChatML template."""
+"""The tokenizer of nano_sdar: one token for each byte, four special ones, a ChatML template."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PAD, IM_START, IM_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|
 SPECIALS = (PAD, IM_START, IM_END, MASK)
 PAD_ID, IM_START_ID, IM_END_ID, MASK_ID = range(256, 260)
 VOCAB_SIZE = 264
-"""Of the embedding: the 260 tokens, and 4 rows that round it to what tensor cores like."""
+"""Rows of the embedding: 260 tokens, and 4 unused ones to a multiple of 8, for tensor cores."""
 
 _CHATML = (
     "{% for message in messages %}"
@@ -20,7 +20,7 @@ _CHATML = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte has its value as id, so every text is encoded, and decoded to the same text."""
+    """Make the tokenizer. The id of a byte is its value, so any text can be encoded and decoded."""
     raw = Tokenizer(models.BPE({char: byte for byte, char in enumerate(_byte_chars())}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
@@ -38,9 +38,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_chars() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies (Radford et al. 2019).
+    """Return the character for each byte in byte-level vocabularies (GPT-2, Radford et al. 2019).
 
-    A printable byte is its Latin-1 character; the others follow from U+0100 on, in order.
+    A printable byte has its Latin-1 character; the others have those from U+0100 on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

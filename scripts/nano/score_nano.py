@@ -1,4 +1,4 @@
-"""How well a job with model=nano_sdar did: right answers, and tokens per denoise step.
+"""Score a job with model=nano_sdar: its right answers, and its tokens per denoise step.
 
     batchgen +experiment=nano_sdar
     python scripts/nano/score_nano.py outputs/nano_sdar
@@ -24,10 +24,11 @@ COLUMNS = ("kind", "final", "text", "num_generated_tokens", "num_forwards", "num
 
 
 def score(rows: Iterable[Mapping[str, Any]], form: Form) -> dict[str, Tally]:
-    """By kind of problem. A row without an answer is a wrong one, and its cost counts.
+    """Sum up the rows by kind of problem. A row without an answer counts as wrong, with its steps.
 
     Args:
-        rows: with COLUMNS, as a job of strategy=dllm writes them.
+        rows: with the columns `COLUMNS`, as a job with strategy=dllm writes them.
+        form: of the answers.
     """
     tallies: defaultdict[str, Tally] = defaultdict(Tally)
     for row in rows:
@@ -48,11 +49,11 @@ def total(tallies: Iterable[Tally]) -> Tally:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """COLUMNS of all rows of a job's folder.
+    """Read the columns `COLUMNS` of all rows in a job's folder.
 
     Raises:
-        FileNotFoundError: there is no data.
-        ValueError: a column is missing, or there are no rows.
+        FileNotFoundError: if there is no data.
+        ValueError: if a column is missing or no row was run.
     """
     files = sorted((folder / "data").glob("*.parquet"))
     if not files:

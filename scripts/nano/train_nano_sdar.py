@@ -1,12 +1,12 @@
 """Train nano_sdar: a few million parameters that solve small arithmetic by block diffusion.
 
-Half of the training problems are answered in plain text, half in JSON (see nano_problems.py).
-Writes a model folder as HuggingFace has them (model.safetensors in bfloat16, config.json, the
-tokenizer), eval.jsonl with held-out problems, answer_schema.json with the JSON Schema of an answer
-in JSON, and training.json with what was run and measured.
-The same seed trains on the same problems and noise; sums on a GPU may differ in their last bits.
+    python scripts/nano/train_nano_sdar.py --out outputs/nano_model [--minutes 8] [--seed 0]
 
-    python scripts/nano/train_nano_sdar.py --out outputs/nano_sdar [--minutes 8] [--seed 0]
+Half of the training problems are answered in plain text, half in JSON (see nano_problems.py). What
+is written is a model folder with HuggingFace's layout (model.safetensors in bfloat16, config.json,
+the tokenizer), and in it eval.jsonl with held-out problems, answer_schema.json with the JSON Schema
+of an answer in JSON, and training.json with what was run and measured. The same seed trains on the
+same problems with the same noise; sums on a GPU may differ in their last bits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
     model = NanoSDAR(_config(args), args.seed).to(device)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million parameters")
     steps, train_loss = fit(model, train, quick, args, clock)
-    for parameter in model.parameters():  # what the file will hold
+    for parameter in model.parameters():  # measure the weights as the file will hold them
         parameter.data = parameter.data.bfloat16().float()
     exam = Exam(held_out, tokenizer, device)
     results = {
@@ -62,8 +62,10 @@ def main() -> None:
 
 
 class Clock:
-    """Attributes:
-    limit: seconds that may pass before training ends.
+    """The seconds since the start.
+
+    Attributes:
+        limit: seconds after which training ends.
     """
 
     def __init__(self, limit: float) -> None:
@@ -77,9 +79,10 @@ class Clock:
 def fit(
     model: NanoSDAR, train: Batch, exam: Exam, args: argparse.Namespace, clock: Clock
 ) -> tuple[int, float]:
-    """Train until the steps or the minutes end, whichever is first; steps and last mean loss.
+    """Train until the steps or the minutes are over, whichever comes first.
 
-    The learning rate falls to zero by then in either case.
+    The learning rate falls to zero by then in either case. Returns the number of steps, and the
+    mean loss of the steps between the last two evaluations.
     """
     device = train.ids.device
     generator = torch.Generator(device).manual_seed(args.seed)
@@ -116,7 +119,7 @@ def _update(
 
 
 def _training_set(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Batch:
-    """Other problems for each form, equally many."""
+    """Make as many training problems in either form, and different ones."""
     stream = problems("train", args.seed)
     half = args.examples // len(FORMS)
     parts = [encode(itertools.islice(stream, half), form, tokenizer) for form in FORMS]
@@ -130,7 +133,7 @@ def save(
     held_out: Sequence[Problem],
     training: dict[str, Any],
 ) -> None:
-    """Write all that the head of this file names; existing files are replaced."""
+    """Write the files that the head of this module names; existing ones are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
         name: tensor.to("cpu", torch.bfloat16).contiguous()

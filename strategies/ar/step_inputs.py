@@ -1,4 +1,4 @@
-"""The update cycle of autoregressive decoding: one token per row and step."""
+"""The state of autoregressive decoding between steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchgen.strategies.base.step_inputs import StepInputs
 
 
 class ARStepInputs(StepInputs):
-    """Each row's next forward reads the token that its last one produced."""
+    """The newest token of each row, which its next forward reads."""
 
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
         self._add_rows(rows, newest)

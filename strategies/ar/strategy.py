@@ -1,4 +1,4 @@
-"""Autoregressive decoding."""
+"""Plain autoregressive decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchgen.strategies.base.strategy import BaseStrategy
 
 
 class ARStrategy(BaseStrategy):
-    """One sampled token per row and step; every sampling option applies."""
+    """Samples one token per row and step, with all sampling options."""
 
     name = "ar"
 

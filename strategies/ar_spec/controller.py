@@ -1,4 +1,7 @@
-"""How many drafts a step should verify, from what they cost and how often they hold."""
+"""The choice of how many drafts a step verifies, from what they cost and how often they hold.
+
+A draft *holds* if the verifier accepts it and all drafts of the row before it in the step.
+"""
 
 from __future__ import annotations
 
@@ -14,37 +17,43 @@ from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner
 
 _DECAY = 0.98
-"""Of what was learned, per step."""
+"""In each step with drafts, what was learned before is multiplied by this, so that it fades."""
 _PRIOR = 0.6
+"""How often the first draft of a row is assumed to hold before any was seen."""
 _PRIOR_ROWS = 8.0
-"""Until more rows than that were seen, drafts are thought to hold as often as that."""
+"""That assumption weighs as much as this number of observed rows."""
 _PROBE_EVERY = 64
-"""Steps without drafts after which one tries again whether they hold by now."""
+"""After this many steps without drafts, one step drafts again to see whether drafts hold by now."""
 _WORTHWHILE = 1.03
-"""The gain below which a measurement's error could make drafts a loss."""
+"""The least gain in tokens per second for which drafts are made. A smaller one could be an error of
+the measurement."""
 _CPU_ROWS = (16, 64)
-"""Fewer cost as much as 16, to which products are filled up."""
+"""The numbers of rows that are timed on a CPU. Fewer rows than 16 cost the same, because matrix
+products are padded to multiples of 16."""
 _RUNS = 3
+"""How often each forward is timed on a GPU; the fastest counts."""
 
 
 class Acceptance:
-    """How often drafts held lately, by their place in the run of a row.
+    """How often drafts held lately: the first draft of a row, the second, and so on.
 
     Attributes:
-        skipped: steps since the last one with drafts.
+        skipped: how many steps without drafts there were since the last one with drafts.
     """
 
     def __init__(self) -> None:
         self.skipped = 0
-        # By place: rows that had room for a draft there, and those whose drafts held up to it.
+        # For the draft j of a row: in how many rows a step could have had it, and in how many it
+        # held. Both fade by _DECAY.
         self._offered: list[float] = []
         self._held: list[float] = []
 
     def observe(self, accepted: npt.NDArray[np.int32], k: int) -> None:
-        """Learn from a step of k places for drafts in each row, filled or not.
+        """Learn from a step that could have k drafts in each row, whether or not all were made.
 
         Args:
-            accepted: [B], how many a row kept; less than 0 where it failed.
+            accepted: [B], how many drafts of each row held. Negative numbers count as 0.
+            k: the most drafts that a row could have in the step.
         """
         missing = [0.0] * (k - len(self._offered))
         self._offered += missing
@@ -60,13 +69,15 @@ class Acceptance:
                 self._held[j] += held
 
     def survival(self, k: int) -> list[float]:
-        """[k]: how likely all drafts up to each place hold."""
+        """Estimate for each of k drafts of a row the probability that it holds, with all drafts
+        before it: a list of k numbers that do not increase."""
         before, ratio = 1.0, _PRIOR
         out: list[float] = []
         for j in range(k):
             known = j < len(self._offered)
             offered, held = (self._offered[j], self._held[j]) if known else (0.0, 0.0)
-            # Where little is known, a draft holds as often as the first does.
+            # As long as little is known of a later draft, it is assumed to hold, after the ones
+            # before it did, as often as the first does.
             share = (held + _PRIOR_ROWS * before * ratio) / (offered + _PRIOR_ROWS)
             before = min(before, share)
             out.append(before)
@@ -75,17 +86,31 @@ class Acceptance:
 
 
 class StepCosts:
-    """Seconds of a forward, by its tokens: measured, between that linear."""
+    """How many seconds a decode forward takes, by its number of tokens: measured for some numbers,
+    and interpolated linearly between them.
+
+    Args:
+        tokens: the numbers of tokens that were measured, ascending.
+        seconds: the time of each.
+    """
 
     def __init__(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
         self._tokens = np.array(tokens, np.float64)
-        # More tokens never cost less; what looks so is noise.
+        # A forward of more tokens never takes less time. If it seems to, that is noise.
         self._seconds = np.maximum.accumulate(np.array(seconds))
 
     @classmethod
     def measure(cls, runner: ModelRunner, max_rows: int, widths: Sequence[int]) -> StepCosts:
-        """Time decode forwards on the scratch block, with the head; contexts are empty."""
-        # A CPU's time grows with the tokens from few rows on, and is not to be wasted here.
+        """Time decode forwards of a model, logits included. Their rows own only the scratch block,
+        so the contexts are empty.
+
+        Args:
+            runner: the runner of the model.
+            max_rows: the most rows that decode at once.
+            widths: the numbers of tokens of a row that a forward can have.
+        """
+        # On a CPU the time grows linearly from few rows on, and forwards are slow, so only two
+        # sizes are timed.
         cpu = runner.device.type == "cpu"
         rows = [n for n in (1, 8, 32, 64, 128) if n < max_rows]
         shapes = [(n, 1) for n in [*rows, max_rows]] + [(max_rows, w) for w in widths if w > 1]
@@ -93,12 +118,14 @@ class StepCosts:
             shapes = [(n, 1) for n in _CPU_ROWS]
         times: dict[int, float] = {}
         for n, width in shapes:
-            inputs = ModelInputs.on_scratch(np.full(n, width), 1, runner.device)
+            inputs = runner.scratch_inputs(np.full(n, width))
             runner.decode(inputs)
             times[n * width] = min(_seconds(runner, inputs) for _ in range(1 if cpu else _RUNS))
         return cls(sorted(times), [times[tokens] for tokens in sorted(times)])
 
     def __call__(self, tokens: int) -> float:
+        """Seconds of a forward of so many tokens. Beyond the largest measured number, the last
+        slope goes on."""
         known, seconds = self._tokens, self._seconds
         if tokens <= known[-1] or len(known) == 1:
             return float(np.interp(tokens, known, seconds))
@@ -107,12 +134,13 @@ class StepCosts:
 
 
 class DraftBudget:
-    """Which number of drafts yields most tokens per second.
+    """Chooses the number of drafts that yields the most tokens per second.
 
     Args:
-        lengths: to choose from, ascending from 0.
-        costs: of the model.
-        draft_costs: of the draft model, one forward of all rows for each draft.
+        lengths: the numbers of drafts to choose from, ascending from 0.
+        costs: what a forward of the target takes.
+        draft_costs: what a forward of the draft model takes, which needs one for each draft of the
+            rows; None if there is no draft model.
     """
 
     def __init__(
@@ -124,7 +152,7 @@ class DraftBudget:
         self._speeds: dict[int, list[float]] = {}
 
     def choose(self, num_rows: int, acceptance: Acceptance) -> int:
-        """Drafts of each of so many rows in the next step."""
+        """Choose how many drafts each of `num_rows` rows has in the next step."""
         if not num_rows:
             return 0
         if num_rows not in self._speeds:
@@ -139,7 +167,8 @@ class DraftBudget:
         return self._lengths[1] if probe else 0
 
     def _speeds_of(self, num_rows: int) -> list[float]:
-        """Steps with each number of drafts in the time of one without, as a share."""
+        """For each of the numbers of drafts: the time of a step without drafts divided by the time
+        of one with that many."""
         plain = self._costs(num_rows)
         drafting = self._draft_costs(num_rows) if self._draft_costs is not None else 0.0
         return [plain / (self._costs(num_rows * (1 + k)) + k * drafting) for k in self._lengths]
@@ -148,12 +177,20 @@ class DraftBudget:
 def _gains(
     lengths: Sequence[int], speeds: Sequence[float], survival: Sequence[float]
 ) -> list[float]:
-    """Tokens per second with so many drafts, relative to none."""
+    """Expected tokens per second for each number of drafts, relative to those without drafts.
+
+    Args:
+        lengths: the numbers of drafts.
+        speeds: for each of them, its steps per second relative to those without drafts.
+        survival: the probability that the first draft of a row holds, that the second does, and so
+            on.
+    """
     expected = list(itertools.accumulate(survival, initial=1.0))
     return [expected[k] * speed for k, speed in zip(lengths, speeds, strict=True)]
 
 
 def _seconds(runner: ModelRunner, inputs: ModelInputs) -> float:
+    """Run a decode forward and return how many seconds it took until the device was done."""
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
     start = time.perf_counter()

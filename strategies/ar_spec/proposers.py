@@ -1,4 +1,5 @@
-"""Where drafts come from. Proposers hold no state: it is all in StepInputs."""
+"""The proposers, which draft the tokens that may come next. They keep no state of the rows: that is
+all in `SpecStepInputs`."""
 
 from __future__ import annotations
 
@@ -9,20 +10,25 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.execution.model_runner import ModelRunner
+from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
 from batchgen.engine.sampling.sampler import process, sample
 from batchgen.engine.scheduling.scheduled_batch import PrefillBatch
 from batchgen.kernels.speculation.rejection import draw_drafts
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 
 CATCH_UP_WIDTH = 8
-"""Tokens of a row in one forward of a draft model that fell behind."""
+"""How many tokens of each row a draft model reads in one forward to catch up, when steps went
+without it."""
 
 
 class Proposer(Protocol):
-    """Attributes:
-    widths: tokens of a row in one forward of its own model; none if it has none.
-    needs_hidden: it drafts from the model's hidden states, as heads for multi-token prediction do.
+    """Drafts the tokens that may follow the newest token of each row.
+
+    Attributes:
+        widths: the numbers of tokens of a row in one forward of the proposer's own model; empty if
+            it has no model.
+        needs_hidden: whether it drafts from the target's hidden states, as heads for multi-token
+            prediction do.
     """
 
     widths: tuple[int, ...]
@@ -31,25 +37,30 @@ class Proposer(Protocol):
     def prefilled(
         self, state: SpecStepInputs, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None
     ) -> None:
-        """The model has read these tokens of prompts, chunks of the batch's rows.
+        """Take note of prompt tokens that the target has read.
 
         Args:
-            hidden: [T, hidden_size] of them, if needed.
+            state: the state of the decoding rows, which these rows have not joined yet.
+            batch: the rows whose prompts these are.
+            inputs: the T tokens, a chunk of each row.
+            hidden: [T, hidden_size], the target's hidden states of the tokens; None unless
+                `needs_hidden`.
         """
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
-        """The k tokens that may follow each row's newest, or fewer; k is at least 1.
+        """Draft at most k tokens for each row, where k is at least 1.
 
-        Where hidden states are needed, `state.rows.hidden` has those that the newest tokens were
-        drawn from.
+        If the proposer needs hidden states, `state.rows.hidden` has those from which the newest
+        tokens were drawn.
         """
 
     def skipped(self, state: SpecStepInputs) -> None:
-        """A step goes without drafts."""
+        """Take note of a step that is run without drafts."""
 
 
 class NgramProposer:
-    """What followed the row's last tokens where they stood before (Saxena 2023)."""
+    """Drafts the tokens that followed the row's last tokens at an earlier occurrence, in the row or
+    in others (prompt lookup, Saxena 2023)."""
 
     widths: tuple[int, ...] = ()
     needs_hidden = False
@@ -57,26 +68,28 @@ class NgramProposer:
     def prefilled(
         self, state: SpecStepInputs, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None
     ) -> None:
-        """The store gets the prompts."""
+        """Does nothing, because rows put their prompts into the token store when they join."""
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
-        return Drafts(*state.store.propose(state.rows.slots_there, k))
+        return Drafts(*state.store.propose(state.rows.entries_there, k))
 
     def skipped(self, state: SpecStepInputs) -> None:
-        """The index grows with every token anyway."""
+        """Does nothing, because every step adds its tokens to the index, with drafts or without."""
 
 
 class DraftProposer:
-    """A smaller model of the same vocabulary, whose KV stands in the same blocks.
+    """Drafts with a smaller model of the same vocabulary. Its KV cache has blocks of the same
+    numbers, so the rows' block tables serve both models.
 
-    Its tokens are drawn by the ordinary sampler with each row's own options and random numbers: so
-    the draft is what the row would yield if the model agreed with the draft model, which makes them
-    agree as often as they can (the coupling of Gumbel noise, as in common random numbers).
+    The drafts are drawn by the ordinary sampler with the row's own options and random numbers. So a
+    draft is the token that the row would yield if the target's distribution were the draft model's.
+    As both tokens come from the same Gumbel noise (a coupling by common random numbers), they are
+    often equal.
 
     Args:
-        runner: of the draft model.
-        own_law: draw from the draft model's law with random numbers of their own, and return that
-            law, as verification by rejection needs.
+        runner: the runner of the draft model.
+        own_law: draw with random numbers that nothing else uses, and return the distribution of
+            each draft, as verification by rejection needs.
     """
 
     widths: tuple[int, ...] = (1, 2, CATCH_UP_WIDTH)
@@ -89,7 +102,7 @@ class DraftProposer:
     def prefilled(
         self, state: SpecStepInputs, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None
     ) -> None:
-        self._runner.prefill(inputs, np.empty(0, np.int64))
+        self._runner.prefill(PrefillInputs(inputs, np.empty(0, np.int64)))
 
     def skipped(self, state: SpecStepInputs) -> None:
         state.draft_lag += 1
@@ -98,7 +111,8 @@ class DraftProposer:
         while state.draft_lag > 2:
             self._read(state, state.draft_lag, CATCH_UP_WIDTH)
             state.draft_lag = max(2, state.draft_lag - CATCH_UP_WIDTH)
-        # Two tokens: if all drafts of the last step held, the last of them was never read.
+        # It reads two tokens, because the last draft of a step is not read by the model that
+        # drafted it. If all drafts held, that one comes just before the newest token.
         hidden = self._read(state, 2, 2).unflatten(0, (-1, 2))[:, 1]
         state.draft_lag = 2
         positions = state.positions_ahead(1 + k).T.contiguous()
@@ -108,7 +122,8 @@ class DraftProposer:
             token_ids = self._draw(state, hidden, positions[j], laws)
             drafts.append(token_ids)
             if j + 1 < k:
-                # Later drafts have this one in their history, as the model will have.
+                # Penalties must count this draft when the later ones are drawn, as they do when the
+                # drafts are verified.
                 if state.sampling.any_penalties:
                     ones = torch.ones_like(token_ids)
                     state.sampling.append(token_ids.unsqueeze(1), ones, positions[j] + 1)
@@ -122,7 +137,17 @@ class DraftProposer:
     def _draw(
         self, state: SpecStepInputs, hidden: Tensor, positions: Tensor, laws: list[Tensor]
     ) -> Tensor:
-        """[B] tokens that follow the positions [B]."""
+        """Draw the next draft of each row.
+
+        Args:
+            state: the state of the rows.
+            hidden: [B, hidden_size], the draft model's hidden states of the tokens before.
+            positions: [B] int64, the positions of those tokens.
+            laws: with `own_law`, gets the distribution [B, V] that the drafts were drawn from.
+
+        Returns:
+            [B] int64, the token ids.
+        """
         logits, sampling = self._runner.compute_logits(hidden), state.sampling
         if not self._own_law:
             return sample(logits, sampling, positions + 1).token_ids[:, 0]
@@ -132,13 +157,17 @@ class DraftProposer:
         return token_ids
 
     def _read(self, state: SpecStepInputs, back: int, width: int) -> Tensor:
-        """[B · width, hidden_size] of known tokens from the `back` newest on, none twice but the
-        newest; their KV is written."""
+        """Let the draft model read `width` known tokens of each row, of which the first is the
+        `back`-th newest. If these are more than there are, the newest is read several times.
+
+        Returns:
+            [B · width, hidden_size], the draft model's hidden states of the tokens.
+        """
         newest = state.newest.positions.unsqueeze(1)
         offsets = torch.arange(1 - back, 1 - back + width, device=newest.device).clamp(max=0)
         positions = (newest + offsets).clamp(min=0)
         store = state.store.tokens
-        token_ids = store[state.rows.slots_there.unsqueeze(1), positions].long()
+        token_ids = store[state.rows.entries_there.unsqueeze(1), positions].long()
         inputs = _with_tokens(state.newest, token_ids.flatten(), positions.flatten(), width)
         return self._runner.hidden_states(inputs)
 
@@ -146,7 +175,8 @@ class DraftProposer:
 def _with_tokens(
     rows: ModelInputs, input_ids: Tensor, positions: Tensor, width: int
 ) -> ModelInputs:
-    """The rows with `width` tokens each."""
+    """The same rows as model inputs of `width` tokens each: input_ids and positions are
+    [B · width] int64."""
     return ModelInputs(
         input_ids,
         positions,

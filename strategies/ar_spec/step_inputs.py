@@ -1,4 +1,4 @@
-"""The update cycle of speculative decoding, and all that it keeps between steps."""
+"""The state of speculative decoding between steps."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ from batchgen.engine.strategy import JoiningRows, Limits
 from batchgen.kernels.speculation.drafts import advance, place_drafts
 from batchgen.kernels.speculation.ngram import NgramIndex
 from batchgen.strategies.ar_spec.controller import Acceptance
+from batchgen.strategies.base.counts import NUM_FORWARDS
 from batchgen.strategies.base.step_inputs import StepInputs
 
 _POOL_ROWS = 4
-"""Rows whose tokens a pool keeps, for each that decodes."""
+"""With `ngram_pool`, the tokens of this many rows are kept for each row that can decode at once."""
 
 
 @dataclass(frozen=True)
 class SpecRows(Batched):
-    """What speculation adds to B rows.
+    """What speculative decoding keeps of B rows besides what every strategy does.
 
     Attributes:
-        slots: [B] on the host, where each row's tokens stand in the token store.
-        slots_there: [B] int64, the same.
-        limits: [B] int64, the last position that each row can have. A step that was launched before
-            its row was known to have ended stays within the row's blocks by it.
-        steps: [B] int32, forwards that yielded the row's tokens so far.
-        hidden: [B, hidden_size], of the model where it yielded the newest token; [B, 0] unless the
-            proposer needs it.
+        entries: [B] int64 on the host, the index of each row in the token store.
+        entries_there: [B] int64, the same on the device.
+        limits: [B] int64, the last position that each row can have. It keeps a step within the
+            row's blocks if the row has ended without the host knowing it at the launch.
+        steps: [B] int32, how many forwards have yielded tokens of the row.
+        hidden: [B, hidden_size], the target's hidden state that the newest token was drawn from;
+            [B, 0] unless the proposer needs hidden states.
     """
 
-    slots: npt.NDArray[np.int64] = row()
-    slots_there: Tensor = row()
+    entries: npt.NDArray[np.int64] = row()
+    entries_there: Tensor = row()
     limits: Tensor = row()
     steps: Tensor = row()
     hidden: Tensor = row()
@@ -49,12 +50,13 @@ class SpecRows(Batched):
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What a proposer thinks comes next for B rows.
+    """The tokens that a proposer expects next for each of B rows.
 
     Attributes:
-        token_ids: [B, k] int64 in the vocabulary; past the counts, anything.
-        counts: [B] int32, 0 to k.
-        probs: [B, k, V] float32, the law that each draft was drawn from; None for point masses.
+        token_ids: [B, k] int64, the drafts of each row and then any ids of the vocabulary.
+        counts: [B] int32, how many drafts each row has, 0 to k.
+        probs: [B, k, V] float32, the distribution that each draft was drawn from; None if drafts
+            were not drawn from one.
     """
 
     token_ids: Tensor
@@ -63,12 +65,14 @@ class Drafts:
 
 
 class SpecStepInputs(StepInputs):
-    """Each row's next forward reads its newest token and the drafts that follow it.
+    """The newest token of each row and its drafts, which the next forward reads; and the token
+    store, which has all tokens of the rows and the index of their n-grams.
 
     Attributes:
-        acceptance: how many of the drafts held lately.
-        draft_lag: newest tokens of a row that a draft model has not read, at most.
-        hidden: [B · W, hidden_size] of the step under way, if the proposer needs it.
+        acceptance: how often drafts held lately.
+        draft_lag: how many of a row's newest tokens a draft model may not have read yet.
+        hidden: [B · W, hidden_size], the target's hidden states in the current step; None unless
+            the proposer needs them.
     """
 
     def __init__(self) -> None:
@@ -77,7 +81,7 @@ class SpecStepInputs(StepInputs):
         self.draft_lag = 1
         self.hidden: Tensor | None = None
         self._store: NgramIndex | None = None
-        self._free_slots: deque[int] = deque()
+        self._free_entries: deque[int] = deque()
         self._rows: SpecRows | None = None
         self._drafts: Drafts | None = None
         self._on_host: tuple[Download, Download] | None = None
@@ -87,14 +91,20 @@ class SpecStepInputs(StepInputs):
     def allocate(
         self, limits: Limits, min_n: int, max_n: int, pool: bool, *, indexed: bool
     ) -> None:
-        """Room for the tokens of all rows; those that ended stay until their room is needed.
+        """Make the token store. The tokens of a row that ended stay in it until another row needs
+        their room.
 
         Args:
-            indexed: n-grams are looked up; else only the tokens are of use.
+            limits: how many rows there can be, and how long they get.
+            min_n: the least tokens of an n-gram.
+            max_n: the most tokens of an n-gram.
+            pool: whether a row also finds what occurred in other rows.
+            indexed: whether n-grams are looked up at all. If not, the index is made as small as
+                possible and only the tokens are used.
         """
-        slots = limits.max_rows * (_POOL_ROWS if pool else 1)
+        entries = limits.max_rows * (_POOL_ROWS if pool else 1)
         self._store = NgramIndex.allocate(
-            slots,
+            entries,
             limits.max_model_len,
             min_n,
             max_n,
@@ -102,27 +112,29 @@ class SpecStepInputs(StepInputs):
             limits.device,
             most_entries=None if indexed else 1,
         )
-        self._free_slots = deque(range(slots))
+        self._free_entries = deque(range(entries))
 
     @property
     def store(self) -> NgramIndex:
-        """The tokens of the rows, by `rows.slots`."""
+        """The token store, in which `rows.entries` are the indices of the rows."""
         assert self._store is not None, "allocate comes first"
         return self._store
 
     @property
     def rows(self) -> SpecRows:
+        """What is kept of the rows for speculation."""
         assert self._rows is not None, "no row was prefilled yet"
         return self._rows
 
     @property
     def drafts(self) -> Drafts | None:
-        """Of the step under way."""
+        """The drafts of the current step; None if it has none."""
         return self._drafts
 
     @property
     def drafts_on_host(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """[B, k] and [B], token ids and counts of the drafts, if `set_drafts` had them sent."""
+        """The token ids [B, k] and counts [B] of the current step's drafts, once they have arrived
+        on the host. `set_drafts` must have been told to send them."""
         assert self._on_host is not None, "nobody asked for them"
         token_ids, counts = self._on_host
         return token_ids.wait(), counts.wait()
@@ -132,50 +144,60 @@ class SpecStepInputs(StepInputs):
         return self.newest if self._wide is None else self._wide
 
     def positions_ahead(self, width: int) -> Tensor:
-        """[B, width]: the position of each row's newest token and those after it, none past the
-        row's last."""
+        """[B, width] int64, the positions of each row's newest token and of the tokens after it.
+        Positions past the last one that the row can have become that one."""
         positions = self.newest.positions.unsqueeze(1)
         ahead = positions + torch.arange(width, device=positions.device)
         return ahead.minimum(self.rows.limits.unsqueeze(1))
 
     def repeated(self, width: int) -> SamplingInputs:
-        """The sampling rows of `width` positions of each row."""
+        """The sampler's inputs for `width` positions of each row. They are made once for all steps
+        of the same rows."""
         if width not in self._repeated:
             self._repeated[width] = self.sampling.repeat(width)
         return self._repeated[width]
 
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
+        """Add rows as every strategy does, and put their tokens into the token store."""
         device, count = newest.device, len(rows.seqs)
-        slots = np.array([self._free_slots.popleft() for _ in range(count)], np.int64)
+        entries = np.array([self._free_entries.popleft() for _ in range(count)], np.int64)
         limits = [seq.max_tokens - 1 for seq in rows.seqs]
-        there = upload(np.stack([slots, np.array(limits), rows.context_lens]), torch.int64, device)
-        steps = [seq.num_forwards + seq.prefill_yields for seq in rows.seqs]
+        there = upload(
+            np.stack([entries, np.array(limits), rows.context_lens]), torch.int64, device
+        )
+        before = [seq.counts.get(NUM_FORWARDS.name, 0) for seq in rows.seqs]
+        steps = [n + seq.prefill_yields for n, seq in zip(before, rows.seqs, strict=True)]
         self._store_prompts(rows, there[0])
-        # One launch more than storing them with the prompts, but the host does not know them yet.
+        # The newest tokens need a launch of their own, because the host does not know them yet.
         ones = torch.ones_like(newest, dtype=torch.int32)
         self.store.append(there[0], there[2], newest.unsqueeze(1), ones)
         self._add_rows(rows, newest)
         hidden = newest.new_empty((count, 0)) if rows.hidden is None else rows.hidden
         steps_there = upload(steps, torch.int32, device)
-        new = SpecRows(slots, there[0], there[1], steps_there, hidden)
+        new = SpecRows(entries, there[0], there[1], steps_there, hidden)
         self._rows = new if self._rows is None else SpecRows.concat([self._rows, new])
         self._repeated.clear()
 
-    def _store_prompts(self, rows: JoiningRows, slots: Tensor) -> None:
-        """All that the rows' tokens were before the prefill's."""
+    def _store_prompts(self, rows: JoiningRows, entries: Tensor) -> None:
+        """Put the tokens that the prefill has read into the token store.
+
+        Args:
+            rows: the B rows that join.
+            entries: [B] int64, their indices in the token store.
+        """
         lens = rows.context_lens
         token_ids = np.zeros((len(lens), int(lens.max())), np.int64)
         for ids, seq, length in zip(token_ids, rows.seqs, lens.tolist(), strict=True):
             ids[:length] = seq.token_ids[:length]
-        there = upload(token_ids, torch.int64, slots.device)
-        counts = upload(lens, torch.int64, slots.device)
-        self.store.reset(slots)
-        self.store.append(slots, torch.zeros_like(slots), there, counts)
+        there = upload(token_ids, torch.int64, entries.device)
+        counts = upload(lens, torch.int64, entries.device)
+        self.store.reset(entries)
+        self.store.append(entries, torch.zeros_like(entries), there, counts)
 
     def keep_rows(self, keep: npt.NDArray[np.int64]) -> None:
         super().keep_rows(keep)
-        slots = self.rows.slots
-        self._free_slots.extend(np.setdiff1d(slots, slots[keep]).tolist())
+        entries = self.rows.entries
+        self._free_entries.extend(np.setdiff1d(entries, entries[keep]).tolist())
         self._rows = self.rows.index_select(keep) if len(keep) else None
         self._repeated.clear()
 
@@ -184,10 +206,13 @@ class SpecStepInputs(StepInputs):
         self._drafts = self._wide = None
 
     def set_drafts(self, drafts: Drafts, *, send: bool = False) -> None:
-        """The next forward reads them, and each verified position counts those before it.
+        """Let the next forward read the drafts behind the newest tokens, and put them into the
+        sampler's history, so that penalties at a position count the drafts before it.
 
         Args:
-            send: the host needs them too, while the forward runs.
+            drafts: the drafts of the B rows. Those behind which a row has no room for another token
+                are left out.
+            send: whether to copy them to the host as well, for `drafts_on_host`.
         """
         rows, k = self.newest, drafts.token_ids.shape[1]
         input_ids, positions, counts = place_drafts(
@@ -205,7 +230,7 @@ class SpecStepInputs(StepInputs):
         inputs, rows = self.newest, self.rows
         starts = inputs.positions + 1
         self._sampling = self.sampling.append(step.token_ids, step.num_tokens, starts)
-        self.store.append(rows.slots_there, starts, step.token_ids, step.num_tokens)
+        self.store.append(rows.entries_there, starts, step.token_ids, step.num_tokens)
         input_ids, positions, steps = advance(
             step.token_ids, step.num_tokens, inputs.positions, rows.limits, rows.steps
         )

@@ -1,53 +1,67 @@
-"""Speculative decoding: a proposer drafts tokens, one forward verifies them all."""
+"""Speculative decoding (Leviathan et al. 2023): a proposer drafts tokens of each row, and one
+forward of the target verifies them all."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchgen.engine.constraint.guide import Guide
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.execution.transfer import upload
-from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
+from batchgen.engine.outputs import HostOutput, OutputColumn, RowCount, StepOutput
 from batchgen.engine.sampling.inputs import SamplingInputs
 from batchgen.engine.sampling.sampler import sample
 from batchgen.engine.scheduling.scheduled_batch import DecodeBatch, PrefillBatch
-from batchgen.engine.strategy import JoiningRows, Limits
+from batchgen.engine.strategy import TARGET, Checkpoint, JoiningRows, Limits, ModelRole
 from batchgen.strategies.ar_spec.controller import DraftBudget, StepCosts
 from batchgen.strategies.ar_spec.proposers import DraftProposer, NgramProposer, Proposer
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 from batchgen.strategies.ar_spec.verifiers import VERIFIERS
+from batchgen.strategies.base.counts import NUM_FORWARDS, one_forward, tokens_per_forward
 from batchgen.strategies.base.strategy import BaseStrategy
+
+DRAFT = "draft"
+"""The name of the draft model among the strategy's models."""
 
 DRAFT_ACCEPTED = OutputColumn("draft_accepted", np.dtype(np.bool_))
 """Whether the token was a draft."""
 STEP_MAP = OutputColumn("step_map", np.dtype(np.int32))
-"""Which of the row's forwards committed the token, from 1."""
+"""Which of the row's forwards yielded the token, counted from 1."""
+NUM_DRAFT_TOKENS = RowCount("num_draft_tokens", "tokens that were drafted for the row")
+NUM_ACCEPTED_TOKENS = RowCount("num_accepted_tokens", "of token_ids, how many were drafts")
 
 _MOST_DRAFTS = 7
+"""The most drafts that a row can have in a step."""
 _LENGTHS = (0, 1, 2, 3, 5)
-"""Numbers of drafts to choose from, besides the largest: each has kernels of its own."""
+"""The numbers of drafts to choose from, besides `num_spec_tokens`. They are few because each needs
+CUDA graphs of its own."""
 
 
 class ARSpecStrategy(BaseStrategy):
-    """The tokens of `ar` in fewer forwards.
+    """Decodes as `ar` does, but with several tokens per forward where drafts hold.
 
     Args:
-        proposer: `ngram` looks up where the row's last tokens stood before, `draft` runs a smaller
-            model.
-        num_spec_tokens: drafts of a row and step, at most.
-        verifier: `pathwise` gives the very tokens of `ar`; `rejection` gives others of the same law
-            and accepts a draft model's more often at high temperatures.
-        adaptive: choose the number of drafts step by step, down to none, from the batch's size, the
-            cost of a forward and how often drafts held; else always num_spec_tokens.
-        ngram_min, ngram_max: tokens that must match, of the longest match at most so many.
-        ngram_pool: look at the tokens of other rows, too.
-        draft_model: for whoever builds the engine: hub name or path of the draft model.
-        acceptance_floor: a job of which a smaller share of the drafts held says so at its end.
+        proposer: `ngram` drafts what followed the row's last tokens at an earlier occurrence;
+            `draft` runs a smaller model.
+        num_spec_tokens: the most drafts of a row in one step.
+        verifier: `pathwise` yields exactly the tokens of `ar`. `rejection` yields other tokens of
+            the same distribution, and accepts those of a draft model more often at high
+            temperatures.
+        adaptive: whether to choose the number of drafts of each step, down to none, from the number
+            of rows, the time of a forward and how often drafts held. If not, it is always
+            num_spec_tokens.
+        ngram_min: the least number of tokens that must match an earlier occurrence.
+        ngram_max: the number of tokens of the longest match that is looked for.
+        ngram_pool: whether to look at the tokens of other rows, too.
+        draft_model: the hub name or path of the draft model, which the engine's builder loads.
+        acceptance_floor: if a smaller share of a job's drafts held, the job's summary says so.
 
     Raises:
         ValueError: an option is out of range or does not go with another.
@@ -55,7 +69,7 @@ class ARSpecStrategy(BaseStrategy):
 
     name = "ar_spec"
     columns: tuple[OutputColumn, ...] = (DRAFT_ACCEPTED, STEP_MAP)
-    counts: tuple[str, ...] = ("num_forwards", "num_draft_tokens", "num_accepted_tokens")
+    counts: tuple[RowCount, ...] = (NUM_FORWARDS, NUM_DRAFT_TOKENS, NUM_ACCEPTED_TOKENS)
 
     def __init__(
         self,
@@ -117,26 +131,26 @@ class ARSpecStrategy(BaseStrategy):
         return self._step_inputs
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        return tuple(1 + k for k in self._lengths)
-
-    @property
-    def draft_widths(self) -> tuple[int, ...]:
-        """Tokens of a row in one forward of the draft model."""
-        return DraftProposer.widths
+    def models(self) -> Mapping[str, ModelRole]:
+        """The target, and the draft model if the proposer is `draft`."""
+        models = {TARGET: ModelRole(tuple(1 + k for k in self._lengths))}
+        if self.proposer_name == "draft":
+            purpose = "strategy.proposer is draft"
+            source = Checkpoint("draft_model", self.draft_model, purpose)
+            models[DRAFT] = ModelRole(DraftProposer.widths, source=source)
+        return models
 
     def allocate(self, limits: Limits) -> None:
         self._step_inputs.allocate(limits, *self._ngram, indexed=self.proposer_name == "ngram")
         self._max_rows = limits.max_rows
 
-    def attach(self, runner: ModelRunner, draft: ModelRunner | None) -> None:
-        if (draft is not None) != (self.proposer_name == "draft"):
-            has = "no draft model" if draft is None else "a draft model"
-            raise ValueError(f"proposer is {self.proposer_name}, but there is {has}")
+    def attach(self, runners: Mapping[str, ModelRunner]) -> None:
+        draft = runners.get(DRAFT)
         if draft is not None:
             self._proposer = DraftProposer(draft, own_law=self._rejection)
         if self._adaptive:
-            costs = StepCosts.measure(runner, self._max_rows, self.widths)
+            widths = self.models[TARGET].widths
+            costs = StepCosts.measure(runners[TARGET], self._max_rows, widths)
             draft_costs = None
             if draft is not None:
                 draft_costs = StepCosts.measure(draft, self._max_rows, (1,))
@@ -158,9 +172,9 @@ class ARSpecStrategy(BaseStrategy):
 
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         step = super().first_tokens(output, rows)
-        steps = [seq.num_forwards for seq in rows.seqs]
+        steps = [seq.counts.get(NUM_FORWARDS.name, 0) for seq in rows.seqs]
         steps_there = upload(steps, torch.int32, output.positions.device)
-        return _with_columns(step, steps_there, rows.sampling)
+        return _described(step, None, steps_there, rows.sampling)
 
     def propose(self, batch: DecodeBatch) -> None:
         state = self.step_inputs
@@ -175,17 +189,19 @@ class ARSpecStrategy(BaseStrategy):
             state.set_drafts(drafts, send=batch.guide is not None)
 
     def _with_forced(self, drafts: Drafts, guide: Guide) -> Drafts:
-        """With the tokens that constraints leave no choice about, before all others."""
+        """Begin the drafts of constrained rows with the tokens that their constraints force. Drafts
+        behind them are kept only if the proposer had drafted the same tokens."""
         k = drafts.token_ids.shape[1]
         forced = guide.forced(k)
         if forced is None:
             return drafts
-        if self._proposer.widths:  # its cache has other tokens there
+        if self._proposer.widths:  # the draft model's cache has other tokens in these KV slots
             self.step_inputs.draft_lag = 1 + k
         there = upload(forced, torch.int64, drafts.token_ids.device)
         known = there >= 0
         count = known.sum(1, dtype=torch.int32)
-        # What was drafted behind other tokens does not follow these.
+        # If the proposer drafted other tokens than the forced ones, what it drafted next does not
+        # follow them.
         agree = ((drafts.token_ids == there) | ~known).all(1) & (drafts.counts >= count)
         counts = torch.where((count > 0) & ~agree, count, drafts.counts)
         return replace(drafts, token_ids=torch.where(known, there, drafts.token_ids), counts=counts)
@@ -207,29 +223,68 @@ class ARSpecStrategy(BaseStrategy):
         if drafts is None:
             step = sample(output.logits, state.sampling, output.positions + 1, mask=mask)
         else:
-            step = replace(self._verify(state, output, drafts, mask), num_drafts=drafts.counts)
+            step = self._verify(state, output, drafts, mask)
         step = replace(step, unread_tokens=state.draft_lag)
-        return _with_columns(step, steps, state.sampling)
+        return _described(step, drafts, steps, state.sampling)
 
-    def observe(self, step: HostOutput) -> None:
-        if step.num_drafts is not None:
-            k = step.token_ids.shape[1] - 1
-            self.step_inputs.acceptance.observe(step.num_tokens - ~step.broken, k)
+    def observe(self, step: HostOutput, current: npt.NDArray[np.bool_]) -> None:
+        if (k := step.token_ids.shape[1] - 1) and current.any():
+            accepted = step.num_tokens - ~step.broken
+            self.step_inputs.acceptance.observe(accepted[current], k)
+
+    def summary(
+        self, counts: Mapping[str, int], stats: Mapping[str, Any], num_tokens: int
+    ) -> list[tuple[str, str]]:
+        lines = []
+        if proposed := counts[NUM_DRAFT_TOKENS.name]:
+            share = counts[NUM_ACCEPTED_TOKENS.name] / proposed
+            lines.append(("drafts", f"{proposed:,} proposed, {share:.1%} accepted"))
+        return [*lines, *tokens_per_forward(counts, num_tokens)]
+
+    def remark(self, counts: Mapping[str, int]) -> str | None:
+        proposed, accepted = counts[NUM_DRAFT_TOKENS.name], counts[NUM_ACCEPTED_TOKENS.name]
+        if not counts[NUM_FORWARDS.name]:
+            return None
+        if not proposed:
+            why = "none would have saved time"
+            if self.proposer_name == "ngram":
+                why += ", or no text came twice"
+            return f"No drafts were proposed: {why}. strategy=ar is as fast here."
+        if accepted >= self.acceptance_floor * proposed:
+            return None
+        other = "draft with a draft model" if self.proposer_name == "ngram" else "ngram"
+        return (
+            f"Only {accepted / proposed:.1%} of the drafts held, and strategy.acceptance_floor is "
+            f"{self.acceptance_floor:.1%}: use strategy=ar, another proposer "
+            f"(strategy.proposer={other}), or fewer drafts (strategy.num_spec_tokens)."
+        )
 
 
-def _with_columns(step: StepOutput, steps: torch.Tensor, sampling: SamplingInputs) -> StepOutput:
-    """With what speculation knows of the tokens, if a row asks for it.
+def _described(
+    step: StepOutput, drafts: Drafts | None, steps: torch.Tensor, sampling: SamplingInputs
+) -> StepOutput:
+    """Add the strategy's counts to a step, and its columns if any row asks for one.
 
     Args:
-        steps: [B] int32, the rows' forwards before.
+        step: the step of B rows.
+        drafts: the drafts that it verified; None if it had none.
+        steps: [B] int32, how many forwards have yielded tokens of each row before.
+        sampling: what the rows ask for.
     """
+    step = step.with_counts(num_forwards=one_forward(step))
+    if drafts is None and not sampling.any_columns:
+        return step
+    offsets = torch.arange(step.token_ids.shape[1], device=steps.device)
+    # The last token of a row is the target's own, unless the row failed or conflicts.
+    num_accepted = step.num_tokens - (~step.broken).int()
+    is_draft = offsets < num_accepted.unsqueeze(1)
+    if drafts is not None:
+        counts = {NUM_DRAFT_TOKENS.name: drafts.counts, NUM_ACCEPTED_TOKENS.name: is_draft}
+        step = step.with_counts(**counts)
     if not sampling.any_columns:
         return step
-    place = torch.arange(step.token_ids.shape[1], device=steps.device)
-    # The last token of a row that can go on is the model's own.
-    num_drafts = step.num_tokens - (~step.broken).int()
     columns = {
-        DRAFT_ACCEPTED.name: place < num_drafts.unsqueeze(1),
-        STEP_MAP.name: (steps + 1).unsqueeze(1).expand(-1, len(place)),
+        DRAFT_ACCEPTED.name: is_draft,
+        STEP_MAP.name: (steps + 1).unsqueeze(1).expand(-1, len(offsets)),
     }
     return replace(step, columns={**step.columns, **columns})

@@ -1,4 +1,5 @@
-"""From the logits at a row's newest token and its k drafts to the tokens that the row commits."""
+"""The verifiers, which turn the logits at a row's newest token and at its k drafts into the tokens
+of the step. They keep no state."""
 
 from __future__ import annotations
 
@@ -17,17 +18,20 @@ from batchgen.kernels.speculation.rejection import verify
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 
 Verifier = Callable[[SpecStepInputs, ModelOutput, Drafts, TokenMask | None], StepOutput]
-"""The step of B rows of up to k + 1 tokens: accepted drafts and one token more. The mask is of the
-B · (k + 1) logits rows."""
+"""A verifier is given the state of B rows, the output of their forward, their drafts, and the mask
+of the B · (k + 1) rows of logits (None if no row has a constraint). It returns the step, in which a
+row has at most k + 1 tokens: its accepted drafts and one token more."""
 
 
 def pathwise(
     state: SpecStepInputs, output: ModelOutput, drafts: Drafts, mask: TokenMask | None = None
 ) -> StepOutput:
-    """Sample every position as without drafts; keep what follows drafts that were sampled too.
+    """Sample every position as decoding without drafts would, and keep the tokens up to the first
+    that differs from its draft.
 
     So each token is the one that decoding without drafts yields, at any temperature and with every
-    option. A draft of a point mass is accepted as often as by rejection.
+    option. A draft that was not drawn from a distribution, such as an n-gram's, is accepted as
+    often as by rejection.
     """
     width = 1 + drafts.token_ids.shape[1]
     step = sample(output.logits, state.repeated(width), output.positions + 1, mask=mask)
@@ -35,11 +39,19 @@ def pathwise(
 
 
 def keep_held(step: StepOutput, drafts: Drafts) -> StepOutput:
-    """Of the B · (k + 1) tokens that were sampled after each run of drafts, those after runs that
-    hold: the drafts that were sampled too, and one token more.
+    """Keep those sampled tokens of each row whose drafts before them all equal the tokens sampled
+    in their places: the drafts that held, and one token more.
 
-    A row fails after the tokens before its first broken logits, as it would without drafts; or its
-    constraint conflicts there.
+    A row keeps no token from its first broken logits on. There it fails or conflicts with its
+    constraint, as it would without drafts.
+
+    Args:
+        step: a step of B · (k + 1) rows with one token each: for each row of the batch the token
+            that was sampled after none of its drafts, after the first, and so on.
+        drafts: the drafts of the B rows.
+
+    Returns:
+        a step of B rows with W = k + 1.
     """
     num_tokens, failed = accept_drafts(
         step.token_ids, step.num_tokens, drafts.token_ids, drafts.counts
@@ -61,9 +73,10 @@ def keep_held(step: StepOutput, drafts: Drafts) -> StepOutput:
 def rejection(
     state: SpecStepInputs, output: ModelOutput, drafts: Drafts, mask: TokenMask | None = None
 ) -> StepOutput:
-    """Accept each draft with probability min(1, p / q) (Leviathan et al. 2023, Chen et al. 2023).
+    """Accept each draft with probability min(1, p / q), where p is its probability in the target
+    and q in the draft model (Leviathan et al. 2023, Chen et al. 2023).
 
-    The tokens have the law of decoding without drafts, but are others.
+    The tokens have the same distribution as without drafts, but are not the same tokens.
     """
     k = drafts.token_ids.shape[1]
     sampling, rows = state.repeated(1 + k), state.sampling
@@ -88,11 +101,19 @@ def rejection(
 def _up_to_conflicts(
     step: StepOutput, output: ModelOutput, processed: Tensor, mask: TokenMask, drafts: Drafts
 ) -> StepOutput:
-    """With the tokens before the logits at which rows cannot go on, and which of those rows
-    conflict: where the model gave numbers and all tokens are excluded."""
+    """Give the rows that failed the drafts that they accepted before, and tell failures from
+    conflicts. A row conflicts if the model gave numbers, but its mask and options left no token.
+
+    Args:
+        step: the step of B rows, whose failed rows have no tokens yet and include conflicts.
+        output: what the model gave.
+        processed: [B · (k + 1), V], the logits after all options and the mask.
+        mask: which of these rows of logits are constrained.
+        drafts: the drafts of the B rows.
+    """
     k = drafts.token_ids.shape[1]
     most, failed = processed.amax(-1), step.failed
-    # Such a row accepted every draft before the first logits that leave nothing to draw.
+    # A failed row accepted all drafts before the first logits that leave nothing to draw.
     place = (~most.isfinite()).view(-1, 1 + k).int().argmax(1)
     token_ids = step.token_ids.clone()
     token_ids[:, :k] = torch.where(failed.unsqueeze(1), drafts.token_ids, token_ids[:, :k])
@@ -108,3 +129,4 @@ def _up_to_conflicts(
 
 
 VERIFIERS: dict[str, Verifier] = {"pathwise": pathwise, "rejection": rejection}
+"""The verifiers by the name that the option `verifier` has for them."""

@@ -1,4 +1,4 @@
-"""The state of the decoding rows between steps, and what every paradigm does alike with it."""
+"""The state of the decoding rows between steps, with the operations that all strategies share."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from batchgen.engine.strategy import JoiningRows
 
 
 class StepInputs(ABC):
-    """All state of a paradigm that lives between steps, on the device.
+    """All state that a strategy keeps between steps, on the device.
 
-    Prefill: forward → `merge_prefill`. Decode: `reindex` → forward → `step_decode`. Its rows are
-    those of the last decode batch, then those prefilled since, in order. Nothing here waits for the
-    device: a step's tokens become the next one's inputs without the host having seen them.
+    After a prefill, the rows whose prompts were read to their end join with `merge_prefill`. In a
+    decode step, `reindex` drops the rows that left, the forward reads `model_inputs`, and
+    `step_decode` moves each row on by its new tokens. The rows are those of the last decode batch
+    and then those that have joined since, in this order. Nothing here waits for the device: the
+    tokens of a step become the inputs of the next one before the host has seen them.
     """
 
     def __init__(self) -> None:
@@ -33,34 +35,42 @@ class StepInputs(ABC):
 
     @property
     def newest(self) -> ModelInputs:
-        """The rows with the newest token of each."""
+        """The B rows as model inputs with one token each, the newest."""
         assert self._newest is not None, "no row was prefilled yet"
         return self._newest
 
     @property
     def model_inputs(self) -> ModelInputs:
-        """What the next decode forward reads."""
+        """What the next decode forward reads: here the newest token of each row."""
         return self.newest
 
     @property
+    def state_slots(self) -> Tensor | None:
+        """[B] int64, the state slot of each row; None for models without recurrent layers."""
+        return self.newest.state_slots
+
+    @property
     def sampling(self) -> SamplingInputs:
+        """What the sampler reads about the rows."""
         assert self._sampling is not None, "no row was prefilled yet"
         return self._sampling
 
     @abstractmethod
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
-        """Add rows whose prefill is complete.
+        """Add B rows whose prefill is complete behind all others.
 
         Args:
-            newest: [B] int64, the token that each goes on from.
+            rows: the rows that join.
+            newest: [B] int64, the token that the prefill yielded for each row, or the newest token
+                that is known of it.
         """
 
     @abstractmethod
     def step_decode(self, step: StepOutput) -> None:
-        """Advance all rows by the tokens that they produced."""
+        """Move all rows on by the tokens that a decode step produced for them."""
 
     def keep_rows(self, keep: npt.NDArray[np.int64]) -> None:
-        """Drop all rows but these, which are in order."""
+        """Drop all rows except those at the indices `keep`, which ascend."""
         if len(keep):
             self._newest = self.newest.index_select(keep)
             self._sampling = self.sampling.index_select(keep)
@@ -68,7 +78,8 @@ class StepInputs(ABC):
             self._newest = self._sampling = None
 
     def reindex(self, batch: DecodeBatch) -> None:
-        """Drop the rows that left and extend the block tables of those that stay."""
+        """Make the rows those of the batch: drop the others, and put newly reserved blocks into the
+        block tables."""
         if batch.keep is not None:
             self.keep_rows(batch.keep)
         self._newest = replace(self.newest, context_lens=batch.context_lens)
@@ -77,14 +88,16 @@ class StepInputs(ABC):
             new = np.array(batch.new_blocks, np.int64)
             width = 1 + int(new[:, 1].max())
             if width > tables.shape[1]:
-                # Doubled, so that the copy is rare; entries not in use name the scratch block.
+                # The width is doubled so that tables are rarely copied. Unused entries are 0, the
+                # scratch block.
                 tables = F.pad(tables, (0, 2 * width - tables.shape[1]))
             rows, columns, blocks = upload(new, torch.int64, tables.device).unbind(1)
             tables[rows, columns] = blocks
             self._newest = replace(self.newest, block_tables=tables)
 
     def _add_rows(self, rows: JoiningRows, newest: Tensor) -> None:
-        """Rows whose next forward begins with their newest token."""
+        """Add B rows whose next forward begins with their newest token [B], and write that token to
+        the sampler's history."""
         positions = upload(rows.context_lens, torch.int64, newest.device)
         inputs = ModelInputs(
             input_ids=newest,
@@ -92,6 +105,7 @@ class StepInputs(ABC):
             block_tables=rows.block_tables,
             query_lens=np.ones_like(rows.context_lens),
             context_lens=rows.context_lens + 1,
+            state_slots=rows.state_slots,
         )
         sampling = rows.sampling.append(
             newest.unsqueeze(1), torch.ones_like(newest, dtype=torch.int32), positions

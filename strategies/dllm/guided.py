@@ -1,12 +1,17 @@
-"""Denoise steps of constrained rows: their positions are unmasked from left to right.
+"""Denoise steps of constrained rows, whose positions are unmasked from left to right.
 
-Text that the constraint forces is taken at once, whatever was drawn there. The first masked
-position that it does not reach draws a token under the mask of what is allowed. Those behind drew
-theirs without knowing what stands before: they are taken as long as confidence permits and the
-constraint allows them, with what is forced between them.
+A constraint can only tell what may follow when all tokens before are known. So a step takes tokens
+of a row in this order, and stops where it must not go on:
 
-What is known of a token is of the distribution that it was drawn from: behind the first position
-that is the one without the constraint. A forced token has probability 1.
+- Tokens that the constraint forces at the first masked position are taken at once, whatever was
+  drawn there.
+- The first position behind them draws its token under the mask of what the constraint allows.
+- The positions after it drew their tokens without the constraint. They are taken as long as the
+  unmasking rule permits and the constraint allows them, and so is what is forced between them.
+
+The log-probabilities of a token are of the distribution that it was drawn from. Behind the position
+that draws under the mask, that is the distribution without the constraint. A forced token has
+probability 1.
 """
 
 from __future__ import annotations
@@ -28,12 +33,14 @@ from batchgen.kernels.sampling.token_mask import TokenMask
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a step takes of B blocks of L positions; other rows than `rows` follow their own rule.
+    """What a step takes of the constrained rows among B rows with a block of L positions each.
 
     Attributes:
-        rows: [B] bool, those that are constrained and did not end.
-        places: [B, L] bool, the positions of theirs that are known from now on.
-        conflicts: [B] bool, rows in which nothing was allowed at a position that had to be drawn.
+        rows: [B] bool, the rows that have a constraint and have not ended. The other rows follow
+            the ordinary unmasking rule.
+        places: [B, L] bool, the positions of these rows that the step unmasks.
+        conflicts: [B] bool, the rows in which no token was left at the position that had to draw
+            one under the mask.
     """
 
     rows: npt.NDArray[np.bool_]
@@ -43,14 +50,15 @@ class Taken:
 
 @dataclass(slots=True)
 class _Run:
-    """What a row takes from its first masked position on.
+    """The tokens that a step takes of one row, from its first masked position on.
 
     Attributes:
-        row: of the batch.
-        start: the position.
-        room: positions from there to the block's end.
-        token_ids: those taken so far.
-        forced: the places in token_ids of those that had to come.
+        row: the row's index in the batch.
+        matcher: the row's matcher, which stands behind the row's last taken token.
+        start: the index in the block of the first masked position.
+        room: how many positions there are from there to the end of the block.
+        token_ids: the tokens taken so far.
+        forced: the indices in `token_ids` of the tokens that the constraint forced.
     """
 
     row: int
@@ -61,18 +69,25 @@ class _Run:
     forced: list[int]
 
     def force(self) -> None:
-        """Take what must come next."""
+        """Take the tokens that the constraint forces next, as far as the block reaches."""
         count = len(self.token_ids)
         if count < self.room and (token_ids := self.matcher.forced(self.room - count)):
             self.token_ids += token_ids
             self.forced += range(count, len(self.token_ids))
 
     def extend(self, drawn: list[int], permitted: list[int]) -> None:
-        """Take what was drawn, the next token under a mask. Both are from `start` on."""
+        """Take drawn tokens, and the forced ones between them, as long as both the unmasking rule
+        and the constraint allow.
+
+        Args:
+            drawn: the token that was drawn at each position from `start` on. The first one that is
+                not taken yet was drawn under the mask.
+            permitted: for each of these positions, whether the unmasking rule lets it be taken.
+        """
         place = masked = len(self.token_ids)
         while place < self.room:
             if self.matcher.terminated:
-                self.token_ids += drawn[place:]  # behind a stop nothing is read
+                self.token_ids += drawn[place:]  # the row ends before them, so they may be anything
                 return
             if place > masked and not permitted[place]:
                 return
@@ -91,18 +106,22 @@ def denoise(
     draw: Callable[[TokenMask | None], Drawn],
     permit: Callable[[Drawn], Tensor],
 ) -> tuple[Drawn, Taken]:
-    """One step. Waits for what the device draws, unless all is forced.
+    """Decide what a denoise step takes of the constrained rows. Waits for the tokens that the
+    device draws, unless everything is forced.
 
-    The matchers are left behind what was taken, tentatively: a block is committed as a whole.
+    The matchers take the tokens only tentatively, because a block is committed as a whole.
 
     Args:
-        masked: [B, L].
-        logits: [B · L, V].
-        draw: a token for each of them, under a mask.
-        permit: [B, L] bool, the positions that may be taken behind the first one.
+        guide: the guide of the batch.
+        masked: [B, L] bool, the positions of each row's block that are still masked.
+        logits: [B · L, V], the logits of all positions.
+        draw: draws a token for each position under a mask, or freely if that is None.
+        permit: says, given the draw, which positions [B, L] the unmasking rule lets be taken after
+            the first one.
 
     Returns:
-        The tokens that were drawn, those that had to come in their places, and what is taken.
+        the drawn tokens of all B · L positions, with the forced ones in their places, and what is
+        taken.
     """
     rows, length = masked.shape
     taken = Taken(np.zeros(rows, np.bool_), np.zeros_like(masked), np.zeros(rows, np.bool_))
@@ -112,7 +131,7 @@ def denoise(
         if masked[row].any():
             start = int(masked[row].argmax())
             runs.append(_Run(row, matcher, start, length - start, [], []))
-            # Behind tokens that an earlier step took, what is forced was taken as well.
+            # If an earlier step took tokens of this block, it took what they force as well.
             if matcher.num_tokens == matcher.num_committed:
                 runs[-1].force()
     drawing = [run for run in runs if len(run.token_ids) < run.room]
@@ -130,7 +149,15 @@ def denoise(
 
 
 def _take_drawn(drawn: Drawn, permitted: Tensor, runs: list[_Run], taken: Taken) -> None:
-    """Take of what was drawn; permitted: [B, L]."""
+    """Wait for the drawn tokens and let each row take of them, unless its logits are broken or its
+    constraint conflicts.
+
+    Args:
+        drawn: the draw for all B · L positions.
+        permitted: [B, L] bool, the positions that the unmasking rule lets be taken.
+        runs: the rows whose block is not filled by forced tokens alone. They are extended.
+        taken: gets the conflicts.
+    """
     assert drawn.conflict is not None
     shape = taken.places.shape
     flags = (permitted.flatten(), drawn.failed, drawn.conflict)
@@ -150,7 +177,9 @@ def _with_forced(
     masks: MaskBuilder,
     draw: Callable[[TokenMask], Drawn],
 ) -> Drawn:
-    """With the tokens that had to come, and with all that is asked for of them."""
+    """Put the forced tokens into the draw. If any row asks for output columns, draw again with only
+    the forced token allowed in each of their positions, so that the columns are those of the forced
+    tokens. The arguments are those of `denoise` and what it made."""
     forced = {
         run.row * length + run.start + place: run.token_ids[place]
         for run in runs

@@ -1,4 +1,9 @@
-"""The update cycle of block diffusion: denoise a block until it is known, then fix its KV."""
+"""The state of block diffusion between steps: a block is denoised until all its tokens are known,
+then a commit forward makes its KV final.
+
+In this file a block is a block of L positions that are decoded together, except in "block table",
+which names the blocks of the paged cache.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +24,22 @@ from batchgen.engine.strategy import JoiningRows
 from batchgen.strategies.base.step_inputs import StepInputs
 
 STEP_MAP = OutputColumn("step_map", np.dtype(np.int32))
-"""Which of the row's denoise steps unmasked the token, from 1."""
+"""Which of the row's denoise steps unmasked the token, counted from 1."""
 
 
 @dataclass(frozen=True)
 class BlockRows(Batched):
-    """The block that each of B rows works on, of L positions. Mask and tokens are apart: a prompt
-    may hold the mask token itself.
+    """The block of L positions that each of B rows works on. Which positions are masked is kept
+    apart from the tokens, because a prompt may contain the mask token itself.
 
     Attributes:
-        starts: [B] int64, position of the block's first token, a multiple of L.
-        last_starts: [B] int64, that of the last block that the row can have.
-        token_ids: [B, L] int64, what is known; undefined where masked.
-        masked: [B, L] bool.
-        given: [B] int64, tokens of the prompt at the block's beginning.
-        denoised: [B] int64, denoise steps of the block so far.
-        steps: [B] int32, steps of the row so far that unmasked something.
+        starts: [B] int64, the position of the block's first token, a multiple of L.
+        last_starts: [B] int64, the same for the last block that the row can have.
+        token_ids: [B, L] int64, the tokens; undefined where masked.
+        masked: [B, L] bool, the positions whose tokens are not known yet.
+        given: [B] int64, how many tokens of the prompt the block begins with.
+        denoised: [B] int64, how many denoise steps the block has had.
+        steps: [B] int32, how many steps of the row so far unmasked a position.
     """
 
     starts: Tensor = row()
@@ -47,12 +52,19 @@ class BlockRows(Batched):
 
 
 class DLLMStepInputs(StepInputs):
-    """Each row's next forward reads its block: a denoise step while some of it is masked, else the
-    one that writes its final KV, after which the next block begins. `fuse` lets that go along with
-    the first denoise step of the next block.
+    """The block of each row, which its next forward reads.
+
+    While a position of the block is masked, the forward is a denoise step. When none is, it is a
+    commit forward, which writes the final KV of the block, and then the next block begins. `fuse`
+    joins a commit forward with the first denoise step of the row's next block.
+
+    Args:
+        block_length: L, the number of positions of a block.
+        mask_token_id: the id that the model reads at masked positions.
 
     Attributes:
-        columns: name → [B, L, *tail], written where and when a position is unmasked.
+        columns: name of an output column → [B, L, *tail], the values of the positions that are
+            unmasked; each was written when its position was.
     """
 
     def __init__(self, block_length: int, mask_token_id: int) -> None:
@@ -61,32 +73,36 @@ class DLLMStepInputs(StepInputs):
         self._length = block_length
         self._mask_token_id = mask_token_id
         self._blocks: BlockRows | None = None
-        self._after: BlockRows | None = None  # of the step under way
-        self._commits: ModelInputs | None = None  # of the step under way
-        self._sent: Download | None = None  # of the step under way
+        # These three are of the current step: the blocks after it, the complete blocks that commit
+        # beside it, and what is masked, on its way to the host.
+        self._after: BlockRows | None = None
+        self._commits: ModelInputs | None = None
+        self._sent: Download | None = None
         self._repeated: SamplingInputs | None = None
 
     @property
     def blocks(self) -> BlockRows:
+        """The block that each row works on."""
         assert self._blocks is not None, "no row has joined yet"
         return self._blocks
 
     @property
     def positions(self) -> Tensor:
-        """[B, L], absolute."""
+        """[B, L] int64, the absolute positions of each row's block."""
         offsets = torch.arange(self._length, device=self.blocks.starts.device)
         return self.blocks.starts.unsqueeze(1) + offsets
 
     @property
     def repeated(self) -> SamplingInputs:
-        """The sampling rows of the blocks' positions."""
+        """The sampler's inputs for the L positions of each row."""
         if self._repeated is None:
             self._repeated = self.sampling.repeat(self._length)
         return self._repeated
 
     @property
     def model_inputs(self) -> ModelInputs:
-        """The rows' blocks, and behind them those that `fuse` set aside."""
+        """The block of each row, with the mask token at masked positions, and behind all rows the
+        complete blocks that `fuse` lets commit in the same forward."""
         blocks = self.blocks
         inputs = replace(
             self.newest,
@@ -98,34 +114,39 @@ class DLLMStepInputs(StepInputs):
 
     @property
     def complete(self) -> Tensor:
-        """[B] bool, rows whose block is known and whose KV is not final."""
+        """[B] bool, rows in whose block nothing is masked, so that it only lacks its final KV."""
         return ~self.blocks.masked.any(1)
 
     def send_masked(self) -> None:
-        """The host needs to know what is masked in the next forward, while that runs."""
+        """Begin to copy to the host which positions are masked in the next forward, for
+        `masked_on_host`."""
         self._sent = Download(self.blocks.masked)
 
     @property
     def masked_on_host(self) -> npt.NDArray[np.bool_]:
-        """[B, L], if it was sent."""
+        """[B, L] bool, which positions are masked in the current step, once that has arrived on the
+        host. `send_masked` must have been called."""
         assert self._sent is not None, "nobody asked for it"
         return self._sent.wait()
 
     def fuse(self, room: int) -> None:
-        """Where a block is complete, let the forward write its final KV beside the first denoise
-        step of the next block, as a row of its own with the same block table: a layer writes all
-        keys and values before it reads any.
+        """Let complete blocks commit in the same forward as the first denoise step of their row's
+        next block.
+
+        Such a block becomes one more row of the forward, with the same block table. The next block
+        sees its final keys and values, because a layer writes all of them before it reads any.
 
         Args:
-            room: for so many rows, the first ones; the others need a forward for it. Room that is
-                not needed is filled with rows on the scratch block.
+            room: how many blocks can commit that way, the first ones in the order of the rows.
+                Other complete blocks need a commit forward of their own. Room that is not needed
+                is filled with rows on the scratch block.
         """
         self._commits = None
         if not room:
             return
         blocks, newest, length = self.blocks, self.newest, self._length
         count = newest.num_rows
-        # A row that is complete to its end has no next block: the host ends it when it reads that.
+        # A row whose last block is complete has no next one. It ends when the host reads the step.
         waiting = self.complete & (blocks.starts < blocks.last_starts)
         rank = waiting.cumsum(0)
         fused = waiting & (rank <= room)
@@ -146,7 +167,8 @@ class DLLMStepInputs(StepInputs):
         self._blocks = self._opened(blocks, fused)
 
     def _opened(self, blocks: BlockRows, rows: Tensor) -> BlockRows:
-        """With the next block of these rows [B] bool."""
+        """The blocks after the rows in `rows` [B] bool have begun their next one, in which all
+        positions are masked. A row stays in the last block that it can have."""
         starts = torch.where(rows, blocks.starts + self._length, blocks.starts)
         return replace(
             blocks,
@@ -157,7 +179,8 @@ class DLLMStepInputs(StepInputs):
         )
 
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
-        """Rows whose whole blocks are read; the rest of what they know begins their block."""
+        """Add B rows whose prefill has read their whole blocks. Their remaining known tokens are
+        the beginning of the first block to denoise."""
         length, count, device = self._length, len(rows.seqs), newest.device
         starts = rows.context_lens
         last_starts = np.array([(seq.max_tokens - 1) // length * length for seq in rows.seqs])
@@ -196,15 +219,17 @@ class DLLMStepInputs(StepInputs):
     def unmask(
         self, transfer: Tensor, token_ids: Tensor, columns: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Write what a denoise step decided; `step_decode` goes on from it.
+        """Unmask positions of the blocks, as a denoise step decided. `step_decode` goes on from the
+        result.
 
         Args:
-            transfer: [B, L] bool, the masked positions that are known from now on.
-            token_ids: [B, L] int64, what was drawn.
-            columns: name → [B, L, *tail], what belongs to it.
+            transfer: [B, L] bool, the masked positions to unmask.
+            token_ids: [B, L] int64, the drawn tokens.
+            columns: name of an output column → [B, L, *tail], the values of the drawn tokens.
 
         Returns:
-            [B] bool, the rows whose block is complete by it; [B, L] int64, the blocks' tokens.
+            [B] bool, the rows whose block this step completed; and [B, L] int64, the tokens of the
+            blocks.
         """
         blocks = self.blocks
         for name, values in columns.items():
@@ -224,21 +249,23 @@ class DLLMStepInputs(StepInputs):
         return some & ~after.masked.any(1), after.token_ids
 
     def step_decode(self, step: StepOutput) -> None:
-        """Where nothing was masked, the step has made the KV final, and the next block begins."""
+        """Take over what `unmask` wrote. The rows in whose block nothing was masked before this
+        step have had their commit forward, so they begin their next block."""
         assert self._after is not None, "unmask comes first"
         self._blocks = self._opened(self._after, self.complete)
         self._after = self._commits = self._sent = None
 
 
 def _steps_so_far(seq: Sequence) -> int:
-    """Of a resumed row; where nobody asks for the steps, they need not go on."""
+    """How many steps of a preempted row have unmasked a position, as its column `step_map` tells. 0
+    for a new row, and for one that does not ask for the column and so does not need the number."""
     column = seq.columns.get(STEP_MAP.name)
     values = None if column is None else column.array()
     return int(values.max()) if values is not None and len(values) else 0
 
 
 def _widened(old: Tensor | None, values: Tensor) -> Tensor:
-    """As wide as `values`, with the old ones in it."""
+    """A tensor in the shape of `values` that holds `old` where the shapes overlap, and else 0."""
     out = torch.zeros_like(values)
     if old is not None:
         tail = tuple(slice(min(a, b)) for a, b in zip(old.shape, values.shape, strict=True))

@@ -1,48 +1,69 @@
-"""Block diffusion (SDAR, Cheng et al. 2025): the tokens of a block come in any order."""
+"""Block diffusion (SDAR, Cheng et al. 2025): blocks of tokens are generated one after another, and
+the tokens of a block in any order."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from batchgen.engine.constraint.guide import Guide
-from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
+from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.execution.transfer import upload
 from batchgen.engine.models.config import ModelConfig
-from batchgen.engine.outputs import HostOutput, OutputColumn, StepOutput
+from batchgen.engine.outputs import HostOutput, OutputColumn, RowCount, StepOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.sampling.sampler import Drawn, draw
 from batchgen.engine.scheduling.admission import Ints
 from batchgen.engine.scheduling.scheduled_batch import DecodeBatch
 from batchgen.engine.sequence import Sequence
+from batchgen.engine.strategy import TARGET, ModelRole
 from batchgen.kernels.sampling.token_mask import TokenMask
 from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH, Rule, schedule, unmask
+from batchgen.strategies.base.counts import NUM_FORWARDS, one_forward, tokens_per_forward
 from batchgen.strategies.base.strategy import BaseStrategy
 from batchgen.strategies.dllm.guided import denoise
 from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
 
+NUM_COMMIT_FORWARDS = RowCount(
+    "num_commit_forwards", "of those forwards, how many only made KV final"
+)
+
 _FIRST_COMPLETING = 0.5
-"""Share of the rows whose block a step completes, before any was seen."""
+"""The share of the rows whose block a step completes, as it is assumed before any step was seen."""
 _LEARNING_RATE = 0.1
+"""The weight of the newest step in the running mean of that share."""
 _FREE_TOKENS = 64
-"""A forward of fewer takes about as long: it reads the weights."""
+"""A forward of fewer tokens takes about as long as one of this many, because it reads all the
+weights anyway."""
+_DENOISED = "denoised"
+"""The name in `StepOutput.observed` of how many denoise steps the block of each row has had."""
+_STEPS_PER_BLOCK = "steps_per_block"
+"""The name in `stats` of how often a block took each number of denoise steps."""
 
 
 class DLLMStrategy(BaseStrategy):
-    """Blocks of masked positions, denoised in steps that each keep some of the tokens drawn.
+    """Starts with blocks of masked positions and denoises them. Each denoise step draws a token at
+    every masked position and keeps some of them.
 
     Args:
-        block_length: positions of a block; None is what the model says.
-        unmasking: what a step keeps: `low_confidence_dynamic` all tokens above
-            confidence_threshold, and at least the likeliest; `low_confidence_static` the likeliest,
-            as many as make denoising_steps steps; `sequential` the first, as many.
-        confidence_threshold: probability under the distribution that the token was drawn from.
-        denoising_steps: of a block, for the last two; None is one for each position.
-        fused_commit: the final KV of a block is computed in the forward of the next block's first
-            denoise step, not in one of its own. The tokens are the same.
+        block_length: L, the number of positions of a block. None takes what the model's
+            configuration says.
+        unmasking: which drawn tokens a step keeps. `low_confidence_dynamic`: all whose confidence
+            is above confidence_threshold, and always the most confident one.
+            `low_confidence_static`: the most confident ones, as many as it takes to finish a block
+            in denoising_steps steps. `sequential`: as many, but the first ones.
+        confidence_threshold: for `low_confidence_dynamic`. The confidence of a token is its
+            probability under the distribution that it was drawn from.
+        denoising_steps: for the other two rules, the number of denoise steps of a block. None
+            takes one for each position.
+        fused_commit: whether the commit forward of a block may be joined with the first denoise
+            step of the next block, which saves forwards. The tokens are the same.
 
     Raises:
         ValueError: an option is out of range or does not go with another.
@@ -50,7 +71,7 @@ class DLLMStrategy(BaseStrategy):
 
     name = "dllm"
     columns: tuple[OutputColumn, ...] = (STEP_MAP,)
-    counts: tuple[str, ...] = ("num_forwards", "num_commit_forwards")
+    counts: tuple[RowCount, ...] = (NUM_FORWARDS, NUM_COMMIT_FORWARDS)
 
     def __init__(
         self,
@@ -97,6 +118,7 @@ class DLLMStrategy(BaseStrategy):
         self._asked_steps = denoising_steps
         self._fused = fused_commit
         self._completing = _FIRST_COMPLETING
+        self._steps_per_block: Counter[int] = Counter()
         self._runner: ModelRunner | None = None
         self._length = 0
         self._schedule: Tensor | None = None
@@ -108,7 +130,7 @@ class DLLMStrategy(BaseStrategy):
         return self._step_inputs
 
     def block_length(self, model: ModelConfig) -> int:
-        """The length of its blocks, which the model was trained for."""
+        """The option `block_length`, or else the length that the model was trained for."""
         if model.diffusion is None:
             raise ValueError(
                 f"strategy dllm needs a diffusion model, and {model.architecture} predicts next "
@@ -126,12 +148,18 @@ class DLLMStrategy(BaseStrategy):
         return length
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        return (self._length,)
+    def models(self) -> Mapping[str, ModelRole]:
+        return {TARGET: ModelRole((self._length,), forward_rows=2 if self._fused else 1)}
 
-    @property
-    def forward_rows(self) -> int:
-        return 2 if self._fused else 1
+    def model_len(self, longest: int, model: ModelConfig) -> int:
+        """The length is cut to whole blocks, because a row's last block is denoised as a whole even
+        if the row ends within it."""
+        length = self.block_length(model)
+        if longest < length:
+            raise ValueError(
+                f"max_model_len is {longest}, less than one block of {length} tokens: raise it"
+            )
+        return longest - longest % length
 
     @property
     def prefill_multiple(self) -> int:
@@ -145,14 +173,18 @@ class DLLMStrategy(BaseStrategy):
         return self._length
 
     def prefill_of(self, seq: Sequence) -> tuple[int, bool]:
-        """The whole blocks; what is left begins the first block to denoise."""
+        """The prefill reads the row's whole blocks and yields no token. The remaining known tokens
+        are the beginning of the first block to denoise."""
         return seq.num_tokens // self._length * self._length, False
 
-    def kv_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
-        """A block to its end, though the row may end within."""
-        length = self._length
-        end = (num_tokens + pending) // length * length + length
-        tokens: Ints = np.minimum(end, -(-max_tokens // length) * length)
+    def cache_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
+        """A row needs room for its current block to the end, even if the row ends within it."""
+        end = (num_tokens + pending) // self._length * self._length + self._length
+        tokens: Ints = np.minimum(end, self.most_cache_tokens(max_tokens))
+        return tokens
+
+    def most_cache_tokens(self, max_tokens: Ints) -> Ints:
+        tokens: Ints = -(-max_tokens // self._length) * self._length
         return tokens
 
     def check(self, params: SamplingParams) -> None:
@@ -163,18 +195,25 @@ class DLLMStrategy(BaseStrategy):
                 "frequency_penalty to 0"
             )
 
-    def attach(self, runner: ModelRunner, draft: ModelRunner | None) -> None:
-        super().attach(runner, draft)
-        self._runner = runner
+    def attach(self, runners: Mapping[str, ModelRunner]) -> None:
+        self._runner = runners[TARGET]
+        if self._runner.states is not None:
+            raise ValueError(
+                "strategy dllm reads a block several times before its tokens are known, and the "
+                "state of recurrent layers cannot follow that: use a model with attention only"
+            )
 
     def propose(self, batch: DecodeBatch) -> None:
-        self.step_inputs.fuse(self._room(len(batch.slots)) if self._fused else 0)
+        self.step_inputs.fuse(self._room(len(batch.places)) if self._fused else 0)
         if batch.guide is not None:
             self.step_inputs.send_masked()
 
     def _room(self, rows: int) -> int:
-        """Rows of the next forward for blocks that are complete, whose number is known on the
-        device alone. A row more than needed costs as much as one that then finds no room.
+        """How many rows to add to the next forward of `rows` rows for complete blocks that commit.
+
+        How many blocks are complete is known on the device only, so on a GPU this is a guess: the
+        usual share of the rows, or more where more rows take no more time. A row too many costs
+        about as much as a row too few, as a block without room needs a forward of its own.
         """
         runner, length = self._runner, self._length
         assert runner is not None
@@ -184,19 +223,47 @@ class DLLMStrategy(BaseStrategy):
         total = rows + min(max(round(rows * self._completing), free), rows)
         return min(runner.filled_rows(total, length) - rows, rows)
 
-    def observe(self, step: HostOutput) -> None:
-        """How many blocks a step completes."""
-        share = float((step.num_tokens > 0).mean())
-        self._completing += _LEARNING_RATE * (share - self._completing)
+    def observe(self, step: HostOutput, current: npt.NDArray[np.bool_]) -> None:
+        """Learn what share of the rows completes a block in a step, and count how many denoise
+        steps the completed blocks took."""
+        yielding = step.num_tokens > 0
+        self._completing += _LEARNING_RATE * (float(yielding.mean()) - self._completing)
+        self._steps_per_block.update(step.observed[_DENOISED][yielding & current].tolist())
 
-    def forward(self, runner: ModelRunner) -> ModelOutput:
-        """The logits are of the rows' own blocks."""
+    def stats(self) -> Mapping[str, Any]:
+        """`steps_per_block`: the number of denoise steps → how many blocks took that many."""
+        return {_STEPS_PER_BLOCK: dict(sorted(self._steps_per_block.items()))}
+
+    def summary(
+        self, counts: Mapping[str, int], stats: Mapping[str, Any], num_tokens: int
+    ) -> list[tuple[str, str]]:
+        commits = counts[NUM_COMMIT_FORWARDS.name]
+        denoising = counts[NUM_FORWARDS.name] - commits
+        lines = tokens_per_forward(counts, num_tokens)
+        lines.append(("forwards", f"{denoising:,} to denoise, {commits:,} to commit"))
+        if stats:
+            lines.append(("steps per block", _shares(stats[_STEPS_PER_BLOCK])))
+        return lines
+
+    def forward(
+        self, runner: ModelRunner, prefill: PrefillInputs | None
+    ) -> tuple[ModelOutput, ModelOutput | None]:
+        """Run the forward, and compute logits only for the rows' own blocks and not for the blocks
+        that commit beside them."""
+        assert prefill is None, "prompts are read beside rows of one token only"
         inputs = self.step_inputs.model_inputs
         count = self.step_inputs.blocks.masked.numel()
         hidden = runner.hidden_states(inputs)[:count]
-        return ModelOutput(runner.compute_logits(hidden), inputs.positions[:count], hidden)
+        logits = runner.compute_logits(hidden)
+        return ModelOutput(logits, inputs.positions[:count], hidden), None
 
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
+        """Unmask positions of the rows' blocks.
+
+        The step yields the tokens of the blocks that it completes, without those of the prompt, and
+        of rows that conflict with their constraint the tokens known before the conflict. Other rows
+        yield no token.
+        """
         state = self.step_inputs
         blocks, length = state.blocks, self._length
         conflicts: Tensor | None = None
@@ -210,27 +277,29 @@ class DLLMStrategy(BaseStrategy):
         step_map = (blocks.steps + 1).unsqueeze(1).expand(-1, length).contiguous()
         columns[STEP_MAP.name] = step_map
         complete, token_ids = state.unmask(transfer, drawn.token_ids.view(-1, length), columns)
-        # What a block yields begins behind what is the prompt's.
+        # The tokens that a block yields begin behind those of the prompt.
         offsets = torch.arange(length, device=blocks.given.device)
         order = (blocks.given.unsqueeze(1) + offsets).clamp(max=length - 1)
         num_tokens = torch.where(complete & ~broken, length - blocks.given, 0)
         if conflicts is not None:
-            # What is known of the block stands at its beginning.
+            # A conflicting row ends with the known tokens at the beginning of its block.
             known = (~blocks.masked | transfer).cumprod(1).sum(1)
             conflicts = conflicts & ~broken
             num_tokens = torch.where(conflicts, known - blocks.given, num_tokens)
-        return StepOutput(
+        step = StepOutput(
             num_tokens=num_tokens.int(),
             token_ids=token_ids.gather(1, order),
             failed=broken,
             columns={name: _ordered(v, order) for name, v in state.columns.items()},
-            commits=state.complete,
+            observed={_DENOISED: blocks.denoised + 1},
             unread_tokens=length,
             conflicts=conflicts,
         )
+        return step.with_counts(num_forwards=one_forward(step), num_commit_forwards=state.complete)
 
     def _draw(self, output: ModelOutput, mask: TokenMask | None = None) -> Drawn:
-        """A token for each position of the blocks."""
+        """Draw a token at each of the B · L positions of the blocks, under the mask if there is
+        one. The random numbers of a position differ from one denoise step to the next."""
         state = self.step_inputs
         return draw(
             output.logits,
@@ -242,7 +311,12 @@ class DLLMStrategy(BaseStrategy):
         )
 
     def _decide_guided(self, output: ModelOutput, guide: Guide) -> tuple[Drawn, Tensor, Tensor]:
-        """The tokens drawn, which are kept [B, L], and the rows whose constraints conflict [B]."""
+        """Decide a denoise step of a batch with constrained rows.
+
+        Returns:
+            the drawn tokens; [B, L] bool, the positions that are unmasked; and [B] bool, the rows
+            that conflict with their constraints.
+        """
         state, device = self.step_inputs, output.logits.device
         drawn, taken = denoise(
             guide,
@@ -259,7 +333,8 @@ class DLLMStrategy(BaseStrategy):
         return drawn, transfer, upload(taken.conflicts, torch.bool, device)
 
     def _permitted(self, drawn: Drawn) -> Tensor:
-        """[B, L] bool: what a step may keep of a block that is unmasked from left to right."""
+        """[B, L] bool, the positions of constrained rows that a step may unmask, if it unmasks all
+        before them as well."""
         masked = self.step_inputs.blocks.masked
         if self._rule is Rule.LOW_CONFIDENCE_DYNAMIC:
             assert drawn.confidence is not None
@@ -267,7 +342,8 @@ class DLLMStrategy(BaseStrategy):
         return unmask(Rule.SEQUENTIAL, masked, None, counts=self._counts())
 
     def _transfer(self, confidence: Tensor | None) -> Tensor:
-        """[B, L] bool, what the step keeps of the tokens of these probabilities [B · L]."""
+        """[B, L] bool, the positions that a step unmasks by the unmasking rule, given the
+        confidence [B · L] of the drawn tokens (None for `sequential`)."""
         blocks = self.step_inputs.blocks
         if confidence is not None:
             confidence = confidence.view(-1, self._length)
@@ -276,16 +352,25 @@ class DLLMStrategy(BaseStrategy):
         return unmask(self._rule, blocks.masked, confidence, counts=self._counts())
 
     def _counts(self) -> Tensor:
-        """[B] int64, how many positions the schedule unmasks in each row's step."""
+        """[B] int64, how many positions this step unmasks in each row's block, by the schedule that
+        denoising_steps asks for."""
         denoised = self.step_inputs.blocks.denoised
         if self._schedule is None:
             counts = schedule(self._length, self._asked_steps or self._length)
             self._schedule = upload(counts, torch.int64, denoised.device)
-        # A block whose beginning was given needs fewer steps, none needs more.
+        # A commit forward comes after the last step of the schedule. Nothing is masked in it, so
+        # any count will do.
         return self._schedule[denoised.clamp(max=len(self._schedule) - 1)]
 
 
+def _shares(numbers: Mapping[int, int]) -> str:
+    """Write how often each number occurred as shares of all, such as "1: 25.0%, 2: 75.0%"."""
+    total = sum(numbers.values())
+    return ", ".join(f"{n}: {count / total:.1%}" for n, count in numbers.items()) or "none"
+
+
 def _ordered(values: Tensor, order: Tensor) -> Tensor:
-    """values [B, L, *tail] at the places order [B, L]."""
+    """Reorder values [B, L, *tail] along the second axis: entry i of row b is the value at
+    order[b, i], where order is [B, L] int64."""
     index = order.view(*order.shape, *[1] * (values.dim() - 2)).expand_as(values)
     return values.gather(1, index)

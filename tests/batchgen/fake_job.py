@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -73,6 +73,7 @@ class FakeJob:
     temperature: float = 1.0
     constraint: dict[str, Any] = field(default_factory=lambda: {"kind": "none"})
     parsed: bool = False
+    batch_dependence: str = ""
     answers: tuple[tuple[str, str, bool | None], ...] = ()
 
     def config(self) -> JobConfig:
@@ -104,7 +105,7 @@ class FakeJob:
             max_model_len=1024,
             columns=(LOGPROBS, TOP_LOGPROBS),
             fingerprints={"model": "fake"},
-            build_engine=lambda: FakeEngine(self),
+            build_engine=lambda: FakeEngine(self, batch_dependence=self.batch_dependence or None),
         )
 
     def run(self) -> JobResult:
@@ -161,6 +162,8 @@ class FakeEngine:
     job: FakeJob
     stats: FakeStats = field(default_factory=FakeStats)
     memory: MemoryPlan = MEMORY
+    batch_dependence: str | None = None
+    closed: bool = False
     generated_tokens: int = 0
     _running: dict[str, _Running] = field(default_factory=dict)
 
@@ -174,7 +177,11 @@ class FakeEngine:
             request_id, prompt_token_ids, params, 1 + params.seed % 5
         )
 
+    def close(self) -> None:
+        self.closed = True
+
     def step(self) -> list[RequestOutput]:
+        assert not self.closed
         self.stats.steps += 1
         if self.stats.steps == self.job.fail_at_step:
             raise RuntimeError("the device fell off the bus")
@@ -232,11 +239,6 @@ def main(fields: str) -> int:
     from batchgen.__main__ import report
 
     return report(lambda: FakeJob(**json.loads(fields)).run())
-
-
-def command(job: FakeJob) -> list[str]:
-    """The command line that runs the job in another process."""
-    return [sys.executable, __file__, json.dumps(asdict(job))]
 
 
 if __name__ == "__main__":

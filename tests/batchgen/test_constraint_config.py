@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 import yaml
 from datasets import Features, Value
 from fake_job import FakeEngine, FakeJob
+from forked import run_forked
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 from real_job import VOCAB, overrides, save_tokenizer
@@ -29,12 +28,12 @@ from batchgen.config import (
     identity,
     load_config,
     resolved,
-    sampling_params,
 )
 from batchgen.constraint.row_constraints import RowConstraints
 from batchgen.dataset.source import Row
 from batchgen.engine.constraint.compiler import GrammarCompiler
-from batchgen.engine.constraint.constraint import Constraint, ConstraintError
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.outputs import RequestError
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.errors import ConfigError
@@ -43,6 +42,7 @@ from batchgen.output.manifest import Manifest
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 INLINE = "constraint.schema={type: object, properties: {name: {type: string}}, required: [name]}"
+NO_JSON = "column 'c': must hold JSON text or a struct, got no JSON: "
 TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
 GRAMMAR = 'root ::= "yes" | "no"\n'
 
@@ -54,7 +54,7 @@ def loaded(*overrides: str) -> JobConfig:
 
 def test_no_constraint_unless_asked_for() -> None:
     config = loaded()
-    assert config.constraint.kind == "none" and sampling_params(config).constraint is None
+    assert config.constraint.kind == "none" and config.params.constraint is None
     assert "constraint" not in identity(config), "manifests of earlier jobs must stay valid"
     plain = {name: group for name, group in resolved(config).items() if name != "constraint"}
     assert load_config(DictConfig(plain)) == config, "a config.yaml from before must load"
@@ -66,7 +66,7 @@ def test_a_schema_is_one_however_it_is_given(tmp_path: Path) -> None:
     forms = [INLINE, f"constraint.schema={file}", f"constraint.schema='{json.dumps(SCHEMA)}'"]
     one, two, three = (loaded("constraint=json_schema", form) for form in forms)
     assert one == two == three
-    assert sampling_params(one).constraint == Constraint.make("json_schema", SCHEMA)
+    assert one.params.constraint == Constraint.make("json_schema", SCHEMA)
     assert resolved(two)["constraint"]["schema"] == SCHEMA
 
 
@@ -94,7 +94,7 @@ def test_a_schema_is_one_however_it_is_given(tmp_path: Path) -> None:
 )
 def test_every_kind(options: list[str], constraint: Constraint) -> None:
     config = loaded(f"constraint={options[0]}", *options[1:])
-    assert sampling_params(config).constraint == constraint
+    assert config.params.constraint == constraint
     text = yaml.safe_dump(resolved(config))
     assert load_config(DictConfig(yaml.safe_load(text))) == config
 
@@ -103,9 +103,9 @@ def test_files_of_grammars_and_tags(tmp_path: Path) -> None:
     (tmp_path / "g.ebnf").write_text(GRAMMAR)
     (tmp_path / "t.json").write_text(json.dumps(TAG))
     grammar = loaded("constraint=grammar", f"constraint.grammar={tmp_path / 'g.ebnf'}")
-    assert sampling_params(grammar).constraint == Constraint.make("grammar", GRAMMAR)
+    assert grammar.params.constraint == Constraint.make("grammar", GRAMMAR)
     tag = loaded("constraint=structural_tag", f"constraint.tag={tmp_path / 't.json'}")
-    assert sampling_params(tag).constraint == Constraint.make("structural_tag", TAG)
+    assert tag.params.constraint == Constraint.make("structural_tag", TAG)
 
 
 def test_a_changed_file_is_another_job(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ ERRORS: list[tuple[list[str], str]] = [
     ),
     (
         ["constraint=json_schema", """constraint.schema='{"const": NaN}'"""],
-        "constraint.schema is not JSON: NaN is not JSON",
+        "constraint.schema is not JSON: NaN is not a JSON number",
     ),
     (
         ["constraint=json_schema", "constraint.schema={properties: {1: {}}}"],
@@ -275,6 +275,8 @@ def test_cells(kind: str, cell: Any, value: Any) -> None:
         ("choice", [1], "column 'c': must hold a list of texts, or JSON text of one, got [1]"),
         ("grammar", 1.5, "column 'c': must hold text (EBNF), got 1.5"),
         ("structural_tag", 1, "column 'c': must hold JSON text or a struct, got 1"),
+        ("json_schema", {"const": datetime(2026, 1, 1)}, f"{NO_JSON}Object of type datetime"),
+        ("json_schema", {"const": float("nan")}, f"{NO_JSON}Out of range float values"),
     ],
 )
 def test_bad_cells(kind: str, cell: Any, message: str) -> None:
@@ -358,14 +360,7 @@ def test_the_config_of_an_output_has_the_constraint_as_it_is(tmp_path: Path) -> 
 
 def test_cfg_job_shows_the_path(tmp_path: Path) -> None:
     arguments = ("--cfg", "job", "constraint=json_schema", "constraint.schema=s.json")
-    found = subprocess.run(
-        [sys.executable, "-m", "batchgen", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        timeout=120,
-    )
+    found = run_forked("batchgen", arguments, tmp_path)
     assert found.returncode == 0, found.stderr
     shown = yaml.safe_load(found.stdout)["constraint"]
     assert (shown["kind"], shown["schema"]) == ("json_schema", "s.json")

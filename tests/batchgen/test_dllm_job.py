@@ -57,7 +57,7 @@ def check_totals(out: Path, done: list[dict[str, Any]], message: str) -> None:
     assert f"{denoise:,} to denoise, 0 to commit" in message
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["counts"] == {"num_forwards": denoise, "num_commit_forwards": 0}
-    steps_of_blocks = metrics["attempts"][0]["engine"]["forwards_per_yield"]
+    steps_of_blocks = metrics["attempts"][0]["engine"]["strategy"]["steps_per_block"]
     assert sum(int(i) * count for i, count in steps_of_blocks.items()) == denoise
     blocks = sum(steps_of_blocks.values())
     for steps, count in steps_of_blocks.items():
@@ -100,3 +100,16 @@ def test_a_model_of_next_tokens_is_refused(model: Path, rows: Path, tmp_path: Pa
         run(overrides(model, rows, tmp_path / "out", *DLLM))
     with pytest.raises(ConfigError, match="strategy=ar_spec, strategy=dllm; choose among"):
         run(overrides(model, rows, tmp_path / "out", "output.columns=[step_map]"))
+
+
+def test_an_answer_that_whole_blocks_leave_no_room_for_is_refused(
+    sdar: Path, rows: Path, tmp_path: Path
+) -> None:
+    """Of 63 positions 60 can be used with blocks of 4, for the engine and for the job."""
+    short = (*DLLM, "engine.max_model_len=63")
+    with pytest.raises(ConfigError, match="both together have at most 60 tokens"):
+        run(overrides(sdar, rows, tmp_path / "a", *short, "sampling.max_new_tokens=60"))
+    result = run(overrides(sdar, rows, tmp_path / "b", *short, "sampling.max_new_tokens=40"))
+    table = pq.read_table(tmp_path / "b" / "data", partitioning=None).to_pylist()
+    lengths = {row["num_generated_tokens"] for row in table if row["finish_reason"] == "length"}
+    assert result.error_rows and lengths == {40}

@@ -131,6 +131,16 @@ def test_the_memory_plan_is_shown_whenever_an_engine_is_built(
     assert "memory" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("why", ["", "this CPU rounds as it likes"])
+def test_the_user_learns_where_rows_depend_on_the_batch(tmp_path: Path, why: str) -> None:
+    result = _job(tmp_path, batch_dependence=why).run()
+    assert _metrics(tmp_path)["attempts"][0]["batch_dependence"] == (why or None)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["batch_dependence"] == (why or None)
+    assert ("may depend on the rows beside it" in result.message) == bool(why)
+    assert why in result.message
+
+
 def test_a_complete_job_computes_nothing(tmp_path: Path) -> None:
     job = _job(tmp_path, bad=False)
     assert job.run().exit_code == 0

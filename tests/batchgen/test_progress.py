@@ -1,4 +1,4 @@
-"""What the summary at the end of a job says."""
+"""The summary at the end of a job."""
 
 import pytest
 

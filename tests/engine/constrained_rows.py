@@ -1,6 +1,6 @@
-"""Rows with constraints of every kind for tiny models, and the plain loop that says what they are.
+"""Rows with constraints of every kind for tiny models, and a plain loop that computes their tokens.
 
-For every test that needs some; the loop has no engine, no batch and no matcher of its own.
+For every test that needs some. The loop uses no engine, no batch and no matcher of the engine.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xgrammar
-from engine_rows import Request
+from engine_rows import Request, weights
 from schemas import SCHEMAS
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from batchgen.engine.constraint.compiler import GrammarCompiler, Matcher
+from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.constraint.matcher import Matcher
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.outputs import FinishReason, RequestOutput
 from batchgen.engine.sampling.inputs import SamplingInputs
 from batchgen.engine.sampling.params import SamplingParams
@@ -85,10 +86,10 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(make_tokenizer(), WIDTH, (END,))
 
 
-def load(folder: Path, device: str = "cpu") -> DenseForCausalLM:
+def load(folder: Path, device: str = "cpu") -> CausalLM:
     """A model of little entropy, whose rows repeat themselves as n-grams like it."""
     model = load_model(folder, device=torch.device(device), dtype=torch.float32)
-    model.checkpoint_slots()["model.norm.weight"].mul_(2.5)
+    weights(model)["model.norm.weight"].mul_(2.5)
     return model
 
 
@@ -244,7 +245,7 @@ def allowed(constraint: Constraint | None, stops: set[int], token_ids: Sequence[
     words = torch.empty((1, -(-WIDTH // 32)), dtype=torch.int32)
     if constraint.start_after:
         matcher = Matcher(grammar, stops)
-        matcher.commit(token_ids)
+        matcher.commit(list(token_ids))
         matcher.fill(words, 0)
     else:
         state = xgrammar.GrammarMatcher(grammar.compiled, override_stop_tokens=sorted(stops))

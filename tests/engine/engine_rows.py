@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
 
+from batchgen.engine.cache.model_caches import paged_token_bytes
 from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.scheduling.admission import LengthPredictor
@@ -37,6 +40,22 @@ def run(
     assert engine.scheduler.block_manager.usage == 0 and engine.scheduler.num_running == 0
     assert engine.step() == []
     return [outputs[name] for name in sorted(outputs, key=int)]
+
+
+def beside(draft: CausalLM | None) -> dict[str, CausalLM]:
+    """What an engine runs beside its target: a draft model, if there is one."""
+    return {} if draft is None else {"draft": draft}
+
+
+def block_bytes(block_size: int, *models: CausalLM) -> int:
+    """Bytes of a block of the paged cache for all of these models."""
+    return block_size * sum(paged_token_bytes(m.cache_specs, (), m.dtype) for m in models)
+
+
+def weights(model: CausalLM) -> dict[str, Tensor]:
+    """Name of every piece of the model's weights → where its values stand."""
+    slots = model.checkpoint_slots()
+    return {slot.pieces[0]: slot.parameter for slot in slots if len(slot.pieces) == 1}
 
 
 def expect_short_rows(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark's own runs, on a model so small that they take no time."""
+"""The runs of the throughput benchmark, on a model so small that they take no time."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the profile says of a trace whose kernels are known."""
+"""The summary of a profiler trace whose kernels are known."""
 
 import gzip
 import json

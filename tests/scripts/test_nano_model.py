@@ -70,10 +70,16 @@ def test_it_answers_in_json() -> None:
     tally = Tally()
     for output, row in zip(outputs, EVAL, strict=False):
         right = final_number(output.text, "json") == int(row["final"])
-        tally.add(right, len(output.token_ids), output.num_forwards - output.num_commit_forwards)
+        tally.add(
+            right,
+            len(output.token_ids),
+            output.counts["num_forwards"] - output.counts["num_commit_forwards"],
+        )
     assert tally.accuracy >= 0.9
     assert tally.tokens_per_step >= 1.5
-    answers = [(list(output.token_ids), output.num_forwards) for output in outputs[:COMPARED]]
+    answers = [
+        (list(output.token_ids), output.counts["num_forwards"]) for output in outputs[:COMPARED]
+    ]
     assert answers == decoded_in_training("json")
 
 

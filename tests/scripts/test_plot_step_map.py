@@ -1,4 +1,4 @@
-"""The picture of a job's step_map: what is drawn, and what is said when nothing can be."""
+"""The picture of a job's step_map, and the messages if there is nothing to draw."""
 
 from __future__ import annotations
 

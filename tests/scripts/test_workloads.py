@@ -15,6 +15,7 @@ from workloads import (
 )
 
 from batchgen.engine.loading.loader import load_config
+from batchgen.engine.models.dense import DenseConfig
 
 H100 = {"bandwidth": 3.0e12, "flops": 790e12}
 
@@ -92,8 +93,8 @@ def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> 
     config = load_config(write_config(model, tmp_path / "new"))
     diffusion = "sdar" in model
     assert config.architecture == ("SDARForCausalLM" if diffusion else "Qwen3ForCausalLM")
-    assert config.qk_norm and (config.diffusion is not None) == diffusion
-    assert config.rope.rope_theta == 1e6
+    assert config.family_as(DenseConfig).qk_norm and (config.diffusion is not None) == diffusion
+    assert config.family_as(DenseConfig).rope.rope_theta == 1e6
     longest = max(w.input_lens[1] + w.output_lens[1] for w in WORKLOADS.values())
     assert longest <= config.max_position_embeddings
     assert "tiny" in model or config.vocab_size >= PROMPT_VOCAB

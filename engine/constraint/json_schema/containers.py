@@ -1,28 +1,39 @@
-"""JSON Schema of arrays and objects, rewritten for xgrammar (see json_schema)."""
+"""JSON Schemas of arrays and objects, rewritten for xgrammar. `lower.py` says why."""
 
 import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from batchgen.engine.constraint.json_schema.keywords import MOST, refuse
+from batchgen.engine.constraint.json_schema.keywords import MOST, read_limits, refuse
 from batchgen.engine.constraint.json_schema.scalars import string_node
-from batchgen.engine.constraint.regex import text as regex_text
+from batchgen.engine.constraint.regex import text
 
-Lower = Callable[[Any, str], dict[str, Any]]  # of a schema and its JSON pointer
-IsValid = Callable[[Any, Any], bool]  # of a schema and a value
+Lower = Callable[[Any, str], dict[str, Any]]
+"""Rewrites a schema; called with it and its JSON pointer."""
+IsValid = Callable[[Any, Any], bool]
+"""Whether a value is valid under a schema; called with the schema and the value."""
 
 
 def lower_array(schema: Mapping[str, Any], at: str, lower: Lower) -> dict[str, Any]:
-    """A schema of an array; only keywords of arrays."""
+    """The rewritten schema of arrays.
+
+    Args:
+        schema: only the keywords about arrays.
+        at: its JSON pointer.
+        lower: rewrites the schemas of items.
+
+    Raises:
+        ConstraintError: a keyword cannot be enforced, or no length is left.
+    """
     prefix, rest = schema.get("prefixItems", []), schema.get("items")
     if isinstance(rest, list):  # until draft 2019-09
         prefix, rest = rest, schema.get("additionalItems")
     elif "additionalItems" in schema:
         raise refuse("additionalItems", at, "has no effect without a list of `items`: remove it")
     rest = schema.get("unevaluatedItems") if rest is None else rest
-    low, high = int(schema.get("minItems", 0)), schema.get("maxItems", math.inf)
-    high = min(high, MOST) if high < math.inf else high
+    low, limit = read_limits(schema, "minItems", "maxItems")
+    high = math.inf if limit is None else limit
     if rest is None:
         rest = not prefix or low > len(prefix)
     if rest is False:
@@ -44,7 +55,17 @@ def lower_array(schema: Mapping[str, Any], at: str, lower: Lower) -> dict[str, A
 def lower_object(
     schema: Mapping[str, Any], at: str, lower: Lower, is_valid: IsValid
 ) -> dict[str, Any]:
-    """A schema of an object; only keywords of objects."""
+    """The rewritten schema of objects.
+
+    Args:
+        schema: only the keywords about objects.
+        at: its JSON pointer.
+        lower: rewrites the schemas of properties.
+        is_valid: checks names against `propertyNames`.
+
+    Raises:
+        ConstraintError: a keyword cannot be enforced, or no object is left.
+    """
     properties, required = dict(schema.get("properties", {})), schema.get("required", [])
     patterns = schema.get("patternProperties", {})
     extra = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
@@ -80,7 +101,15 @@ def lower_object(
 def _of_names(
     rule: Any, extra: Any, at: str, lower: Lower
 ) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """`propertyNames` said by properties, patterns and what else is allowed."""
+    """What `propertyNames` says in terms of other keywords.
+
+    Args:
+        rule: the schema of names.
+        extra: the schema of all values, or True.
+
+    Returns:
+        `properties`, `patternProperties` and `additionalProperties` that allow the same objects.
+    """
     if rule is True:
         return {}, {}, extra
     if isinstance(rule, dict):
@@ -95,7 +124,8 @@ def _of_names(
 def _check_patterns(
     patterns: Mapping[str, Any], properties: Mapping[str, Any], extra: Any, at: str
 ) -> None:
-    """No name may fall under two schemas: xgrammar would enforce either one."""
+    """Refuse `patternProperties` under which a name may fall beside another schema, because
+    xgrammar would enforce only one of the two."""
     for pattern in patterns:
         clash = [name for name in properties if re.search(pattern, name)]
         if len(patterns) > 1 or clash or extra is not False:
@@ -111,10 +141,11 @@ def _check_patterns(
 def _other_properties(
     names: list[str], patterns: Mapping[str, Any], extra: Any, at: str, lower: Lower
 ) -> dict[str, Any]:
-    """What an object may have besides the properties `names`."""
+    """The rewritten keywords for properties of other names than `names`. There is at most one
+    pattern (see `_check_patterns`)."""
     for pattern, part in patterns.items():
         where = f"{at}/patternProperties/{pattern}"
-        key = regex_text.write(string_node({"pattern": pattern}, where), json=True)
+        key = text.write(string_node({"pattern": pattern}, where), json=True)
         return {"patternProperties": {key: lower(part, where)}, "additionalProperties": False}
     if extra is False:
         return {"additionalProperties": False}
@@ -122,14 +153,15 @@ def _other_properties(
     if not names:
         return {"additionalProperties": part}
     # xgrammar would let a name of `properties` through again, spelled with escapes.
-    key = regex_text.write(regex_text.other_than(names), json=True)
+    key = text.write(text.other_than(names), json=True)
     return {"patternProperties": {key: part}, "additionalProperties": False}
 
 
 def _counts(schema: Mapping[str, Any], lowered: Mapping[str, Any], at: str) -> dict[str, int]:
-    """`minProperties` and `maxProperties`. A name that comes twice counts once in JSON."""
-    low, high = int(schema.get("minProperties", 0)), schema.get("maxProperties", math.inf)
-    high = min(high, MOST) if high < math.inf else high
+    """`minProperties` and `maxProperties` of a schema whose other keywords are `lowered`. Where
+    names are free, the same name may come twice, which JSON readers count once."""
+    low, limit = read_limits(schema, "minProperties", "maxProperties")
+    high = math.inf if limit is None else limit
     needed = len(set(lowered.get("required", ())))
     free = lowered["additionalProperties"] is not False or "patternProperties" in lowered
     most = math.inf if free else len(lowered.get("properties", ()))
@@ -144,23 +176,3 @@ def _counts(schema: Mapping[str, Any], lowered: Mapping[str, Any], at: str) -> d
         raise refuse("minProperties/maxProperties", at, "leave no possible number of properties")
     bounds = {"minProperties": low} if low > needed else {}
     return bounds | ({"maxProperties": int(high)} if high < most else {})
-
-
-def find_endless(schemas: Mapping[str, Any]) -> set[str]:
-    """Which of some rewritten schemas, by their reference, have no value of finite size."""
-    finite: set[str] = set()
-    while found := {k for k, v in schemas.items() if k not in finite and _ends(v, finite)}:
-        finite |= found
-    return schemas.keys() - finite
-
-
-def _ends(lowered: Any, finite: set[str]) -> bool:
-    """Whether a rewritten schema has a value, given the references that have one."""
-    if "$ref" in lowered:
-        return lowered["$ref"] in finite
-    if "anyOf" in lowered:
-        return any(_ends(branch, finite) for branch in lowered["anyOf"])
-    low, prefix = lowered.get("minItems", 0), lowered.get("prefixItems", [])
-    needed = [lowered["properties"][name] for name in lowered.get("required", ())]
-    needed += prefix[:low] + ([lowered["items"]] if low > len(prefix) else [])
-    return all(_ends(part, finite) for part in needed)

@@ -1,15 +1,16 @@
-"""The keywords of JSON Schema: what each is about, and why some cannot be enforced."""
+"""The keywords of JSON Schema: which types each restricts, and why some cannot be enforced."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
 
-from batchgen.engine.constraint.constraint import ConstraintError
+from batchgen.engine.constraint.errors import ConstraintError
 
-# Say something about a value without restricting it.
 ANNOTATIONS = frozenset(
     "$comment $schema $id title description default examples deprecated readOnly writeOnly".split()
 )
+"""Keywords that say something about a value and do not restrict it."""
 DEFINITIONS = frozenset({"$defs", "definitions"})
+"""Keywords that only hold schemas for `$ref`."""
 COMBINATIONS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "enum", "const", "type"})
 
 _ABOUT = {
@@ -19,18 +20,17 @@ _ABOUT = {
     "string": "minLength maxLength pattern format",
     "number": "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf",
 }
-# The types that a keyword is about; it allows every value of another type.
 TYPES_OF: dict[str, frozenset[str]] = {
     keyword: frozenset({name, "integer"} if name == "number" else {name})
     for name, keywords in _ABOUT.items()
     for keyword in keywords.split()
 }
+"""Keyword → the types that it restricts. It allows every value of another type."""
 KNOWN = ANNOTATIONS | DEFINITIONS | COMBINATIONS | TYPES_OF.keys()
 
 _CHECK_LATER = "remove it, or check it afterwards"
 _BY_NAME = "refer to a schema in `$defs` by `$ref`"
 _WITHOUT_SCHEMA = "it does not restrict the text by itself; remove it"
-# What a user may expect of a keyword that a grammar cannot enforce.
 REFUSED = {
     "uniqueItems": _CHECK_LATER,
     "contains": _CHECK_LATER,
@@ -58,28 +58,52 @@ REFUSED = {
     "divisibleBy": "use `multipleOf`",
     "id": "use `$id`",
 }
+"""Keyword that a grammar cannot enforce → what the user can do instead."""
 
-
-# No output is longer; xgrammar counts with 32 bits. A greater upper limit is lowered to this.
 MOST = 1_000_000
+"""The greatest count of characters, items or properties. Greater upper limits are lowered to it: no
+output is that long, and xgrammar counts with 32 bits."""
 
 
 def refuse(keyword: str, at: str, reason: str) -> ConstraintError:
-    """The error for a keyword of the schema at a JSON pointer."""
+    """The error for a keyword of the schema at the JSON pointer `at`. The reason goes on after
+    "`keyword` at pointer"."""
     return ConstraintError(f"`{keyword}` at {at} {reason}")
 
 
 def restricts(keyword: str, value: object) -> bool:
-    """Whether a keyword of a checked schema says anything of a value."""
+    """Whether a keyword of a schema restricts values at all. Annotations do not, nor do keywords
+    that begin with x-, which are anybody's own."""
     off = keyword == "uniqueItems" and value is False
     return keyword not in ANNOTATIONS and not keyword.startswith("x-") and not off
 
 
+def read_limits(schema: Mapping[str, object], low: str, high: str) -> tuple[int, int | None]:
+    """The least and the greatest count that two keywords, such as `minItems` and `maxItems`, allow.
+
+    Returns:
+        the least, 0 without its keyword, and the greatest, which is at most `MOST` and None without
+        its keyword.
+    """
+    least, greatest = schema.get(low, 0), schema.get(high)
+    assert isinstance(least, int | float)
+    if greatest is None:
+        return int(least), None
+    assert isinstance(greatest, int | float)
+    return int(least), int(min(greatest, MOST))
+
+
 def check_keywords(schema: Mapping[str, object], at: str, root: bool) -> None:
-    """Every keyword is one that is understood here, or asks of listed values what it likes.
+    """Check that all keywords of a schema can be enforced. A schema that lists its values (`enum`,
+    `const`) may have any known keyword, because each value can be checked against it beforehand.
+
+    Args:
+        schema: the schema, without the schemas within it.
+        at: its JSON pointer.
+        root: whether it is the whole document, where alone `$id` is allowed.
 
     Raises:
-        ConstraintError: one is not; says what to write instead.
+        ConstraintError: a keyword is unknown or cannot be enforced; says what to write instead.
     """
     listed = "enum" in schema or "const" in schema
     for keyword in schema:

@@ -1,31 +1,27 @@
-"""JSON Schema, rewritten in the part of it that xgrammar enforces; all else is refused by name.
+"""JSON Schemas, rewritten in the part of JSON Schema that xgrammar enforces. A keyword that cannot
+be enforced is refused by name.
 
-xgrammar reads a schema by its first known keyword and ignores the others there (`$ref`, `const`,
-`enum`, `anyOf`, `oneOf`, `allOf`, `type`, in this order), knows nothing of many keywords, and takes
-schemas that differ only in properties called `title` or the like for one. So the schema it gets is
-not the user's: it is written anew from the keywords understood here. What it lets through is valid
-under the user's schema, by `jsonschema` and its format checker. It may be less than all that is
-valid:
+xgrammar reads a schema by the first keyword of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf`
+and `type` that it has, and ignores the others. It does not know many keywords at all. It takes two
+schemas for the same if they differ only in properties called `title` or like another annotation. So
+it does not get the user's schema, but one that is written anew from the keywords that are
+understood here. All that this lets through is valid under the user's schema, by `jsonschema` with
+its format checker. Not all that is valid is let through:
 
-* properties come in the order of the schema, and others only where `additionalProperties` or
-  `unevaluatedProperties` ask for them or the schema names none;
-* a schema without `type` means the types that its keywords are about; behind `prefixItems` come no
-  other items unless `items` or `minItems` ask for them;
-* numbers with bounds have at most 6 decimals and no exponent; integers no fraction;
-* patterns match the whole string; formats are their common forms; a string with a pattern or a
+* Properties come in the order of the schema. Properties that the schema does not name come only
+  where `additionalProperties` or `unevaluatedProperties` ask for them, or it names none at all.
+* A schema without `type` stands for the types that its keywords are about. Behind `prefixItems`
+  come other items only if `items` or `minItems` ask for them.
+* Numbers with bounds have at most 6 decimals and no exponent. Integers have no fraction.
+* A pattern matches the whole string. Formats are their common forms. A string with a pattern or a
   length has quotes, backslashes and line ends only where the pattern leaves no other choice.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
+from collections.abc import Iterable
+from typing import Any
 
-from batchgen.engine.constraint.constraint import ConstraintError
-from batchgen.engine.constraint.json_schema.containers import (
-    find_endless,
-    lower_array,
-    lower_object,
-)
+from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.constraint.json_schema.containers import lower_array, lower_object
 from batchgen.engine.constraint.json_schema.keywords import (
     ANNOTATIONS,
     DEFINITIONS,
@@ -35,72 +31,63 @@ from batchgen.engine.constraint.json_schema.keywords import (
     restricts,
 )
 from batchgen.engine.constraint.json_schema.merge import find_overlap, merge, split_unevaluated
+from batchgen.engine.constraint.json_schema.references import find_endless, resolve
 from batchgen.engine.constraint.json_schema.scalars import check_values, lower_scalar
+from batchgen.engine.constraint.json_schema.validator import make_validator
 
-if TYPE_CHECKING:
-    from jsonschema.protocols import Validator
-
-ANY = "any"  # the name of the definition for any JSON value
+ANY = "any"
+"""The name of the definition of any JSON value, in the `$defs` of a rewritten schema."""
 
 
 def check_schema(schema: Any) -> None:
-    """Whether output can be held to a schema, parsed from JSON.
+    """Check that output can be held to a schema (parsed JSON).
 
     Raises:
-        ConstraintError: it is no JSON Schema, or has a keyword that cannot be enforced; names the
-            keyword, its JSON pointer, and what to do.
+        ConstraintError: it is not a JSON Schema, or has a keyword that cannot be enforced. The
+            message names the keyword, its JSON pointer, and what to do.
     """
     lower(schema)
 
 
-def make_validator(schema: Any) -> "Validator":
-    """The validator of a schema by its `$schema` (2020-12 without one), formats included.
-
-    Raises:
-        ConstraintError: it is not a valid schema, or of another draft.
-    """
-    import jsonschema as js
-    from jsonschema.exceptions import SchemaError
-
-    drafts = (js.Draft202012Validator, js.Draft201909Validator, js.Draft7Validator)
-    known = {draft.META_SCHEMA["$id"].rstrip("#"): draft for draft in drafts}
-    name = schema.get("$schema", next(iter(known))) if isinstance(schema, Mapping) else ""
-    draft = known.get(str(name).rstrip("#")) if name else drafts[0]
-    if draft is None:
-        raise ConstraintError(f"`$schema` is {name!r}: it must be one of {', '.join(known)}")
-    try:
-        draft.check_schema(schema)
-    except SchemaError as error:
-        # Of what `type` may be, a name or a list of names, the nearer one tells more.
-        deepest = max((*error.context, error), key=lambda part: len(part.absolute_path))
-        at = "/".join(["#", *map(str, deepest.absolute_path)])
-        tuples = error.absolute_path and error.absolute_path[-1] == "items"
-        hint = "; for a list of schemas use `prefixItems`" if tuples else ""
-        raise ConstraintError(f"not a valid JSON Schema at {at}: {deepest.message}{hint}") from None
-    return draft(schema, format_checker=draft.FORMAT_CHECKER)
-
-
 def lower(schema: Any, base: str = "#") -> dict[str, Any]:
-    """The schema as xgrammar must get it, with `strict_mode` and the definitions it refers to.
+    """The schema that xgrammar must get in place of a user's, with `strict_mode` on. It has the
+    definitions that it refers to in its `$defs`.
 
     Args:
-        schema: parsed JSON; its `$ref` are relative to it.
-        base: where it stands, for messages.
+        schema: the user's schema, as parsed JSON. Each `$ref` in it is relative to it.
+        base: its own JSON pointer, for messages.
 
     Raises:
         ConstraintError: as `check_schema`.
     """
+    from referencing.exceptions import Unresolvable
+
     try:
         return _Lowering(schema, base).run()
+    except Unresolvable as error:  # beside `enum` and the like, where jsonschema follows it
+        raise ConstraintError(
+            f"a `$ref` in the schema at {base} is not resolved ({error}): copy the schema into "
+            "`$defs` and refer to it as `#/$defs/...`"
+        ) from None
     except RecursionError:
         raise ConstraintError(f"the schema at {base} is nested too deeply") from None
 
 
 class _Lowering:
-    """One schema on its way; `at` is always the JSON pointer of the part at hand.
+    """The rewriting of one document. Its methods get a part of the document and return it
+    rewritten, unless they say otherwise.
 
-    `open_refs` are the references followed since the instance at hand began: to meet one again
-    would be a value that consists of itself.
+    Of their arguments, `at` is the JSON pointer of the part, and `open_refs` are the pointers of
+    the references that were followed to reach it without going into a property or an item. To meet
+    one of these again would mean a value that consists of itself alone.
+
+    Attributes:
+        root: the document.
+        base: its JSON pointer.
+        validator: of the document.
+        definitions: rewritten schemas that references lead to, by their names.
+        names: JSON pointer of a schema that references lead to → its name in `definitions`.
+        marks: how many schemas `mark` has set apart.
     """
 
     def __init__(self, root: Any, base: str) -> None:
@@ -111,12 +98,14 @@ class _Lowering:
         self.marks = 0
 
     def run(self) -> dict[str, Any]:
+        """The whole document."""
         self.names["#"] = "#"
         lowered = self.schema(self.root, self.base, ("#",))
         self.refuse_endless(lowered)
         return lowered | {"$defs": self.definitions} if self.definitions else lowered
 
     def schema(self, schema: Any, at: str, open_refs: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Any schema."""
         if isinstance(schema, bool):
             if not schema:
                 raise refuse("false", at, "allows no value: remove it, or the property it is for")
@@ -135,29 +124,9 @@ class _Lowering:
 
     # References and combinations.
 
-    def resolve(self, ref: str, at: str) -> tuple[str, Any]:
-        """The canonical pointer of a reference into this document, and what it points to."""
-        if ref != "#" and not ref.startswith("#/"):
-            raise refuse(
-                "$ref",
-                at,
-                f"to {ref!r} is not resolved: copy the schema into `$defs` and refer "
-                "to it as `#/$defs/...`",
-            )
-        target = self.root
-        parts = [p.replace("~1", "/").replace("~0", "~") for p in unquote(ref).split("/")[1:]]
-        for part in parts:
-            index = int(part) if isinstance(target, list) and part.isdecimal() else part
-            try:
-                target = target[index]
-            except (KeyError, IndexError, TypeError):
-                raise refuse("$ref", at, f"to {ref!r} points to nothing: correct it") from None
-        if not isinstance(target, dict | bool):
-            raise refuse("$ref", at, f"to {ref!r} does not point to a schema: correct it")
-        return "/".join(["#", *(p.replace("~", "~0").replace("/", "~1") for p in parts)]), target
-
     def reference(self, ref: str, at: str, open_refs: tuple[str, ...]) -> dict[str, Any]:
-        pointer, target = self.resolve(ref, at)
+        """A schema that is a reference and nothing else."""
+        pointer, target = resolve(self.root, ref, at)
         if pointer in open_refs:
             raise refuse("$ref", at, f"to {ref!r} leads back to itself: no value can match")
         if pointer not in self.names:
@@ -168,7 +137,8 @@ class _Lowering:
         return {"$ref": "#" if name == "#" else f"#/$defs/{name}"}
 
     def expand(self, schema: Any, at: str, open_refs: tuple[str, ...]) -> list[dict[str, Any]]:
-        """The schemas that hold together where `schema` holds, free of `$ref` and `allOf`."""
+        """Schemas without `$ref` and `allOf` that together say what `schema` says. They are not
+        rewritten otherwise."""
         if isinstance(schema, bool):
             if not schema:
                 raise refuse("false", at, "allows no value: remove it")
@@ -178,7 +148,7 @@ class _Lowering:
         own = {k: v for k, v in schema.items() if k not in skip and restricts(k, v)}
         parts = [own] if own else []
         if "$ref" in schema:
-            pointer, target = self.resolve(schema["$ref"], at)
+            pointer, target = resolve(self.root, schema["$ref"], at)
             if pointer in open_refs:
                 raise refuse("$ref", at, f"to {schema['$ref']!r} leads back to itself")
             parts += self.expand(target, pointer, (*open_refs, pointer))
@@ -187,6 +157,7 @@ class _Lowering:
         return parts
 
     def all_of(self, schema: Any, at: str, open_refs: tuple[str, ...]) -> dict[str, Any]:
+        """A schema with `$ref` or `allOf`."""
         if schema.keys() == {"$ref"}:
             return self.reference(schema["$ref"], at, open_refs)
         if schema.keys() == {"allOf"} and len(schema["allOf"]) == 1:
@@ -197,9 +168,10 @@ class _Lowering:
     def any_of(
         self, schema: Any, keyword: str, at: str, open_refs: tuple[str, ...]
     ) -> dict[str, Any]:
+        """A schema with branches under the keyword `anyOf` or `oneOf`."""
         branches = schema[keyword]
         rest, last = split_unevaluated({k: v for k, v in schema.items() if k != keyword})
-        if rest or last:  # holds in every branch
+        if rest or last:  # what stands beside the branches holds in each of them
             branches = [
                 merge([rest, *self.expand(branch, f"{at}/{keyword}/{i}", open_refs)], at, last)
                 for i, branch in enumerate(branches)
@@ -222,6 +194,8 @@ class _Lowering:
         return lowered[0] if len(lowered) == 1 else {"anyOf": lowered}
 
     def flat(self, schema: Any, at: str) -> dict[str, Any]:
+        """One schema without `$ref` and `allOf` that says what `schema` says. It is not rewritten
+        otherwise."""
         return merge(self.expand(schema, at, ()), at)
 
     def is_valid(self, schema: Any, value: Any) -> bool:
@@ -230,10 +204,14 @@ class _Lowering:
     # Values.
 
     def mark(self, lowered: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        """Sets a schema apart whose difference from another xgrammar would not see.
+        """Set a rewritten schema apart from others, if xgrammar might take it for one of them.
 
-        It takes two schemas for one if they are equal without the names of annotations, at any
-        depth, with names written as they are.
+        xgrammar leaves out members that are called like an annotation, at any depth, and writes
+        names without escapes. If two schemas then look the same, it takes them for one.
+
+        Args:
+            lowered: the rewritten schema.
+            names: the names of members that occur in it.
         """
         if any(name in ANNOTATIONS or '"' in name for name in names):
             self.marks += 1
@@ -241,7 +219,7 @@ class _Lowering:
         return lowered
 
     def any(self) -> dict[str, Any]:
-        """Any value: xgrammar's own rule for it is not compact."""
+        """A schema of any value. xgrammar has a rule for that, but it allows whitespace."""
         ref = {"$ref": f"#/$defs/{ANY}"}
         self.definitions[ANY] = {
             "anyOf": [
@@ -253,7 +231,8 @@ class _Lowering:
         return ref
 
     def enum(self, schema: dict[str, Any], at: str) -> dict[str, Any]:
-        """The values that are valid by every other keyword, too: these need no grammar."""
+        """A schema with `enum` or `const`. It becomes the list of those values that are valid by
+        every other keyword, too, so these keywords need not be enforced by the grammar."""
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         valid = [value for value in values if self.is_valid(schema, value)]
         keyword = "enum" if "enum" in schema else "const"
@@ -262,6 +241,7 @@ class _Lowering:
         return self.mark({"enum": valid}, check_values(valid, keyword, at))
 
     def typed(self, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        """A schema of keywords about types: one branch for each type that it allows."""
         types = schema.get("type")
         if types is None:
             if not schema:
@@ -287,7 +267,11 @@ class _Lowering:
         return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
 
     def refuse_endless(self, root: dict[str, Any]) -> None:
-        """Every definition must have a value of finite size, or its output would never end."""
+        """Refuse a definition that has no value of finite size: output of it would never end.
+
+        Args:
+            root: the whole document, rewritten.
+        """
         endless = find_endless(
             {"#": root} | {f"#/$defs/{k}": v for k, v in self.definitions.items()}
         )

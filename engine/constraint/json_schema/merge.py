@@ -1,27 +1,34 @@
-"""Schemas that hold together as one schema, and schemas that exclude each other."""
+"""Several JSON Schemas that must all hold, written as one schema; and the question whether two
+schemas can hold at once.
+"""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from itertools import combinations
 from typing import Any
 
 from batchgen.engine.constraint.json_schema.keywords import refuse
 
 Schema = Mapping[str, Any]
-# Keywords of an object that are about the names which the same schema does not list.
+IsValid = Callable[[Schema, Any], bool]
+"""Whether a value is valid under a schema; called with the schema and the value."""
 _OTHERS = ("additionalProperties", "unevaluatedProperties")
+"""Keywords about the properties of an object that the same schema does not list."""
 
 
 def split_unevaluated(schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keywords of a schema, and those that come last, being about what the others left."""
+    """The keywords of a schema in two parts: all others, and `unevaluatedProperties` and
+    `unevaluatedItems`, which are about what the others say nothing of."""
     last = {k: v for k, v in schema.items() if k.startswith("unevaluated")}
     return {k: v for k, v in schema.items() if k not in last}, last
 
 
-def merge(parts: Sequence[Schema], at: str, last: Schema | None = None) -> dict[str, Any]:
-    """One schema for all of `parts`, which have neither `$ref` nor `allOf`.
+def merge(parts: Collection[Schema], at: str, last: Schema | None = None) -> dict[str, Any]:
+    """One schema that allows what all of `parts` allow.
 
     Args:
-        last: keywords about what no part speaks of.
+        parts: schemas that have neither `$ref` nor `allOf`.
+        at: the JSON pointer of the schema that they come from.
+        last: keywords about what none of the parts speaks of (see `split_unevaluated`).
 
     Raises:
         ConstraintError: keywords of two parts cannot be said in one schema.
@@ -40,7 +47,8 @@ def merge(parts: Sequence[Schema], at: str, last: Schema | None = None) -> dict[
 
 
 def _check_others(part: Schema, other: Schema, at: str) -> None:
-    """What `part` says of further properties or items must not be about those of `other`."""
+    """Refuse two schemas of which the first says something about further properties or items that
+    the second lists: in one schema it would not be about them."""
     further = [keyword for keyword in _OTHERS if part.get(keyword, True) is not True]
     new = other.get("properties", {}).keys() - part.get("properties", {}).keys()
     unequal = not other.keys().isdisjoint(_OTHERS) and any(
@@ -60,7 +68,7 @@ def _check_others(part: Schema, other: Schema, at: str) -> None:
 
 
 def _both(keyword: str, a: Any, b: Any, at: str) -> Any:
-    """The value of a keyword for which both values hold."""
+    """The value of a keyword that says as much as its values `a` and `b` together."""
     if a == b and type(a) is type(b):
         return a
     match keyword:
@@ -98,21 +106,19 @@ def _types(value: Any) -> set[str]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equality of JSON: true is not 1."""
+    """Whether two JSON values are equal. In Python true equals 1, in JSON it does not."""
     return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
 
 
 def find_overlap(
-    branches: Sequence[Schema],
-    is_valid: Callable[[Schema, Any], bool],
-    flat: Callable[[Any], Schema],
+    branches: Collection[Schema], is_valid: IsValid, flat: Callable[[Any], Schema]
 ) -> tuple[int, int] | None:
-    """Two branches that some value may match at once, unless every two exclude each other.
+    """The indices of two branches that one value may match; None if any two exclude each other.
 
     Args:
-        branches: without `$ref` and `allOf`.
-        is_valid: whether a value is valid under a schema.
-        flat: a schema without `$ref` and `allOf`.
+        branches: schemas that have neither `$ref` nor `allOf`.
+        is_valid: checks values.
+        flat: rewrites a schema so that it has neither `$ref` nor `allOf`.
     """
     for (i, a), (j, b) in combinations(enumerate(branches), 2):
         if not _exclude(a, b, is_valid, flat):
@@ -120,12 +126,8 @@ def find_overlap(
     return None
 
 
-def _exclude(
-    a: Schema,
-    b: Schema,
-    is_valid: Callable[[Schema, Any], bool],
-    flat: Callable[[Any], Schema],
-) -> bool:
+def _exclude(a: Schema, b: Schema, is_valid: IsValid, flat: Callable[[Any], Schema]) -> bool:
+    """Whether it is certain that no value matches both schemas. Arguments as of `find_overlap`."""
     for one, other in ((a, b), (b, a)):
         values = [one["const"]] if "const" in one else one.get("enum")
         if values is not None:

@@ -1,13 +1,16 @@
-"""JSON Schema of strings, numbers and single values, rewritten for xgrammar (see json_schema)."""
+"""JSON Schemas of strings and numbers, and listed values, rewritten for xgrammar. `lower.py` says
+why."""
 
 import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-from batchgen.engine.constraint.json_schema.keywords import MOST, refuse
-from batchgen.engine.constraint.regex import syntax as regex
-from batchgen.engine.constraint.regex import text as regex_text
+from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.constraint.json_schema.keywords import MOST, read_limits, refuse
+from batchgen.engine.constraint.json_text import has_lone_surrogate
+from batchgen.engine.constraint.regex import syntax, text
+from batchgen.engine.constraint.regex.characters import JSON_TEXT
 
 _OCTET = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _DATE = (
@@ -19,7 +22,6 @@ _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST = rf"{_LABEL}(\.{_LABEL}){{0,3}}"
 _HEX = r"[0-9a-fA-F]{1,4}"
-# Common forms of the formats: every match is one, not every one matches (29 February does not).
 FORMATS = {
     "date": _DATE,
     "time": _TIME,
@@ -34,26 +36,42 @@ FORMATS = {
     r"(\?[A-Za-z0-9._~!$&'()*+,;=:@/?-]*)?(#[A-Za-z0-9._~!$&'()*+,;=:@/?-]*)?",
     "uuid": r"[0-9a-fA-F]{8}-([0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}",
 }
+"""Format → the pattern of its common form. Every match is of the format, but the format allows more
+(29 February, for one, does not match `date`)."""
 
 
 def lower_scalar(name: str, schema: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """A schema of the type `name`, which is no object or array; only keywords of that type."""
+    """The rewritten schema of the values of one type.
+
+    Args:
+        name: the type, which is neither object nor array.
+        schema: only the keywords about that type.
+        at: the JSON pointer of the schema.
+
+    Raises:
+        ConstraintError: a keyword cannot be enforced.
+    """
     if name == "string" and schema:
-        return {"type": name, "pattern": regex_text.write(string_node(schema, at), json=True)}
+        return {"type": name, "pattern": text.write(string_node(schema, at), json=True)}
     if name in ("integer", "number") and schema:
         return _lower_number(name, schema, at)
     return {"type": name}
 
 
-def string_node(schema: Mapping[str, Any], at: str) -> regex.Node:
-    """The strings of a schema with any of `pattern`, `format`, `minLength`, `maxLength`.
+def string_node(schema: Mapping[str, Any], at: str) -> syntax.Node:
+    """The tree of a regular expression for the strings that `pattern`, `format`, `minLength` and
+    `maxLength` of a schema allow.
 
-    xgrammar takes one of them only, and with a length raw control characters besides.
+    xgrammar would read only one of these keywords, and with a length it would let raw control
+    characters through.
+
+    Raises:
+        ConstraintError: they cannot be enforced together, or allow no string.
     """
-    low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
-    high = None if high is None else min(int(high), MOST)
-    if low > (MOST if high is None else high):
-        raise refuse("minLength", at, f"{low} is more than {high or MOST} characters")
+    low, high = read_limits(schema, "minLength", "maxLength")
+    most = MOST if high is None else high
+    if low > most:
+        raise refuse("minLength", at, f"{low} is more than {most} characters")
     if "pattern" in schema and "format" in schema:
         raise refuse("format", at, "cannot be enforced together with `pattern`: keep one")
     if "format" in schema:
@@ -68,12 +86,12 @@ def string_node(schema: Mapping[str, Any], at: str) -> regex.Node:
     elif "pattern" in schema:
         source = schema["pattern"]
     else:
-        return regex.Repeat(regex.Chars(tuple(regex.JSON_TEXT)), low, high)
+        return syntax.Repeat(syntax.Chars(tuple(JSON_TEXT)), low, high)
     try:
-        node = regex.parse(source, regex.JSON_TEXT)
-    except regex.RegexError as error:
+        node = syntax.parse(source, JSON_TEXT)
+    except ConstraintError as error:
         raise refuse("pattern", at, f"cannot be enforced: {error}") from None
-    fitting = regex_text.bounded(node, low, high)
+    fitting = text.bounded(node, low, high)
     if fitting is None:
         keyword = "pattern" if "pattern" in schema else "format"
         raise refuse(
@@ -86,6 +104,7 @@ def string_node(schema: Mapping[str, Any], at: str) -> regex.Node:
 
 
 def _lower_number(name: str, schema: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """As `lower_scalar`, for the types integer and number."""
     for keyword, value in schema.items():
         if not abs(value) <= 10**15:
             raise refuse(keyword, at, "must lie between -1e15 and 1e15, which doubles keep exact")
@@ -121,7 +140,8 @@ def _lower_number(name: str, schema: Mapping[str, Any], at: str) -> dict[str, An
 
 
 def _bounds(schema: Mapping[str, Any], whole: bool) -> tuple[Any, Any]:
-    """The least and the greatest number allowed, exclusive bounds of wholes made inclusive."""
+    """The least and the greatest number that a schema allows, each None if there is none. If only
+    whole numbers are allowed, exclusive bounds are made inclusive."""
     lows = [schema["minimum"]] if "minimum" in schema else []
     highs = [schema["maximum"]] if "maximum" in schema else []
     if whole:
@@ -137,7 +157,8 @@ def _bounds(schema: Mapping[str, Any], whole: bool) -> tuple[Any, Any]:
 
 
 def _has_number(low: Any, high: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a number of at most 6 decimals is between: of none xgrammar makes the empty text."""
+    """Whether the bounds of a schema leave a number of at most 6 decimals. If they do not, xgrammar
+    would allow the empty text."""
     first, last = math.ceil(_millionths(low)), math.floor(_millionths(high))
     if "exclusiveMinimum" in schema:
         first += first == _millionths(schema["exclusiveMinimum"])
@@ -147,20 +168,22 @@ def _has_number(low: Any, high: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _millionths(value: float) -> Fraction:
-    """The decimal number as it is written, in millionths, exactly."""
+    """A number in millionths, exactly, as its decimal digits are written."""
     return Fraction(str(value)) * 10**6
 
 
 def check_values(values: list[Any], keyword: str, at: str) -> Iterator[str]:
-    """The names of all members in JSON values.
+    """Check the values that a keyword (`enum`, `const`) lists, and yield the names of all object
+    members in them, at any depth.
 
     Raises:
-        ConstraintError: a number among them is one that xgrammar would round.
+        ConstraintError: xgrammar would write one of them otherwise than it is: it rounds integers
+            of more than 64 bits.
     """
     for value in values:
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise refuse(keyword, at, f"has {value}, which 64 bits do not hold: use a string")
-        if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
+        if isinstance(value, str) and has_lone_surrogate(value):
             raise refuse(keyword, at, f"has {value!r}, half of a character: remove it")
         if isinstance(value, dict):
             yield from value

@@ -1,22 +1,24 @@
-"""Regular expressions as trees: the length of a match, and the pattern that xgrammar reads."""
+"""What can be done with the tree of a regular expression: the length of its matches, the matches
+of some length, and the pattern that xgrammar reads.
+"""
 
-from batchgen.engine.constraint.regex.syntax import (
+from batchgen.engine.constraint.regex.characters import (
     JSON_ESCAPES,
     JSON_PLAIN,
-    Chars,
-    Concat,
-    Either,
-    Node,
     Ranges,
-    Repeat,
     complement,
     intersect,
     only,
 )
+from batchgen.engine.constraint.regex.syntax import Chars, Concat, Either, Node, Repeat
+
+_MOST_COPIES = 64
+"""The most copies of character classes in a pattern for which xgrammar builds an automaton."""
 
 
 def width(node: Node) -> tuple[int, int | None]:
-    """The least and the most characters of a match; None is without end."""
+    """The least and the greatest number of characters in a match. The greatest is None if there is
+    no limit."""
     match node:
         case Chars():
             return 1, 1
@@ -37,9 +39,12 @@ def width(node: Node) -> tuple[int, int | None]:
 
 
 def bounded(node: Node, low: int, high: int | None) -> Node | None:
-    """The matches of `low` to `high` characters, where counts can say so; None where not.
+    """A tree for those matches of a tree that have `low` to `high` characters (None is no limit).
 
-    They can if the pattern has at most one part of varying length, and that repeats one character.
+    Returns:
+        the tree, or None where counts cannot say it. They can if all matches have such a length,
+        or if each outermost branch has at most one part of varying length, which must repeat one
+        character.
     """
     least, most = width(node)
     if least >= low and (high is None or (most is not None and most <= high)):
@@ -69,7 +74,7 @@ def bounded(node: Node, low: int, high: int | None) -> Node | None:
 
 
 def other_than(words: list[str], alphabet: Ranges = JSON_PLAIN) -> Node:
-    """Every text over the alphabet but these words."""
+    """A tree for every text of characters of the alphabet, except for the given words."""
     heads = sorted({word[0] for word in words if word})
     anything = Repeat(Chars(tuple(alphabet)), 0, None)
     different = tuple(intersect(alphabet, complement(only("".join(heads)))))
@@ -83,22 +88,28 @@ def other_than(words: list[str], alphabet: Ranges = JSON_PLAIN) -> Node:
 
 
 def write(node: Node, json: bool = False) -> str:
-    """The pattern as xgrammar reads it; with `json`, of the characters between the quotes.
+    """The pattern of a tree as xgrammar reads it.
 
-    Of a class that has characters which JSON writes as they are, the others (quotes, backslashes,
-    line ends) are left out: masks of a class cost microseconds, of a choice between a class and
-    escapes under a count 0.1 s each.
-
-    xgrammar compiles an ASCII pattern of a JSON string into an automaton, which takes time
-    quadratic in counts and leaves out every match with an escaped character. A pattern with
-    either gets a mark beyond ASCII (none of it, `é{0}`), which selects the rules of a grammar.
+    Args:
+        node: the tree.
+        json: whether the pattern is for what stands between the quotes of a JSON string. A class
+            that has characters which JSON writes as they are then loses its others (quotes,
+            backslashes, line ends): a mask for a class takes microseconds, and one for a choice
+            between a class and escapes, under a count, takes 0.1 s.
     """
     text = _write(node, json)
-    plain = text.isascii() and not _has_escapes(node) and _largest_count(node) <= 64
-    return text if plain or not json else text + "é{0}"
+    if not json or (
+        text.isascii() and not _has_escapes(node) and _num_copies(node) <= _MOST_COPIES
+    ):
+        return text
+    # xgrammar compiles an ASCII pattern of a JSON string into an automaton. That takes time
+    # quadratic in counts and leaves out every match with an escaped character. The character
+    # beyond ASCII, which is to occur zero times, makes it write rules of a grammar instead.
+    return text + "é{0}"
 
 
 def _has_escapes(node: Node) -> bool:
+    """Whether the tree has a class of which JSON writes every character with a backslash."""
     match node:
         case Chars(ranges):
             return not intersect(list(ranges), JSON_PLAIN)
@@ -108,15 +119,15 @@ def _has_escapes(node: Node) -> bool:
             return any(map(_has_escapes, parts))
 
 
-def _largest_count(node: Node) -> int:
-    """The most copies of one character class that the written-out pattern has."""
+def _num_copies(node: Node) -> int:
+    """The number of character classes in the pattern if its counts are written out."""
     match node:
         case Chars():
             return 1
         case Repeat(body, low, high):
-            return _largest_count(body) * max(1, low, high or 1)
+            return _num_copies(body) * max(1, low, high or 1)
         case Concat(parts) | Either(parts):
-            return sum(map(_largest_count, parts))
+            return sum(map(_num_copies, parts))
 
 
 def _write(node: Node, json: bool) -> str:
@@ -143,7 +154,8 @@ def _write_chars(ranges: Ranges, json: bool) -> str:
 
 
 def _literal(code: int) -> str:
-    """Letters, digits and what is beyond ASCII stand for themselves; else four digits, since
-    xgrammar reads `\\x` with every hexadecimal digit that follows."""
+    """A character within a pattern. Letters, digits and what is beyond ASCII stand for themselves,
+    others are written as \\uhhhh: xgrammar would read \\xhh with every hexadecimal digit behind it.
+    """
     char = chr(code)
     return char if code >= 0x80 or char.isalnum() else f"\\u{code:04x}"

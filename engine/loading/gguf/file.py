@@ -1,7 +1,7 @@
-"""Reading GGUF files: metadata and tensors, memory-mapped.
+"""Reads the metadata and tensors of memory-mapped GGUF files.
 
-The `gguf` package dequantizes; its own reader makes several NumPy arrays per vocabulary entry,
-which costs seconds per file, so the header is parsed here.
+The `gguf` package dequantizes the tensors. The header is parsed here, because the package's reader
+makes several NumPy arrays per vocabulary entry, which takes seconds per file.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -33,14 +33,22 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
+"""Maps the number of a metadata type to its code in `struct`."""
 _STRING, _ARRAY = 8, 9
 _CHUNK_ELEMENTS = 2**20
-"""Dequantized at a time: bounds the float32 temporaries and keeps them in the CPU's cache."""
+"""The number of elements that are dequantized at a time. This bounds the float32 temporaries and
+keeps them in the CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """shape is in row-major order, as in PyTorch; offset is from the start of the file."""
+    """Where a tensor of the file is and what it looks like.
+
+    Attributes:
+        shape: the shape in PyTorch's row-major order, which is the reverse of the file's.
+        type: the number of its quantization (`GGMLQuantizationType`).
+        offset: the byte at which its data begin, from the start of the file.
+    """
 
     shape: tuple[int, ...]
     type: int
@@ -48,13 +56,21 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """Attributes:
-    metadata: key → int, float, bool, str or a list of them.
-    tensors: name → where and what it is.
+    """An open GGUF file, whose tensors are read on demand.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        path: the file.
+        metadata: maps each key to an int, float, bool, str or a list of them.
+        tensors: maps the name of each tensor to its place and shape.
+
+    Raises:
+        ValueError: the file is not a complete GGUF file of version 2 or 3; the message names it.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError, naming the file, if it is not a complete GGUF of version 2 or 3."""
         self.path = path
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
@@ -71,6 +87,7 @@ class GGUFFile:
                 raise ValueError(f"{path} is cut off: it ends before the data of {name}")
 
     def _read_header(self) -> None:
+        """Parse the metadata and the places of the tensors."""
         self._at = 4
         version = self._scalar("I")
         if version not in (2, 3):
@@ -92,17 +109,20 @@ class GGUFFile:
         }
 
     def _scalar(self, code: str) -> Any:
+        """Read a little-endian number of this `struct` code and move behind it."""
         (value,) = struct.unpack_from(f"<{code}", self._data, self._at)
         self._at += struct.calcsize(f"<{code}")
         return value
 
     def _string(self) -> str:
+        """Read a string, which its length in bytes precedes, and move behind it."""
         length = self._scalar("Q")
         text = self._data[self._at : self._at + length].decode()
         self._at += length
         return text
 
     def _value(self, kind: int) -> Any:
+        """Read a metadata value of this type and move behind it."""
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
@@ -115,14 +135,18 @@ class GGUFFile:
         return list(values)
 
     def _num_bytes(self, tensor: GGUFTensor) -> int:
+        """Return the bytes that a tensor's data take in the file."""
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
         return math.prod(tensor.shape) // block * size
 
     def load(self, name: str) -> Tensor:
-        """The tensor of this name, dequantized: float32 on the CPU, in row-major shape.
+        """Read and dequantize a tensor.
+
+        Returns:
+            A float32 tensor on the CPU, with the shape that `tensors` gives.
 
         Raises:
-            ValueError: its quantization is one that the `gguf` package cannot undo.
+            ValueError: the `gguf` package cannot dequantize its quantization.
         """
         tensor = self.tensors[name]
         kind = GGMLQuantizationType(tensor.type)
@@ -132,7 +156,7 @@ class GGUFFile:
         step = max(1, _CHUNK_ELEMENTS // block)
         try:
             for start in range(0, len(out) // block, step):
-                # As one long row: the package is slow on many short ones.
+                # It is one long row, because the package is slow on many short ones.
                 part = raw[start * size : (start + step) * size].reshape(1, -1)
                 out[start * block : (start + step) * block] = _dequantize(part, kind)[0]
         except NotImplementedError as error:
@@ -143,7 +167,8 @@ class GGUFFile:
 
 
 def _dequantize(row: np.ndarray[Any, np.dtype[np.uint8]], kind: GGMLQuantizationType) -> Any:
-    # The package wants these two already viewed as what they are.
+    """Dequantize the bytes [1, N] of whole quantization blocks to float values [1, M]."""
+    # For these two types the package expects the values instead of their bytes.
     if kind == GGMLQuantizationType.F16:
         return row.view(np.float16)
     if kind == GGMLQuantizationType.F32:

@@ -1,4 +1,4 @@
-"""From the names and conventions of GGUF files to those of transformers' checkpoints."""
+"""Translates the names and conventions of GGUF files to those of transformers' checkpoints."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from batchgen.engine.layers.rotary import (
     YarnRope,
 )
 from batchgen.engine.loading.gguf.file import GGUFFile
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig, extended_positions
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.dense import DenseConfig, DenseForCausalLM
 from batchgen.engine.models.registry import gguf_model_class
 
 _TOP = {
@@ -25,6 +26,7 @@ _TOP = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
+# GGUF files call a decoder layer a block.
 _BLOCK = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -44,16 +46,18 @@ T = TypeVar("T")
 
 
 def gguf_config(file: GGUFFile) -> ModelConfig:
-    """The configuration that the file's metadata and tensors describe.
+    """Make the configuration that the file's metadata and tensors describe.
 
     Raises:
-        ValueError: unsupported architecture or rope, or a key that must exist does not.
+        ValueError: the architecture or its rotary embedding is not supported, or a key is missing
+            that must exist.
     """
     prefix = _get(file, "general.architecture", str)
     model = gguf_model_class(prefix, file.path)
+    assert issubclass(model, DenseForCausalLM), "GGUF files of other families are not read yet"
     num_heads = _get(file, f"{prefix}.attention.head_count", int)
     hidden_size = _get(file, f"{prefix}.embedding_length", int)
-    # The format defines the defaults.
+    # These defaults are part of the GGUF format.
     head_dim = _get(file, f"{prefix}.attention.key_length", int, hidden_size // num_heads)
     if _get(file, f"{prefix}.attention.value_length", int, head_dim) != head_dim:
         raise ValueError(f"{file.path}: keys and values of different sizes are not supported")
@@ -63,29 +67,39 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         raise ValueError(f"{file.path}: tensor token_embd.weight is missing")
     rope = _rope(file, prefix)
     context_length = _get(file, f"{prefix}.context_length", int)
-    return ModelConfig(
-        architecture=model.__name__,
-        hidden_size=hidden_size,
-        num_layers=_get(file, f"{prefix}.block_count", int),
+    family = DenseConfig(
         num_heads=num_heads,
         num_kv_heads=_get(file, f"{prefix}.attention.head_count_kv", int, num_heads),
         head_dim=head_dim,
         intermediate_size=_get(file, f"{prefix}.feed_forward_length", int),
-        vocab_size=file.tensors["token_embd.weight"].shape[0],
         rms_norm_eps=_get(file, f"{prefix}.attention.layer_norm_rms_epsilon", float),
         rope=rope,
-        max_position_embeddings=extended_positions(rope, context_length),
-        tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
         qk_norm=model.qk_norm,
+    )
+    return ModelConfig(
+        architecture=model.__name__,
+        hidden_size=hidden_size,
+        num_layers=_get(file, f"{prefix}.block_count", int),
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        max_position_embeddings=extended_positions(rope, context_length),
+        tie_word_embeddings="output.weight" not in file.tensors,
         dtype=torch.float32,
+        family=family,
     )
 
 
-def gguf_weights(file: GGUFFile, model: DenseForCausalLM) -> Iterator[tuple[str, Tensor]]:
-    """(name in transformers' checkpoints, float32 tensor) of every weight of the file."""
-    heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads}
+def gguf_weights(file: GGUFFile, model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of the file for a model.
+
+    Yields:
+        The name that the weight has in transformers' checkpoints, and its float32 values.
+    """
+    assert isinstance(model, DenseForCausalLM)
+    shape = model.family.attention
+    heads = {"q_proj": shape.num_heads, "k_proj": shape.num_kv_heads}
     for name in file.tensors:
         if name == _ROPE_FACTORS:
             continue
@@ -93,14 +107,18 @@ def gguf_weights(file: GGUFFile, model: DenseForCausalLM) -> Iterator[tuple[str,
         tensor = file.load(name)
         projection = hf_name.split(".")[-2]
         if model.gguf_permutes_qk and projection in heads:
-            # Rows of a head stand as pairs (i, i + D/2) side by side; put the halves apart again.
+            # In a head of D rows, the file holds rows i and i + D/2, which are rotated as a pair,
+            # side by side. This brings them back into the order of transformers.
             pairs = tensor.view(heads[projection], -1, 2, *tensor.shape[1:])
             tensor = pairs.transpose(1, 2).reshape(tensor.shape)
         yield hf_name, tensor
 
 
 def _hf_name(name: str) -> str:
-    """A name that is not known stays as it is; the loader reports it."""
+    """Return the name of a GGUF tensor in transformers' checkpoints.
+
+    An unknown name stays as it is, and the loader reports it.
+    """
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
@@ -111,13 +129,18 @@ def _hf_name(name: str) -> str:
 
 
 def _rope(file: GGUFFile, prefix: str) -> DefaultRope:
+    """Make the variant of rotary embedding that the file describes.
+
+    Raises:
+        ValueError: the variant is not supported.
+    """
     theta = _get(file, f"{prefix}.rope.freq_base", float, 10000.0)
     scaling = {
         key.removeprefix(f"{prefix}.rope.scaling."): value
         for key, value in file.metadata.items()
         if key.startswith(f"{prefix}.rope.scaling.")
     }
-    scaling.pop("finetuned", None)  # tells a reader nothing that it must do
+    scaling.pop("finetuned", None)  # This key does not change how angles are computed.
     kind = scaling.pop("type", "none")
     if _ROPE_FACTORS in file.tensors:
         if kind != "none":
@@ -139,6 +162,11 @@ def _rope(file: GGUFFile, prefix: str) -> DefaultRope:
 
 
 def _get(file: GGUFFile, key: str, kind: type[T], default: T | None = None) -> T:
+    """Return a metadata value, or the default if the key is missing.
+
+    Raises:
+        ValueError: the value is not of this type, or it is missing and there is no default.
+    """
     value = file.metadata.get(key, default)
     if not isinstance(value, kind):
         raise ValueError(f"{file.path}: metadata {key} is missing or not of type {kind.__name__}")

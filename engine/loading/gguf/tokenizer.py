@@ -1,4 +1,4 @@
-"""A fast tokenizer from the metadata of a GGUF file."""
+"""Builds a fast tokenizer from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from transformers import PreTrainedTokenizerFast
 
 from batchgen.engine.loading.gguf.file import GGUFFile
 
+# Kinds of tokens in `tokenizer.ggml.token_type`.
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
 def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """Cut text into the matches of a regular expression, then map its bytes to characters."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), "isolated"),
@@ -32,15 +34,22 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _gpt2() -> pre_tokenizers.PreTokenizer:
+    """Cut text by the pattern of GPT-2."""
     return pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
 def _single_digits() -> pre_tokenizers.PreTokenizer:
+    """Cut text into single digits and, between them, by the pattern of GPT-2."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
 def _words(digits: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
-    """The pattern of Llama 3 and Qwen2, which differ in how many digits go together."""
+    """Cut text by the pattern of Llama 3 and Qwen2.
+
+    Args:
+        digits: the regular expression of a number, in which alone the two differ: in how many
+            digits go together.
+    """
     return lambda: _split(
         rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -54,14 +63,18 @@ _PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "qwen2": _words(r"\p{N}"),
     "deepseek-r1-qwen": _words(r"\p{N}"),
 }
-"""Value of `tokenizer.ggml.pre` → how text is cut before byte-level BPE."""
+"""Maps the value of `tokenizer.ggml.pre` to the way text is cut before byte-level BPE."""
 
 
 def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast | None:
-    """The tokenizer that the file describes, with its chat template; None if it has none.
+    """Build the tokenizer that the file describes, with its chat template.
+
+    Returns:
+        The tokenizer; None if the file has none.
 
     Raises:
-        ValueError: its kind is not supported; the message lists those that are.
+        ValueError: the kind of tokenizer is not supported (the message lists those that are), or
+            its metadata are incomplete.
     """
     metadata = {
         key.removeprefix("tokenizer.ggml."): value
@@ -100,6 +113,7 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast | None:
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Build a byte-level BPE tokenizer, the kind of GPT-2, Llama 3 and Qwen."""
     pre = str(metadata.get("pre"))
     if pre not in _PRE_TOKENIZERS:
         raise ValueError(
@@ -116,7 +130,11 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
-    """SentencePiece joins the pair whose token has the best score: the same as ranked merges."""
+    """Build a SentencePiece BPE tokenizer.
+
+    SentencePiece joins the pair of tokens whose joined token has the best score. That is the same
+    as BPE whose merges are ranked by these scores.
+    """
     tokens, scores, types = metadata["tokens"], metadata["scores"], metadata["token_type"]
     vocab = {token: index for index, token in enumerate(tokens)}
     ranked = [
@@ -145,7 +163,7 @@ _BUILDERS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
-    """Let the tokens that are matched whole in a text be found before anything else."""
+    """Add control and user-defined tokens, which are found in a text before it is cut further."""
     for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         tokenizer.add_tokens(
             [
@@ -157,8 +175,8 @@ def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
 
 
 def _add_sequence_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
-    """Let plain encoding put BOS before and EOS after the text where the file asks for it."""
-    # Files of these two kinds may leave it out and still mean it.
+    """Let encoding put BOS before the text and EOS after it, if the file asks for that."""
+    # Files of these two kinds may leave the key out although a BOS is meant.
     bos_default = metadata["model"] == "llama" or metadata.get("pre") == "llama-bpe"
     template, ends = ["$A"], []
     if metadata.get("add_bos_token", bos_default):

@@ -1,4 +1,4 @@
-"""Where models are found, and what is said when they are not."""
+"""The forms in which a model can be named, and the messages if it is not found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose an output folder is: refused with a reason, never damaged, never shared."""
+"""A job takes an empty folder or its own one; any other is refused with a reason and unharmed."""
 
 import dataclasses
 import json
@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections import namedtuple
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,40 @@ def test_another_job_is_refused_with_what_differs(tmp_path: Path) -> None:
     _open(tmp_path).close()  # the lock was given back
 
 
+def test_versions_of_what_computes_the_rows_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MANIFEST.versions["xgrammar"] == version("xgrammar")
+
+    def without_triton(package: str) -> str:
+        if package == "triton":
+            raise PackageNotFoundError(package)
+        return "1.0"
+
+    monkeypatch.setattr("batchgen.output.manifest.version", without_triton)
+    versions = Manifest.build({}, {}).versions
+    assert "triton" not in versions and versions["xgrammar"] == "1.0"
+
+
 def test_versions_do_not_make_another_job() -> None:
     assert MANIFEST.differences(dataclasses.replace(MANIFEST, versions={"torch": "9"})) == []
+
+
+def test_a_manifest_from_when_huge_files_were_sampled(tmp_path: Path) -> None:
+    """It resumes if no fingerprint differs; else a line says why one may."""
+    path = tmp_path / "manifest.json"
+    MANIFEST.write(path)
+    values = json.loads(path.read_text())
+    del values["huge_files"]
+    path.write_text(json.dumps(values))
+    with _open(tmp_path) as folder:
+        assert not folder.is_new
+    new = Manifest.build(MANIFEST.identity, dict.fromkeys(MANIFEST.fingerprints, "other"))
+    with pytest.raises(ConfigError) as raised:
+        _open(tmp_path, new)
+    assert (
+        "\n  files over 256 MiB: sampled → read whole (their fingerprints differ for that alone: "
+        "finish such a job with the version that started it)\n"
+    ) in str(raised.value)
+    assert "256 MiB" not in str(MANIFEST.differences(new))
 
 
 def test_overwrite_deletes_what_a_job_wrote_and_nothing_else(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The books of the KV cache balance whatever happens, and a shared prefix is shared."""
+"""The block manager: its counts of KV blocks add up after any operation; prefixes are shared."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,7 +90,7 @@ def test_a_freed_prefix_survives_until_its_blocks_are_needed() -> None:
     other = make_sequence([9] * 8)
     assert manager.admit(other, 0) and other.num_computed_tokens == 0
     manager.free(other)
-    assert manager.find_prefix(make_sequence([1, 2, 3, 4, 5])) == []
+    assert manager.find_prefix(make_sequence([1, 2, 3, 4, 5])).blocks == []
 
 
 def test_without_prefix_caching_nothing_is_shared() -> None:

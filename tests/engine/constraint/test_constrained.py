@@ -1,4 +1,4 @@
-"""Constrained rows in the engine: each is what a plain loop makes of it, whatever else runs."""
+"""Constrained rows in the engine have the tokens of a plain loop, whatever rows run beside them."""
 
 from __future__ import annotations
 
@@ -29,19 +29,22 @@ from constrained_rows import (
     mixed_requests,
     reference,
 )
-from engine_rows import Request, expect_short_rows, run
+from engine_rows import Request, block_bytes, expect_short_rows, run
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from batchgen.engine.cache.memory_plan import kv_bytes_per_block
-from batchgen.engine.constraint.compiler import Grammar, GrammarCompiler
-from batchgen.engine.constraint.constraint import Constraint, ConstraintError
-from batchgen.engine.constraint.matcher import Matcher
+from batchgen.engine import sequence as engine_sequence
+from batchgen.engine.constraint.compiler import GrammarCompiler
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.constraint.matcher import Grammar, Matcher
+from batchgen.engine.constraint.queue import CompileQueue
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.scheduling.stopping import StopRule
 from batchgen.strategies.ar.strategy import ARStrategy
 
 ROWS = 44
@@ -52,29 +55,29 @@ NEVER = Constraint("regex", r"\p{Nonsense}")
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_model: Callable[..., Path]) -> DenseForCausalLM:
+def tiny(tiny_model: Callable[..., Path]) -> CausalLM:
     return load(tiny_model("llama", vocab_size=WIDTH, num_hidden_layers=2))
 
 
-def make_engine(model: DenseForCausalLM, config: EngineConfig = SIMPLE, **more: Any) -> LLMEngine:
+def make_engine(model: CausalLM, config: EngineConfig = SIMPLE, **more: Any) -> LLMEngine:
     options = {"compiler": compiler()} | more
     return LLMEngine(model, make_tokenizer(), (END,), ARStrategy(), config, **options)
 
 
-def small_cache(model: DenseForCausalLM, tokens: int, **changes: Any) -> EngineConfig:
+def small_cache(model: CausalLM, tokens: int, **changes: Any) -> EngineConfig:
     """A configuration whose cache holds so many tokens: rows fight for it."""
     config = replace(
         SIMPLE,
         **({"max_batched_tokens": 24, "chunk_tokens": 16, "block_size": 4} | changes),
     )
     config = replace(config, prefix_caching=changes.get("prefix_caching", True))
-    per_block = kv_bytes_per_block(model.config, config.block_size, model.dtype)
+    per_block = block_bytes(config.block_size, model)
     blocks = -(-tokens // config.block_size) + 1.5
     return replace(config, kv_cache_gib=blocks * per_block / 2**30)
 
 
 @pytest.fixture(scope="module")
-def simple(tiny: DenseForCausalLM) -> Callable[[int], tuple[list[Request], list[RequestOutput]]]:
+def simple(tiny: CausalLM) -> Callable[[int], tuple[list[Request], list[RequestOutput]]]:
     """`simple(seed)` → rows, and what the engine's simplest loop makes of them together."""
 
     @functools.cache
@@ -92,7 +95,7 @@ Simple = Callable[[int], tuple[list[Request], list[RequestOutput]]]
 
 
 def test_rows_of_every_kind_are_those_of_a_plain_loop(
-    tiny: DenseForCausalLM, simple: Simple, run_paged: Callable[..., torch.Tensor]
+    tiny: CausalLM, simple: Simple, run_paged: Callable[..., torch.Tensor]
 ) -> None:
     """Their logprobs too: raw ones of the model's law, processed ones of the law within the mask.
     Rows with and without constraints, with all options, share the batch."""
@@ -115,21 +118,27 @@ def test_rows_of_every_kind_are_those_of_a_plain_loop(
     assert not any(max(output.token_ids, default=0) >= NUM_TOKENS for output in constrained)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {"max_num_seqs": 3, "block_size": 1},
+    {"block_size": 8, "max_batched_tokens": 100, "max_num_seqs": 17},
+    {"prefix_caching": False, "chunk_tokens": 3},
+    {"max_batched_tokens": 7, "block_size": 2},
+    {"chunk_tokens": 0},
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "overlap"),
     [
-        {},
-        {"max_num_seqs": 3, "block_size": 1},
-        {"block_size": 8, "max_batched_tokens": 100, "max_num_seqs": 17},
-        {"prefix_caching": False, "chunk_tokens": 3},
-        {"max_batched_tokens": 7, "block_size": 2},
-        {"chunk_tokens": 0},
+        pytest.param(changes, overlap, marks=[] if i % 2 != overlap else [pytest.mark.slow])
+        for i, changes in enumerate(CHANGES)
+        for overlap in (False, True)
     ],
     ids=str,
 )
 def test_chunking_preemption_and_caching_change_nothing(
-    tiny: DenseForCausalLM,
+    tiny: CausalLM,
     simple: Simple,
     monkeypatch: pytest.MonkeyPatch,
     changes: dict[str, Any],
@@ -148,10 +157,14 @@ def test_chunking_preemption_and_caching_change_nothing(
 
 
 # Shrinking an example of so many steps takes minutes and tells little more.
-@settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=settings().max_examples // 20,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
 @given(data=st.data())
 def test_any_schedule_gives_the_same_rows(
-    tiny: DenseForCausalLM, simple: Simple, data: st.DataObject
+    tiny: CausalLM, simple: Simple, data: st.DataObject
 ) -> None:
     requests, expected = simple(data.draw(st.integers(0, 1), label="rows"))
     order = data.draw(st.permutations(range(ROWS)), label="order")[:24]
@@ -180,9 +193,7 @@ def test_any_schedule_gives_the_same_rows(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_constraint_that_many_share_is_followed_by_each(
-    tiny: DenseForCausalLM, overlap: bool
-) -> None:
+def test_a_constraint_that_many_share_is_followed_by_each(tiny: CausalLM, overlap: bool) -> None:
     """Samples of one prompt, alone and together; the prompt is computed once."""
     prompt = list(range(10, 75))
     params = SamplingParams(constraint=DIGITS, max_new_tokens=9, logprobs=True)
@@ -200,7 +211,7 @@ def test_a_constraint_that_many_share_is_followed_by_each(
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("aborts_after", range(7))
 def test_an_abort_and_its_id_again_at_any_moment(
-    tiny: DenseForCausalLM, simple: Simple, overlap: bool, aborts_after: int
+    tiny: CausalLM, simple: Simple, overlap: bool, aborts_after: int
 ) -> None:
     """What is on its way for the aborted row reaches no matcher of its slot's or id's next one."""
     requests, expected = simple(1)
@@ -224,13 +235,20 @@ def test_an_abort_and_its_id_again_at_any_moment(
 # --- how rows end ---------------------------------------------------------------------------------
 
 
-def end_of(tiny: DenseForCausalLM, *requests: Request, overlap: bool) -> list[RequestOutput]:
+def end_of(tiny: CausalLM, *requests: Request, overlap: bool) -> list[RequestOutput]:
     """What comes of them, run beside rows that nothing may harm."""
-    others = mixed_requests(6, 2)
-    together = run(make_engine(tiny, replace(SIMPLE, overlap=overlap)), [*requests, *others])
-    for request, output in zip(others, together[len(requests) :], strict=True):
-        assert_same(run(make_engine(tiny), [request])[0], output)
+    together = run(make_engine(tiny, replace(SIMPLE, overlap=overlap)), [*requests, *OTHERS])
+    for alone, output in zip(others_alone(tiny), together[len(requests) :], strict=True):
+        assert_same(alone, output)
     return together[: len(requests)]
+
+
+OTHERS = mixed_requests(6, 2)
+
+
+@functools.cache
+def others_alone(tiny: CausalLM) -> list[RequestOutput]:
+    return [run(make_engine(tiny), [request])[0] for request in OTHERS]
 
 
 both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
@@ -238,7 +256,7 @@ both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "ov
 
 @both_loops
 def test_a_row_that_is_complete_stops_and_one_that_is_cut_is_not_satisfied(
-    tiny: DenseForCausalLM, overlap: bool
+    tiny: CausalLM, overlap: bool
 ) -> None:
     params = SamplingParams(constraint=DIGITS, max_new_tokens=20)
     complete, cut, whole, marked = end_of(
@@ -260,9 +278,7 @@ def test_a_row_that_is_complete_stops_and_one_that_is_cut_is_not_satisfied(
 
 
 @both_loops
-def test_a_stop_string_cuts_the_text_that_was_to_be_complete(
-    tiny: DenseForCausalLM, overlap: bool
-) -> None:
+def test_a_stop_string_cuts_the_text_that_was_to_be_complete(tiny: CausalLM, overlap: bool) -> None:
     exact = Constraint.make("choice", ["12345"])
     params = SamplingParams(constraint=exact, max_new_tokens=20)
     free, cut, last = end_of(
@@ -280,7 +296,7 @@ def test_a_stop_string_cuts_the_text_that_was_to_be_complete(
 
 @both_loops
 def test_a_stop_id_ends_a_row_where_its_constraint_is_complete(
-    tiny: DenseForCausalLM, overlap: bool
+    tiny: CausalLM, overlap: bool
 ) -> None:
     """Even one that is text, which the constraint could go on with."""
     (six,) = encode("6")
@@ -295,7 +311,7 @@ def test_a_stop_id_ends_a_row_where_its_constraint_is_complete(
 
 @both_loops
 def test_a_minimum_that_the_constraint_does_not_allow_is_a_conflict(
-    tiny: DenseForCausalLM, overlap: bool
+    tiny: CausalLM, overlap: bool
 ) -> None:
     """The tokens until then are kept, and their columns."""
     params = SamplingParams(
@@ -323,7 +339,7 @@ def test_a_minimum_that_the_constraint_does_not_allow_is_a_conflict(
 
 @both_loops
 def test_a_conflict_at_the_first_token_ends_the_row_without_any(
-    tiny: DenseForCausalLM, overlap: bool
+    tiny: CausalLM, overlap: bool
 ) -> None:
     """All that may follow is a stop id, which may not come yet."""
     nothing = Constraint("grammar", 'root ::= ""')
@@ -394,7 +410,7 @@ class SlowCompiler(GrammarCompiler):
 
 @both_loops
 def test_a_constraint_that_does_not_compile_is_an_error_of_its_row(
-    tiny: DenseForCausalLM, overlap: bool
+    tiny: CausalLM, overlap: bool
 ) -> None:
     params = SamplingParams(constraint=NEVER, max_new_tokens=5, logprobs=True)
     bad, again = end_of(tiny, ([5, 6], params), ([5, 6], params), overlap=overlap)
@@ -407,9 +423,7 @@ def test_a_constraint_that_does_not_compile_is_an_error_of_its_row(
 
 
 @both_loops
-def test_rows_run_while_the_constraints_of_others_compile(
-    tiny: DenseForCausalLM, overlap: bool
-) -> None:
+def test_rows_run_while_the_constraints_of_others_compile(tiny: CausalLM, overlap: bool) -> None:
     slow = SlowCompiler()
     engine = make_engine(tiny, replace(SIMPLE, overlap=overlap), compiler=slow)
     free = SamplingParams(temperature=0, max_new_tokens=30, ignore_eos=True)
@@ -440,7 +454,7 @@ def test_rows_run_while_the_constraints_of_others_compile(
 
 
 def test_a_tokenizer_that_constraints_do_not_work_with_leaves_no_row_behind(
-    tiny: DenseForCausalLM, monkeypatch: pytest.MonkeyPatch
+    tiny: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiler is made when the first constrained row comes."""
 
@@ -456,7 +470,7 @@ def test_a_tokenizer_that_constraints_do_not_work_with_leaves_no_row_behind(
 
 
 @both_loops
-def test_an_engine_with_nothing_else_to_do_waits(tiny: DenseForCausalLM, overlap: bool) -> None:
+def test_an_engine_with_nothing_else_to_do_waits(tiny: CausalLM, overlap: bool) -> None:
     """It returns when there is something to run, and not before."""
     slow = SlowCompiler()
     engine = make_engine(tiny, replace(SIMPLE, overlap=overlap), compiler=slow)
@@ -484,7 +498,7 @@ def test_an_engine_with_nothing_else_to_do_waits(tiny: DenseForCausalLM, overlap
     assert [output.text for output in outputs] == ["ab"]
 
 
-def test_a_row_that_nothing_could_end_is_an_error(tiny: DenseForCausalLM) -> None:
+def test_a_row_that_nothing_could_end_is_an_error(tiny: CausalLM) -> None:
     """Its only stop id is an EOS beyond the logits, as of a model that a vocabulary outgrew."""
     engine = LLMEngine(tiny, make_tokenizer(), (WIDTH + 1,), ARStrategy(), SIMPLE)
     params = SamplingParams(constraint=AB, max_new_tokens=9)
@@ -498,7 +512,7 @@ def test_a_row_that_nothing_could_end_is_an_error(tiny: DenseForCausalLM) -> Non
         engine.add_request("0", [5], params)
 
 
-def test_a_constraint_needs_a_tokenizer(tiny: DenseForCausalLM) -> None:
+def test_a_constraint_needs_a_tokenizer(tiny: CausalLM) -> None:
     engine = LLMEngine(tiny, None, (END,), ARStrategy(), SIMPLE)
     with pytest.raises(ValueError, match="a constraint needs a tokenizer"):
         engine.add_request("0", [5], SamplingParams(constraint=AB))
@@ -509,7 +523,7 @@ def test_a_constraint_needs_a_tokenizer(tiny: DenseForCausalLM) -> None:
 
 @both_loops
 def test_text_before_the_marker_is_free_and_what_follows_is_not(
-    tiny: DenseForCausalLM, overlap: bool
+    tiny: CausalLM, overlap: bool
 ) -> None:
     params = SamplingParams(max_new_tokens=40, temperature=1.5, ignore_eos=True)
     requests = [([5, 6 + i], replace(params, seed=i)) for i in range(20)]
@@ -571,7 +585,7 @@ def no_collector() -> Iterator[None]:
 @both_loops
 @pytest.mark.usefixtures("no_collector")
 def test_matchers_die_with_their_rows(
-    tiny: DenseForCausalLM, monkeypatch: pytest.MonkeyPatch, overlap: bool
+    tiny: CausalLM, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     """At once, whether rows end, are preempted on their way or are aborted."""
     expect_short_rows(monkeypatch)
@@ -606,7 +620,7 @@ def test_matchers_die_with_their_rows(
 @both_loops
 @pytest.mark.usefixtures("no_collector")
 def test_an_engine_that_is_dropped_drops_its_compiler_and_rows(
-    tiny: DenseForCausalLM, overlap: bool
+    tiny: CausalLM, overlap: bool
 ) -> None:
     before = live_matchers()
     engine = make_engine(tiny, replace(SIMPLE, overlap=overlap), compiler=None)
@@ -639,3 +653,20 @@ def test_rows_on_a_gpu_are_those_of_the_cpu(
         outputs = run(make_engine(model, replace(config, **changes)), requests)
         for one, other in zip(expected, outputs, strict=True):
             assert_same(one, other, atol=1e-3)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_queue_closes_the_compiler_that_it_made(given: bool) -> None:
+    own = GrammarCompiler(make_tokenizer(), WIDTH, (END,))
+    queue = CompileQueue(own if given else None, make_tokenizer(), WIDTH, (END,))
+    stop = StopRule({END: ""}, (), min_new_tokens=0, max_new_tokens=9)
+    seq = engine_sequence.Sequence("0", [1], SamplingParams(constraint=AB), stop, ())
+    queue.add(seq)
+    queue.close()
+    queue.close()
+    assert len(queue) == 0 and list(queue.take(block=True)) == []
+    if given:
+        assert own.compile(DIGITS)
+    else:
+        with pytest.raises(RuntimeError, match="closed"):
+            queue.add(seq)

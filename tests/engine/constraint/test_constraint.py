@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import xgrammar
 
-from batchgen.engine.constraint.constraint import (
-    Constraint,
-    ConstraintError,
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.constraint.xgrammar_input import (
     regex_argument,
     schema_arguments,
     structural_tag_argument,

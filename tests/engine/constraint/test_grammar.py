@@ -1,4 +1,4 @@
-"""The door to xgrammar against xgrammar itself, over a small byte-level tokenizer."""
+"""The grammar compiler and matcher, compared with xgrammar itself over a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import random
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -27,10 +27,11 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from batchgen.engine.constraint import compiler as grammar_module
-from batchgen.engine.constraint.compiler import GrammarCompiler, Matcher, fill_all
-from batchgen.engine.constraint.constraint import (
-    Constraint,
-    ConstraintError,
+from batchgen.engine.constraint.compiler import GrammarCompiler
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.constraint.matcher import Matcher, fill_all
+from batchgen.engine.constraint.xgrammar_input import (
     regex_argument,
     schema_arguments,
     structural_tag_argument,
@@ -154,7 +155,7 @@ def reference_grammar(constraint: Constraint) -> Any:
 class Reference:
     """What may follow some tokens, worked out from their text by a matcher made for it alone."""
 
-    def __init__(self, constraint: Constraint, stops: set[int], tokens: Sequence[int]) -> None:
+    def __init__(self, constraint: Constraint, stops: set[int], tokens: Collection[int]) -> None:
         self.constraint, self.stops = constraint, stops
         self.text = b"".join(TEXTS[i] for i in tokens if i not in stops)
         self.terminated = any(i in stops for i in tokens)
@@ -634,6 +635,17 @@ def test_the_longest_unused_grammar_is_dropped(limit: str, monkeypatch: pytest.M
     assert make.compile(small_grammar(2)) is grammars[2]
     assert make.compile(small_grammar(1)) is not grammars[1]
     del grammars
+    assert matcher.walk(make_tokenizer().encode("item 1: ab", add_special_tokens=False))
+
+
+def test_a_closed_compiler_compiles_nothing_more_and_its_grammars_go_on() -> None:
+    make = GrammarCompiler(make_tokenizer(), WIDTH, (END,))
+    matcher = Matcher(make.compile(small_grammar(1)), {END})
+    make.close()
+    make.close()
+    for number in (1, 2):
+        with pytest.raises(RuntimeError, match="closed"):
+            make.prepare(small_grammar(number))
     assert matcher.walk(make_tokenizer().encode("item 1: ab", add_special_tokens=False))
 
 

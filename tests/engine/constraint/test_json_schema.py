@@ -15,8 +15,11 @@ import pytest
 import xgrammar
 from schemas import INSTANCES, SCHEMAS, random_schema
 
-from batchgen.engine.constraint.constraint import Constraint, ConstraintError, schema_arguments
-from batchgen.engine.constraint.json_schema.lower import check_schema, make_validator
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.constraint.json_schema.lower import check_schema
+from batchgen.engine.constraint.json_schema.validator import make_validator
+from batchgen.engine.constraint.xgrammar_input import schema_arguments
 
 EOS = 256
 CLOSERS = frozenset(b'"]}')
@@ -272,6 +275,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "dialect_unknown": ({"$schema": "https://example.org/mine"}, "$schema"),
     "invalid_type": ({"properties": {"a": {"type": "str"}}}, "#/properties/a/type"),
     "invalid_required": ({"required": "a"}, "#/required"),
+    "ref_elsewhere_beside_const": ({"const": 1, "$ref": "https://example.org/x"}, "$ref"),
+    "ref_to_nothing_beside_enum": ({"enum": [1], "$ref": "#/nowhere"}, "/nowhere"),
+    "min_length_of_nothing": ({"minLength": 1, "maxLength": 0}, "1 is more than 0 characters"),
     "invalid_tuple": ({"items": [{"type": "null"}]}, "prefixItems"),
     "draft4_bound": ({"exclusiveMinimum": True}, "#/exclusiveMinimum"),
 }

@@ -1,5 +1,7 @@
-"""Captured forwards against eager ones: what stands in the fixed tensors and is not of the batch
-must neither show in its results nor touch a block of the cache.
+"""Captured forwards compared with eager ones.
+
+The fixed tensors of a graph hold more than the batch. What is not of the batch must not change its
+results, nor write to any block of the cache.
 """
 
 from __future__ import annotations
@@ -17,22 +19,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.engine.cache.memory_plan import allocate_kv
-from batchgen.engine.execution.cuda_graph import (
-    CHUNK_ROWS,
-    ForwardGraphs,
-    GraphShapes,
-    Part,
-    _fill_rows,
-    launch_bound_tokens,
-)
+from batchgen.engine.cache.memory_plan import ModelUse
+from batchgen.engine.cache.model_caches import CacheSizes
+from batchgen.engine.execution.cuda_graph import ForwardGraphs
+from batchgen.engine.execution.fixed_inputs import fill_rows
+from batchgen.engine.execution.forward import Part
 from batchgen.engine.execution.forward_context import OutputTokens
+from batchgen.engine.execution.graph_shapes import CHUNK_ROWS, GraphShapes, launch_bound_tokens
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.kernels.attention.attention import AttentionMetadata
-from batchgen.kernels.attention.kv_cache import slot_mapping
+from batchgen.kernels.attention.kv_cache import KVCache, slot_mapping
 from batchgen.kernels.attention.prefill import tile_tokens
 
 VOCAB, NUM_BLOCKS, BLOCK_SIZE = 128, 400, 4
@@ -133,7 +132,7 @@ class Toy(Model):
                 for start in range(0, n, self._tile)
             ]
         else:
-            tiles = [tuple(tile) for tile in part.tiles.tolist()]
+            tiles = [tuple(tile) for tile in part.tiles[self._tile].tolist()]
         for row, first, count in tiles:
             for token in range(first, first + min(count, self._tile)):
                 seen = torch.arange(int(inputs.positions[token]) + 1)
@@ -147,24 +146,24 @@ class Toy(Model):
 class Real(Model):
     """The tiny model; its cache starts with values as of other rows."""
 
-    def __init__(self, model: DenseForCausalLM) -> None:
+    def __init__(self, model: CausalLM) -> None:
         self.device = model.device
-        config = model.config
-        self._kv = allocate_kv(
-            config, NUM_BLOCKS, BLOCK_SIZE, dtype=model.dtype, device=self.device
-        )
+        caches = ModelUse(model, (1,)).caches(CacheSizes(NUM_BLOCKS, BLOCK_SIZE, 0))
         generator = torch.Generator(self.device).manual_seed(3)
-        for cache in self._kv:
-            for plane in cache:
-                plane.normal_(generator=generator)
-        self._runner = ModelRunner(model, self._kv)
+        self._planes: list[Tensor] = []
+        for cache in caches.layers:
+            assert isinstance(cache, KVCache)
+            self._planes += cache
+        for plane in self._planes:
+            plane.normal_(generator=generator)
+        self._runner = ModelRunner(model, caches)
 
     @torch.inference_mode()
     def forward(self, parts: Sequence[Part], outputs: OutputTokens | None = None) -> Tensor:
         return self._runner._forward(parts, outputs)
 
     def cells(self) -> Tensor:
-        planes = [plane.flatten(1, 2).transpose(0, 1) for cache in self._kv for plane in cache]
+        planes = [plane.flatten(1, 2).transpose(0, 1) for plane in self._planes]
         return torch.stack(planes, 1)
 
 
@@ -258,8 +257,8 @@ def poison(graphs: ForwardGraphs, batches: Batches) -> None:
     """The fixed tensors as the fullest batch, of rows that now own other blocks, leaves them."""
     batches.start()
     full = batches.make([1] * MAX_ROWS, 2, MAX_BLOCKS)
-    _fill_rows(graphs._decode, full, MAX_ROWS)
-    _fill_rows(graphs._last_rows, full, MAX_ROWS)
+    fill_rows(graphs._decode, full, MAX_ROWS)
+    fill_rows(graphs._last_rows, full, MAX_ROWS)
     graphs._last.fill_(PREFILL_TOKENS - 1)
     lens = [CHUNK_TOKENS // CHUNK_ROWS] * CHUNK_ROWS
     graphs._chunk.fill(batches.make(lens, 5, MAX_BLOCKS), CHUNK_TOKENS)
@@ -287,8 +286,9 @@ def outputs_of(
 
 
 def capture(model: Model, tile: int) -> ForwardGraphs:
+    scratch = ModelInputs.on_scratch(np.ones(1, np.int64), 1, model.device)
     with torch.inference_mode():
-        return ForwardGraphs(model.forward, SHAPES, BLOCK_SIZE, tile, model.device)
+        return ForwardGraphs(model.forward, SHAPES, BLOCK_SIZE, [tile], scratch)
 
 
 @torch.inference_mode()
@@ -372,10 +372,10 @@ def test_what_a_mixed_graph_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_replays_equal_eager_forwards(tiny_model: Callable[..., Path], kind: str) -> None:
     model = load_model(tiny_model(kind), device=torch.device("cuda"), dtype=torch.float32)
     model.pack()
-    config = model.config
     eager, captured = Real(model), Real(model)
     before = captured.cells()
-    tile = tile_tokens(config.num_heads, config.num_kv_heads, config.head_dim, model.dtype)
+    (shape,) = model.attention_shapes
+    tile = tile_tokens(shape.num_heads, shape.num_kv_heads, shape.head_dim, model.dtype)
     graphs = capture(captured, tile)
     assert torch.equal(captured.cells()[BLOCK_SIZE:], before[BLOCK_SIZE:])
     for seed in range(6):

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from batchgen.engine.layers.rotary import FrequencyFactorsRope, LinearRope, YarnRope
 from batchgen.engine.loading.gguf.file import GGUFFile
 from batchgen.engine.loading.loader import load_config, load_model
+from batchgen.engine.models.dense import DenseConfig
 
 CPU = torch.device("cpu")
 IDS = [(5 * i * i + i) % 128 for i in range(60)]
@@ -96,6 +97,8 @@ def write_gguf(
         ("llama", {}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+        ("qwen2", {}),
+        ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
         ("qwen3", {}),
         ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
     ],
@@ -172,7 +175,11 @@ def test_rope_scalings_are_read(
     folder = tiny_model("llama")
 
     def rope(**kwargs: Any) -> Any:
-        return load_config(write_gguf(folder, tmp_path / "m.gguf", **kwargs)).rope
+        return (
+            load_config(write_gguf(folder, tmp_path / "m.gguf", **kwargs))
+            .family_as(DenseConfig)
+            .rope
+        )
 
     linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}
     assert rope(metadata=linear) == LinearRope(10000.0, 2.0)
@@ -197,7 +204,7 @@ def test_llama3_scaling_comes_as_factors(
         "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
     }  # fmt: skip
     folder = tiny_model("llama", rope_parameters=llama3)
-    rope = load_config(folder).rope
+    rope = load_config(folder).family_as(DenseConfig).rope
     plain = 1.0 / 500.0 ** (torch.arange(0, 16, 2).float() / 16)
     factors = (plain / rope.inv_freq(16)).tolist()
     assert max(factors) > 2
@@ -219,7 +226,8 @@ def test_other_files_are_refused(tiny_model: Callable[..., Path], tmp_path: Path
     with pytest.raises(ValueError, match=r"metadata llama\.block_count is missing"):
         load_config(path)
     path.write_bytes(data.replace(b"llama", b"mamba"))
-    with pytest.raises(ValueError, match="'mamba' is not supported; supported: llama, qwen3"):
+    supported = "'mamba' is not supported; supported: llama, qwen2, qwen3"
+    with pytest.raises(ValueError, match=supported):
         load_config(path)
     path.write_bytes(data[:-1000])
     with pytest.raises(ValueError, match="is cut off: it ends before the data of"):
@@ -271,6 +279,7 @@ def smollm2() -> Path:
     return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+@pytest.mark.slow
 def test_smollm2_logits_equal_transformers(smollm2: Path, run_paged: Callable[..., Tensor]) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(
         smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32

@@ -43,7 +43,7 @@ def test_merged_weights_hold_the_parts_in_order(tiny_model: TinyModel) -> None:
     model = load_model(folder, device=CPU)
     for kind in ("weight", "bias"):
         parts = [tensors[f"model.layers.1.self_attn.{p}_proj.{kind}"] for p in "qkv"]
-        merged = model.get_parameter(f"model.layers.1.self_attn.qkv_proj.{kind}")
+        merged = model.get_parameter(f"model.layers.1.mixer.qkv_proj.{kind}")
         assert torch.equal(merged, torch.cat(parts))
     assert model.config.dtype == model.dtype == torch.float32
 
@@ -154,7 +154,7 @@ def test_files_that_cannot_be_read_are_named(tiny_model: TinyModel, tmp_path: Pa
         (
             "llama",
             {"architectures": ["GPT2LMHeadModel"]},
-            "'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM, Qwen3ForCausalLM",
+            "'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM, Qwen2ForCausalLM",
         ),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, "the checkpoint is quantized"),

@@ -18,14 +18,17 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from batchgen.engine.cache.memory_plan import allocate_kv
+from batchgen.engine.cache.memory_plan import ModelUse
+from batchgen.engine.cache.model_caches import CacheSizes
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.execution.model_runner import ModelRunner
+from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_config, load_model
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import Diffusion
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.dense import DenseConfig
+from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.strategies.ar.strategy import ARStrategy
 
 TinyModel = Callable[..., Path]
@@ -63,16 +66,15 @@ class PagedRows:
     other rows left.
     """
 
-    def __init__(self, model: DenseForCausalLM, block_length: int, lengths: Sequence[int]) -> None:
+    def __init__(self, model: CausalLM, block_length: int, lengths: Sequence[int]) -> None:
         self.device = model.device
         width = -(-max(lengths) // BLOCK_SIZE)
         num_blocks = len(lengths) * width + 1
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(0))
         self._tables = (order + 1).view(len(lengths), width)
-        caches = allocate_kv(
-            model.config, num_blocks, BLOCK_SIZE, dtype=model.dtype, device=model.device
-        )
-        for cache in caches:
+        caches = ModelUse(model, (1,)).caches(CacheSizes(num_blocks, BLOCK_SIZE, 0))
+        for cache in caches.layers:
+            assert isinstance(cache, KVCache)
             for plane in cache:
                 plane.normal_(std=3.0, generator=torch.Generator(model.device).manual_seed(1))
         self.runner = ModelRunner(model, caches, block_length)
@@ -93,8 +95,9 @@ class PagedRows:
         """[T, vocab]."""
         rows: npt.NDArray[np.int64] = np.arange(len(spans))
         inputs = self.inputs(spans, ids)
-        output = self.runner.prefill(inputs, rows)  # the last layer for the rows' last tokens only
-        hidden = self.runner.prefill(inputs, rows, all_hidden=True).hidden
+        prefill = PrefillInputs(inputs, rows)
+        output = self.runner.prefill(prefill)  # the last layer for the rows' last tokens only
+        hidden = self.runner.prefill(prefill, all_hidden=True).hidden
         assert hidden is not None
         logits = self.runner.compute_logits(hidden).cpu()
         ends = np.cumsum([end - start for _, start, end in spans]) - 1
@@ -129,7 +132,7 @@ def random_rows(lengths: Sequence[int]) -> list[list[int]]:
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def load(folder: Path, device: str = "cpu") -> DenseForCausalLM:
+def load(folder: Path, device: str = "cpu") -> CausalLM:
     model = load_model(folder, device=torch.device(device), dtype=torch.float32)
     model.pack()
     return model
@@ -200,7 +203,7 @@ def test_a_decode_step_beside_a_prefill_is_block_causal(tiny_model: TinyModel) -
     paged.prefill([(0, 0, 8)], [rows[0][:8]])
     decode = paged.inputs([(0, 8, 9)], [rows[0][8:]])
     prefill = paged.inputs([(1, 0, 14)], [rows[1]])
-    decoded, prefilled = paged.runner.mixed(decode, prefill, np.array([0]))
+    decoded, prefilled = paged.runner.mixed(decode, PrefillInputs(prefill, np.array([0])))
     assert prefilled.hidden is not None
     ours = torch.cat((decoded.logits, paged.runner.compute_logits(prefilled.hidden)))
     theirs = block_causal_logits(folder, rows, size)
@@ -220,8 +223,9 @@ def test_a_published_configuration_is_read(tiny_model: TinyModel, tmp_path: Path
     folder = edit_config(tiny_model("sdar"), tmp_path / "m", **PUBLISHED)
     config = load_config(folder)
     assert config.architecture == "SDARForCausalLM"
-    assert config.dtype == torch.bfloat16 and config.rope.rope_theta == 1e6
-    assert config.qk_norm and not config.attention_bias
+    family = config.family_as(DenseConfig)
+    assert config.dtype == torch.bfloat16 and family.rope.rope_theta == 1e6
+    assert family.qk_norm and not family.qkv_bias
     assert config.diffusion == Diffusion(mask_token_id=MASK_ID, block_length=None)
     trained = edit_config(folder, tmp_path / "n", block_size=8, block_causal_prompt=True)
     assert load_config(trained).diffusion == Diffusion(mask_token_id=MASK_ID, block_length=8)
@@ -281,12 +285,17 @@ def test_the_tokenizer_names_the_mask_where_the_configuration_does_not(
     assert load_config(said).diffusion == Diffusion(mask_token_id=5, block_length=None)
 
 
+def names(model: CausalLM) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """What each of the model's weights is called, and which tensors of a checkpoint fill it."""
+    return [(slot.pieces, slot.sources) for slot in model.checkpoint_slots()]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_have_the_names_of_qwen3(tied: bool, tiny_model: TinyModel, tmp_path: Path) -> None:
     sdar = load_model(tiny_model("sdar", tie_word_embeddings=tied), device=CPU)
     qwen3 = load_model(tiny_model("qwen3", tie_word_embeddings=tied), device=CPU)
     assert type(sdar).__name__ == "SDARForCausalLM"
-    assert sdar.checkpoint_slots().keys() == qwen3.checkpoint_slots().keys()
+    assert names(sdar) == names(qwen3)
     for name, parameter in qwen3.named_parameters():
         assert torch.equal(parameter, sdar.get_parameter(name))
     assert (sdar.lm_head.weight is sdar.model.embed_tokens.weight) == tied
@@ -315,7 +324,7 @@ def test_gguf_files_are_refused(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match="'sdar' is not supported; supported: llama, qwen3"):
+    with pytest.raises(ValueError, match="'sdar' is not supported; supported: llama, qwen2, qwen3"):
         load_config(path)
 
 

@@ -486,8 +486,15 @@ def drawn_by(
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("penalised", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "penalised"),
+    [
+        (torch.float32, True),
+        (torch.bfloat16, False),
+        pytest.param(torch.float32, False, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_mask_is_as_if_the_model_excluded_the_tokens(
     run: Draw, dtype: torch.dtype, penalised: bool
 ) -> None:
@@ -623,7 +630,7 @@ def test_conflicts_reach_the_host_with_their_rows() -> None:
     st.integers(0, 2**32 - 1),
     st.sampled_from([0.02, 0.3, 0.9]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 10, deadline=None)
 def test_any_masked_row_takes_an_allowed_token_or_is_in_conflict(
     run: Draw, params: list[SamplingParams], seed: int, density: float
 ) -> None:
@@ -665,9 +672,18 @@ def test_on_a_gpu_nothing_waits_for_the_device(masked: bool) -> None:
     assert step.columns["top_logprobs"].shape == (count, 1, 40)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fused_kernels_sample_what_the_reference_samples(dtype: torch.dtype) -> None:
-    params = mixed_params()
+@pytest.mark.parametrize(
+    ("dtype", "turn"),
+    [
+        (torch.float32, 0),
+        (torch.bfloat16, 1),
+        pytest.param(torch.float32, 1, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_the_fused_kernels_sample_what_the_reference_samples(dtype: torch.dtype, turn: int) -> None:
+    """Every option in each turn, with other columns."""
+    params = mixed_params()[turn * len(OPTIONS) :][: len(OPTIONS)]
     count = len(params)
     logits = (numbers(count, 700, seed=9) * 3).to(dtype)
     logits[5, 699] = float("nan")

@@ -97,7 +97,7 @@ class Launch:
     """A step on its way: what it will bring, and for which lives of which rows."""
 
     rows: list[tuple[PlainRow, int]]
-    slots: np.ndarray[Any, np.dtype[np.int64]]
+    places: np.ndarray[Any, np.dtype[np.int64]]
     epochs: np.ndarray[Any, np.dtype[np.int64]]
     output: HostOutput
 
@@ -161,22 +161,22 @@ class World:
 
     def decode(self) -> None:
         staying = [row for row in self.running if not self._ends_by_length(row)]
-        slots = self._slots(self.running)
+        places = self._places(self.running)
         expected = [self._ends_by_length(row) for row in self.running]
-        assert self.table.ends_by_length(slots).tolist() == expected
-        self.table.launched[self._slots(staying)] += 1
+        assert self.table.ends_by_length(places).tolist() == expected
+        self.table.launched[self._places(staying)] += 1
         self._launch(staying)
 
     def _ends_by_length(self, row: PlainRow) -> bool:
         launched = sum((row, row.life) in launch.rows for launch in self.in_flight)
         return len(row.output) + launched >= row.seq.stop.max_new_tokens
 
-    def _slots(self, rows: list[PlainRow]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return np.array([row.seq.slot for row in rows], np.int64)
+    def _places(self, rows: list[PlainRow]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return np.array([row.seq.place for row in rows], np.int64)
 
     def _launch(self, rows: list[PlainRow]) -> None:
         rng = self.rng
-        slots = self._slots(rows)
+        places = self._places(rows)
         token_ids = np.full((len(rows), self.width), rng.randrange(len(PIECES)), np.int64)
         failed = np.array([rng.random() < 0.01 for _ in rows], np.bool_)
         counts = [0 if bad else rng.choice([*range(self.width + 1), 1]) for bad in failed]
@@ -199,7 +199,7 @@ class World:
             row.device_tokens += count
         output = HostOutput(np.array(counts, np.int32), token_ids, failed, columns)
         lives = [(row, row.life) for row in rows]
-        self.in_flight.append(Launch(lives, slots, self.table.epochs[slots], output))
+        self.in_flight.append(Launch(lives, places, self.table.epochs[places], output))
 
     def commit(self) -> None:
         launch = self.in_flight.popleft()
@@ -215,7 +215,7 @@ class World:
                 self.num_committed += row.commit(ids[:count], failed)
                 if row.outcome is not None:
                     expected.append(row)
-        finished = self.table.commit(launch.slots, launch.epochs, launch.output)
+        finished = self.table.commit(launch.places, launch.epochs, launch.output)
         assert finished == [row.seq for row in expected]
         for row in expected:
             assert row.seq.status is SequenceStatus.FINISHED
@@ -230,11 +230,11 @@ class World:
 
     def _leave(self, row: PlainRow) -> None:
         """Whatever the reason, the Sequence then has all that was committed."""
-        slot = row.seq.slot
+        place = row.seq.place
         self.table.remove(row.seq)
         self.running.remove(row)
         row.life += 1
-        assert row.seq.slot is None and slot is not None and not self.table.occupied[slot]
+        assert row.seq.place is None and place is not None and not self.table.occupied[place]
         assert row.seq.token_ids[row.seq.num_prompt_tokens :] == row.output
         if row.output:
             assert row.seq.num_computed_tokens == row.seq.num_tokens - 1
@@ -262,17 +262,17 @@ class World:
         assert len(table) == len(self.running)
         assert {id(seq) for seq in table.rows} == {id(row.seq) for row in self.running}
         assert table.num_committed == self.num_committed
-        slots = self._slots(self.running)
-        assert set(np.flatnonzero(table.occupied)) == set(slots.tolist())
-        for row, slot in zip(self.running, slots.tolist(), strict=True):
-            assert table[slot] is row.seq
-            assert table.num_tokens[slot] == row.seq.num_prompt_tokens + len(row.output)
+        places = self._places(self.running)
+        assert set(np.flatnonzero(table.occupied)) == set(places.tolist())
+        for row, place in zip(self.running, places.tolist(), strict=True):
+            assert table[place] is row.seq
+            assert table.num_tokens[place] == row.seq.num_prompt_tokens + len(row.output)
             launched = sum((row, row.life) in launch.rows for launch in self.in_flight)
-            assert table.launched[slot] == launched
-            assert table.prompt_lens[slot] == row.seq.num_prompt_tokens
-            assert table.max_tokens[slot] == row.seq.max_tokens
-            assert table.exact[slot] == (not row.seq.stop.stop_ids and not row.seq.stop.strings)
-            assert table.reserved[slot] == 17
+            assert table.launched[place] == launched
+            assert table.prompt_lens[place] == row.seq.num_prompt_tokens
+            assert table.max_tokens[place] == row.seq.max_tokens
+            assert table.exact[place] == (not row.seq.stop.stop_ids and not row.seq.stop.strings)
+            assert table.reserved[place] == 17
 
 
 @settings(max_examples=150, deadline=None)
@@ -334,8 +334,8 @@ def test_one_step_may_bring_more_tokens_than_the_log_holds(first: int, second: i
         values = [[total + i for i in range(count)]]
         step = output_of([tokens or [0]], {"c": values if count else [[-1]]})
         step.num_tokens[0] = count
-        slots = np.array([seq.slot])
-        assert table.commit(slots, table.epochs[slots], step) == []
+        places = np.array([seq.place])
+        assert table.commit(places, table.epochs[places], step) == []
         total += count
     table.remove(seq)
     assert seq.token_ids[2:] == [i % 100 for i in range(total)]
@@ -362,8 +362,8 @@ def test_the_first_stop_wins(
     table, seq = RowTable(3), make()
     table.add(make_seq({9: "nine"}, max_new=5), reserved=8)  # its stop ids are not the other's
     table.add(seq, reserved=8)
-    slots = np.array([seq.slot])
-    finished = table.commit(slots, table.epochs[slots], output_of([tokens], {}))
+    places = np.array([seq.place])
+    finished = table.commit(places, table.epochs[places], output_of([tokens], {}))
     table.remove(seq)
     assert seq.token_ids[2:] == kept and table.num_committed == len(kept)
     assert finished == ([] if outcome is None else [seq])

@@ -1,4 +1,4 @@
-"""The scheduler with a device that computes no model, but minds what a forward reads and writes."""
+"""The scheduler, with a fake device that checks what each forward reads and writes in the cache."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Device:
         if batch.keep is not None:
             assert (np.diff(batch.keep) > 0).all() and len(batch.keep) < len(self.rows)
             self.rows = [self.rows[i] for i in batch.keep]
-        assert len(self.rows) == len(batch.slots) == len(batch.epochs) > 0
+        assert len(self.rows) == len(batch.places) == len(batch.epochs) > 0
         for i, place, block in batch.new_blocks:
             # Blocks that were reserved for drafts may have been taken back.
             blocks = self.rows[i].blocks
@@ -230,8 +230,11 @@ class Loop:
     def prefill_of(self, seq: Sequence) -> tuple[int, bool]:
         return BaseStrategy().prefill_of(seq)
 
-    def kv_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
-        return BaseStrategy().kv_tokens(num_tokens, pending, width, max_tokens)
+    def cache_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
+        return BaseStrategy().cache_tokens(num_tokens, pending, width, max_tokens)
+
+    def most_cache_tokens(self, max_tokens: Ints) -> Ints:
+        return BaseStrategy().most_cache_tokens(max_tokens)
 
     @property
     def capacity(self) -> int:
@@ -284,13 +287,13 @@ class Loop:
         decode, prefill = parts_of(batch)
         parts = [part for part in (decode, prefill) if part is not None]
         assert prefill is None or decode is None or decode.width == 1
-        slots = [slot for part in parts for slot in part.slots.tolist()]
-        assert len(set(slots)) == len(slots) == sum(len(part.epochs) for part in parts)
+        places = [place for part in parts for place in part.places.tolist()]
+        assert len(set(places)) == len(places) == sum(len(part.epochs) for part in parts)
         if prefill is None:
             return
         assert sum(prefill.lengths) <= self.max_batched_tokens and prefill.lengths
         assert len(prefill.seqs) == len(set(prefill.seqs))
-        assert len(prefill.slots) <= len(prefill.completing)
+        assert len(prefill.places) <= len(prefill.completing)
         # All but the last reach their end; that one may be cut where the batch is full.
         assert len(prefill.completing) >= len(prefill.seqs) - 1
         assert prefill.completing == list(range(len(prefill.completing)))
@@ -461,9 +464,9 @@ def test_abort_in_each_state(depth: int, state: str) -> None:
         for row in (first, gone, last):
             loop.add(row)
         loop.step()
-        assert gone.seq.slot is None and gone.seq.num_computed_tokens == 10
+        assert gone.seq.place is None and gone.seq.num_computed_tokens == 10
         if state != "cut":
-            while gone.seq.slot is None:
+            while gone.seq.place is None:
                 finished += loop.step()
         if state == "decoding":
             for _ in range(3):
@@ -689,7 +692,7 @@ def shapes(most_tokens: int, fewest: int) -> st.SearchStrategy[list[tuple[int, i
     return st.lists(shape, min_size=fewest, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(
     depth=st.integers(0, 1),
     lengths=st.lists(st.integers(3, 70), min_size=1, max_size=4),
@@ -759,7 +762,7 @@ def test_a_cut_row_is_preempted_before_any_that_decodes(
     loop.step()
     assert kinds(loop) == "PM" and cut.seq.status is SequenceStatus.RUNNING
     while not cut.seq.num_preemptions:
-        assert cut.seq.slot is None, "the case is about a row that never decoded"
+        assert cut.seq.place is None, "the case is about a row that never decoded"
         loop.step()
     assert cut.seq.num_computed_tokens == 0 and not cut.seq.block_table
     assert all(not row.seq.num_preemptions for row in decoding)

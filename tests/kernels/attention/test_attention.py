@@ -1,4 +1,4 @@
-"""Parts of a batch, through the one entry: GPU kernels and reference against a plain oracle."""
+"""`paged_attention` on batches of several parts, compared with a plain computation."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ BLOCKS = [(0, 64), (64, 64)]
 CHUNKS = [(0, 13), (6, 7), (21, 1)]
 EQUAL_CHUNKS = [(0, 4), (21, 4)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SameBits = Callable[[Tensor, Tensor], None]
 Run = Callable[[Tensor, KVCache, AttentionMetadata, float, Tensor], None]
 
 
@@ -101,11 +102,11 @@ def after(part: AttentionMetadata) -> int:
     return int(part.block_tables.max()) + 1
 
 
-def static_tiles(part: AttentionMetadata) -> Tensor:
+def static_tiles(part: AttentionMetadata) -> dict[int, Tensor]:
     """As a captured graph has them: more than there are, the rest of no tokens."""
     size = tile_tokens(KV_HEADS * GROUP, KV_HEADS, HEAD_DIM, torch.float32)
     cut = cut_tiles(part.query_lens, size, part.context_lens)
-    return torch.cat((cut, torch.zeros(3, 3, dtype=torch.int32))).to(DEVICE)
+    return {size: torch.cat((cut, torch.zeros(3, 3, dtype=torch.int32))).to(DEVICE)}
 
 
 def attend(run: Run, batch: Batch) -> Tensor:
@@ -194,10 +195,10 @@ def test_tiles_of_a_captured_graph(block_length: int) -> None:
     assert_right(triton(batch), batch)
 
 
-def test_context_lens_of_a_capture_do_not_matter() -> None:
+def test_context_lens_of_a_capture_do_not_matter(same_bits: SameBits) -> None:
     for part in (WIDE, make_part(VERIFY, decode_width=4, block_length=4)):
         captured = replace(part, context_lens=(1,) * len(part.query_lens))
-        assert torch.equal(triton(make_batch(captured)), triton(make_batch(part)))
+        same_bits(triton(make_batch(captured)), triton(make_batch(part)))
 
 
 def test_a_decode_width_is_that_of_all_rows() -> None:
@@ -260,6 +261,8 @@ def test_a_query_has_the_same_bits_however_its_row_is_cut(
     block_length: int, length: int, group: int, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     """On CPUs: as a prefill, and in pieces of whole blocks beside other rows."""
+    if attention.cpu_row_multiple(KV_HEADS, HEAD_DIM, dtype) is None:
+        pytest.skip("this CPU's products do not keep a row's bits, which the job's summary says")
     whole = make_part([(0, length)], block_length=block_length)
     mate = make_part([(0, 70)], first_block=after(whole), block_length=block_length)
     batch = make_batch(whole, mate, group=group, dtype=dtype, device="cpu")

@@ -1,8 +1,8 @@
-"""Triton prefill attention against a float64 computation, and its promises about bits and NaN."""
+"""Triton prefill attention compared with float64; equal bits in any batch; NaN in its rows only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -23,6 +23,7 @@ from batchgen.kernels.attention.prefill import (
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
+SameBits = Callable[[Tensor, Tensor], None]
 TINY = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=2)
 """Several tiles of queries and of keys for rows of a few dozen tokens."""
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -170,7 +171,7 @@ def assert_right(rows: Rows, config: PrefillConfig | None = TINY) -> None:
     )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=settings().max_examples // 10)
 @given(data=st.data())
 def test_equals_float64(data: st.DataObject) -> None:
     lens = data.draw(st.lists(st.integers(1, 40) | st.just(1), min_size=1, max_size=4))
@@ -194,8 +195,14 @@ def test_equals_float64(data: st.DataObject) -> None:
     assert_right(rows, replace(TINY, block_n=data.draw(st.sampled_from([16, 32]))))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [
+        pytest.param(head_dim, dtype, marks=[] if i % 2 == j else [pytest.mark.slow])
+        for i, head_dim in enumerate([16, 80, 96, 128, 256])
+        for j, dtype in enumerate([torch.float32, torch.bfloat16])
+    ],
+)
 def test_own_config(head_dim: int, dtype: torch.dtype) -> None:
     rows = make_rows([1, 70, 40], [90, 3, 0], head_dim=head_dim, dtype=dtype)
     assert_right(rows, None)
@@ -251,27 +258,29 @@ def test_rejects_a_plan_for_other_queries() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_and_batch_mates_change_no_bit(dtype: torch.dtype) -> None:
+def test_chunks_and_batch_mates_change_no_bit(dtype: torch.dtype, same_bits: SameBits) -> None:
     rows = make_rows([1, 75, 20], [30, 0, 17], dtype=dtype, heads=(6, 2))
     whole = rows.run()
     for row, out in enumerate(whole.split(rows.query_lens)):
-        assert torch.equal(rows.part(row, 0, len(out)).run(), out)
+        same_bits(rows.part(row, 0, len(out)).run(), out)
     prompt = whole.split(rows.query_lens)[1]
     for border in (1, 16, 33):
         chunks = [rows.part(1, 0, border).run(), rows.part(1, border, 75).run()]
-        assert torch.equal(torch.cat(chunks), prompt)
+        same_bits(torch.cat(chunks), prompt)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_of_whole_blocks_change_no_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
+def test_chunks_of_whole_blocks_change_no_bit(dtype: torch.dtype, same_bits: SameBits) -> None:
     rows = make_rows([1, 75, 20], [30, 0, 17], dtype=dtype, heads=(6, 2), block_length=12)
     prompt = rows.run().split(rows.query_lens)[1]
     for border in (12, 48):
         chunks = [rows.part(1, 0, border).run(), rows.part(1, border, 75).run()]
-        assert torch.equal(torch.cat(chunks), prompt)
+        same_bits(torch.cat(chunks), prompt)
 
 
-def test_a_nan_key_reaches_only_the_queries_that_read_it() -> None:
+def test_a_nan_key_reaches_only_the_queries_that_read_it(same_bits: SameBits) -> None:
     rows = make_rows([40, 20], [10, 0])
     clean = rows.run()
     bad = 23  # position in row 0; the writer leaves a NaN key and a zero value there
@@ -282,7 +291,7 @@ def test_a_nan_key_reaches_only_the_queries_that_read_it() -> None:
     hit = torch.zeros(60, 4, dtype=torch.bool, device=DEVICE)
     hit[bad - 10 : 40, 2:] = True  # heads 2 and 3 read KV head 1
     assert out[hit].isnan().all()
-    assert torch.equal(out[~hit], clean[~hit])
+    same_bits(out[~hit], clean[~hit])
 
 
 def test_large_scores() -> None:

@@ -1,4 +1,4 @@
-"""The fused step from the projection to the cache, the KV rule, and slot mapping."""
+"""`prepare_qkv`, the rule for cached values that are not finite, and the slot mapping."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.integers(0, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings().max_examples // 5, deadline=None)
 def test_every_way_equals_plain_loops(
     seed: int, rows: int, vocab: int, dtype: torch.dtype, gap: int
 ) -> None:

@@ -1,5 +1,6 @@
-"""The rules that unmask: the kernel and its reference against a loop over rows, and the draw's
-confidences and numbered noise, on which the rules decide.
+"""The unmasking rules: the kernel and its reference compared with a loop over rows.
+
+Also the inputs of the rules: the confidences of a draw, and noise that differs from draw to draw.
 """
 
 from __future__ import annotations

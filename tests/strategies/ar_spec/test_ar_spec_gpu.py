@@ -1,4 +1,4 @@
-"""Speculative decoding on a GPU: the tokens of plain decoding, and a host that never waits."""
+"""Speculative decoding on a GPU: the tokens of plain decoding, and no wait for the device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_rows import beside
 
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.strategy import Strategy
@@ -32,7 +33,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
-def load(path: Path) -> DenseForCausalLM:
+def load(path: Path) -> CausalLM:
     return load_model(path, device=torch.device("cuda"), dtype=torch.float32)
 
 
@@ -82,10 +83,10 @@ def test_tokens_are_those_of_plain_decoding(tiny_model: Callable[..., Path], kin
             (),
             strategy,
             config(cuda_graph=graph, overlap=overlap, max_num_seqs=20),
-            draft=None if draft is None else load(draft),
+            others=beside(None if draft is None else load(draft)),
         )
         outputs = generate(engine, 40)
-        accepted += engine.stats.accepted_tokens
+        accepted += engine.stats.counts["num_accepted_tokens"]
         for name, output in outputs.items():
             assert output.token_ids == wanted[name].token_ids, (name, graph, overlap, adaptive)
             assert output.finish_reason == wanted[name].finish_reason
@@ -102,14 +103,14 @@ def test_the_host_waits_for_no_step_but_the_one_it_reads(
     target = tiny_model("qwen3")
     strategy: Strategy = ARSpecStrategy(num_spec_tokens=3, adaptive=False, **DRAFTS[kind])
     draft = load(target) if kind == "self" else None
-    engine = LLMEngine(load(target), None, (), strategy, config(), draft=draft)
+    engine = LLMEngine(load(target), None, (), strategy, config(), others=beside(draft))
     generate(engine, 20)  # compiles and captures all that comes again
     torch.cuda.set_sync_debug_mode("error")
     try:
         outputs = generate(engine, 20)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(outputs) == 20 and engine.stats.draft_tokens > 0
+    assert len(outputs) == 20 and engine.stats.counts["num_draft_tokens"] > 0
 
 
 def config(**options: Any) -> EngineConfig:

@@ -1,4 +1,4 @@
-"""How many drafts are worth their cost."""
+"""The controller, which chooses the number of drafts by measured times and acceptance."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.dense import DenseForCausalLM
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.scheduling.scheduled_batch import PrefillBatch
 from batchgen.strategies.ar_spec.proposers import Proposer
@@ -32,7 +32,7 @@ class HeadProposer:
     widths: tuple[int, ...] = ()
     needs_hidden = True
 
-    def __init__(self, model: DenseForCausalLM, whole: Callable[[list[int]], Tensor]) -> None:
+    def __init__(self, model: CausalLM, whole: Callable[[list[int]], Tensor]) -> None:
         self._model = model
         self._whole = whole
         self._carried: dict[str, Tensor] = {}
@@ -54,8 +54,8 @@ class HeadProposer:
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
         rows, store = state.rows, state.store
-        assert rows.hidden.shape == (len(rows.slots), self._model.config.hidden_size)
-        for slot, hidden in zip(rows.slots.tolist(), rows.hidden, strict=True):
+        assert rows.hidden.shape == (len(rows.entries), self._model.config.hidden_size)
+        for slot, hidden in zip(rows.entries.tolist(), rows.hidden, strict=True):
             ids = store.tokens[slot, : int(store.lengths[slot])].tolist()
             self._check(hidden, self._whole(ids[:-1])[-1])
         tokens = self._model.compute_logits(rows.hidden).argmax(-1)
@@ -76,8 +76,8 @@ class HeadStrategy(ARSpecStrategy):
         super().__init__(num_spec_tokens=k, adaptive=False)
         self._own = proposer
 
-    def attach(self, runner: ModelRunner, draft: ModelRunner | None) -> None:
-        super().attach(runner, draft)
+    def attach(self, runners: Mapping[str, ModelRunner]) -> None:
+        super().attach(runners)
         self._proposer = self._own
 
 
@@ -104,4 +104,4 @@ def test_hidden_states_belong_to_their_tokens(
     while engine.has_unfinished():
         engine.step()
     assert proposer.checked > 50
-    assert engine.stats.draft_tokens > 0
+    assert engine.stats.counts["num_draft_tokens"] > 0

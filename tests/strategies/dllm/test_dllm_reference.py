@@ -1,4 +1,4 @@
-"""The one-sequence reference of block diffusion: it must be right before others are held to it."""
+"""The one-sequence reference of block diffusion, with which other tests compare the engine."""
 
 from __future__ import annotations
 

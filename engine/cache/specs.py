@@ -1,0 +1,147 @@
+"""Declarations of what the layers of a model keep between forwards.
+
+Each layer declares its spec, the memory plan sums them, and `ModelCaches` allocates them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.kernels.attention.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """Keys and values of every token, in the blocks of the paged cache (grouped-query attention).
+
+    Attributes:
+        num_heads: the number of query heads that read them. Attention chooses its tiles by it.
+        num_kv_heads: the number of key heads, which is also that of value heads.
+        head_dim: the number of values in one head.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes that one token takes in a cache of this dtype."""
+        return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+    def allocate(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:
+        """Allocate keys and values of zeros: [num_kv_heads, num_blocks, block_size, head_dim]."""
+        shape = (2, self.num_kv_heads, num_blocks, block_size, self.head_dim)
+        key, value = zeros(shape, dtype, device)
+        return KVCache(key, value)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSpec:
+    """One array of values for every token, in the blocks of the paged cache.
+
+    It holds a latent vector that attention expands, or the value of a column of context scope.
+
+    Attributes:
+        shape: the shape of one token's values.
+        dtype: the dtype of the values; None means the dtype of the model.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes that one token takes; the model's dtype counts if the spec has none."""
+        return math.prod(self.shape) * (self.dtype or dtype).itemsize
+
+    def allocate(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Allocate the plane of zeros, [num_blocks, block_size, *shape]."""
+        return zeros((num_blocks, block_size, *self.shape), self.dtype or dtype, device)
+
+
+class StateTensor(NamedTuple):
+    """The shape and dtype of one part of a row's state; the dtype does not follow the model's."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of this part of one row's state."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """State of a fixed size for every row, which a recurrent layer carries from token to token.
+
+    A decode step of W tokens must be able to take back the tokens that are not accepted. So it
+    does not change the state, but keeps *records* of what its tokens do to it. The next step
+    *folds* the records of the accepted tokens into the state before it reads the state.
+    `RowMetadata` says how.
+
+    Attributes:
+        state: maps a name to a part of the state that is kept for each row.
+        records: maps a name to what is kept for each token of a decode step, until the next step
+            folds it.
+        chunk_multiple: a prefill is cut only where the number of tokens before the cut is a
+            multiple of this. So a layer that computes chunks of this many tokens cuts a row at the
+            same places however the row is scheduled.
+    """
+
+    state: Mapping[str, StateTensor]
+    records: Mapping[str, StateTensor] = field(default_factory=dict)
+    chunk_multiple: int = 1
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of one row's state, in which each part starts at a multiple of 16 bytes."""
+        return sum(_aligned(tensor.nbytes) for tensor in self.state.values())
+
+    @property
+    def record_bytes(self) -> int:
+        """The bytes of one token's records, twice: a step reads one set and writes another."""
+        return 2 * sum(tensor.nbytes for tensor in self.records.values())
+
+    def views(self, pool: Tensor, start: int) -> dict[str, Tensor]:
+        """Return this layer's parts of the states in a pool of S slots, as views [S, *shape].
+
+        Args:
+            pool: [S, bytes] uint8, the states of all layers.
+            start: the byte at which this layer's part of each state begins.
+        """
+        found = {}
+        for name, tensor in self.state.items():
+            part = pool[:, start : start + tensor.nbytes].view(tensor.dtype)
+            found[name] = part.view(len(pool), *tensor.shape)
+            start += _aligned(tensor.nbytes)
+        return found
+
+
+CacheSpec = KVSpec | PlaneSpec | StateSpec
+"""What one layer keeps between forwards."""
+PagedSpec = KVSpec | PlaneSpec
+"""The specs that keep values for each token, in the blocks of the paged cache."""
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of zeros; on a CPU its pages take up memory only once they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    data = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def _aligned(nbytes: int) -> int:
+    """Round up to a multiple of 16."""
+    return -(-nbytes // 16) * 16

@@ -1,0 +1,92 @@
+"""The repair of grammars in the EBNF that xgrammar prints.
+
+xgrammar writes control characters and the characters U+0080 to U+00FF of a string as \\xNN, and
+when it reads that, it takes the hexadecimal digits that follow for a part of the number: the "née"
+of a schema becomes "n" and U+0E9E. So every grammar is printed, its strings are cut behind such an
+escape, and it is read again. This depends on how xgrammar prints, which no interface of it
+promises. `check_print` finds a version that prints otherwise.
+"""
+
+import re
+from importlib.metadata import version
+from typing import Any
+
+from batchgen.engine.constraint.errors import ConstraintError
+
+TESTED_VERSION = "0.2.8"
+"""The version of xgrammar that the tests ran with. pyproject.toml asks for the same."""
+
+_STRING_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')
+_ESCAPE = re.compile(r"(\\x[0-9a-f]{2}(?=[0-9a-fA-F]))|\\.")
+_TAGS = "TagDispatch("
+"""How the rule of a structural tag with triggers begins. Strings in it cannot be cut."""
+
+_PROBE = 'root ::= "né1\\n\\"\\\\" [^éa\\]\\n] | "日"\n'
+_PROBE_PRINTED = r'root ::= (("n\xe91\n\"\\" [^\xe9a\]\n]) | ("\u65e5"))' + "\n"
+_TAG_PROBE = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<é"],
+        "tags": [
+            {
+                "type": "tag",
+                "begin": "<é1>",
+                "content": {"type": "const_string", "value": "a"},
+                "end": ">",
+            }
+        ],
+    },
+}
+_TAG_PROBE_PRINTED = _TAGS + '\n  ("<\\xe9", '
+
+
+def check_print() -> None:
+    """Check that the installed xgrammar prints grammars as `keep_literals` reads them.
+
+    Raises:
+        ConstraintError: it prints otherwise, so strings could silently become other strings.
+    """
+    from xgrammar import Grammar
+
+    try:
+        printed = str(Grammar.from_ebnf(_PROBE)) == _PROBE_PRINTED
+        tags = _TAG_PROBE_PRINTED in str(Grammar.from_structural_tag(_TAG_PROBE))
+    except RuntimeError:  # xgrammar's own errors: it does not even read the probes
+        printed = tags = False
+    if not (printed and tags):
+        raise ConstraintError(
+            f"the installed xgrammar {version('xgrammar')} prints grammars in another way than "
+            f"{TESTED_VERSION}, which constraints were tested with, and might let wrong text "
+            f"through: install the tested one with `pip install xgrammar=={TESTED_VERSION}`, or "
+            "run the job without a constraint"
+        )
+
+
+def keep_literals(grammar: Any) -> Any:
+    """An `xgrammar.Grammar` that allows what the given one is meant to allow: its strings are cut
+    where xgrammar would read another character than was written.
+
+    Raises:
+        ConstraintError: such a string stands in a structural tag, where it cannot be cut.
+    """
+    from xgrammar import Grammar
+
+    printed = str(grammar)
+    cut = _STRING_OR_CLASS.sub(_cut, printed)
+    if cut == printed:
+        return grammar
+    if _TAGS in printed:
+        raise ConstraintError(
+            "a structural tag has a string with a character from U+0080 to U+00FF before a digit or"
+            " a letter from a to f, which xgrammar misreads: write its tags in ASCII"
+        )
+    return Grammar.from_ebnf(cut)
+
+
+def _cut(found: re.Match[str]) -> str:
+    """A string of EBNF in pieces, each of which ends behind an escape that a digit follows. The
+    characters of a class are read one by one and need no cut."""
+    if found[0].startswith("["):
+        return found[0]
+    return _ESCAPE.sub(lambda escape: escape[0] + '" "' if escape[1] else escape[0], found[0])

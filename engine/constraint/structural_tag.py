@@ -1,0 +1,48 @@
+"""Structural tags: xgrammar's JSON language for free text that has constrained parts between tags,
+as a tool call has.
+"""
+
+from typing import Any
+
+from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.constraint.json_schema.lower import lower
+from batchgen.engine.constraint.json_text import read_object
+from batchgen.engine.constraint.regex import syntax, text
+
+_JSON_FORMAT = {"type": "json_schema", "style": "json", "any_order": False, "excludes": []}
+"""The only values that these members may have beside a `json_schema`. xgrammar knows other styles
+of output too, but nothing here checks that they keep to the schema."""
+
+
+def lower_tag(tag: Any, at: str = "#") -> Any:
+    """A structural tag with every schema and every pattern in it checked, and rewritten so that
+    xgrammar enforces it.
+
+    JSON inside of a tag may have one whitespace character between two tokens, unless the tag says
+    otherwise with `max_whitespace_cnt`.
+
+    Args:
+        tag: the tag, or a part of it, as parsed JSON.
+        at: the JSON pointer of that part, for messages.
+
+    Raises:
+        ConstraintError: a schema or a pattern in it cannot be enforced.
+    """
+    if isinstance(tag, list):
+        return [lower_tag(part, f"{at}/{i}") for i, part in enumerate(tag)]
+    if not isinstance(tag, dict):
+        return tag
+    if "json_schema" in tag:
+        for name, only in _JSON_FORMAT.items():
+            if tag.get(name, only) != only:
+                raise ConstraintError(
+                    f"`{name}` at {at} cannot be enforced: remove it, or make it {only!r}"
+                )
+        schema = read_object(tag["json_schema"], f"the schema at {at}")
+        return {"max_whitespace_cnt": 1} | tag | {"json_schema": lower(schema, f"{at}/json_schema")}
+    if tag.get("type") == "regex" and isinstance(tag.get("pattern"), str):
+        try:
+            return tag | {"pattern": text.write(syntax.parse(tag["pattern"]))}
+        except ConstraintError as error:
+            raise ConstraintError(f"{error} (at {at}/pattern)") from None
+    return {name: lower_tag(part, f"{at}/{name}") for name, part in tag.items()}

@@ -1,0 +1,69 @@
+"""A constraint as xgrammar must get it, so that it enforces what the user wrote."""
+
+import json
+from typing import Any
+
+from batchgen.engine.constraint.constraint import MARKER_GAP, Constraint
+from batchgen.engine.constraint.json_schema.lower import lower
+from batchgen.engine.constraint.json_text import WHITESPACE, compact_json
+from batchgen.engine.constraint.regex import syntax, text
+from batchgen.engine.constraint.regex.characters import only
+from batchgen.engine.constraint.structural_tag import lower_tag
+
+
+def schema_arguments(constraint: Constraint) -> dict[str, Any]:
+    """The keyword arguments of xgrammar's `Grammar.from_json_schema` and `compile_json_schema` for
+    a `json_schema` or `json` constraint.
+
+    The schema among them is the user's, rewritten in the part of JSON Schema that xgrammar
+    enforces. With other arguments the output need not be valid.
+    """
+    schema = json.loads(constraint.text) if constraint.kind == "json_schema" else {"type": "object"}
+    most = constraint.max_whitespace
+    return {
+        "schema": compact_json(lower(schema)),
+        "any_whitespace": most > 0,
+        "max_whitespace_cnt": most or None,  # xgrammar reads it only where whitespace is allowed
+        "separators": (",", ":"),
+        "strict_mode": True,
+    }
+
+
+def regex_argument(constraint: Constraint) -> str:
+    """The pattern of a `regex` constraint, written so that xgrammar reads it as it is meant."""
+    return text.write(syntax.parse(constraint.text))
+
+
+def structural_tag_argument(constraint: Constraint) -> str:
+    """The JSON text of a `structural_tag` constraint with its schemas and patterns rewritten."""
+    return compact_json(lower_tag(json.loads(constraint.text)))
+
+
+def gap_argument() -> str:
+    """The pattern of the whitespace that may stand between a marker and the constrained text."""
+    return text.write(syntax.Repeat(syntax.Chars(tuple(only(WHITESPACE))), 0, MARKER_GAP))
+
+
+def to_grammar(constraint: Constraint) -> Any:
+    """The `xgrammar.Grammar` of a constraint. `start_after` is no part of it.
+
+    Raises:
+        RuntimeError, ValueError: xgrammar refuses the constraint.
+    """
+    from xgrammar import Grammar
+
+    match constraint.kind:
+        case "json_schema" | "json":
+            return Grammar.from_json_schema(**schema_arguments(constraint))
+        case "regex":
+            return Grammar.from_regex(regex_argument(constraint))
+        case "grammar":
+            return Grammar.from_ebnf(constraint.text)
+        case "structural_tag":
+            return Grammar.from_structural_tag(structural_tag_argument(constraint))
+        case "choice":
+            # EBNF strings have the escapes of JSON strings.
+            literals = (
+                json.dumps(choice, ensure_ascii=False) for choice in json.loads(constraint.text)
+            )
+            return Grammar.from_ebnf("root ::= " + " | ".join(literals))

@@ -1,0 +1,107 @@
+"""Collects the models that a strategy runs, and checks that they fit together."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Mapping
+
+import numpy as np
+
+from batchgen.engine.cache.memory_plan import ModelUse
+from batchgen.engine.cache.specs import StateSpec
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.token_model import TokenModel
+from batchgen.engine.outputs import OutputColumn
+from batchgen.engine.strategy import Head, Strategy
+
+
+def model_uses(
+    target: CausalLM,
+    others: Mapping[str, CausalLM],
+    strategy: Strategy,
+    columns: tuple[OutputColumn, ...],
+    max_model_len: int,
+) -> dict[str, ModelUse]:
+    """Return the strategy's models by name, with how it runs each of them.
+
+    Args:
+        target: the model whose tokens are wanted.
+        others: the models with checkpoints of their own, by name; their weights are packed in
+            place.
+        strategy: the decoding paradigm.
+        columns: the columns of context scope that the target records.
+        max_model_len: the most prompt and output tokens of a row together.
+
+    Raises:
+        ValueError: a model is missing, is not used by the strategy, or does not fit the target.
+    """
+    uses: dict[str, ModelUse] = {}
+    for name, role in strategy.models.items():
+        model: TokenModel = target
+        if isinstance(role.source, Head):
+            if role.source.name not in target.heads:
+                raise ValueError(
+                    f"strategy {strategy.name} needs the model's head {role.source.name!r}, which "
+                    "was not loaded"
+                )
+            model = target.heads[role.source.name]
+        elif role.source is not None:
+            if name not in others:
+                raise ValueError(f"strategy {strategy.name} needs a {name} model: none was given")
+            model = others[name]
+            model.pack()
+            _check_beside(name, others[name], target, max_model_len)
+        of_target = columns if model is target else ()
+        uses[name] = ModelUse(model, role.widths, role.forward_rows, of_target)
+    if unused := [name for name in others if name not in uses]:
+        raise ValueError(f"strategy {strategy.name} has no use for a {unused[0]} model")
+    return uses
+
+
+def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: int) -> None:
+    """Check that a model can run beside the target.
+
+    Raises:
+        ValueError: it cannot; the message says why and what to do.
+    """
+    if model.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the {name} model's vocabulary has {model.vocab_size} ids and the model's has "
+            f"{target.vocab_size}: choose a {name} model with the same tokenizer"
+        )
+    longest = model.config.max_position_embeddings
+    if longest < max_model_len:
+        raise ValueError(
+            f"the {name} model has positions for {longest} tokens and rows may get "
+            f"{max_model_len}: lower max_model_len or choose another {name} model"
+        )
+    if model.has_row_states:
+        raise ValueError(
+            f"the {name} model has recurrent layers, whose state cannot follow drafts that are "
+            f"rejected: choose a {name} model with attention only"
+        )
+
+
+def chosen_columns(model: CausalLM, names: abc.Sequence[str]) -> tuple[OutputColumn, ...]:
+    """Find the model's columns of context scope by their names.
+
+    Raises:
+        ValueError: the model has no column of one of these names.
+    """
+    known = {column.name: column for column in model.declared_columns(model.config)}
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"{model.config.architecture} has no context column {name!r}; it has "
+                f"{', '.join(known) or 'none'}"
+            )
+    return tuple(known[name] for name in names)
+
+
+def chunk_multiple(model: CausalLM) -> int:
+    """Return the number of tokens of which every cut of a row's prefill must be a multiple.
+
+    It is the least common multiple of what the model's recurrent layers ask for; 1 without any.
+    """
+    specs = model.cache_specs
+    return int(np.lcm.reduce([1, *(s.chunk_multiple for s in specs if isinstance(s, StateSpec))]))

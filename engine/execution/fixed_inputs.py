@@ -1,0 +1,136 @@
+"""Inputs at fixed addresses: captured graphs read them, and each batch is copied into them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.engine.execution.forward import Part
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.transfer import upload
+from batchgen.kernels.attention.prefill import cut_tiles
+
+
+class RaggedInputs:
+    """Fixed tensors of a prefill whose row lengths are known only at the replay.
+
+    They have one more row than a batch can have. This filler row owns only the scratch block and
+    takes the tokens that pad the batch to the captured size.
+
+    Args:
+        tokens: the most tokens of a batch.
+        rows: the most rows of a batch.
+        max_blocks: the number of entries in a row's block table.
+        tiles: the numbers of tokens in a tile of prefill attention that occur in the model.
+        scratch: a row on the scratch block that has every optional input which the model reads.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        rows: int,
+        max_blocks: int,
+        tiles: Collection[int],
+        scratch: ModelInputs,
+    ) -> None:
+        device = scratch.positions.device
+        self._inputs = ModelInputs.on_scratch(
+            np.array([*[0] * rows, tokens]),
+            max_blocks,
+            device,
+            states=scratch.state_slots is not None,
+            snapshots=scratch.state_slots is not None,
+            hidden=scratch.hidden,
+        )
+        self._rows = torch.full((tokens,), rows, dtype=torch.int32, device=device)
+        self._filler = rows
+        self._tiles = {
+            size: torch.zeros((-(-tokens // size) + rows, 3), dtype=torch.int32, device=device)
+            for size in tiles
+        }
+        self._starts: Tensor | None = None
+        if scratch.state_slots is not None:
+            self._starts = torch.zeros(rows + 2, dtype=torch.int32, device=device)
+
+    def part(self, size: int) -> Part:
+        """Return the first `size` tokens of the fixed inputs, as one part of a forward."""
+        whole = self._inputs
+        lens = np.zeros(self._filler + 1, np.int64)
+        lens[self._filler] = size
+        inputs = replace(
+            whole,
+            input_ids=whole.input_ids[:size],
+            positions=whole.positions[:size],
+            query_lens=lens,
+            hidden=None if whole.hidden is None else whole.hidden[:size],
+        )
+        tiles = {tile: cut[: -(-size // tile) + self._filler] for tile, cut in self._tiles.items()}
+        return Part(inputs, self._rows[:size], tiles, starts=self._starts)
+
+    def fill(self, inputs: ModelInputs, size: int) -> None:
+        """Copy a batch into the fixed inputs and pad it to `size` tokens."""
+        fixed, count, rows = self._inputs, len(inputs.input_ids), inputs.num_rows
+        fixed.input_ids[:count].copy_(inputs.input_ids)
+        fixed.positions[:count].copy_(inputs.positions)
+        if fixed.hidden is not None and inputs.hidden is not None:
+            fixed.hidden[:count].copy_(inputs.hidden)
+        _fill_tables(fixed.block_tables, inputs.block_tables)
+        device = fixed.positions.device
+        row_of = np.full(size, self._filler, np.int32)
+        row_of[:count] = np.repeat(np.arange(rows), inputs.query_lens)
+        self._rows[:size].copy_(upload(row_of, torch.int32, device))
+        for tile, fixed_tiles in self._tiles.items():
+            tiles = np.zeros((-(-size // tile) + self._filler, 3), np.int32)
+            cut = cut_tiles(inputs.query_lens.tolist(), tile, inputs.context_lens.tolist())
+            tiles[: len(cut)] = cut.numpy()
+            fixed_tiles[: len(tiles)].copy_(upload(tiles, torch.int32, device))
+        if self._starts is not None:
+            self._fill_states(inputs, size)
+
+    def _fill_states(self, inputs: ModelInputs, size: int) -> None:
+        """Copy the rows' state slots, checkpoints and starts; unused rows get no tokens."""
+        fixed, rows = self._inputs, inputs.num_rows
+        assert fixed.state_slots is not None and inputs.state_slots is not None
+        assert fixed.snapshots is not None and self._starts is not None
+        fixed.state_slots[:rows].copy_(inputs.state_slots)
+        fixed.state_slots[rows:].zero_()
+        fixed.snapshots.zero_()
+        if inputs.snapshots is not None:
+            fixed.snapshots[:rows].copy_(inputs.snapshots)
+        starts = np.full(self._filler + 2, int(inputs.query_lens.sum()), np.int32)
+        starts[1 : rows + 1] = inputs.query_lens.cumsum()
+        starts[0], starts[-1] = 0, size
+        self._starts.copy_(upload(starts, torch.int32, self._starts.device))
+
+
+def fill_rows(fixed: ModelInputs, inputs: ModelInputs, size: int) -> None:
+    """Copy a batch of B rows of W tokens each into the first rows of fixed inputs.
+
+    Rows from B up to `size` pad the batch: they are put on the scratch block and the scratch slot.
+    """
+    rows, tokens = inputs.num_rows, len(inputs.input_ids)
+    fixed.input_ids[:tokens].copy_(inputs.input_ids)
+    fixed.positions[:tokens].copy_(inputs.positions)
+    if fixed.hidden is not None and inputs.hidden is not None:
+        fixed.hidden[:tokens].copy_(inputs.hidden)
+    _fill_tables(fixed.block_tables, inputs.block_tables)
+    if fixed.state_slots is not None and inputs.state_slots is not None:
+        fixed.state_slots[:rows].copy_(inputs.state_slots)
+    if rows < size:
+        width = tokens // max(rows, 1)
+        fixed.positions[tokens : size * max(width, 1)].zero_()
+        fixed.block_tables[rows:size, 0].zero_()
+        if fixed.state_slots is not None:
+            fixed.state_slots[rows:size].zero_()
+
+
+def _fill_tables(fixed: Tensor, tables: Tensor) -> None:
+    """Copy block tables [B, N], leaving out columns past the width of the fixed ones: the tables of
+    a batch grow ahead of need and may be wider than the longest row."""
+    rows, blocks = tables.shape
+    blocks = min(blocks, fixed.shape[1])
+    fixed[:rows, :blocks].copy_(tables[:, :blocks])

@@ -1,0 +1,129 @@
+"""Runs one forward: from the tokens of a batch to their hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from batchgen.engine.cache.model_caches import ModelCaches
+from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens, RowMetadata
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.transfer import upload
+from batchgen.engine.models.token_model import TokenModel
+from batchgen.kernels.attention.attention import AttentionMetadata
+from batchgen.kernels.attention.kv_cache import slot_mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive tokens of a forward that attention and recurrent layers compute together.
+
+    A part holds either the decoding rows or the rows of a prefill.
+
+    Attributes:
+        inputs: the T tokens and their B rows.
+        rows: [T] int32, the row of each token; None if all rows have the same number of tokens.
+        tiles: maps the number of tokens in a tile to the tiles of prefill attention. A captured
+            graph needs them, as it does not know the rows' lengths; None means that they are cut
+            from `inputs.query_lens`.
+        width: the number of tokens of each row in a decode step; None for a prefill.
+        starts: [B + 1] int32, the index at which each row's tokens begin, for models with recurrent
+            layers. A captured graph of a prefill needs it; None means that it is made from the
+            rows' lengths.
+    """
+
+    inputs: ModelInputs
+    rows: Tensor | None = None
+    tiles: Mapping[int, Tensor] | None = None
+    width: int | None = None
+    starts: Tensor | None = None
+
+
+class Forward(Protocol):
+    """Computes the hidden states of all tokens of the parts, or only of the outputs among them.
+
+    It can be captured as a CUDA graph, so it neither waits for the device nor reads its data.
+    """
+
+    def __call__(self, parts: Sequence[Part], outputs: OutputTokens | None = None) -> Tensor: ...
+
+
+def run_forward(
+    model: TokenModel,
+    caches: ModelCaches,
+    block_length: int,
+    parts: Sequence[Part],
+    outputs: OutputTokens | None = None,
+) -> Tensor:
+    """Run a model's forward over the tokens of all parts.
+
+    Args:
+        model: the model to run.
+        caches: what the model's layers keep; the forward reads and writes it.
+        block_length: the number of positions in a block of attention, which is causal over blocks
+            and full inside a block; 1 is ordinary causal attention.
+        parts: the T tokens, part after part.
+        outputs: the R tokens whose hidden states are wanted; None wants those of all tokens.
+
+    Returns:
+        The hidden states, [T, hidden_size], or [R, hidden_size] if `outputs` is given.
+    """
+    kv_slots = [
+        slot_mapping(p.inputs.positions, p.rows, p.inputs.block_tables, caches.block_size)
+        for p in parts
+    ]
+    attention = [
+        AttentionMetadata(
+            part.inputs.positions,
+            tuple(part.inputs.query_lens.tolist()),
+            tuple(part.inputs.context_lens.tolist()),
+            part.inputs.block_tables,
+            part.tiles,
+            decode_width=part.width,
+            block_length=block_length,
+        )
+        for part in parts
+    ]
+    hidden_inputs = [part.inputs.hidden for part in parts if part.inputs.hidden is not None]
+    context = ForwardContext(
+        caches.layers,
+        _joined(kv_slots),
+        attention,
+        [] if caches.states is None else [_row_metadata(part) for part in parts],
+        caches.columns,
+        _joined(hidden_inputs) if model.reads_hidden else None,
+        outputs,
+    )
+    hidden: Tensor = model(
+        _joined([part.inputs.input_ids for part in parts]),
+        _joined([part.inputs.positions for part in parts]),
+        context,
+    )
+    return hidden
+
+
+def _row_metadata(part: Part) -> RowMetadata:
+    """Describe a part's rows for the model's recurrent layers."""
+    inputs, device = part.inputs, part.inputs.positions.device
+    assert inputs.state_slots is not None
+    starts, lens = part.starts, None
+    if starts is None:
+        lens = tuple(inputs.query_lens.tolist())
+        # An upload would put a host address into a captured graph, so a decode step makes its
+        # starts on the device.
+        if part.width is not None:
+            last = part.width * inputs.num_rows
+            starts = torch.arange(0, last + 1, part.width, dtype=torch.int32, device=device)
+        else:
+            starts = upload([0, *inputs.query_lens.cumsum().tolist()], torch.int32, device)
+    snapshots = None if part.width is not None else inputs.snapshots
+    return RowMetadata(inputs.state_slots, inputs.positions, starts, part.width, snapshots, lens)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors on their first axis, without a copy if there is only one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

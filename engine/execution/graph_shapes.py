@@ -1,0 +1,94 @@
+"""Chooses the sizes of batches that are captured as CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CHUNK_ROWS = 8
+"""The most rows of a prefill that runs beside decoding rows."""
+SHORT_ROWS = 16
+"""The fewest decoding rows for which there are separate graphs for short contexts. Attention splits
+the contexts of smaller batches however short they are."""
+_MIXED_ROWS = 32
+"""Mixed batches are captured for multiples of this many decoding rows. The step is coarse because
+padding rows cost little beside a chunk of prefill."""
+_LAUNCH_SECONDS = 1e-3
+"""The seconds that a host needs to launch the kernels of one layer (measured beside an H100)."""
+_FLOPS = 7e14
+"""The arithmetic operations per second of a device (bfloat16 matrix products on an H100)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShapes:
+    """The sizes of batches for which graphs are captured; a batch is padded to the next size.
+
+    Attributes:
+        max_rows: the most decoding rows of a batch, and the most rows of a prefill.
+        max_blocks: the most blocks of the paged cache that a row can have.
+        chunk_tokens: the most prefill tokens in a mixed batch; 0 if there are no mixed batches.
+        prefill_tokens: the most tokens of a captured prefill, and of a captured decode step of
+            several tokens per row; larger batches run without a graph.
+        short_blocks: decode batches whose rows have at most this many blocks have separate graphs,
+            in which attention does not split a row's context; 0 if there are no such graphs.
+        widths: every number of tokens per row that a decode forward can have.
+        all_tokens: prefills compute the last layer for all tokens, and not only for those whose
+            hidden states are wanted.
+    """
+
+    max_rows: int
+    max_blocks: int
+    chunk_tokens: int
+    prefill_tokens: int
+    short_blocks: int = 0
+    widths: tuple[int, ...] = (1,)
+    all_tokens: bool = False
+
+    @property
+    def decode_sizes(self) -> list[int]:
+        """The numbers of rows of captured decode steps of one token per row, ascending."""
+        if 1 not in self.widths:
+            return []
+        sizes = [1, 2, 4, *range(8, 256, 8), *range(256, self.max_rows, 16)]
+        return [*(size for size in sizes if size < self.max_rows), self.max_rows]
+
+    @property
+    def wide_sizes(self) -> list[int]:
+        """The numbers of rows of captured decode steps of several tokens per row, ascending."""
+        sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, self.max_rows, 32)]
+        return [*(size for size in sizes if size < self.max_rows), self.max_rows]
+
+    @property
+    def short_sizes(self) -> list[int]:
+        """The `decode_sizes` that also have a graph for short contexts, ascending."""
+        return [size for size in self.decode_sizes if self.short_blocks and size >= SHORT_ROWS]
+
+    @property
+    def mixed_sizes(self) -> list[int]:
+        """The numbers of decoding rows of captured mixed batches, ascending."""
+        if not self.chunk_tokens:
+            return []
+        return [*range(_MIXED_ROWS, self.max_rows, _MIXED_ROWS), self.max_rows]
+
+    @property
+    def prefill_sizes(self) -> list[int]:
+        """The numbers of tokens of captured prefills without decoding rows, ascending."""
+        if not self.prefill_tokens:
+            return []
+        sizes = [256, 512, 1024, 1536, *range(2048, self.prefill_tokens, 1024)]
+        return [*(size for size in sizes if size < self.prefill_tokens), self.prefill_tokens]
+
+    def __len__(self) -> int:
+        """Return the number of graphs that can be captured in all."""
+        sizes = (self.decode_sizes, self.short_sizes, self.mixed_sizes, self.prefill_sizes)
+        wide = sum(width > 1 for width in self.widths)
+        return sum(map(len, sizes)) + len(self.wide_sizes) * wide
+
+
+def launch_bound_tokens(num_layers: int, num_parameters: int, most: int) -> int:
+    """Return the tokens of the largest prefill that is worth a CUDA graph.
+
+    Up to this size the device computes a prefill faster than the host launches its kernels one by
+    one. The number is a multiple of 256, or `most` if that is smaller.
+    """
+    tokens = int(num_layers * _LAUNCH_SECONDS * _FLOPS / (2 * num_parameters))
+    return min(most, tokens // 256 * 256)

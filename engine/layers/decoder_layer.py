@@ -1,0 +1,109 @@
+"""One layer of a decoder, and the protocols that its two parts follow."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from batchgen.engine.cache.specs import CacheSpec
+from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
+from batchgen.engine.layers.norm import RMSNorm
+
+
+class Mixer(Protocol):
+    """The part of a layer in which a token sees the tokens before it: attention or a recurrence.
+
+    Attributes:
+        cache_spec: what the part keeps between forwards; None if it keeps nothing.
+    """
+
+    cache_spec: CacheSpec | None
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        cos_sin: Tensor | None,
+        ctx: ForwardContext,
+        outputs: OutputTokens | None,
+    ) -> Tensor:
+        """Return residual + mixed(hidden); the result may overwrite `residual`.
+
+        Args:
+            hidden: [T, hidden_size], the normalised hidden states.
+            residual: [T, hidden_size], the residual stream.
+            cos_sin: [T, head_dim] float32, the cosines and sines of the tokens' positions
+                (`RotaryTable`); None for a model without rotary embedding.
+            ctx: what the layers keep, and the KV slots of the tokens.
+            outputs: the R tokens whose results are wanted; None wants those of all. The layer's
+                cache is written for all T tokens in any case.
+
+        Returns:
+            [T, hidden_size], or [R, hidden_size] if `outputs` is given.
+        """
+
+
+class FeedForward(Protocol):
+    """The part of a layer that treats each token by itself: an MLP, or experts."""
+
+    def __call__(self, hidden: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return residual + f(hidden), all of them [T, hidden_size]; the result may overwrite
+        `residual`."""
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm layer: the mixer and then the feed-forward part, each after a norm.
+
+    The result of each part is added to the residual stream.
+
+    Args:
+        mixer: the module for attention or a recurrence.
+        mlp: the module for the feed-forward part.
+        input_layernorm: the norm before the mixer.
+        post_attention_layernorm: the norm before the feed-forward part.
+        mixer_name: the mixer's name in checkpoints.
+    """
+
+    def __init__(
+        self,
+        mixer: Mixer,
+        mlp: FeedForward,
+        input_layernorm: RMSNorm,
+        post_attention_layernorm: RMSNorm,
+        *,
+        mixer_name: str = "self_attn",
+    ) -> None:
+        super().__init__()
+        self.checkpoint_names = {"mixer": mixer_name}
+        self.mixer = mixer
+        self.mlp = mlp
+        self.input_layernorm = input_layernorm
+        self.post_attention_layernorm = post_attention_layernorm
+
+    @property
+    def cache_spec(self) -> CacheSpec | None:
+        """What the layer keeps between forwards."""
+        return self.mixer.cache_spec
+
+    def forward(
+        self,
+        residual: Tensor,
+        cos_sin: Tensor | None,
+        ctx: ForwardContext,
+        outputs: OutputTokens | None = None,
+    ) -> Tensor:
+        """Return the residual stream after this layer, given the one before it.
+
+        Args:
+            residual: [T, hidden_size], the stream before the layer, which is overwritten.
+            cos_sin: [T, head_dim] float32, as for `Mixer`.
+            ctx: what the layers keep, and the KV slots of the tokens.
+            outputs: the R tokens whose results are wanted; None wants those of all T tokens.
+
+        Returns:
+            [T, hidden_size], or [R, hidden_size] if `outputs` is given.
+        """
+        hidden = self.input_layernorm(residual)
+        residual = self.mixer(hidden, residual, cos_sin, ctx, outputs)
+        return self.mlp(self.post_attention_layernorm(residual), residual, ctx)

@@ -1,0 +1,201 @@
+"""The base of all models: a decoder, and a head that computes logits."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from batchgen.engine.cache.specs import CacheSpec
+from batchgen.engine.execution.forward_context import ForwardContext
+from batchgen.engine.layers.decoder_layer import DecoderLayer
+from batchgen.engine.layers.embedding import Embedding
+from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.rotary import RotaryTable
+from batchgen.engine.layers.weight_slot import WeightSlot, weight_slots
+from batchgen.engine.models.config import ModelConfig
+from batchgen.engine.models.token_model import TokenModel
+from batchgen.engine.outputs import OutputColumn
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Decoder(nn.Module):
+    """The part of a model from token ids to hidden states: embedding, layers and final norm.
+
+    Args:
+        embed_tokens: the embedding of token ids.
+        layers: the layers in their order.
+        norm: the norm after the last layer.
+        rotary: the cosines and sines of positions; None for a model without rotary embedding.
+    """
+
+    def __init__(
+        self,
+        embed_tokens: Embedding,
+        layers: Iterable[DecoderLayer],
+        norm: nn.Module,
+        rotary: RotaryTable | None,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = embed_tokens
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.rotary = rotary
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """Compute hidden states after the final norm, as `TokenModel.forward` says."""
+        residual: Tensor = self.embed_tokens(input_ids)
+        cos_sin = None if self.rotary is None else self.rotary(positions)
+        # The last layer writes its cache for all tokens, but computes results only for the outputs.
+        for layer in self.layers[:-1]:
+            residual = layer(residual, cos_sin, ctx)
+        residual = self.layers[-1](residual, cos_sin, ctx, ctx.outputs)
+        hidden: Tensor = self.norm(residual)
+        return hidden
+
+
+class CausalLM(TokenModel):
+    """A decoder and the linear layer that computes logits from its hidden states.
+
+    Each model is a subclass in a file of its own and a line in the registry. A subclass makes its
+    layers (`make_layer`), its final norm and its rotary table, and says how its configuration is
+    read. It knows no strategy. This base does not know which layers there are: `cache_specs` says
+    what they keep, and `checkpoint_slots` what checkpoints call their weights.
+
+    Args:
+        config: the configuration of the checkpoint.
+        device: where the parameters are created.
+        dtype: the dtype of parameters and activations.
+        heads: the names of those heads in `config.heads` that are wanted.
+
+    Attributes:
+        heads: maps the name of each wanted head to a model that continues from this model's hidden
+            states.
+    """
+
+    is_diffusion: ClassVar[bool] = False
+    """Whether the model fills in masked tokens, as `ModelConfig.diffusion` then describes."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        heads: Collection[str] = (),
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.device, self.dtype = device, dtype
+        self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
+        self.model = Decoder(
+            Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype),
+            (self.make_layer(index) for index in range(config.num_layers)),
+            self.make_norm(),
+            self.make_rotary(),
+        )
+        self.lm_head = Linear(
+            config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype
+        )
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        self.heads: Mapping[str, TokenModel] = {name: self.make_head(name) for name in heads}
+
+    @classmethod
+    @abstractmethod
+    def hf_config(cls) -> type[PretrainedConfig]:
+        """Return the class of transformers that reads this model's config.json."""
+
+    @classmethod
+    @abstractmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        """Translate a checkpoint's configuration from that of transformers.
+
+        Raises:
+            ValueError: the checkpoint needs something that the engine does not have, which the
+                message names.
+        """
+
+    @abstractmethod
+    def make_layer(self, index: int) -> DecoderLayer:
+        """Make the layer with this index, counted from 0. Layers of one model may differ."""
+
+    @abstractmethod
+    def make_norm(self) -> nn.Module:
+        """Make the norm that follows the last layer."""
+
+    def make_rotary(self) -> RotaryTable | None:
+        """Make the table of cosines and sines that all layers share; None if none needs it."""
+        return None
+
+    def make_head(self, name: str) -> TokenModel:
+        """Make a head of `config.heads`; it may share weights with this model.
+
+        Raises:
+            ValueError: the model has no such head.
+        """
+        has = f"it has {', '.join(self.config.heads)}" if self.config.heads else "it has none"
+        raise ValueError(f"{self.config.architecture} has no head {name!r}: {has}")
+
+    @property
+    def layers(self) -> Sequence[DecoderLayer]:
+        """The layers of the decoder, in their order."""
+        found: list[DecoderLayer] = []
+        for layer in self.model.layers:
+            assert isinstance(layer, DecoderLayer)
+            found.append(layer)
+        return found
+
+    @property
+    def cache_specs(self) -> Sequence[CacheSpec | None]:
+        """What each layer keeps between forwards, in the order of the layers."""
+        return [layer.cache_spec for layer in self.layers]
+
+    @classmethod
+    def declared_columns(cls, config: ModelConfig) -> tuple[OutputColumn, ...]:
+        """Return the columns of context scope that a model of this configuration can record."""
+        return ()
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """Compute hidden states after the final norm, as `TokenModel.forward` says."""
+        hidden: Tensor = self.model(input_ids, positions, ctx)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size]."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+    def pack(self) -> None:
+        """Convert the loaded weights of the model and its heads to the layout for computing."""
+        super().pack()
+        for head in self.heads.values():
+            head.pack()
+
+    def checkpoint_slots(self) -> list[WeightSlot]:
+        """Return the weight slots of the model, including those of the wanted heads.
+
+        A weight that the embedding and the head share has one slot, under the embedding's name.
+        """
+        slots = list(weight_slots(self, ""))
+        if self.config.tie_word_embeddings:
+            slots = [slot for slot in slots if slot.parameter is not self.lm_head.weight]
+            slots += weight_slots(self.model.embed_tokens, "model.embed_tokens")
+        for name, head in self.heads.items():
+            slots += weight_slots(head, name)
+        return slots
+
+    def is_derived(self, name: str) -> bool:
+        """Whether a checkpoint's tensor of this name can be ignored.
+
+        Some checkpoints hold tensors that follow from others, or that belong to a part of the model
+        that is not built.
+        """
+        tied_head = name == "lm_head.weight" and self.config.tie_word_embeddings
+        return tied_head or name.endswith(".rotary_emb.inv_freq")

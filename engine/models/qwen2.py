@@ -1,0 +1,40 @@
+"""Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv 2407.10671 and 2412.15115)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchgen.engine.models.config import ModelConfig
+from batchgen.engine.models.dense import DenseForCausalLM, dense_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Qwen2ForCausalLM(DenseForCausalLM):
+    """Qwen2: the projections to queries, keys and values have biases, and no others do."""
+
+    @classmethod
+    def hf_config(cls) -> type[PretrainedConfig]:
+        from transformers import Qwen2Config
+
+        return Qwen2Config
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        refuse_sliding_window(hf)
+        # The configuration has this field only if the checkpoint gives it.
+        head_dim = hf.to_dict().get("head_dim") or hf.hidden_size // hf.num_attention_heads
+        return dense_config(
+            hf, cls, head_dim=head_dim, qkv_bias=True, output_bias=False, mlp_bias=False
+        )
+
+
+def refuse_sliding_window(hf: PretrainedConfig) -> None:
+    """Check that the checkpoint does not use sliding-window attention.
+
+    Raises:
+        ValueError: it does, which is not supported.
+    """
+    if hf.use_sliding_window:
+        raise ValueError("sliding-window attention (use_sliding_window) is not supported")

@@ -1,0 +1,81 @@
+"""The interface of a model to the runner: it computes logits of tokens, over declared caches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from batchgen.engine.cache.specs import CacheSpec, KVSpec, StateSpec
+from batchgen.engine.execution.forward_context import ForwardContext
+from batchgen.engine.layers.packing import pack_layers
+
+
+class TokenModel(nn.Module, ABC):
+    """A stack of layers, with what computes logits from their result.
+
+    It is a whole model, or a head that continues from the hidden states of another model. Every
+    operation treats each token alone, except where a layer reads what it keeps: attention reads the
+    paged cache, and recurrent layers their row's state, both through the `ForwardContext`. So a
+    token's result depends only on its own row.
+
+    Attributes:
+        device: where the parameters and activations are.
+        dtype: the dtype of the parameters and of the activations between layers.
+        hidden_size: the width of the hidden states.
+        vocab_size: the width of the logits.
+        num_parameters: the number of parameters, in which shared ones count once.
+        batch_dependence: once the weights are packed, why the bits of a token's result depend on
+            what else is in its batch, in words for the user. None if they do not, and on a GPU,
+            where batchgen makes no such promise.
+    """
+
+    reads_hidden: ClassVar[bool] = False
+    """Whether each token comes with a hidden state of another model (`ForwardContext.hidden`)."""
+
+    device: torch.device
+    dtype: torch.dtype
+    hidden_size: int
+    vocab_size: int
+    num_parameters: int
+    batch_dependence: str | None = None
+
+    @property
+    @abstractmethod
+    def cache_specs(self) -> Sequence[CacheSpec | None]:
+        """What each layer keeps between forwards, in order; None for one that keeps nothing."""
+
+    @abstractmethod
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """Compute the hidden states from which `compute_logits` computes logits.
+
+        Args:
+            input_ids: [T] int64, the tokens.
+            positions: [T] int64, the absolute position of each token in its row.
+            ctx: what the layers keep, and where the T tokens stand in it.
+
+        Returns:
+            [T, hidden_size] in the model's dtype, or [R, hidden_size] if `ctx.outputs` names R
+            tokens.
+        """
+
+    @abstractmethod
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size]."""
+
+    def pack(self) -> None:
+        """Convert the loaded weights to the layout for computing; they cannot be loaded again."""
+        self.batch_dependence = pack_layers(self, self.attention_shapes, self.dtype, self.device)
+
+    @property
+    def attention_shapes(self) -> set[KVSpec]:
+        """The shapes of attention that occur; on a GPU the tile size depends on the shape."""
+        return {spec for spec in self.cache_specs if isinstance(spec, KVSpec)}
+
+    @property
+    def has_row_states(self) -> bool:
+        """Whether some layer keeps a state for each row."""
+        return any(isinstance(spec, StateSpec) for spec in self.cache_specs)

@@ -1,0 +1,109 @@
+"""Which of a CPU's matrix products give a row the same bits in any batch: found out by trying.
+
+What a library does depends on the make of the CPU, the data type, the shape and the number of
+threads, and it promises nothing. `linear` computes few shapes, so all of them can be tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.layers.linear import MOST_ROWS, ROW_MULTIPLE, linear, pack_weight
+
+_LARGE_WEIGHT = 2**23
+"""Values. Pieces of half as many rows keep every core busy with such weights, and to try them takes
+half the time."""
+
+
+class CPUProduct(NamedTuple):
+    """How products with weights of one shape are computed.
+
+    Attributes:
+        packed: with the weight from `pack_weight`.
+        most_rows: what `linear` takes; None if no way was found in which a row's bits depend on the
+            row alone, so that the fastest is taken.
+    """
+
+    packed: bool
+    most_rows: int | None
+
+
+def choose_product(weight: Tensor, bias: Tensor | None) -> CPUProduct:
+    """The fastest way to compute x·Wᵀ + b in which a row's bits do not depend on the rows beside
+    it, with as many threads as torch has now.
+
+    It costs as much as a product of 800 rows (350 with a large weight), where the fastest way is as
+    it should be.
+
+    Args:
+        weight: [N, K], plain, on a CPU.
+        bias: [N].
+    """
+    if weight.dtype != torch.float32:
+        weight = _mirrored(weight)
+    if bias is not None:
+        bias = torch.zeros_like(bias)  # would hide how the sums were rounded
+    for packed, most_rows, laid_out in _ways(weight):
+
+        def product(x: Tensor, laid_out: Tensor = laid_out, most: int = most_rows) -> Tensor:
+            return linear(x, laid_out, bias, most)
+
+        if keeps_bits(product, weight.shape[1], weight.dtype, most_rows):
+            return CPUProduct(packed, most_rows)
+    return CPUProduct(pack_weight(weight) is not weight, None)
+
+
+def _mirrored(weight: Tensor) -> Tensor:
+    """Another weight of the same shape, whose row's second half is the first one backwards.
+
+    Its products with the rows that `keeps_bits` takes are zero but for the rounding of their
+    float32 sums, which would be lost where a larger result is rounded to 16 bits.
+    """
+    out_features, in_features = weight.shape
+    half = _numbers(64, -(-in_features // 2))
+    rows = torch.cat((half, half[:, : in_features // 2].flip(1)), dim=1).to(weight.dtype)
+    return rows.repeat(-(-out_features // 64), 1)[:out_features].contiguous()
+
+
+def _ways(weight: Tensor) -> Iterator[tuple[bool, int, Tensor]]:
+    """(packed, most_rows, the weight), the fastest way first."""
+    packed = pack_weight(weight)
+    most = MOST_ROWS if weight.numel() < _LARGE_WEIGHT else MOST_ROWS // 2
+    for most_rows in (most, ROW_MULTIPLE):
+        if packed is not weight:
+            yield True, most_rows, packed
+        yield False, most_rows, weight
+
+
+def keeps_bits(
+    product: Callable[[Tensor], Tensor], in_features: int, dtype: torch.dtype, most_rows: int
+) -> bool:
+    """Whether a row of the product has the same bits at each multiple of ROW_MULTIPLE rows up to
+    most_rows, and in whichever place of them it stands.
+
+    Args:
+        product: [T, in_features] → [T, N].
+    """
+    half = _numbers(most_rows + ROW_MULTIPLE, in_features // 2)
+    middle = half.new_zeros((len(half), in_features % 2))
+    x = torch.cat((half, middle, -half.flip(1)), dim=1).to(dtype)
+    few = torch.cat([product(rows) for rows in x.split(ROW_MULTIPLE)])
+    shifts = range(1, ROW_MULTIPLE, 2)
+    tried = [(shift, ROW_MULTIPLE) for shift in shifts]
+    tried += zip(itertools.cycle(shifts), range(2 * ROW_MULTIPLE, most_rows + 1, ROW_MULTIPLE))
+    # Cloned, because the rows of a batch begin where an allocation does.
+    return all(
+        torch.equal(product(x[start : start + rows].clone()), few[start : start + rows])
+        for start, rows in tried
+    )
+
+
+def _numbers(rows: int, columns: int) -> Tensor:
+    """[rows, columns] float32 in (−0.5, 0.5) without a pattern that a sum could be exact for."""
+    number = torch.arange(rows * columns).view(rows, columns) % 65521
+    return (number * number * 40503 % 65521).float() / 65521 - 0.5

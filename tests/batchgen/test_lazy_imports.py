@@ -1,0 +1,70 @@
+"""What the command loads before it knows that there is a job to run: seconds of every start."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {"torch", "transformers", "datasets", "pyarrow"}
+
+RUN_MAIN = """
+import sys
+from batchgen.__main__ import main
+sys.argv = ["batchgen", *{arguments!r}]
+try:
+    main()
+except SystemExit as exit:
+    print("CODE", exit.code)
+"""
+
+
+def _loaded(program: str, cwd: Path) -> tuple[set[str], str]:
+    """Which HEAVY packages a Python program has loaded at its end, and what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", program + "\nprint('LOADED', *sys.modules)"],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    printed, _, modules = done.stdout.rpartition("LOADED")
+    return HEAVY & set(modules.split()), printed + done.stderr
+
+
+def test_the_command_is_imported_without_heavy_packages(tmp_path: Path) -> None:
+    loaded, _ = _loaded("import sys, batchgen.__main__", tmp_path)
+    assert not loaded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--help"], None, "sampling"),
+        (["--cfg", "job"], None, "max_new_tokens"),
+        (["sampling.temperature=-1"], 2, "sampling.temperature must be"),
+        (["model=hf"], 2, "model.path has no value"),
+        (["no_such_group=x"], 2, "no_such_group"),
+        (["constraint=regex", "'constraint.pattern=\"(\"'"], 2, "constraint"),
+    ],
+)
+def test_help_and_mistakes_of_the_configuration_load_no_heavy_package(
+    arguments: list[str], code: int | None, says: str, tmp_path: Path
+) -> None:
+    loaded, printed = _loaded(RUN_MAIN.format(arguments=arguments), tmp_path)
+    assert says in printed
+    assert code is None or f"CODE {code}" in printed
+    assert not loaded
+
+
+def test_a_mistake_in_the_model_is_found_before_the_libraries_of_the_data_load(
+    tmp_path: Path,
+) -> None:
+    arguments = ["model=hf", "model.path=./missing"]
+    loaded, printed = _loaded(RUN_MAIN.format(arguments=arguments), tmp_path)
+    assert "model ./missing does not exist" in printed and "CODE 2" in printed
+    assert not loaded & {"datasets", "pyarrow"}
