@@ -29,6 +29,7 @@ from batchgen.engine.models.registry import model_class
 from batchgen.engine.outputs import OutputColumn
 from batchgen.engine.requests import check_params, output_columns
 from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.scheduling.scheduler import check_chunk_sizes
 from batchgen.engine.scheduling.stopping import decode
 from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError
@@ -84,6 +85,9 @@ def job_parts(config: JobConfig) -> JobParts:
         dtype = model.dtype(config.model.dtype, config.engine.device)
         longest = config.engine.model_len(model.config.max_position_embeddings)
         max_model_len = strategy.model_len(longest, model.config)
+        check_chunk_sizes(
+            config.engine.max_batched_tokens, config.engine.chunk_tokens, strategy.prefill_multiple
+        )
     others = open_others(strategy, model, max_model_len)
 
     def build_engine() -> LLMEngine:

@@ -89,15 +89,7 @@ class Scheduler:
         before_free: Callable[[Sequence], None] = lambda seq: None,
     ) -> None:
         self._multiple = lcm(chunk_multiple, pacing.prefill_multiple)
-        for name, tokens in (
-            ("max_batched_tokens", max_batched_tokens),
-            ("chunk_tokens", chunk_tokens),
-        ):
-            if 0 < tokens < self._multiple:
-                raise ValueError(
-                    f"{name} is {tokens}, but prompts of this model and strategy are read in "
-                    f"multiples of {self._multiple} tokens: set it to {self._multiple} or more"
-                )
+        check_chunk_sizes(max_batched_tokens, chunk_tokens, self._multiple)
         self._before_free = before_free
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
@@ -482,3 +474,25 @@ class Scheduler:
 def _remaining(seq: Sequence) -> int:
     """The most tokens that the row can still generate."""
     return seq.max_tokens - seq.num_tokens
+
+
+def check_chunk_sizes(
+    max_batched_tokens: int | None, chunk_tokens: int | None, multiple: int
+) -> None:
+    """Refuse sizes of prefills with which a row that is cut could never go on.
+
+    Args:
+        max_batched_tokens, chunk_tokens: the most tokens of a prefill alone, and beside decoding
+            rows. None and 0 are fine: nobody asked for a size, or nothing is read beside rows.
+        multiple: rows are cut only at multiples of so many tokens.
+
+    Raises:
+        ValueError: a size is less than the multiple.
+    """
+    sizes = {"max_batched_tokens": max_batched_tokens, "chunk_tokens": chunk_tokens}
+    for name, tokens in sizes.items():
+        if tokens and tokens < multiple:
+            raise ValueError(
+                f"{name} is {tokens}, but prompts of this model and strategy are read in "
+                f"multiples of {multiple} tokens: set it to {multiple} or more"
+            )

@@ -106,10 +106,13 @@ def test_an_answer_that_whole_blocks_leave_no_room_for_is_refused(
     sdar: Path, rows: Path, tmp_path: Path
 ) -> None:
     """Of 63 positions 60 can be used with blocks of 4, for the engine and for the job."""
+    with pytest.raises(ConfigError, match=r"engine: max_batched_tokens is 3, .* multiples of 4"):
+        run(overrides(sdar, rows, tmp_path / "c", *DLLM, "engine.max_batched_tokens=3"))
+    assert not (tmp_path / "c").exists()
     short = (*DLLM, "engine.max_model_len=63")
     with pytest.raises(ConfigError, match="both together have at most 60 tokens"):
         run(overrides(sdar, rows, tmp_path / "a", *short, "sampling.max_new_tokens=60"))
-    result = run(overrides(sdar, rows, tmp_path / "b", *short, "sampling.max_new_tokens=40"))
+    result = run(overrides(sdar, rows, tmp_path / "b", *short, "sampling.max_new_tokens=18"))
     table = pq.read_table(tmp_path / "b" / "data", partitioning=None).to_pylist()
     lengths = {row["num_generated_tokens"] for row in table if row["finish_reason"] == "length"}
-    assert result.error_rows and lengths == {40}
+    assert result.error_rows and lengths == {18}

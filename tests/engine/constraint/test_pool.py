@@ -159,7 +159,7 @@ futures = [compiler.prepare(Constraint("regex", "a" * n)) for n in range(1, 201)
 def test_a_process_ends_without_waiting_for_what_is_queued(made: str, end: str, code: int) -> None:
     """One of the 200 calls alone takes 300 s."""
     tests = Path(__file__).parents[1]
-    # Whoever started the tests in the background may have had SIGINT ignored, and that is inherited.
+    # Tests that were started in the background may ignore SIGINT, and children inherit that.
     heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
     found = f"import sys\nsys.path[:0] = {[str(tests), str(tests / 'constraint')]}"
     script = f"{heard}\n{found}\n{made}"

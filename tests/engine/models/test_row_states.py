@@ -371,6 +371,13 @@ def test_ngram_drafts(loop: PlainLoop, k: int, overlap: bool) -> None:
     assert engine.stats.counts["num_accepted_tokens"] > 0
 
 
+def test_drafts_whose_number_follows_the_clock(loop: PlainLoop) -> None:
+    """The costs of steps are measured on the scratch slot."""
+    rows = requests(6, seed=60, lengths=[20, 30])
+    engine = make_engine(make_toy(), ARSpecStrategy(num_spec_tokens=3, ngram_min=1))
+    check(loop, rows, run(engine, rows))
+
+
 def test_options_that_states_do_not_allow_are_refused() -> None:
     draft = ARSpecStrategy("draft", draft_model="x", adaptive=False)
     config = EngineConfig(max_model_len=96, kv_cache_gib=0.01)
