@@ -4,8 +4,9 @@ routes that it gets alone, token by token.
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,17 @@ from batchgen.strategies.dllm.strategy import DLLMStrategy
 
 CPU = torch.device("cpu")
 ROUTE = "toy_route"
+
+
+def some_slow(cases: Iterable[Any], quick: Sequence[Any]) -> list[Any]:
+    """The cases as parameters, slow but for those named quick."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=[slow] * (case not in quick)
+        )
+        for case in cases
+    ]
 
 
 class PlainLoop:
@@ -183,9 +195,13 @@ def test_the_loop_computes_the_model() -> None:
     assert len(np.unique(recorded)) > 8
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("prefix_caching", [False, True])
-@pytest.mark.parametrize("batched", [7, 2048])
+@pytest.mark.parametrize(
+    ("batched", "prefix_caching", "overlap"),
+    some_slow(
+        itertools.product([7, 2048], [False, True], [False, True]),
+        quick=((7, True, True), (2048, False, True), (2048, True, False)),
+    ),
+)
 def test_any_schedule(loop: PlainLoop, overlap: bool, prefix_caching: bool, batched: int) -> None:
     rows = requests(14, seed=1)
     engine = make_engine(
@@ -202,7 +218,7 @@ def test_any_schedule(loop: PlainLoop, overlap: bool, prefix_caching: bool, batc
         assert engine.stats.cached_tokens > 0
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=settings().max_examples // 25, deadline=None)
 @given(data=st.data())
 def test_hypothesis_finds_no_schedule_that_matters(loop: PlainLoop, data: st.DataObject) -> None:
     rows = requests(10, seed=data.draw(st.integers(0, 3), label="rows"))
@@ -251,7 +267,7 @@ def test_preempted_rows_begin_again_where_a_checkpoint_is(
     assert engine.stats.preemptions > 0
 
 
-@pytest.mark.parametrize("multiple", [1, 16])
+@pytest.mark.parametrize("multiple", some_slow([1, 16], quick=(16,)))
 def test_samples_of_one_prompt_compute_it_once(multiple: int) -> None:
     prompt = [3 + i % 100 for i in range(75)]
     rows = [
@@ -337,7 +353,7 @@ class ForcedStrategy(ARSpecStrategy):
         return {name: replace(role, widths=tuple(widths))}
 
 
-@pytest.mark.parametrize("k", range(1, 8))
+@pytest.mark.parametrize("k", some_slow(range(1, 8), quick=(1, 4, 7)))
 def test_drafts_that_fall_anywhere_are_taken_back(loop: PlainLoop, k: int) -> None:
     rows = requests(12, seed=20 + k, lengths=[1, 9, 40, 45])
     answers = {str(i): loop.generate(*row)[0] for i, row in enumerate(rows)}
@@ -350,8 +366,12 @@ def test_drafts_that_fall_anywhere_are_taken_back(loop: PlainLoop, k: int) -> No
     assert all(strategy.held), "the case is about every number of drafts that can hold"
 
 
-@pytest.mark.parametrize("k", range(1, 8))
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("overlap", "k"),
+    some_slow(
+        itertools.product([False, True], range(1, 8)), quick=((False, 3), (True, 1), (True, 7))
+    ),
+)
 def test_ngram_drafts(loop: PlainLoop, k: int, overlap: bool) -> None:
     # Greedy rows of a random model soon repeat themselves.
     rows = [

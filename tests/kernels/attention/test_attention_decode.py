@@ -292,7 +292,7 @@ def test_position_beyond_the_table_stays_in_it(same_bits: SameBits) -> None:
     width=st.integers(1, 3),
     max_splits=st.integers(1, 9),
 )
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=settings().max_examples // 8)
 def test_plan_covers_every_context_once(ends: list[int], width: int, max_splits: int) -> None:
     tables = torch.zeros(len(ends), -(-max(ends) // 16), dtype=torch.int64, device=DEVICE)
     positions = torch.tensor([max(end - width + w, 0) for end in ends for w in range(width)])

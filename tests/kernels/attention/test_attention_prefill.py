@@ -257,7 +257,9 @@ def test_rejects_a_plan_for_other_queries() -> None:
         paged_attention_prefill(rows.q, rows.cache, rows.positions, rows.tables, 1.0, plan)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 def test_chunks_and_batch_mates_change_no_bit(dtype: torch.dtype, same_bits: SameBits) -> None:
     rows = make_rows([1, 75, 20], [30, 0, 17], dtype=dtype, heads=(6, 2))
     whole = rows.run()
