@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 # Triton decides when a kernel is defined: before any import of the project.
@@ -58,8 +58,9 @@ torch.set_num_threads(1)
 
 # How many examples hypothesis tries, whatever time they take: "all" is for `scripts/test --all`.
 # Tests whose examples are dear take a share of the number.
-settings.register_profile("quick", deadline=None)
-settings.register_profile("all", deadline=None, max_examples=1000)
+any_time = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", any_time)
+settings.register_profile("all", any_time, max_examples=1000)
 settings.load_profile("quick")
 
 
