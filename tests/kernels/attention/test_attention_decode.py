@@ -233,7 +233,9 @@ def test_combines_more_splits_than_a_chunk() -> None:
     check(make_case([64 * 17 + 1], head_dim=96, group=8), max_splits=32)
 
 
-@pytest.mark.parametrize(("width", "block_length"), [(1, 1), (3, 1), (4, 4)])
+@pytest.mark.parametrize(
+    ("width", "block_length"), [(1, 1), pytest.param(3, 1, marks=pytest.mark.slow), (4, 4)]
+)
 def test_row_has_the_same_bits_alone(width: int, block_length: int, same_bits: SameBits) -> None:
     ends = [1, 65, 300, 64, 129, 700]
     case = make_case(ends, width=width, block_length=block_length, dtype=torch.bfloat16)

@@ -198,7 +198,7 @@ def test_every_proposer_gives_the_rows_of_ar(
 
 # Shrinking an example of so many steps takes minutes and tells little more.
 @settings(
-    max_examples=settings().max_examples // 16,
+    max_examples=settings().max_examples // 25,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
