@@ -30,6 +30,7 @@ from constrained_rows import (
 from engine_rows import Request, beside, block_bytes, expect_short_rows, run
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from proposer_cases import proposer_cases
 from scipy import stats
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -146,24 +147,7 @@ def assert_consistent(output: RequestOutput) -> None:
     assert output.counts["num_forwards"] in ((steps[-1], steps[-1] + 1) if cut else (steps[-1],))
 
 
-# Quick are the longest drafts of each proposer, and one that is hard and overlaps.
-CASES = [
-    pytest.param(
-        name,
-        k,
-        hard,
-        overlap,
-        id=f"{name}-{k}{'-hard' * hard}{'-overlap' * overlap}",
-        marks=[] if k == 7 or (hard and overlap) else [pytest.mark.slow],
-    )
-    for (name, k), (hard, overlap) in zip(
-        itertools.product(PROPOSERS, (1, 2, 3, 5, 7)),
-        itertools.cycle([(False, False), (True, True), (True, False), (False, True)]),
-    )
-]
-
-
-@pytest.mark.parametrize(("name", "k", "hard", "overlap"), CASES)
+@pytest.mark.parametrize(("name", "k", "hard", "overlap"), proposer_cases(PROPOSERS))
 def test_every_proposer_gives_the_rows_of_ar(
     tiny_models: Models,
     plain: Plain,
