@@ -1,5 +1,5 @@
 # Sourced by quickstart and test: a virtual environment in .venv with batchgen and the demo model.
-# Usage: . scripts/setup.sh [EXTRA]; PYTHON chooses the interpreter (3.11 or newer).
+# Usage: . scripts/setup.sh EXTRA, which may be empty; PYTHON chooses the interpreter (3.11 or newer).
 python=${PYTHON:-python3}
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
     echo "batchgen needs Python 3.11 or newer, and '$python' is not: set PYTHON" >&2

@@ -22,8 +22,8 @@ from pathlib import Path
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 WAYS = {
     "spin (OpenMP's own)": {"GOMP_SPINCOUNT": "300000"},
-    "short spin": {"GOMP_SPINCOUNT": "1000"},
-    "sleep (batchgen's)": {"OMP_WAIT_POLICY": "PASSIVE"},
+    "short spin (batchgen's)": {"GOMP_SPINCOUNT": "2000"},
+    "sleep": {"OMP_WAIT_POLICY": "PASSIVE"},
 }
 """300,000 is what GCC's OpenMP takes if nothing is set."""
 

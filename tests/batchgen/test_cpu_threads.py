@@ -15,10 +15,10 @@ from batchgen.model import open_model
 ROOT = Path(__file__).parents[2]
 
 
-def test_threads_that_wait_sleep() -> None:
+def test_threads_spin_shortly_and_then_sleep() -> None:
     environment = {"HOME": "/"}
     share_cores(environment)
-    assert environment == {"HOME": "/", "OMP_WAIT_POLICY": "PASSIVE"}
+    assert environment == {"HOME": "/", "GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])

@@ -1,0 +1,37 @@
+"""The one way in which a path that a user gives is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from batchgen.errors import ConfigError
+
+
+def user_path(given: str | os.PathLike[str], key: str) -> Path:
+    """The absolute path that a user means.
+
+    A leading `~` or `~name` is a home folder, as in a shell, and a relative path begins at the
+    working directory. Trailing slashes, `.` and `..` are taken out; links stay as they are written.
+    A glob stays a glob.
+
+    Args:
+        given: what the user gave.
+        key: the key or argument that it was given for, for error messages.
+
+    Raises:
+        ConfigError: the path is empty, names an unknown user, or holds a null character.
+    """
+    text = os.fspath(given)
+    if not text:
+        raise ConfigError(f"{key} is empty: give a path")
+    if "\0" in text:
+        raise ConfigError(f"{key}: {text!r} is no path: it holds a null character")
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        user = expanded.split("/", 1)[0]
+        raise ConfigError(
+            f"{key}: {text}: there is no user {user[1:]!r} whose home folder {user} could be: "
+            f"write ./{text} for a file of that name"
+        )
+    return Path(os.path.abspath(expanded))
