@@ -220,7 +220,7 @@ def filter_options(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @given(shapes, st.integers(0, 3), st.sampled_from([0.01, 1.0, 3.0, 30.0]), tiles)
-@few
+@fewer
 def test_thresholds_keep_what_the_reference_keeps(
     shape: tuple[int, int, int, torch.dtype], gap: int, spread: float, tiles: Tiles
 ) -> None:

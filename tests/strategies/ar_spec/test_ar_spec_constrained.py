@@ -229,9 +229,9 @@ def test_any_schedule_and_drafts_give_the_rows_of_ar(
     ("name", "overlap", "hard"),
     [
         ("ngram", False, False),
-        ("ngram", True, True),
-        ("other", False, True),
         ("other", True, False),
+        pytest.param("ngram", True, True, marks=pytest.mark.slow),
+        pytest.param("other", False, True, marks=pytest.mark.slow),
         pytest.param("ngram", False, True, marks=pytest.mark.slow),
         pytest.param("ngram", True, False, marks=pytest.mark.slow),
         pytest.param("other", False, False, marks=pytest.mark.slow),

@@ -183,7 +183,7 @@ def test_greedy_rows_are_those_of_ar(tiny_models: Models, draft: str, overlap: b
     assert sum(output.counts["num_accepted_tokens"] for output in outputs) > 5
 
 
-@pytest.mark.parametrize("draft", ["close", "far"])
+@pytest.mark.parametrize("draft", [pytest.param("close", marks=pytest.mark.slow), "far"])
 def test_a_row_is_the_same_whatever_runs_beside_it(tiny_models: Models, draft: str) -> None:
     """Nor does it depend on how many slots there are: n-grams of other rows displace none."""
     requests, compared = mixed_requests(20, new_tokens=30), 8

@@ -229,7 +229,7 @@ def test_later_blocks_see_the_tokens_of_earlier_ones_in_any_unmasking_order() ->
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("length", [2, 4, 8])
+@pytest.mark.parametrize("length", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_stops_at_every_offset(length: int, rule: str) -> None:
     """EOS, a stop id, max_new_tokens or max_model_len in any block, the first included."""
     for prompt_len in range(1, length + 2):
