@@ -192,12 +192,14 @@ class _Given:
 
     def _known(self, group: str, choice: Any, start: str) -> str:
         known = choices(group, self.folders)
+        if isinstance(choice, dict):
+            raise ConfigError(f"{start}give the keys of a group one by one: {group}.KEY=VALUE")
         if choice not in known:
             guess = nearest(choice, known) if isinstance(choice, str) else None
             raise ConfigError(
                 f"{start}{group} has no choice {choice}: "
-                + (f"did you mean {guess}? " if guess else "")
-                + f"Its choices are {', '.join(known)}"
+                + (f"did you mean {guess}? Its" if guess else "its")
+                + f" choices are {', '.join(known)}"
             )
         return str(choice)
 
