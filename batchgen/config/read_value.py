@@ -2,7 +2,7 @@ r"""Reads the text behind the `=` of an argument as the value that its key may h
 
 The declared type of a key decides what its text means:
 
-    text          as it is typed, or in quotes: '…' as it stands, "…" with the escapes of JSON
+    text          as it is typed, or in quotes: '…' as it stands, "…" with escapes
     a list        [a, "b"], or without brackets: what stands between commas
     a mapping     {key: value, "key": value}; JSON is one
     a number, …   12, 0.5, 1e-3, true, false
