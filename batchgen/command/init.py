@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from batchgen.command.conf_files import Entry, read_choice
-from batchgen.config.compose import CHOICE, Composed, compose_groups
+from batchgen.config.compose import Composed, compose_groups
+from batchgen.config.given import CHOICE
 from batchgen.config.keys import choice_values, choices
 from batchgen.errors import ConfigError
 from batchgen.paths import user_path

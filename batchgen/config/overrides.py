@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from batchgen.config.keys import GROUPS, declared_type, has_escapes, nearest, nearest_key
 from batchgen.config.read_value import UnclearEscape, Unreadable, read_value
@@ -27,7 +27,7 @@ class Override:
     """
 
     argument: str
-    sign: Literal["", "+", "++", "~"]
+    sign: str
     key: str
     text: str | None
 

@@ -132,6 +132,8 @@ def decode_escapes(text: str, *, quoted: bool = False) -> str:
         return _MEANINGS.get(match[3], match[3])
 
     found = _ESCAPE.sub(meaning, text)
+    if "\\u" not in text:
+        return found
     try:  # \ud83d\ude00 is one character in JSON
         return found.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError:
