@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 from tqdm import tqdm
 
+from batchgen.output.dataset_card import how_to_read
+
 if TYPE_CHECKING:
     from batchgen.engine.cache.memory_plan import MemoryPlan
     from batchgen.engine.strategy import Hooks
@@ -111,6 +113,7 @@ def summary(
         seconds = f"{_duration(attempt.wall_s)} ({_duration(attempt.generate_s)} generating)"
         lines += [("time", seconds), ("speed", f"{metrics.tokens_per_s:,.1f} tokens/s")]
     lines.append(("output", folder))
+    lines.append(("read it", f"{how_to_read(folder)['datasets']}; others: see its README.md"))
     width = max(len(name) for name, _ in lines)
     table = [f"{name:<{width}}  {value}" for name, value in lines]
     if metrics is not None and (why := metrics.attempt.batch_dependence) is not None:
