@@ -36,7 +36,8 @@ class DatasetConfig:
 
     def __post_init__(self) -> None:
         if self.kind == "demo":
-            _check(self.path is None, "path", "null for the demo rows (files are dataset=files)", self.path)
+            allowed = "null for the demo rows (files are dataset=files)"
+            _check(self.path is None, "path", allowed, self.path)
         else:
             _check(bool(self.path), "path", "a file, folder, glob or hub name", self.path)
         _check(self.split != "", "split", "null or the name of a split", self.split)

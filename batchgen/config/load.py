@@ -31,9 +31,10 @@ from batchgen.config.groups import (
 )
 from batchgen.errors import ConfigError
 
-
 _READING = ("types", "delimiter", "encoding")
 """Keys of the group `dataset` that say how text files are read."""
+_TEMPLATE_FILES = ("user_file", "system_file", "text_file")
+"""Keys of the group `prompt` that are null once it is made."""
 
 
 def load_config(cfg: DictConfig) -> JobConfig:
@@ -106,8 +107,8 @@ def identity(config: JobConfig) -> dict[str, dict[str, Any]]:
     if isinstance(config.constraint, NoConstraintConfig):
         del groups["constraint"]  # manifests from before there were constraints do not have it
     del groups["model"]["name"], groups["output"]["dir"], groups["output"]["overwrite"]
-    # Manifests of older versions do not have these keys: null there means what was always done.
-    for group, keys in (("dataset", _READING), ("prompt", ("user_file", "system_file", "text_file"))):
+    # Manifests of older versions do not have these keys; null means what was always done.
+    for group, keys in (("dataset", _READING), ("prompt", _TEMPLATE_FILES)):
         for key in keys:
             if groups[group].get(key) is None:
                 groups[group].pop(key, None)

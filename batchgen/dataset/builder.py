@@ -20,9 +20,7 @@ class TableBuilder(datasets.ArrowBasedBuilder):
             these very rows.
     """
 
-    def __init__(
-        self, read: Callable[[], Iterator[pa.Table]], split: str, cache: str
-    ) -> None:
+    def __init__(self, read: Callable[[], Iterator[pa.Table]], split: str, cache: str) -> None:
         self._read_tables, self._split = read, split
         super().__init__(cache_dir=cache, dataset_name="rows")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from datasets.features import Json
-
 
 def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | None:
     """The keys that lead from a row to the value that a name with dots means.
@@ -32,6 +30,8 @@ def feature_at(feature: Any, keys: list[str] | tuple[str, ...]) -> Any:
 
     JSON of several types may hold anything, so everything below it is JSON too.
     """
+    from datasets.features import Json  # takes seconds, and mistakes are told before it is needed
+
     for key in keys:
         if isinstance(feature, Json):
             return feature
@@ -40,7 +40,7 @@ def feature_at(feature: Any, keys: list[str] | tuple[str, ...]) -> Any:
 
 
 def value_at(fields: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    """The value of a row at a path from `column_path`; None if it or a struct above it is absent."""
+    """The value at a path from `column_path`; None if it or a struct above it is absent."""
     value: Any = fields
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None

@@ -199,8 +199,8 @@ class RowSource:
             )
         if type(value) not in (str, int):
             raise ConfigError(
-                f"dataset.id_column: row {index} holds {value!r:.50} in {self._config.id_column!r}: "
-                "ids must be strings or integers"
+                f"dataset.id_column: row {index} holds {value!r:.50} in "
+                f"{self._config.id_column!r}: ids must be strings or integers"
             )
         return str(value)
 

@@ -121,9 +121,8 @@ class CsvReader:
         try:
             return cells.cast(kind)
         except pa.ArrowInvalid:
-            line, cell = next(
-                (line, cell) for line, cell in zip(lines, cells, strict=True) if not _fits(cell, kind)
-            )
+            pairs = zip(lines, cells, strict=True)
+            line, cell = next((line, cell) for line, cell in pairs if not _fits(cell, kind))
         raise ConfigError(
             f"dataset.types: {file}, line {line}: {cell.as_py()!r} in column {name!r} is no "
             f"{self._types[name]}"
