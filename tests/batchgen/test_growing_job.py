@@ -179,3 +179,34 @@ def test_a_limit_that_was_too_high_can_be_lowered_to_what_is_done(tmp_path: Path
     assert _manifest(tmp_path / "out")["history"][-1]["changed"] == [
         f"dataset.limit: null → {done}", f"dataset rows: 1000 → {done}",
     ]  # fmt: skip
+
+
+def test_metrics_count_while_the_job_runs_and_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is what a kill leaves: it is written every SAVE_SECONDS, here with every step."""
+    monkeypatch.setattr("batchgen.output.metrics.SAVE_SECONDS", 0.0)
+    seen: list[dict[str, Any]] = []
+
+    class Watched(FakeEngine):
+        def step(self) -> Any:
+            finished = super().step()
+            seen.append(_metrics(tmp_path))
+            found = JobFolderReader(tmp_path).rows(["num_generated_tokens", "error"])
+            rows = list(found)
+            assert seen[-1]["rows"] == len(rows)
+            tokens = sum(row["num_generated_tokens"] for row in rows)
+            assert seen[-1]["generated_tokens"] == tokens
+            assert seen[-1]["error_rows"] == sum(row["error"] is not None for row in rows)
+            if self.stats.steps == 10:
+                raise KeyboardInterrupt  # as sudden as a kill: nothing is saved on the way out
+            return finished
+
+    job = FakeJob(str(tmp_path), rows=60, rows_per_shard=7)
+    for _ in range(2):
+        parts = replace(job.parts(), build_engine=lambda: Watched(job))
+        with pytest.raises(KeyboardInterrupt):
+            run_job(job.config(), parts)
+    assert {found["status"] for found in seen} == {"running"}
+    assert seen[8]["in_flight"] > 0 and 0 < seen[8]["rows"] <= seen[10]["rows"] < seen[18]["rows"]
+    assert [attempt["status"] for attempt in seen[-1]["attempts"]] == ["killed", "running"]
