@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 from tqdm import tqdm
 
+from batchgen.output.dataset_card import how_to_read
+
 if TYPE_CHECKING:
     from batchgen.engine.cache.memory_plan import MemoryPlan
     from batchgen.engine.strategy import Hooks
@@ -110,6 +112,7 @@ def summary(
             lines[0] = ("rows", f"{totals.rows:,} ({attempt.rows_resumed:,} from before)")
         seconds = f"{_duration(attempt.wall_s)} ({_duration(attempt.generate_s)} generating)"
         lines += [("time", seconds), ("speed", f"{metrics.tokens_per_s:,.1f} tokens/s")]
+    lines.append(("read it", f"{how_to_read(folder)['datasets']}; others: see its README.md"))
     lines.append(("output", folder))
     width = max(len(name) for name, _ in lines)
     table = [f"{name:<{width}}  {value}" for name, value in lines]

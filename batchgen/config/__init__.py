@@ -1,4 +1,4 @@
-"""The configuration of a job: groups.py and constraint.py have its keys, load.py reads it."""
+"""The configuration of a job: load.py reads it; the other files have its keys."""
 
 from batchgen.config.constraint import (
     CONSTRAINT_KINDS,
@@ -12,23 +12,25 @@ from batchgen.config.constraint import (
     job_value,
     make_constraint,
 )
+from batchgen.config.dataset import DatasetConfig
 from batchgen.config.groups import (
     COMMON_COLUMNS,
     PARSED,
-    ChatPromptConfig,
-    DatasetConfig,
     EngineGroup,
     JobConfig,
     ModelGroup,
     OutputConfig,
-    PromptConfig,
     SamplingConfig,
     StrategyConfig,
+)
+from batchgen.config.load import constraint_config, growing, identity, load_config, resolved
+from batchgen.config.options import strategy_options
+from batchgen.config.prompt import (
+    ChatPromptConfig,
+    PromptConfig,
     TextPromptConfig,
     TokensPromptConfig,
 )
-from batchgen.config.load import constraint_config, identity, load_config, resolved
-from batchgen.config.options import strategy_options
 
 __all__ = [
     "COMMON_COLUMNS",
@@ -52,6 +54,7 @@ __all__ = [
     "TokensPromptConfig",
     "constraint_column",
     "constraint_config",
+    "growing",
     "identity",
     "job_constraint",
     "job_value",
