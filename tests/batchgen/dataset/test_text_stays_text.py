@@ -187,6 +187,17 @@ def test_notes_beside_rows_are_no_rows() -> None:
     assert fields(source("e")) == [{"line": "one"}]
 
 
+def test_a_readme_that_names_files_leaves_their_text_alone() -> None:
+    Path("d").mkdir()
+    Path("d/a.csv").write_text("zip\n02134\n")
+    declared = "---\nconfigs:\n- config_name: default\n  data_files: a.csv\n{}---\n"
+    Path("d/README.md").write_text(declared.format(""))
+    assert fields(source("d")) == [{"zip": "02134"}]
+    Path("d/README.md").write_text(declared.format('  sep: ";"\n'))
+    Path("d/a.csv").write_text("zip;b\n02134;1\n")
+    assert fields(source("d")) == [{"zip": 2134, "b": 1}]
+
+
 def test_a_moved_and_renamed_file_has_the_same_fingerprint() -> None:
     old = source("a.csv", "a\n1\n")
     Path("far").mkdir()
