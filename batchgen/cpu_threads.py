@@ -4,7 +4,7 @@ import os
 from collections.abc import MutableMapping
 
 _SHORT_SPIN = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
-"""GCC's OpenMP counts turns of its loop (2,000 take some 50 µs), LLVM's and Intel's milliseconds."""
+"""GCC's OpenMP counts turns of its loop (2,000 take 50 µs), LLVM's and Intel's milliseconds."""
 
 
 def share_cores(environment: MutableMapping[str, str] = os.environ) -> None:
