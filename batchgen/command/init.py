@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from batchgen.command.conf_files import Entry, read_choice
-from batchgen.config.compose import CHOICE, Composed, compose_groups
+from batchgen.config.compose import Composed, compose_groups
+from batchgen.config.given import CHOICE
 from batchgen.config.keys import choice_values, choices
 from batchgen.errors import ConfigError
 from batchgen.paths import user_path
@@ -41,9 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         "override", nargs="*", help="GROUP=CHOICE or KEY=VALUE, as for the job itself"
     )
     given = parser.parse_args(arguments)
-    path = user_path(given.file, "the job file")
-    text = job_file_text(compose_groups({}, given.override), given.file)
-    _write(path, text)
+    _write(given.file, job_file_text(compose_groups({}, given.override), given.file))
     print(f"{given.file} is written: change what you like, then run `batchgen {given.file}`")
     return 0
 
@@ -77,9 +75,9 @@ def _key_lines(entry: Entry | None, key: str, value: Any, defaults: Mapping[str,
     return [*comment, *(f"  {line}" for line in text.splitlines())]
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: str, text: str) -> None:
     try:
-        with path.open("x", encoding="utf-8") as file:
+        with user_path(path, "the job file").open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         raise ConfigError(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from batchgen.command.verbs import VERBS
 from batchgen.errors import ConfigError
 
 FLAGS = {
@@ -68,6 +69,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
                 )
             options.job_file = Path(argument).expanduser()
         else:
+            _check_no_verb(argument, arguments)
             options.overrides.append(argument)
     if folders := options.values.get("--config-path"):
         name = options.values.get("--config-name", ["config"])[-1].removesuffix(".yaml")
@@ -101,6 +103,22 @@ def _no_option(argument: str) -> str:
     return f"{argument} is no option: " + (
         f"did you mean {guess}?" if guess else "`batchgen --help` lists them"
     )
+
+
+def _check_no_verb(argument: str, arguments: Sequence[str]) -> None:
+    """Refuse a verb that is misspelt, or does not come first.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if not argument.isalpha() or {"--help", "-h"} & set(arguments):
+        return
+    from batchgen.config.keys import nearest
+
+    if argument in VERBS:
+        raise ConfigError(f"{argument} is a verb, which comes first: batchgen {argument} …")
+    if guess := nearest(argument, VERBS):
+        raise ConfigError(f"there is no verb {argument}: did you mean batchgen {guess}?")
 
 
 def _is_job_file(argument: str) -> bool:

@@ -129,14 +129,16 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that was probably meant; None if there is none like it.
 
     It is the one that the fewest typos turn into this one, if a third of the letters at most are
-    typos. Else it is one that has all the parts of this one: max_tokens is max_new_tokens.
+    typos. Else it is one that begins with this one, or that has all its parts: max_tokens is
+    max_new_tokens.
     """
     words = list(known)
     distance, found = min(((edit_distance(word, other), other) for other in words), default=(9, ""))
     if distance <= max(1, min(3, len(word) // 3)):
         return found
     parts = set(word.split("_"))
-    return next((other for other in words if parts <= set(other.split("_"))), None)
+    like = (o for o in words if o.startswith(word) or parts <= set(o.split("_")))
+    return next(like, None) if len(word) > 1 else None
 
 
 def nearest_key(key: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from batchgen.config.keys import GROUPS, declared_type, has_escapes, nearest, nearest_key
 from batchgen.config.read_value import UnclearEscape, Unreadable, read_value
@@ -27,7 +27,7 @@ class Override:
     """
 
     argument: str
-    sign: Literal["", "+", "++", "~"]
+    sign: str
     key: str
     text: str | None
 
@@ -52,15 +52,20 @@ class Override:
         try:
             return read_value(self.text, hint, escapes=has_escapes(key))
         except UnclearEscape as error:
-            start = f"{self.sign}{self.key}="
-            character = shlex.quote(f'{start}"{self.text.replace(chr(34), chr(92) + chr(34))}"')
-            literal = shlex.quote(start + self.text.replace("\\", "\\\\"))
-            raise ConfigError(
-                f"{self.argument}: {error}: type {character} for the character, or {literal} for "
-                "backslashes"
-            ) from None
+            raise ConfigError(f"{self.argument}: {error}: {self._clear_forms()}") from None
         except Unreadable as error:
             raise ConfigError(f"{self.argument} cannot be read: {error}") from None
+
+    def _clear_forms(self) -> str:
+        """How to type a text whose escape may mean two things."""
+        assert self.text is not None
+        if self.text.lstrip().startswith("["):
+            return "put the text into double quotes for the former, and write \\\\ for the latter"
+        start = f"{self.sign}{self.key}="
+        quoted = self.text.replace('"', '\\"')
+        former = shlex.quote(f'{start}"{quoted}"')
+        latter = shlex.quote(start + self.text.replace("\\", "\\\\"))
+        return f"type {former} for the former, or {latter} for the latter"
 
 
 def parse_override(argument: str) -> Override:

@@ -2,7 +2,7 @@ r"""Reads the text behind the `=` of an argument as the value that its key may h
 
 The declared type of a key decides what its text means:
 
-    text          as it is typed, or in quotes: '…' as it stands, "…" with the escapes of JSON
+    text          as it is typed, or in quotes: '…' as it stands, "…" with escapes
     a list        [a, "b"], or without brackets: what stands between commas
     a mapping     {key: value, "key": value}; JSON is one
     a number, …   12, 0.5, 1e-3, true, false
@@ -21,6 +21,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 _ESCAPE = re.compile(r'\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|([ntr"\\/]))')
 _MEANINGS = {"n": "\n", "t": "\t", "r": "\r"}
+_NAMES = {"n": "the end of a line", "t": "a tab", "r": "a carriage return"}
 _INTEGER = re.compile(r"[+-]?\d(_?\d)*")
 _NUMBER = re.compile(
     r"[+-]?((\d(_?\d)*\.?(\d(_?\d)*)?|\.\d(_?\d)*)(e[+-]?\d+)?|inf|nan)", re.IGNORECASE
@@ -29,9 +30,11 @@ _WORDS = {"true": True, "false": False, "null": None}
 _REFERENCE = re.compile(r"\$\{[^{}]*\}")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'', re.DOTALL)
 _BARE = {
-    stop: re.compile(rf"(?:\$\{{[^{{}}]*\}}|[^,{re.escape(stop)}])*") for stop in ("]", "}", ":")
+    "]": re.compile(r"(?:\$\{[^{}]*\}|[^,\]])*"),
+    "}": re.compile(r"(?:\$\{[^{}]*\}|[^,}])*"),
+    ":": re.compile(r"[^,:{}\[\]]*"),
 }
-"""What may stand without quotes before a comma or this character."""
+"""What may stand without quotes before a comma, or before this character."""
 
 
 class Unreadable(Exception):
@@ -119,12 +122,18 @@ def decode_escapes(text: str, *, quoted: bool = False) -> str:
             return chr(int(match[1] or match[2], 16))
         behind = text[match.end() : match.end() + 1]
         if not quoted and match[3] in _MEANINGS and behind.isascii() and behind.islower():
-            raise UnclearEscape(f"{match[0]} may mean a character or be text")
+            word = re.match(r"\\[a-z]+", text[match.start() :])
+            assert word is not None
+            raise UnclearEscape(
+                f"{match[0]} in {word[0]} may be {_NAMES[match[3]]} or a backslash and a letter"
+            )
         if not quoted and match[3] == "/":
             return match[0]
         return _MEANINGS.get(match[3], match[3])
 
     found = _ESCAPE.sub(meaning, text)
+    if "\\u" not in text:
+        return found
     try:  # \ud83d\ude00 is one character in JSON
         return found.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError:
@@ -210,7 +219,8 @@ class _Brackets:
         assert bare is not None
         text = bare[0].strip()
         if not text:
-            raise Unreadable(f"a value is missing before {rest[:1] or 'the end'}")
+            missing = "a key" if stop == ":" else "a value"
+            raise Unreadable(f"{missing} is missing before {rest[:1] or 'the end'}")
         if text[0] in "\"'":
             raise Unreadable(f"the quote in {text} is not closed")
         self._at += bare.end()
@@ -229,12 +239,12 @@ class _Brackets:
             self._at += 1
             if rest.startswith(end):
                 return items
+            if not rest:
+                raise Unreadable(f"the closing {end} is missing: quote a text that begins so")
             if not rest.startswith(","):
-                found = f"{rest[:12]} stands where , or {end} belongs" if rest else "the end"
                 raise Unreadable(
-                    f"{found}: put texts with special characters into double quotes"
-                    if rest
-                    else f"the closing {end} is missing"
+                    f"{rest[:12]} stands where , or {end} belongs: put a text with special "
+                    "characters into double quotes"
                 )
 
     def _pair(self, before: list[Any]) -> tuple[str, Any]:

@@ -49,6 +49,12 @@ def test_the_command_is_imported_without_heavy_packages(tmp_path: Path) -> None:
         (["sampling.temperature=-1"], 2, "sampling.temperature must be"),
         (["model=hf"], 2, "model.path has no value"),
         (["no_such_group=x"], 2, "no_such_group"),
+        (["sampling.temprature=1"], 2, "did you mean sampling.temperature?"),
+        (["--version"], 0, "transformers"),
+        (["--help", "sampling"], 0, "max_new_tokens"),
+        (["--completion", "bash"], 0, "sampling.temperature="),
+        (["init", "job.yaml"], 0, "job.yaml is written"),
+        (["--multirun", "sampling.temperature=-1,-2"], 2, "sampling.temperature must be"),
         (["constraint=regex", "'constraint.pattern=\"(\"'"], 2, "constraint"),
     ],
 )
@@ -59,6 +65,12 @@ def test_help_and_mistakes_of_the_configuration_load_no_heavy_package(
     assert says in printed
     assert code is None or f"CODE {code}" in printed
     assert not loaded
+
+
+@pytest.mark.parametrize("argument", ["--version", "--help", "sampling.temprature=1"])
+def test_what_needs_no_job_does_not_wait_for_hydra(argument: str, tmp_path: Path) -> None:
+    program = RUN_MAIN.format(arguments=[argument]) + "\nassert 'hydra' not in sys.modules"
+    _loaded(program, tmp_path)
 
 
 def test_a_mistake_in_the_model_is_found_before_the_libraries_of_the_data_load(

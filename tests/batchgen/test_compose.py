@@ -1,0 +1,174 @@
+"""Job files, mappings and arguments say the same, each in its own way of writing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fake_job import FakeJob
+
+from batchgen.__main__ import run_command
+from batchgen.command.init import job_file_text
+from batchgen.config import JobConfig, resolved
+from batchgen.config.choices import inferred_choice
+from batchgen.config.compose import compose, compose_groups
+from batchgen.config.job_file import read_job_file
+from batchgen.config.keys import EXPERIMENT, GROUPS, choices, edit_distance, nearest_key
+from batchgen.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model": "hf", "model.path": "m", "sampling.stop": "END", "sampling": {"n": 2}},
+        {"model": {"path": "m"}, "sampling": {"stop": ["END"], "n": 2}},
+        {"model": {"choice": "hf", "path": Path("m")}, "sampling": {"stop": ("END",), "n": 2}},
+    ],
+)
+def test_mappings_and_arguments_say_the_same(values: dict[str, Any]) -> None:
+    arguments = ["model=hf", "model.path=m", "sampling.stop=END", "sampling.n=2"]
+    assert compose(values) == compose({}, arguments) == compose({}, arguments[1:])
+
+
+def test_old_quoting_goes_on_working() -> None:
+    old = [
+        "'prompt.user=\"{{ question }}\"'".strip("'"),
+        'sampling.stop=["a","b c"]',
+        "output.columns=[logprobs,top_logprobs]",
+        "prompt.template_kwargs={enable_thinking: false}",
+        'output.dir="out/lr=0.1"',
+    ]
+    config = compose({}, old)
+    assert config.sampling.stop == ("a", "b c") and config.output.dir == "out/lr=0.1"
+    assert config.output.columns == ("logprobs", "top_logprobs")
+    assert resolved(config)["prompt"]["user"] == "{{ question }}"
+    assert resolved(config)["prompt"]["template_kwargs"] == {"enable_thinking": False}
+
+
+def test_what_is_said_later_goes_before() -> None:
+    values = {"sampling": {"choice": "sample", "temperature": 0.5, "n": 2}}
+    assert compose(values, ["sampling.n=3"]).sampling.n == 3
+    assert compose(values).sampling.temperature == 0.5
+    # A choice on the command line replaces all that the file says of its group.
+    greedy = compose(values, ["sampling=greedy"]).sampling
+    assert (greedy.temperature, greedy.n) == (0.0, 1)
+    assert compose({"experiment": "nano_sdar", "sampling.n": 2}).sampling.n == 2
+
+
+def test_signs() -> None:
+    assert compose({}, ["+strategy.width=3"]).strategy.options == {"width": 3}
+    assert compose({}, ["++sampling.n=3"]).sampling.n == 3
+    assert compose({}, ["++strategy.width=3"]).strategy.options == {"width": 3}
+    assert "limit" not in compose_groups({}, ["~dataset.limit"]).groups["dataset"]
+    with pytest.raises(ConfigError, match=r"^engine is missing"):
+        compose({}, ["~engine"])
+
+
+def test_keys_below_a_key() -> None:
+    config = compose({}, ["prompt.template_kwargs.enable_thinking=false"])
+    assert resolved(config)["prompt"]["template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "group", "kind"),
+    [
+        (["dataset.path=x"], "dataset", "files"),
+        (["prompt.text=x"], "prompt", "text"),
+        (["prompt.messages_column=m"], "prompt", "chat"),
+        (["constraint.pattern=[A-D]"], "constraint", "regex"),
+        (["constraint.choices=a,b"], "constraint", "choice"),
+    ],
+)
+def test_keys_choose_their_group(arguments: list[str], group: str, kind: str) -> None:
+    assert resolved(compose({}, arguments))[group]["kind"] == kind
+
+
+def test_a_key_that_the_default_has_changes_no_choice() -> None:
+    assert compose({}, ["dataset.limit=3"]).dataset.kind == "demo"
+    assert inferred_choice("sampling", {"temperature": "1"}) is None
+    name = compose({}, ["model.path=m"]).model.name
+    assert name is None  # and not that of the default model
+
+
+def test_a_strategy_of_ones_own_is_taken_whole() -> None:
+    config = compose({"strategy": {"_target_": "my.Own", "width": 3}})
+    assert (config.strategy.target, config.strategy.options) == ("my.Own", {"width": 3})
+
+
+CHOSEN = [
+    *(f"{group}={choice}" for group in GROUPS for choice in choices(group)),
+    *(f"+experiment={choice}" for choice in choices(EXPERIMENT)),
+]
+
+
+@pytest.mark.parametrize("argument", CHOSEN)
+def test_a_new_job_file_is_the_job(argument: str, tmp_path: Path) -> None:
+    arguments = [argument, r'prompt.system=a: "b" # c\n {{ d }}', "dataset.limit=3"]
+    if argument in ("prompt=text", "prompt=tokens"):
+        del arguments[1]
+    composed = compose_groups({}, arguments)
+    file = tmp_path / "job.yaml"
+    file.write_text(job_file_text(composed, "job.yaml"))
+    values, _ = read_job_file(file)
+    assert compose_groups(values) == composed
+
+
+@pytest.mark.parametrize("argument", ["strategy=dllm", "prompt=messages", "constraint=choice"])
+def test_a_resolved_job_is_a_job(argument: str) -> None:
+    more = ["constraint.choices=yes,no"] if argument == "constraint=choice" else []
+    config = compose({}, [argument, *more])
+    assert compose(resolved(config)) == config
+
+
+def test_the_config_of_an_output_is_the_job(tmp_path: Path) -> None:
+    job = FakeJob(str(tmp_path / "out"), rows=1)
+    job.run()
+    values, _ = read_job_file(tmp_path / "out/config.yaml")
+    assert compose(values) == job.config()
+    assert list(values) == list(GROUPS)
+
+
+def test_the_config_of_an_older_output_is_a_job() -> None:
+    old = {**resolved(compose({})), "defaults": ["_self_"], "hydra": {"run": {"dir": "."}}}
+    assert compose(old) == compose({})
+
+
+def test_choices_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sampling").mkdir()
+    (tmp_path / "sampling/mine.yaml").write_text("temperature: 0.25\nn: 7\n")
+    arguments = ["--config-dir", str(tmp_path), "sampling=mine", "--cfg", "job"]
+    assert run_command([*arguments, "sampling.n=8"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["sampling"] == {"temperature": 0.25, "n": 8}
+    assert run_command(arguments[2:]) == 2
+    assert run_command([*arguments, "sampling=mien"]) == 2
+    assert "did you mean mine?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "distance"),
+    [("", "", 0), ("ab", "", 2), ("abc", "abd", 1), ("abc", "acb", 1), ("kitten", "sitting", 3)],
+)
+def test_edit_distance(first: str, second: str, distance: int) -> None:
+    assert edit_distance(first, second) == edit_distance(second, first) == distance
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("sampling.temprature", "sampling.temperature"),
+        ("temperature", "sampling.temperature"),
+        ("samplign.top_k", "sampling.top_k"),
+        ("dataset.id", "dataset.id_column"),
+        ("strategy.propsoer", "strategy.proposer"),
+        ("engine.temperature", "sampling.temperature"),
+        ("sampling.xyzzy", None),
+    ],
+)
+def test_nearest_key(typed: str, meant: str | None) -> None:
+    assert nearest_key(typed) == meant
+
+
+def test_types_of_the_class_and_yaml_agree() -> None:
+    """All keys of the dataclasses are in conf/, so that each can be set and explained."""
+    groups = compose_groups({}).groups
+    assert list(groups) == [*GROUPS] == list(JobConfig.__dataclass_fields__)
