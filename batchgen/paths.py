@@ -47,5 +47,6 @@ def short_user_path(given: str | os.PathLike[str], key: str) -> Path:
     """
     path = user_path(given, key)
     short = os.path.normpath(given)
-    # A path that begins with ~ (from ./~/x) would be expanded by the next one who reads it.
-    return path if os.path.isabs(short) or short.startswith("~") else Path(short)
+    # pyarrow reads a leading ~ (of ./~/x) as the home folder, and a colon as the mark of a URL.
+    odd = short.startswith("~") or ":" in short
+    return path if odd or os.path.isabs(short) else Path(short)

@@ -30,6 +30,7 @@ from batchgen.config import (
 )
 from batchgen.constraint.row_constraints import MAX_CACHED, cell_text, choices_of
 from batchgen.constraint.text_checks import CHECKED_BY, Check, Unchecked, make_check
+from batchgen.dataset.columns import column_path, feature_at, value_at
 from batchgen.dataset.stored_json import read_back, stored_feature
 from batchgen.engine.constraint.json_text import parse_json
 from batchgen.errors import ConfigError, JobError
@@ -205,23 +206,24 @@ def _rows(path: Path, text: str, column: str | None) -> Iterator[dict[str, Any]]
     Args:
         text: the name of the column of generated text.
     """
-    names = [*_COLUMNS, text, *([] if column is None else [column])]
     for shard in shard_files(path / "data").values():
         try:
             with pq.ParquetFile(shard) as file:
-                if column is not None and column not in file.schema_arrow.names:
+                fields = file.schema_arrow if column is not None else ()
+                features = {field.name: stored_feature(field) for field in fields}
+                place = None if column is None else column_path(column, features)
+                if column is not None and place is None:
                     raise ConfigError(
                         f"the rows' constraints stand in the dataset column {column!r}, which the "
                         f"job did not copy to {path}: list it in dataset.columns and run the job "
                         "again"
                     )
-                feature = (
-                    None if column is None else stored_feature(file.schema_arrow.field(column))
-                )
+                names = [*_COLUMNS, text, *([] if place is None else [place[0]])]
                 for batch in file.iter_batches(_BATCH, columns=names):
                     for row in batch.to_pylist():
-                        if column is not None:
-                            row[column] = (read_back(row[column], feature), feature)
+                        if column is not None and place is not None:
+                            row[place[0]] = read_back(row[place[0]], features[place[0]])
+                            row[column] = (value_at(row, place), feature_at(features, place))
                         yield row
         except (pa.ArrowException, OSError) as error:
             raise damaged(shard, str(error)) from error

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 from step_map_data import Histogram, Line, PlotError, StepMaps, TracedRow, read_job
 
+from batchgen.paths import short_user_path
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap, Normalize
@@ -239,7 +241,7 @@ def main() -> None:
     if args.rows < 1 or (args.block_length is not None and args.block_length < 1):
         parser.error("--rows and --block-length must be at least 1")
     try:
-        maps = read_job(args.folder, args.block_length)
+        maps = read_job(short_user_path(args.folder, "OUT"), args.block_length)
         rows = maps.traced_rows(args.rows, args.tokenizer)
         figure = draw(maps, maps.histogram(), rows)
     except PlotError as error:

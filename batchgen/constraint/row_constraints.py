@@ -14,6 +14,7 @@ from batchgen.config import (
     job_constraint,
     make_constraint,
 )
+from batchgen.dataset.columns import column_path, feature_at, value_at
 from batchgen.dataset.source import Row
 from batchgen.dataset.stored_json import without_filled_nulls
 from batchgen.engine.constraint.constraint import Constraint
@@ -53,12 +54,13 @@ class RowConstraints:
         if self._column is None:
             return
         assert not isinstance(config, NoConstraintConfig)
-        if self._column not in features:
+        path = column_path(self._column, features)
+        if path is None:
             raise ConfigError(
                 f"constraint.column: the data set has no column {self._column!r}: choose among "
                 f"{', '.join(features)}"
             )
-        self._feature = features[self._column]
+        self._path, self._feature = path, feature_at(features, path)
         # Many rows often hold the same constraint, and a schema takes time to check.
         self._made = lru_cache(MAX_CACHED)(partial(_made, config))
 
@@ -71,7 +73,7 @@ class RowConstraints:
         if self._column is None:
             return self._job
         try:
-            text = cell_text(self._kind, row.fields.get(self._column), self._feature)
+            text = cell_text(self._kind, value_at(row.fields, self._path), self._feature)
             return None if text is None else self._made(text)
         except ConstraintError as error:
             raise RequestError("bad_constraint", f"column {self._column!r}: {error}") from None

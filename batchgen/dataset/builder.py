@@ -10,7 +10,7 @@ import pyarrow as pa
 # datasets replaces names such as `open` and `Path` in the module of a builder: none is used here.
 
 
-class TableBuilder(datasets.ArrowBasedBuilder):
+class TableBuilder(datasets.ArrowBasedBuilder):  # type: ignore[misc]
     """A split of rows that come as Arrow tables.
 
     Args:

@@ -20,7 +20,7 @@ def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | Non
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         column, keys = ".".join(parts[:end]), parts[end:]
-        if column in features and feature_at(features[column], keys) is not None:
+        if column in features and (not keys or feature_at(features[column], keys) is not None):
             return (column, *keys)
     return None
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import CRITICAL
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 from datasets import Dataset, DatasetBuilder, DatasetDict, IterableDataset
@@ -19,7 +19,7 @@ from huggingface_hub.utils import logging as hub_logging
 
 from batchgen.config import DatasetConfig
 from batchgen.config.dataset import STDIN
-from batchgen.dataset.formats import SUPPORTED, format_of, reason
+from batchgen.dataset.formats import SUPPORTED, TEXT_FORMATS, format_of, reason
 from batchgen.dataset.local_files import check_reading, file_builder
 from batchgen.dataset.read_errors import READ_ERRORS, unreadable
 from batchgen.dataset.stdin import called_stdin, spooled_stdin
@@ -30,6 +30,8 @@ from batchgen.paths import short_user_path
 
 _READING_VERSION = 2
 """Another number where the same files give other rows than in an older version of batchgen."""
+_FILE_KEYS = {"config_name", "data_files", "data_dir", "default"}
+"""Keys of a configuration in a README.md that only say which files have its rows."""
 DEMO = Path(__file__).parents[1] / "data" / "demo.jsonl"
 
 
@@ -165,18 +167,21 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
     files = [f for f in files if not any(p.startswith(".") for p in f.relative_to(folder).parts)]
     if not files:
         raise ConfigError(f"dataset.path: folder {folder} has no files of {SUPPORTED}")
-    declared = _declares_files(folder)
+    declared = _declared(folder)
     # Beside rows of another format .txt files are notes.
     files = [f for f in files if format_of(f) != "txt"] or files
-    if not declared:
+    if declared == "nothing":
         _check_formats(files)
     try:
         path = str(folder.absolute())
         used = datasets.load_dataset_builder(path, config.name).config.data_files
         split = _pick_split(list(map(str, used)), config)
         chosen = [Path(name) for name in used[split]]
-        if not declared:
+        if declared == "nothing":
             _check_all_used(files, [Path(name) for names in used.values() for name in names])
+        # Text that nobody has declared types for is read as it is anywhere else.
+        is_text = declared == "only files" and format_of(chosen[0]) in TEXT_FORMATS
+        if declared == "nothing" or is_text:
             return _load_files(chosen, config, split)
         check_reading(config, "declared by its README.md")
         fingerprint = _content(split, chosen, "declared", config)
@@ -189,12 +194,19 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
         raise unreadable(error, files) from None
 
 
-def _declares_files(folder: Path) -> bool:
+def _declared(folder: Path) -> Literal["nothing", "only files", "more"]:
+    """What the README.md of a folder says of its rows: nothing, in which files they are, or also
+    what these hold or how they are read."""
     readme = folder / "README.md"
     try:
-        return readme.is_file() and bool(DatasetCard.load(readme).data.to_dict().get("configs"))
+        card = DatasetCard.load(readme).data.to_dict() if readme.is_file() else {}
     except ValueError as error:
         raise ConfigError(f"dataset.path: the YAML of {readme} is wrong: {reason(error)}") from None
+    configs = card.get("configs") or []
+    keys = {key for config in configs for key in config}
+    if not configs:
+        return "nothing"
+    return "more" if keys - _FILE_KEYS or "dataset_info" in card else "only files"
 
 
 def _check_all_used(files: Sequence[Path], used: Sequence[Path]) -> None:

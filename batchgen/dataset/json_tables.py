@@ -128,7 +128,7 @@ def _with_json_as_text(chunk: bytes, mixed: Features) -> bytes:
 
 
 def _has_json(feature: Any) -> bool:
-    return _json_as_text(feature) != feature
+    return bool(_json_as_text(feature) != feature)
 
 
 def _json_as_text(feature: Any) -> Any:

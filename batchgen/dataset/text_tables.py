@@ -23,7 +23,7 @@ _END = "\ue000 the end of the file \ue000"
 
 
 def text_tables(file: Path) -> Iterator[pa.Table]:
-    """The lines of a text file as a column `text`, without their line ends and without blank lines.
+    """The lines of a text file as a column `line`, without their line ends and without blank lines.
 
     Raises:
         ConfigError: while iterating: the file is not UTF-8.
@@ -32,7 +32,7 @@ def text_tables(file: Path) -> Iterator[pa.Table]:
     with _lines(file, newline=None) as lines:
         texts = (line.removesuffix("\n") for line in lines if line.strip())
         while rows := list(islice(texts, _ROWS)):
-            yield pa.table({"text": pa.array(rows, pa.string())})
+            yield pa.table({"line": pa.array(rows, pa.string())})
 
 
 class CsvReader:

@@ -118,7 +118,11 @@ class JobFolder:
         path = self.path / _MANIFEST
         self._asked = manifest
         rows = manifest.growing.get(ROWS)
-        self._digests = lambda: None if rows is None else digests(rows)
+
+        def own_digests() -> list[str] | None:
+            return None if rows is None else digests(rows)
+
+        self._digests = own_digests
         is_new = not path.exists()
         if not is_new:
             self.manifest = Manifest.read(path)

@@ -46,7 +46,9 @@ class RowsInOrder:
         column = pa.chunked_array([batch.column(name) for batch in self._batches])
         values = np.asarray(pc.fill_null(column, 0).to_numpy(), np.int64)
         lengths = np.array([batch.num_rows for batch in self._batches])
-        return values[(np.cumsum(lengths) - lengths)[self._batch_of] + self._row_of]
+        places = (np.cumsum(lengths) - lengths)[self._batch_of] + self._row_of
+        ordered: npt.NDArray[np.int64] = values[places]
+        return ordered
 
     def table(self, rows: npt.NDArray[np.int64], columns: Sequence[str] | None = None) -> pa.Table:
         """Some of the rows, copied out of the batches, of which only those are touched.

@@ -36,7 +36,7 @@ class Prompt(Protocol):
     @property
     def is_constant(self) -> bool:
         """Whether all rows get the same prompt, because no template uses a column."""
-        ...
+        return False
 
     def text(self, row: Row) -> str | None:
         """The prompt of a row before it becomes tokens; None where it is tokens already.
@@ -44,7 +44,7 @@ class Prompt(Protocol):
         Raises:
             RequestError: as `token_ids`.
         """
-        ...
+        return None
 
     def token_ids(self, row: Row) -> list[int]:
         """The prompt of a row, which has at least one token and any length.
@@ -256,19 +256,14 @@ class TextPrompt:
         return self._text.render(row.fields)
 
 
-class TokensPrompt:
+class TokensPrompt(Prompt):
     """The token ids that a column holds, as they are."""
-
-    is_constant = False
 
     def __init__(
         self, config: TokensPromptConfig, vocab_size: int, columns: Mapping[str, Any]
     ) -> None:
         self._column, self._vocab_size = config.token_ids_column, vocab_size
         self._path = _path("prompt.token_ids_column", self._column, columns)
-
-    def text(self, row: Row) -> None:
-        return None
 
     def token_ids(self, row: Row) -> list[int]:
         ids = value_at(row.fields, self._path)

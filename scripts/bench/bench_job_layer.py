@@ -34,6 +34,7 @@ from batchgen.engine.cache.memory_plan import MemoryPlan
 from batchgen.engine.outputs import OutputColumn, RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.job import JobParts, run_job
+from batchgen.prompts.prompts import Prompt
 
 PROMPT = list(range(1000, 1100))
 TOKENS = list(range(2000, 2100))
@@ -85,7 +86,7 @@ class InstantEngine:
         ]
 
 
-class ReadyPrompt:
+class ReadyPrompt(Prompt):
     """A prompt that is the same token ids for every row."""
 
     def token_ids(self, row: Row) -> list[int]:

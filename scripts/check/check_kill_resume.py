@@ -7,6 +7,15 @@
 how long a run takes. Then the job is killed (SIGKILL) at random moments, and at last left alone.
 Two things are checked: every column of every shard is equal (floats within 1e-5), and every
 (row, sample) that was finished when a run was killed was taken over by the next run.
+
+With `--grow` the job then grows, once for each of them, and all is done again in the same folder:
+
+    python scripts/check/check_kill_resume.py --kills 5 --work /tmp/check \\
+        --grow dataset.limit=120 --grow sampling.n=4 --grow dataset.path=more.jsonl \\
+        --grow output.retry_errors=true -- \\
+        batchgen dataset=files dataset.path=rows.jsonl dataset.limit=50 output.dir={out}
+
+Each time the output must equal that of a job which ran so from the start.
 """
 
 import argparse
@@ -95,13 +104,26 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--work", type=Path, required=True, help="folder to work in; is emptied")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--grow", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
     shutil.rmtree(args.work, ignore_errors=True)
     args.work.mkdir(parents=True)
-    expected, found, log = args.work / "expected", args.work / "killed", args.work / "log"
+    rng = random.Random(args.seed)
+    for stage in range(1 + len(args.grow)):
+        grown = args.grow[:stage]
+        if grown:
+            print(f"grown by {grown[-1]}")
+        # A later value of a key takes the place of an earlier one.
+        keys = {part.split("=", 1)[0]: part for part in [*args.command, *grown]}
+        _check(list(keys.values()), args.work, stage, args.kills, rng)
+
+
+def _check(command: list[str], work: Path, stage: int, kills: int, rng: random.Random) -> None:
+    """Run a command undisturbed in a new folder and with kills in the folder of all stages."""
+    expected, found, log = work / f"expected{stage}", work / "killed", work / "log"
     commands = {
-        out: [part.replace("{out}", str(out)) for part in args.command] for out in (expected, found)
+        out: [part.replace("{out}", str(out)) for part in command] for out in (expected, found)
     }
     started = time.monotonic()
     code = _run_killed(commands[expected], 1e9, log)
@@ -111,28 +133,27 @@ def main() -> None:
     generating: float = attempts(expected)[0]["generate_s"]
     startup = seconds - generating
     print(f"the undisturbed job took {startup:.1f} s to start and {generating:.1f} s to generate")
-    rng = random.Random(args.seed)
-    kills = 0
+    done = 0
+    retries = "output.retry_errors=true" in command
     while True:
         # Some kills come while the job starts, and all so early that it survives so many of them.
-        delay = rng.uniform(0.8 * startup, startup + generating / args.kills)
-        delay = delay if kills < args.kills else 1e9
+        delay = rng.uniform(0.8 * startup, startup + generating / kills) if done < kills else 1e9
         before = finished_rows(found), len(attempts(found))
         code = _run_killed(commands[found], delay, log)
         # An attempt that was killed while it started is not among the attempts.
-        if len(attempts(found)) > before[1]:
+        if len(attempts(found)) > before[1] and not retries:
             resumed = attempts(found)[-1]["rows_resumed"]
             assert resumed == before[0], f"{resumed} of {before[0]} finished rows were taken over"
         if code is not None:
             break
-        kills += 1
-        print(f"kill {kills} after {delay:.2f} s: {finished_rows(found)} rows are safe", flush=True)
+        done += 1
+        print(f"kill {done} after {delay:.2f} s: {finished_rows(found)} rows are safe", flush=True)
     if code not in (0, 3):
         sys.exit(f"the killed job ended with exit code {code}: see {log}")
     rows = compare_outputs(expected, found)
-    print(f"{kills} kills, {rows} rows: equal to those of the undisturbed job")
-    if kills < args.kills:
-        sys.exit(f"only {kills} kills before the job was complete: use a longer job")
+    print(f"{done} kills, {rows} rows: equal to those of the undisturbed job")
+    if done < kills and not stage:
+        sys.exit(f"only {done} kills before the job was complete: use a longer job")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from batchgen.engine.cache.memory_plan import MemoryPlan
 from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.job import JobParts, JobResult, run_job
+from batchgen.prompts.prompts import Prompt
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
 TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (2, 3))
@@ -153,7 +154,7 @@ class FakeSource:
 
 
 @dataclass(frozen=True)
-class FakePrompt:
+class FakePrompt(Prompt):
     bad: bool
 
     def token_ids(self, row: Row) -> list[int]:

@@ -15,10 +15,11 @@ from batchgen.first_rows import FIRST_ROWS, AllRowsFailed, FirstRows
 from batchgen.job import JobResult, run_job
 from batchgen.output.read_job import JobFolderReader
 from batchgen.output.schema import FinishedRow
+from batchgen.prompts.prompts import Prompt
 
 
 def _error(index: int, kind: str = "bad") -> FinishedRow:
-    error = RequestError(kind, f"row {index} is bad")  # type: ignore[arg-type]
+    error = RequestError(kind, f"row {index} is bad")
     return FinishedRow(f"id{index}", index, 0, {}, error=error)
 
 
@@ -50,7 +51,7 @@ def test_samples_of_a_row_count_once() -> None:
 
 
 @dataclass(frozen=True)
-class _BadPrompt:
+class _BadPrompt(Prompt):
     """Fails for the rows from `start` on and before `stop`."""
 
     start: int = 0
@@ -105,7 +106,7 @@ def test_many_errors_and_some_answers(tmp_path: Path, bad: _BadPrompt) -> None:
 def test_an_engine_that_fails_every_row(tmp_path: Path) -> None:
     class Broken(FakeEngine):
         def step(self) -> list[RequestOutput]:
-            error = RequestError("no_answer", "all values are NaN")  # type: ignore[arg-type]
+            error = RequestError("no_answer", "all values are NaN")
             return [replace(o, finish_reason="error", error=error) for o in super().step()]
 
     job = FakeJob(str(tmp_path), rows=300, bad=False)

@@ -23,6 +23,7 @@ from batchgen.errors import ConfigError, JobError
 from batchgen.fingerprint import derive_seed
 from batchgen.job import JobParts, JobResult, run_job
 from batchgen.output.journal import Journal
+from batchgen.prompts.prompts import Prompt
 
 
 def _job(out: Path, **fields: Any) -> FakeJob:
@@ -154,7 +155,7 @@ def test_a_complete_job_computes_nothing(tmp_path: Path) -> None:
 
 
 def test_only_error_rows(tmp_path: Path) -> None:
-    class AllBad:
+    class AllBad(Prompt):
         def token_ids(self, row: object) -> list[int]:
             raise batch_error
 

@@ -207,16 +207,22 @@ MIXED: list[list[Any]] = [
 ]
 
 
+@pytest.mark.parametrize("column", ["schema", "task.schema"])
 @pytest.mark.parametrize("schemas", MIXED, ids=["struct", "JSON"])
-def test_schemas_that_datasets_keeps_as_json(tmp_path: Path, schemas: list[Any]) -> None:
+def test_schemas_that_datasets_keeps_as_json(
+    tmp_path: Path, schemas: list[Any], column: str
+) -> None:
     rows = tmp_path / "rows.jsonl"
     cells = [*schemas, None, *schemas, *schemas]
-    rows.write_text("".join(json.dumps({"schema": cell}) + "\n" for cell in cells))
+    fields: list[dict[str, Any]] = [{"schema": cell} for cell in cells]
+    if column == "task.schema":
+        fields = [{"task": task} for task in fields]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in fields))
     texts = ['{"a":"x"}', '{"a":null}', "free", '{"a":null}', '{"a":1}', '{"a":2}', '{"a":0}']
     answers = tuple(
         (text, "stop", cell is not None or None) for text, cell in zip(texts, cells, strict=True)
     )
-    fake = job(tmp_path / "out", {"kind": "json_schema", "column": "schema"}, answers)
+    fake = job(tmp_path / "out", {"kind": "json_schema", "column": column}, answers)
     source = open_dataset(DatasetConfig(kind="files", path=str(rows)))
     run_job(fake.config(), replace(fake.parts(), source=source))
     report = validate(tmp_path / "out")

@@ -159,7 +159,7 @@ def test_rows_are_no_logs_of_agents() -> None:
 @BOTH
 def test_a_row_per_line_of_text(streaming: bool) -> None:
     content = "first\r\n\n  second \n \t\n{{ third }}\x0b,\u2028"
-    want = [{"text": "first"}, {"text": "  second "}, {"text": "{{ third }}\x0b,\u2028"}]
+    want = [{"line": "first"}, {"line": "  second "}, {"line": "{{ third }}\x0b,\u2028"}]
     assert fields(source("a.txt", content, streaming=streaming)) == want
 
 
@@ -171,7 +171,7 @@ def test_encodings(encoding: str, streaming: bool) -> None:
     csv_rows = fields(source("a.csv", f"a,b\r\n{word},2\r\n".encode(encoding), **keys))
     assert csv_rows == [{"a": word, "b": "2"}]
     assert fields(source("a.txt.gz", gzip.compress(word.encode(encoding)), **keys)) == [
-        {"text": word}
+        {"line": word}
     ]
     lines = (json.dumps({"a": word}, ensure_ascii=False) + "\n").encode(encoding)
     assert fields(source("a.jsonl", lines, **keys)) == [{"a": word}]
@@ -184,7 +184,18 @@ def test_notes_beside_rows_are_no_rows() -> None:
     Path("e").mkdir()
     Path("e/a.txt").write_text("one\n")
     assert fields(source("d")) == [{"q": 1}]
-    assert fields(source("e")) == [{"text": "one"}]
+    assert fields(source("e")) == [{"line": "one"}]
+
+
+def test_a_readme_that_names_files_leaves_their_text_alone() -> None:
+    Path("d").mkdir()
+    Path("d/a.csv").write_text("zip\n02134\n")
+    declared = "---\nconfigs:\n- config_name: default\n  data_files: a.csv\n{}---\n"
+    Path("d/README.md").write_text(declared.format(""))
+    assert fields(source("d")) == [{"zip": "02134"}]
+    Path("d/README.md").write_text(declared.format('  sep: ";"\n'))
+    Path("d/a.csv").write_text("zip;b\n02134;1\n")
+    assert fields(source("d")) == [{"zip": 2134, "b": 1}]
 
 
 def test_a_moved_and_renamed_file_has_the_same_fingerprint() -> None:

@@ -74,11 +74,12 @@ def test_a_journal_that_is_being_written(tmp_path: Path) -> None:
 def test_a_shard_published_while_its_journal_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import batchgen.output.journal as journal
     import batchgen.output.read_job as read_job
 
     with open_writer(tmp_path) as writer:
         writer.write([finished_row(i, s) for i in range(4) for s in range(SAMPLES)])
-        opened = read_job.read_file
+        opened = journal.read_file
 
         def publish_first(path: Path) -> Any:
             monkeypatch.undo()
@@ -113,7 +114,11 @@ def test_config_and_metrics_of_a_job(tmp_path: Path) -> None:
     reader = JobFolderReader(tmp_path)
     assert reader.config["sampling"]["n"] == 2 and reader.manifest["fingerprints"]
     assert reader.metrics["status"] == "complete" and reader.text_column == "answer"
-    assert "text" not in reader.schema.names and next(reader.find("id1"))["answer"]
+    assert (
+        reader.schema is not None
+        and "text" not in reader.schema.names
+        and next(reader.find("id1"))["answer"]
+    )
 
 
 @pytest.mark.parametrize(("owner", "status"), [

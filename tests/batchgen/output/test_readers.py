@@ -19,7 +19,7 @@ READERS: dict[str, Callable[[str], list[dict[str, Any]]]] = {
     "datasets": lambda line: eval(line, {"load_dataset": datasets.load_dataset}).to_list(),
     "pandas": lambda line: json.loads(eval(line, {"pd": pd}).to_json(orient="records")),
     "polars": lambda line: eval(line, {"pl": pl}).to_dicts(),
-    "duckdb": lambda line: duckdb.sql(line).pl().to_dicts(),
+    "duckdb": lambda line: duckdb.query(line).pl().to_dicts(),
 }
 
 

@@ -16,7 +16,7 @@ from batchgen.config.prompt import PromptConfig
 from batchgen.dataset.source import Row
 from batchgen.engine.outputs import RequestError
 from batchgen.errors import ConfigError
-from batchgen.prompts.prompts import Prompt, build_prompt, fit_prompt
+from batchgen.prompts.prompts import Prompt, build_prompt, constant_prompt_warning, fit_prompt
 
 BOS = 256
 CHAT = (
@@ -89,6 +89,79 @@ def test_messages_column() -> None:
     system = build(ChatPromptConfig(messages_column="messages", system="S{{ n }}"))
     assert shown(system, messages=turns[:1], n=1) == "<s><system>S1</><user>a</><assistant>"
     assert "name" in turns[0]
+
+
+def test_conversations_of_sharegpt() -> None:
+    turns = [
+        {"from": "system", "value": "s", "role": None, "weight": None},
+        {"from": "human", "value": "a", "role": None, "weight": 1},
+        {"from": "gpt", "value": "b", "role": None, "weight": 0},
+        {"from": "user", "value": "c", "role": None, "weight": None},
+    ]
+    prompt = build(ChatPromptConfig(messages_column="messages"))
+    assert shown(prompt, messages=turns) == (
+        "<s><system>s</><user>a</><assistant>b</><user>c</><assistant>"
+    )
+
+
+def test_messages_that_end_with_the_assistants_get_a_further_turn() -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    prompt = build(ChatPromptConfig(messages_column="messages"))
+    assert shown(prompt, messages=turns) == "<s><user>a</><assistant>b</><assistant>"
+
+
+def test_roles_that_the_chat_template_asks_for_are_known() -> None:
+    template = "{% for m in messages %}{% if m['role'] == 'critic' %}C{% endif %}{% endfor %}x"
+    kwargs = {"chat_template": template}
+    prompt = build(ChatPromptConfig(messages_column="messages", template_kwargs=kwargs))
+    assert shown(prompt, messages=[{"role": "critic", "content": "a"}]) == "Cx"
+    with pytest.raises(RequestError, match=r"use system, user, .*, developer, critic$"):
+        prompt.token_ids(row(messages=[{"role": "poet", "content": "a"}]))
+
+
+def test_nested_columns() -> None:
+    columns = {"body": {"messages": [{"role": Value("string")}], "ids": Value("int64")}}
+    fields = {"body": {"messages": [{"role": "user", "content": "a"}], "ids": [1, 2]}}
+    chat = ChatPromptConfig(messages_column="body.messages")
+    prompt = build_prompt(chat, TOKENIZER, vocab_size=257, columns=columns)
+    assert shown(prompt, **fields) == "<s><user>a</><assistant>"
+    with pytest.raises(RequestError, match=r"'body\.messages' must hold a list .*, got None"):
+        prompt.token_ids(row(body=None))
+    tokens = TokensPromptConfig(token_ids_column="body.ids")
+    ids = build_prompt(tokens, None, vocab_size=257, columns=columns)
+    assert ids.token_ids(row(**fields)) == [1, 2]
+
+
+def test_the_text_before_it_becomes_tokens() -> None:
+    assert build(ChatPromptConfig(user="{{ q }}")).text(row(q="x")) == "<s><user>x</><assistant>"
+    assert build(TextPromptConfig(text="{{ q }}")).text(row(q="x")) == "x"
+    assert build(TokensPromptConfig(token_ids_column="ids"), None).text(row(ids=[1])) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "constant"),
+    [
+        (ChatPromptConfig(user="t.jinja"), True),
+        (ChatPromptConfig(user="Hi", system="Be kind."), True),
+        (ChatPromptConfig(user="{{ q }}", system="Be kind."), False),
+        (ChatPromptConfig(user="Summarise.", system="{{ q }}"), False),
+        (ChatPromptConfig(messages_column="messages", system="Be kind."), False),
+        (TextPromptConfig(text="Hi {% set a = 1 %}{{ a }}"), True),
+        (TextPromptConfig(text="{{ row.q }}"), False),
+        (TokensPromptConfig(token_ids_column="ids"), False),
+    ],
+)
+def test_prompts_without_a_column(config: PromptConfig, constant: bool) -> None:
+    assert build(config).is_constant == constant
+
+
+def test_the_warning_of_a_constant_prompt_shows_it() -> None:
+    said = constant_prompt_warning(build(TextPromptConfig(text="t.jinja")), row(q="x"))
+    assert said.endswith("The first prompt:\nt.jinja")
+    long = constant_prompt_warning(build(TextPromptConfig(text="x" * 5000)), row(q="x"))
+    assert long.endswith("\n" + "x" * 1000 + "…")
+    wrong = constant_prompt_warning(build(TextPromptConfig(text="{{ 1 / 0 }}")), row(q="x"))
+    assert wrong.endswith("\n(prompt.text: ZeroDivisionError: division by zero)")
 
 
 def test_text_gets_the_tokenizers_special_tokens_unless_told() -> None:
@@ -289,6 +362,22 @@ WRONG_ROWS: list[tuple[str, PromptConfig, dict[str, Any], str, str]] = [
         "bad_messages",
         "column 'messages', message 1: role and content must be strings, got {'role': 'user', "
         "'content': None}",
+    ),
+    (
+        "unknown role",
+        MESSAGES,
+        {"messages": [{"role": "User", "content": "a"}]},
+        "bad_messages",
+        "column 'messages', message 0: unknown role 'User': use system, user, assistant, tool, "
+        "developer",
+    ),
+    (
+        "unknown name of ShareGPT",
+        MESSAGES,
+        {"messages": [{"from": "bing", "value": "a"}]},
+        "bad_messages",
+        "column 'messages', message 0: unknown role 'bing': use system, user, assistant, tool, "
+        "developer",
     ),
     (
         "two system messages",
