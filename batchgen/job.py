@@ -52,6 +52,7 @@ class JobParts:
         build_engine: loads the weights. It is called last, and only if there are rows to compute.
         strategy: declares what is counted for each row, which becomes columns, and has lines for
             the job's summary. None if it has none of either.
+        decode: the text of token ids, to show prompts to people; None without a tokenizer.
         close: ends what was opened and works in the background.
     """
 
@@ -63,6 +64,7 @@ class JobParts:
     fingerprints: Mapping[str, str]
     build_engine: Callable[[], Engine]
     strategy: Strategy | None = None
+    decode: Callable[[list[int]], str] | None = None
     close: Callable[[], None] = lambda: None
 
     @property
@@ -147,7 +149,8 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                 generation = Generation(
                     config, source, prompt, constraints, engine, writer, metrics
                 )
-                with closing(engine), Progress(total, writer.resumed) as progress:
+                shown = Progress(total, writer.resumed, config.progress.show, parts.decode)
+                with closing(engine), shown as progress:
                     if not generation.run(todo, signals, progress):
                         return _stopped(writer, metrics, signals, folder.path)
             signals.deferred = True
