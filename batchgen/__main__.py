@@ -9,14 +9,16 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from batchgen.command.verbs import VERBS, run_verb
 from batchgen.cpu_threads import share_cores
 from batchgen.errors import ConfigError, JobError
 from batchgen.overrides import unreadable_override
@@ -31,11 +33,22 @@ class SweepJobFailed(Exception):
 
 def main() -> None:
     """The console script: runs what the command line says and ends the process."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run what the command line says and return the exit code.
+
+    Args:
+        arguments: of the command line, without the program's name.
+    """
     share_cores()
     _be_quiet()
-    if mistake := unreadable_override(sys.argv[1:]):
+    if arguments and arguments[0] in VERBS:
+        return run_verb(arguments[0], arguments[1:])
+    if mistake := unreadable_override(arguments):
         print(f"batchgen: {mistake}", file=sys.stderr)
-        sys.exit(2)
+        return 2
     codes: list[int] = []
     process = os.getpid()
 
@@ -51,15 +64,17 @@ def main() -> None:
         if code > 128 or (code and HydraConfig.get().mode != RunMode.MULTIRUN):
             sys.exit(code)
 
+    sys.argv[1:] = arguments
+    GlobalHydra.instance().clear()
     try:
         task()
     except SystemExit as exit:
         if exit.code and not codes:  # Hydra has refused the command line and said why
-            sys.exit(2)
-        raise
+            return 2
+        return exit.code if isinstance(exit.code, int) else 0
     except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(_worst(codes))
+        return 130
+    return _worst(codes)
 
 
 def report(run: Callable[[], "JobResult"]) -> int:

@@ -1,0 +1,44 @@
+"""The verbs of the command: `batchgen VERB …` does something other than run a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What one verb does.
+
+    Attributes:
+        module: where its `main(arguments: Sequence[str]) -> int` is; it returns the exit code. The
+            module is imported when the verb is used, so that the others do not wait for it.
+        arguments: how its arguments are written.
+        help: what it does, in one line.
+    """
+
+    module: str
+    arguments: str
+    help: str
+
+
+VERBS = {
+    "init": Verb("batchgen.command.init", "FILE", "write a commented job file"),
+    "show": Verb("batchgen.command.show", "OUT", "print rows of a job, also while it runs"),
+    "export": Verb("batchgen.command.export", "OUT", "write a job's rows as JSON lines or CSV"),
+    "validate": Verb("batchgen.validate", "OUT", "check the rows of a finished job again"),
+}
+
+
+def run_verb(name: str, arguments: Sequence[str]) -> int:
+    """Run a verb and return its exit code.
+
+    A verb's own parser ends the process on `--help` and on mistakes; here that is a code too.
+    """
+    module = import_module(VERBS[name].module)
+    try:
+        code: int = module.main(arguments)
+    except SystemExit as exit:
+        return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+    return code
