@@ -1,18 +1,22 @@
 """Shards: Parquet files that each hold a range of input rows and are published as a whole."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.errors import JobError
 from batchgen.output.journal import fsync_path
-from batchgen.output.schema import OutputSchema
+from batchgen.output.row_order import RowsInOrder
+
+if TYPE_CHECKING:
+    from batchgen.output.schema import OutputSchema
 
 ROW_GROUP_BYTES = 64 * 2**20
 _ROW_BYTES = 1024  # a guess at what a row takes besides its tokens, to size row groups
@@ -61,26 +65,12 @@ def publish_shard(
 def _row_groups(batches: Sequence[pa.RecordBatch], schema: OutputSchema) -> Iterator[pa.Table]:
     if not batches:
         return
-    lengths = np.array([batch.num_rows for batch in batches])
-    starts = np.cumsum(lengths) - lengths
-    keys = _column(batches, "row_index"), _column(batches, "sample_index")
-    order = np.lexsort(keys[::-1])
-    batch_of = np.repeat(np.arange(len(batches)), lengths)[order]
-    row_of = order - starts[batch_of]
-    sizes = _column(batches, "num_generated_tokens") * schema.token_bytes + _ROW_BYTES
-    sizes += 4 * _column(batches, "num_prompt_tokens")
-    group_of = np.cumsum(sizes[order]) // ROW_GROUP_BYTES
-    for rows in np.split(np.arange(len(order)), np.flatnonzero(np.diff(group_of)) + 1):
-        touched, local = np.unique(batch_of[rows], return_inverse=True)
-        table = pa.Table.from_batches([batches[i] for i in touched], schema.arrow)
-        local_starts = np.cumsum(lengths[touched]) - lengths[touched]
-        yield table.combine_chunks().take(pa.array(local_starts[local] + row_of[rows]))
-
-
-def _column(batches: Sequence[pa.RecordBatch], name: str) -> npt.NDArray[np.int64]:
-    """An integer column of all batches together, with 0 for null."""
-    column = pa.chunked_array([batch.column(name) for batch in batches])
-    return np.asarray(pc.fill_null(column, 0).to_numpy(), np.int64)
+    rows = RowsInOrder(batches)
+    sizes = rows.column("num_generated_tokens") * schema.token_bytes + _ROW_BYTES
+    sizes += 4 * rows.column("num_prompt_tokens")
+    group_of = np.cumsum(sizes) // ROW_GROUP_BYTES
+    for group in np.split(np.arange(len(group_of)), np.flatnonzero(np.diff(group_of)) + 1):
+        yield rows.table(group)
 
 
 def shard_num_rows(path: Path, schema: OutputSchema) -> int:
