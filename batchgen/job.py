@@ -135,9 +135,10 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
         is_done = todo.is_empty()
         if is_done and metrics.was_complete:
             return _already_complete(config, parts, folder)
+        total = None if source.num_rows is None else source.num_rows * samples
+        metrics.attempt.rows_total = total
         with _recorded(metrics, folder.path):
             if not is_done:
-                total = None if source.num_rows is None else source.num_rows * samples
                 engine = parts.build_engine()
                 signals.deferred = True
                 metrics.attempt.memory = asdict(engine.memory)

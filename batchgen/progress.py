@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 from tqdm import tqdm
 
-from batchgen.shorten import beginning, end, one_line
+from batchgen.duration import duration
+from batchgen.shorten import beginning, end
 
 if TYPE_CHECKING:
     from batchgen.engine.cache.memory_plan import MemoryPlan
@@ -20,14 +21,13 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 30.0
 SPEED_SECONDS = 10.0  # the speed that is shown is that of so many seconds
-SHOWN_PROMPT, SHOWN_ANSWER = 70, 200  # characters of a finished row
+SHOWN_PROMPT, SHOWN_ANSWER, SHOWN_ERROR = 70, 200, 500  # characters
 _PROMPT_TOKENS = 64  # the last ones of a prompt, more than SHOWN_PROMPT characters need
 
 
 class Progress:
-    """Shows on a terminal how far the job is: a bar of tqdm over the output rows, or a line every 30
-    seconds if there is no terminal. Above it stand the first error of each type, and from time to
-    time a finished answer."""
+    """Shows how far the job is: a bar over the output rows, or a line every 30 seconds if there is
+    no terminal. Above it stand the first error of each type, and now and then a finished answer."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         seconds = time.monotonic() - self._started
-        self._bar.set_postfix_str(", ".join([*self._error_count(), f"in {_duration(seconds)}"]))
+        self._bar.set_postfix_str(", ".join([*self._error_count(), f"in {duration(seconds)}"]))
         self._bar.close()
 
     def add(self, finished: Sequence[FinishedRow]) -> None:
@@ -84,7 +84,8 @@ class Progress:
             if (error := row.failure) is not None:
                 self._errors[error.type] += 1
                 if self._errors[error.type] == 1:
-                    self._print(f"first {error.type}, row {row.row_id}: {one_line(str(error))}")
+                    message = beginning(str(error), SHOWN_ERROR)
+                    self._print(f"first {error.type}, row {row.row_id}: {message}")
         now = time.monotonic()
         if self._show_every and now - self._answer_shown >= self._show_every:
             answered = (row for row in finished if row.failure is None)
@@ -108,7 +109,7 @@ class Progress:
         facts += self._error_count()
         rate = (self._rows - self._resumed) / max(now - self._started, 1e-9)
         if self._total is not None and rate > 0:
-            facts.append(f"{_duration((self._total - self._rows) / rate, 0)} left")
+            facts.append(f"{duration((self._total - self._rows) / rate, 0)} left")
         if self._is_terminal:
             self._bar.set_postfix_str(", ".join(facts))
             return
@@ -185,7 +186,7 @@ def summary(
         attempt = metrics.attempt
         if attempt.rows_resumed:
             lines[0] = ("rows", f"{totals.rows:,} ({attempt.rows_resumed:,} from before)")
-        seconds = f"{_duration(attempt.wall_s)} ({_duration(attempt.generate_s)} generating)"
+        seconds = f"{duration(attempt.wall_s)} ({duration(attempt.generate_s)} generating)"
         lines += [("time", seconds), ("speed", f"{metrics.tokens_per_s:,.1f} tokens/s")]
     lines.append(("output", folder))
     width = max(len(name) for name, _ in lines)
@@ -205,12 +206,3 @@ def _outcomes(counts: Mapping[str, int]) -> str:
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items())) or "none"
-
-
-def _duration(seconds: float, digits: int = 1) -> str:
-    """The seconds in words; below a minute with so many digits after the point."""
-    if seconds < 60:
-        return f"{seconds:.{digits}f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

@@ -17,7 +17,8 @@ def used_columns(prompt: Mapping[str, Any]) -> list[str]:
     its column.
 
     Args:
-        prompt: the group `prompt` of a job's config.yaml. What cannot be read in it names no column.
+        prompt: the group `prompt` of a job's config.yaml. A template that does not compile names no
+            column.
     """
     named = [name for key in _TEMPLATES for name in _variables(prompt.get(key))]
     named += [column.split(".")[0] for key in _COLUMN_KEYS if (column := prompt.get(key))]

@@ -9,9 +9,10 @@ import pytest
 from fake_job import FakeJob
 
 from batchgen import progress as module
+from batchgen.duration import duration
 from batchgen.engine.outputs import RequestError, RequestOutput
 from batchgen.output.schema import FinishedRow
-from batchgen.progress import Progress, _duration, _Speed
+from batchgen.progress import Progress, _Speed
 
 
 class Terminal(io.StringIO):
@@ -43,7 +44,7 @@ def failed(name: str, type: str, message: str, *, in_engine: bool = False) -> Fi
     ],
 )
 def test_durations_carry_over(seconds: float, text: str) -> None:
-    assert _duration(seconds) == text
+    assert duration(seconds) == text
 
 
 def test_the_speed_is_that_of_the_last_seconds() -> None:
