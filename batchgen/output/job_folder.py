@@ -1,12 +1,15 @@
 """The output folder of a job, which belongs to this job alone while it runs."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 from batchgen.errors import ConfigError, JobError
+from batchgen.output.journal import journal_files
 from batchgen.output.lock import FolderLock
-from batchgen.output.manifest import Manifest
+from batchgen.output.manifest import ROWS, Manifest, RowDigests
+from batchgen.output.shards import shard_files
 
 MIN_FREE_BYTES = 32 * 2**20
 _MANIFEST = "manifest.json"
@@ -25,13 +28,19 @@ class JobFolder:
     Attributes:
         path: of the folder.
         is_new: whether this is the job's first attempt.
+        manifest: as it is written in the folder.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, *, overwrite: bool) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, digests: RowDigests, *, overwrite: bool
+    ) -> None:
         """Make the folder this job's, or take up the same job where it was left.
 
+        A job that has grown is the same one. A folder in which no row is finished is any job's.
+
         Args:
-            manifest: of this job.
+            manifest: of this job, without digests of its rows.
+            digests: of the rows of this job's data set.
             overwrite: whether to delete the output of a different job. The same job is resumed in
                 any case, so that running a command again always resumes.
 
@@ -47,7 +56,7 @@ class JobFolder:
         except OSError as error:
             raise _unusable(path, error) from None
         try:
-            self.is_new = self._claim(manifest, overwrite)
+            self.is_new = self._claim(manifest, digests, overwrite)
         except (OSError, JobError) as error:
             self.close()
             raise _unusable(path, error) from None
@@ -77,13 +86,44 @@ class JobFolder:
         """Delete the journal, which a complete job does not need."""
         shutil.rmtree(self.journal)
 
-    def _claim(self, manifest: Manifest, overwrite: bool) -> bool:
+    def record(self, *more: str, rows: int) -> None:
+        """Write into the manifest's history how the job has grown, if it has.
+
+        This comes before the first row of the grown job is written.
+
+        Args:
+            more: further lines that say what has changed.
+            rows: how many output rows are finished.
+
+        Raises:
+            JobError: the manifest cannot be written.
+        """
+        if changed := [*self.manifest.grown(self._asked), *more]:
+            asked, digests = self._asked, self.manifest.row_digests
+            if asked.growing.get(ROWS) != self.manifest.growing.get(ROWS):
+                digests = self._digests()
+            asked = replace(asked, row_digests=digests)
+            self.update(self.manifest.goes_on(asked, changed, rows))
+
+    def update(self, manifest: Manifest) -> None:
+        """Write another manifest of the same job.
+
+        Raises:
+            JobError: it cannot be written.
+        """
+        self.manifest = manifest
+        manifest.write(self.path / _MANIFEST)
+
+    def _claim(self, manifest: Manifest, digests: RowDigests, overwrite: bool) -> bool:
         path = self.path / _MANIFEST
+        self._asked = manifest
+        rows = manifest.growing.get(ROWS)
+        self._digests = lambda: None if rows is None else digests(rows)
         is_new = not path.exists()
         if not is_new:
-            old = Manifest.read(path)
-            differences = old.differences(manifest)
-            if differences and not overwrite:
+            self.manifest = Manifest.read(path)
+            differences = self.manifest.differences(manifest, digests)
+            if differences and not overwrite and self._has_rows():
                 raise ConfigError(
                     f"output.dir={self.path} holds the output of a different job:\n  "
                     + "\n  ".join(differences)
@@ -99,7 +139,7 @@ class JobFolder:
                     f"output.dir={self.path} has {free >> 20} MiB of free disk space, which is too "
                     "little for any job: free some, or choose another output.dir"
                 )
-            manifest.write(path)
+            self.update(replace(manifest, row_digests=self._digests()))
         self.data.mkdir(exist_ok=True)
         self.journal.mkdir(exist_ok=True)
         # The folder may have become read-only since the first attempt.
@@ -119,6 +159,12 @@ class JobFolder:
                 "choose a new or empty folder; batchgen does not delete them, whatever "
                 "output.overwrite says"
             )
+
+    def _has_rows(self) -> bool:
+        """Whether a row of the job may be finished."""
+        shards = shard_files(self.data) if self.data.is_dir() else {}
+        journals = journal_files(self.journal) if self.journal.is_dir() else {}
+        return bool(shards or journals)
 
     def _delete_output(self) -> None:
         for name in _OWN:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fake_job import LOGPROBS, TOP_LOGPROBS, FakeSource, outcome
 
@@ -24,14 +25,17 @@ def finished_row(index: int, sample: int) -> FinishedRow:
     return FinishedRow(row_id, index, sample, fields, output=output)
 
 
-def all_rows(rows: int = ROWS) -> list[FinishedRow]:
-    return [finished_row(i, s) for i in range(rows) for s in range(SAMPLES)]
+def all_rows(rows: int = ROWS, samples: int = SAMPLES) -> list[FinishedRow]:
+    return [finished_row(i, s) for i in range(rows) for s in range(samples)]
 
 
-def open_writer(folder: Path, per_shard: int = PER_SHARD) -> OutputWriter:
+def open_writer(
+    folder: Path, per_shard: int = PER_SHARD, samples: int = SAMPLES, **options: Any
+) -> OutputWriter:
     for name in ("data", "journal"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    return OutputWriter(folder / "data", folder / "journal", SCHEMA, per_shard, SAMPLES)
+    data, journal = folder / "data", folder / "journal"
+    return OutputWriter(data, journal, SCHEMA, per_shard, samples, **options)
 
 
 def write(folder: Path, batches: Sequence[Sequence[FinishedRow]], per_shard: int, n: int) -> None:

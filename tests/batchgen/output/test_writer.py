@@ -139,9 +139,12 @@ def test_leftovers_of_a_kill_while_publishing_are_cleaned_up(tmp_path: Path) -> 
         writer.flush()
     kept.write_bytes(content)  # killed after the shard was renamed, before its journal was deleted
     (journal / "part-00001.parquet.tmp").write_bytes(b"PAR1 half")
+    before = shards(tmp_path)
     with open_writer(tmp_path) as writer:
-        assert writer.resumed == PER_SHARD * SAMPLES
+        assert writer.resumed == writer.num_leading_rows * SAMPLES == PER_SHARD * SAMPLES
+        writer.flush()
         assert list(journal.iterdir()) == []
+    assert shards(tmp_path) == before
 
 
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "foreign"])
@@ -161,13 +164,18 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
         assert writer.missing(4) == [] and writer.missing(5) == list(range(SAMPLES))
 
 
-def test_a_dataset_that_grew_or_shrank_is_noticed(tmp_path: Path) -> None:
+def test_a_dataset_that_shrank_is_noticed(tmp_path: Path) -> None:
     write(tmp_path, [all_rows()], PER_SHARD, ROWS)
-    with open_writer(tmp_path) as writer:
-        with pytest.raises(JobError, match=r"ends before row 23, which the dataset has"):
-            writer.missing(ROWS)
-        with pytest.raises(JobError, match=r"part-00004\.parquet is damaged"):
-            writer.finish(20)
+    with open_writer(tmp_path) as writer, pytest.raises(JobError, match=r"part-00004.* is damaged"):
+        writer.finish(20)
+    with pytest.raises(ConfigError, match=r"would have 22 rows, .* up to number 23 are finished"):
+        open_writer(tmp_path, most_rows=22)
+    with open_writer(tmp_path / "b") as writer:
+        writer.write([finished_row(7, 0)])
+    with pytest.raises(ConfigError, match=r"use dataset\.limit=8 or more, or another output\.dir"):
+        open_writer(tmp_path / "b", most_rows=7)
+    with open_writer(tmp_path / "b", most_rows=8) as writer:
+        assert writer.resumed == 1
 
 
 def test_input_columns_may_not_have_the_names_of_output_columns() -> None:
