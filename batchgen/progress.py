@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 from tqdm import tqdm
 
+from batchgen.command.row_text import row_name
 from batchgen.duration import duration
 from batchgen.output.dataset_card import how_to_read
 from batchgen.shorten import beginning, end
@@ -86,7 +87,8 @@ class Progress:
                 self._errors[error.type] += 1
                 if self._errors[error.type] == 1:
                     message = beginning(str(error), SHOWN_ERROR)
-                    self._print(f"first {error.type}, row {row.row_id}: {message}")
+                    name = row_name(row.row_id, row.sample_index)
+                    self._print(f"first {error.type}, {name}: {message}")
         now = time.monotonic()
         if self._show_every and now - self._answer_shown >= self._show_every:
             answered = (row for row in finished if row.failure is None)
@@ -125,9 +127,8 @@ class Progress:
         """Three lines about a finished row: which it is, the end of its prompt, and its answer."""
         output = row.output
         assert output is not None
-        sample = f", sample {row.sample_index}" if row.sample_index else ""
-        lines = [f"row {row.row_id}{sample}, {len(output.token_ids):,} tokens, "
-                 f"{output.finish_reason}:"]  # fmt: skip
+        name = row_name(row.row_id, row.sample_index)
+        lines = [f"{name}, {output.finish_reason}, {len(output.token_ids):,} tokens:"]
         if self._decode is not None:
             prompt = self._decode(output.prompt_token_ids[-_PROMPT_TOKENS:])
             lines.append(f"  {end(prompt, SHOWN_PROMPT)}")

@@ -67,18 +67,20 @@ class RowText:
 
 def heading(row: Mapping[str, Any]) -> str:
     """Which row it is, how it ended, and what it cost."""
-    facts = [row_name(row), str(row["finish_reason"]), f"{row['num_generated_tokens']:,} tokens"]
+    facts = [row_name(row["row_id"], row["sample_index"]), str(row["finish_reason"])]
+    if row["num_generated_tokens"] or row["finish_reason"] != "error":
+        facts.append(f"{row['num_generated_tokens']:,} tokens")
     if row.get("num_forwards") is not None:
         facts.append(f"{row['num_forwards']:,} forwards")
     return ", ".join(facts)
 
 
-def row_name(row: Mapping[str, Any]) -> str:
+def row_name(row_id: str, sample_index: int) -> str:
     """`row ID`, and which of its samples if it is not the first."""
-    return f"row {row['row_id']}" + (f", sample {k}" if (k := row["sample_index"]) else "")
+    return f"row {row_id}" + (f", sample {sample_index}" if sample_index else "")
 
 
 def message_lines(row: Mapping[str, Any], width: int) -> list[str]:
     """The message of an error row, with the row's name before it."""
-    first = f"{row_name(row)}: {row['message']}"
+    first = f"{row_name(row['row_id'], row['sample_index'])}: {row['message']}"
     return [" " * _INDENT + line for line in wrapped(first, width - _INDENT, _ANSWER_LINES)]

@@ -89,12 +89,10 @@ def test_an_error_row() -> None:
     }
     row |= {"error": {"type": "empty_prompt", "message": "it is empty"}, "num_forwards": None}
     assert RowText(["text", "error"], 80).lines(row) == [
-        "row r7, error, 0 tokens",
+        "row r7, error",
         "  error  empty_prompt: it is empty",
     ]
-    assert RowText([], 80).lines(row | {"num_forwards": 5}) == [
-        "row r7, error, 0 tokens, 5 forwards"
-    ]
+    assert RowText([], 80).lines(row | {"num_forwards": 5}) == ["row r7, error, 5 forwards"]
 
 
 def test_values_that_json_does_not_have() -> None:
