@@ -92,9 +92,9 @@ class Progress:
         now = time.monotonic()
         if self._show_every and now - self._answer_shown >= self._show_every:
             answered = (row for row in finished if row.failure is None)
-            if (row := next(answered, None)) is not None:
+            if (chosen := next(answered, None)) is not None:
                 self._answer_shown = now
-                self._print(self._answer(row))
+                self._print(self._answer(chosen))
 
     def due(self) -> bool:
         """Whether it is time to call `show` again, whose figures are not free to get."""

@@ -6,6 +6,7 @@ import base64
 import json
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -33,7 +34,7 @@ def json_readers(schema: pa.Schema) -> dict[str, Callable[[Any], Any]]:
     for field in schema:
         if described := (field.metadata or {}).get(b"feature"):
             feature = json.loads(described)[field.name]
-            readers[field.name] = lambda value, feature=feature: _read_back(value, feature)
+            readers[field.name] = partial(_read_back, feature=feature)
     return readers
 
 

@@ -106,7 +106,9 @@ class JobFolderReader:
             JobError: a shard is damaged.
         """
         schema = self.fields(columns)
-        for shard in [] if schema is None else self._shards():
+        if schema is None:
+            return
+        for shard in self._shards():
             yield from self._open(shard).batches(schema.names)
 
     def fields(self, columns: Sequence[str] | None = None) -> pa.Schema | None:
@@ -128,7 +130,9 @@ class JobFolderReader:
     def find(self, row_id: str) -> Iterator[dict[str, Any]]:
         """All finished samples of the row with this id."""
         schema = self.schema
-        for shard in [] if schema is None else self._shards():
+        if schema is None:
+            return
+        for shard in self._shards():
             ids = self._open(shard).batches(["row_id"])
             if any(pc.any(pc.equal(batch["row_id"], row_id)).as_py() for batch in ids):
                 for batch in self._open(shard).batches(schema.names):

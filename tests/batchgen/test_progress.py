@@ -59,7 +59,7 @@ def test_a_line_has_rows_speed_running_errors_and_the_time_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr("batchgen.progress.time.monotonic", lambda: now)
     stream = io.StringIO()
     with Progress(1200, 200, stream=stream) as progress:
         now += 29
@@ -121,7 +121,7 @@ def test_a_bar_without_a_total_counts() -> None:
 
 def test_every_few_seconds_one_finished_answer_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr("batchgen.progress.time.monotonic", lambda: now)
     stream = io.StringIO()
     decoded: list[list[int]] = []
 
