@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -38,7 +39,7 @@ from batchgen.fingerprint import fingerprint_files, fingerprint_text
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.model.source import model_files
-from batchgen.prompts.prompts import build_prompt
+from batchgen.prompts.prompts import build_prompt, constant_prompt_warning
 from batchgen.strategies.base.strategy import BaseStrategy
 
 if TYPE_CHECKING:
@@ -79,8 +80,11 @@ def job_parts(config: JobConfig) -> JobParts:
         config.prompt,
         model.tokenizer,
         vocab_size=model.config.vocab_size,
-        columns=source.columns,
+        columns=source.features,
     )
+    if prompt.is_constant:
+        warning = constant_prompt_warning(prompt, next(source.rows()))
+        print(f"batchgen: warning: {warning}", file=sys.stderr)
 
     with _named("engine"):
         dtype = model.dtype(config.model.dtype, config.engine.device)

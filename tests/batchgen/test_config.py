@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import subprocess
 from dataclasses import fields
 from pathlib import Path
 from pkgutil import resolve_name
@@ -10,11 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from forked import run_forked
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
 import batchgen.conf
+from batchgen.__main__ import run_command
 from batchgen.build import build_strategy
 from batchgen.config import (
     COMMON_COLUMNS,
@@ -124,6 +123,10 @@ def test_every_common_column_is_told(column: str) -> None:
     assert re.search(rf"^   {column} ", told, re.MULTILINE)
 
 
+NOBODY = (
+    "output.dir: ~nobody-here/x: there is no user 'nobody-here' whose home folder ~nobody-here "
+    "could be: write ./~nobody-here/x for a file of that name"
+)
 ERRORS: list[tuple[str, list[str], str]] = [
     ("no path", ["model=hf"], "model.path has no value: set it with model.path=…"),
     ("no file", ["dataset=files"], "dataset.path has no value: set it with dataset.path=…"),
@@ -180,7 +183,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "sampling.min_new_tokens must be <= max_new_tokens, got 300",
     ),
     ("no sample", ["sampling.n=0"], "sampling.n must be at least 1, got 0"),
-    ("stop", ["sampling.stop=END"], "sampling.stop must be a list such as [a,b], got 'END'"),
+    ("stop", ["sampling.stop=null"], "sampling.stop must be a list such as [a,b], got None"),
     (
         "stop ids",
         ["sampling.stop_token_ids=[1,x]"],
@@ -208,16 +211,50 @@ ERRORS: list[tuple[str, list[str], str]] = [
     ),
     (
         "user and messages",
-        ["prompt.messages_column=m"],
-        "prompt.user and prompt.messages_column are both set: choose one (prompt=messages sets "
-        "prompt.user to null)",
+        ["prompt.messages_column=m", "prompt.user=x"],
+        "prompt.user and prompt.messages_column are both set: choose one (prompt.user=null drops "
+        "it)",
     ),
     (
-        "neither",
-        ["prompt.user=null"],
-        "prompt.user is null: set it to a template such as '{{ question }}', or set "
-        "prompt.messages_column",
+        "file and messages",
+        ["prompt=messages", "prompt.user_file=x"],
+        "prompt.user_file and prompt.messages_column are both set: choose one "
+        "(prompt.user_file=null drops it)",
     ),
+    (
+        "text and file",
+        ["prompt.system=x", "prompt.system_file=y"],
+        "prompt.system and prompt.system_file are both set: choose one (prompt.system=null drops "
+        "it)",
+    ),
+    (
+        "no template file",
+        ["prompt=text", "prompt.text_file=no.jinja"],
+        "prompt.text_file: no.jinja cannot be read: No such file or directory",
+    ),
+    (
+        "delimiter",
+        ["dataset=files", "dataset.path=d", "dataset.delimiter=ab"],
+        "dataset.delimiter must be one character, such as ';' or '\\t', got 'ab'",
+    ),
+    (
+        "encoding",
+        ["dataset=files", "dataset.path=d", "dataset.encoding=utf-9"],
+        "dataset.encoding: 'utf-9' is no encoding that Python knows: give one such as utf-8, "
+        "latin-1, cp1252, utf-16, gb18030 or shift_jis",
+    ),
+    (
+        "type",
+        ["dataset=files", "dataset.path=d", "dataset.types={zip: number}"],
+        "dataset.types.zip must be one of string, int64, float64, bool, date32, timestamp[s], got "
+        "'number'",
+    ),
+    (
+        "delimiter of the hub",
+        ["dataset=hub", "dataset.path=d", "dataset.delimiter='|'"],
+        "dataset.delimiter must be null for hub, got '|': it is for text files (dataset=files)",
+    ),
+    ("no user", ["output.dir='~nobody-here/x'"], NOBODY),
     (
         "reserved option",
         ["prompt.template_kwargs={tokenize: true}"],
@@ -227,7 +264,8 @@ ERRORS: list[tuple[str, list[str], str]] = [
     (
         "key of another kind",
         ["prompt=text", "+prompt.user=x"],
-        "prompt.user is not a key: choose among kind, text, add_special_tokens, too_long",
+        "prompt.user is not a key: choose among kind, text, text_file, add_special_tokens, "
+        "too_long",
     ),
     ("top", ["output.top_logprobs=0"], "output.top_logprobs must be 1 to 100, got 0"),
     (
@@ -249,7 +287,8 @@ ERRORS: list[tuple[str, list[str], str]] = [
     (
         "interpolation",
         ["output.dir=${nothing}"],
-        "output.dir cannot be resolved: Interpolation key 'nothing' not found",
+        "output.dir cannot be resolved: Interpolation key 'nothing' not found: ${KEY} takes the "
+        "value of another key; write \\${ for the text",
     ),
     (
         "target",
@@ -340,24 +379,14 @@ def test_identity_is_what_decides_the_output(override: str, same: bool) -> None:
     assert (identity(loaded()) == identity(loaded(override))) == same
 
 
-def run_app(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return run_forked("config_app", args, cwd)
-
-
-def test_hydra_writes_and_prints_nothing(tmp_path: Path) -> None:
-    done = run_app(tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "DIR outputs/demo\n", "")
+def test_showing_a_job_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["--cfg", "job"]) == 0
     assert not list(tmp_path.iterdir())
-    shown = run_app(tmp_path, "--cfg", "job")
-    job: dict[str, Any] = yaml.safe_load(shown.stdout)
+    job: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
     assert [*job] == [f.name for f in fields(JobConfig)]
-
-
-def test_jobs_of_a_sweep_have_their_own_folders(tmp_path: Path) -> None:
-    swept = run_app(tmp_path, "--multirun", "sampling.seed=1,2")
-    assert swept.stdout.splitlines() == ["DIR outputs/multirun/0", "DIR outputs/multirun/1"]
-    given = run_app(tmp_path, "--multirun", "sampling.seed=1,2", "output.dir=o/${hydra:job.num}")
-    assert given.stdout.splitlines() == ["DIR o/0", "DIR o/1"]
 
 
 def test_a_strategy_that_cannot_be_imported_says_why() -> None:
