@@ -26,7 +26,7 @@ still run; then the rows that are finished are written.
 jsonl  an object per row, with all columns unless --columns names some
 csv    a header and a line per row; lists and other nested values are JSON in their cells, a missing
        value is an empty cell
-txt    the column text alone (or the one that --columns names), a row per line, newlines as \\n
+txt    the generated text alone (or the column that --columns names), a row per line, newlines as \\n
 """
 
 
@@ -54,7 +54,7 @@ def _export(arguments: Sequence[str]) -> int:
     reader = open_job(given.out)
     path = None if given.file is None else user_path(given.file, "--out")
     form = given.format or _format_of(path)
-    columns = given.columns or (["text"] if form == "txt" else None)
+    columns = given.columns or ([reader.text_column] if form == "txt" else None)
     if form == "txt" and columns is not None and len(columns) != 1:
         raise ConfigError("export --format txt writes one column: name one in --columns")
     schema = reader.fields(columns)

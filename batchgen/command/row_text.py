@@ -30,12 +30,14 @@ class RowText:
     Attributes:
         columns: what is shown of each row below its first line; columns that are null are left out.
         width: columns of the terminal.
+        text_column: the column of generated text, of which more lines are shown.
         whole_texts: show texts to their end; else their first lines.
         whole_lists: show all of a list; else its first items and how many there are.
     """
 
     columns: Sequence[str]
     width: int
+    text_column: str = "text"
     whole_texts: bool = False
     whole_lists: bool = False
 
@@ -45,7 +47,7 @@ class RowText:
         margin = max((len(name) for name in shown), default=0) + 2
         lines = [heading(row)]
         for name, value in shown.items():
-            most = _ANSWER_LINES if name in ("text", "error") else _INPUT_LINES
+            most = _ANSWER_LINES if name in (self.text_column, "error") else _INPUT_LINES
             room = max(self.width - _INDENT - margin, _LEAST_ROOM)
             texts = wrapped(self._text(name, value), room, None if self.whole_texts else most)
             labels = [name.ljust(margin), *[" " * margin] * (len(texts) - 1)]

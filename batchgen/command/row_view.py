@@ -69,7 +69,13 @@ class RowView:
         columns = self._columns
         if columns is None or (whole and self._named is None):
             columns = [name for name in row if name not in IN_HEADING]
-        text = RowText(columns, terminal_width(), whole, self._named is not None)
+        text = RowText(
+            columns,
+            terminal_width(),
+            self._reader.text_column,
+            whole_texts=whole,
+            whole_lists=self._named is not None,
+        )
         return "\n" + "\n".join(text.lines(row))
 
     @cached_property
@@ -95,8 +101,7 @@ class RowView:
         inputs = [name for name in used_columns(config.get("prompt", {})) if name in known]
         if not inputs:
             inputs = [field.name for field in self._schema if _is_input(field)]
-        text = config.get("output", {}).get("text_column") or "text"
-        return [*inputs, text, "error"]
+        return [*inputs, self._reader.text_column, "error"]
 
 
 def of_sample(rows: Iterable[dict[str, Any]], sample: int | None) -> Iterator[dict[str, Any]]:
