@@ -26,7 +26,8 @@ still run; then the rows that are finished are written.
 jsonl  an object per row, with all columns unless --columns names some
 csv    a header and a line per row; lists and other nested values are JSON in their cells, a missing
        value is an empty cell
-txt    the generated text alone (or the column that --columns names), a row per line, newlines as \\n
+txt    the generated text alone, or the one column that --columns names: a row per line, newlines
+       as \\n
 """
 
 
