@@ -50,6 +50,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def num_running(self) -> int:
+        """How many requests run; the others wait for their turn."""
+        ...
+
+    @property
     def stats(self) -> "DataclassInstance":
         """What the engine has counted since it started; metrics.json shows it."""
         ...
@@ -180,7 +185,7 @@ class Generation:
             if self._metrics.due():
                 self._save_metrics()
             if progress.due():
-                progress.show(self._engine.generated_tokens / seconds, len(self._in_flight))
+                progress.show(self._engine.generated_tokens, self._engine.num_running)
             if signals.received is not None:
                 self._save_metrics()
                 return False
@@ -189,10 +194,10 @@ class Generation:
         if finished:
             self._writer.write(finished)
             self._count(finished)
-            progress.add(len(finished))
+            progress.add(finished)
 
     def _save_metrics(self) -> None:
-        self._metrics.in_flight = len(self._in_flight)
+        self._metrics.in_flight = self._engine.num_running
         self._metrics.attempt.engine = dataclasses.asdict(self._engine.stats)
         self._metrics.save("running")
 

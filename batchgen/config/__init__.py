@@ -20,6 +20,7 @@ from batchgen.config.groups import (
     JobConfig,
     ModelGroup,
     OutputConfig,
+    ProgressConfig,
     SamplingConfig,
     StrategyConfig,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "ModelGroup",
     "NoConstraintConfig",
     "OutputConfig",
+    "ProgressConfig",
     "PromptConfig",
     "SamplingConfig",
     "StrategyConfig",

@@ -23,6 +23,7 @@ from batchgen.config.groups import (
     JobConfig,
     ModelGroup,
     OutputConfig,
+    ProgressConfig,
     PromptConfig,
     SamplingConfig,
     StrategyConfig,
@@ -56,8 +57,9 @@ def load_config(cfg: DictConfig) -> JobConfig:
     if not isinstance(groups, dict):
         raise ConfigError("the configuration must be a mapping of groups (model, dataset, …)")
     names = [f.name for f in dataclasses.fields(JobConfig)]
-    # The config.yaml of a job from before there were constraints does not have this group.
+    # The config.yaml of a job from before there were these groups does not have them.
     groups.setdefault("constraint", {"kind": "none"})
+    groups.setdefault("progress", {})
     check_keys(groups, known=names, required=names, prefix="")
     for name in names:
         if not isinstance(groups[name], dict):
@@ -73,6 +75,7 @@ def load_config(cfg: DictConfig) -> JobConfig:
         constraint=constraint_config(groups["constraint"]),
         engine=build(EngineGroup, groups["engine"], "engine"),
         output=build(OutputConfig, groups["output"], "output"),
+        progress=build(ProgressConfig, groups["progress"], "progress"),
     )
 
 
@@ -115,6 +118,7 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
     groups["strategy"] = {k: v for k, v in groups["strategy"].items() if k not in fingerprinted}
     for name, keys in _NOT_DECIDING.items():
         groups[name] = {key: value for key, value in groups[name].items() if key not in keys}
+    del groups["progress"]
     return groups
 
 

@@ -32,6 +32,7 @@ class Attempt:
 
     Attributes:
         rows_resumed: output rows that earlier attempts had written.
+        rows_total: output rows of the whole job; None if that is not known.
         status: how it ended. If it was killed, the file still says `running`, and the next attempt
             changes that to `killed`.
         rows: output rows that it has computed, with error rows.
@@ -46,6 +47,7 @@ class Attempt:
     """
 
     rows_resumed: int
+    rows_total: int | None = None
     status: Status = "running"
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     host: str = field(default_factory=socket.gethostname)
@@ -185,7 +187,7 @@ class Metrics:
     Attributes:
         attempt: the present one.
         tally: of the rows that are finished, those of earlier attempts too.
-        in_flight: how many rows have begun and are not finished.
+        in_flight: how many rows run in the engine, without those that wait for their turn.
         was_complete: whether an earlier attempt completed the job.
     """
 

@@ -75,19 +75,20 @@ class JobFolderReader:
         if not path.is_file():
             return {}
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if found["status"] == "running" and not self._may_run():
+        if found["status"] == "running" and not self.may_run:
             found["status"] = found["attempts"][-1]["status"] = "killed"
         return found
 
     @property
     def schema(self) -> pa.Schema | None:
         """The columns of the rows, None if no row is finished."""
-        for path in shard_files(self.path / "data").values() if self._has("data") else ():
-            return pq.read_schema(path)
+        # The journals first: a shard that is published in between is then found among the shards.
         for files in self._journals().values():
             for path in files:
                 for batch in _read_if_there(path) or ():
                     return batch.schema
+        for path in shard_files(self.path / "data").values() if self._has("data") else ():
+            return pq.read_schema(path)
         return None
 
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
@@ -110,17 +111,27 @@ class JobFolderReader:
             ConfigError: there is no such column.
             JobError: a shard is damaged.
         """
-        schema = self.schema
+        schema = self.fields(columns)
         if schema is None:
             return
-        names = schema.names if columns is None else list(columns)
-        if unknown := [name for name in names if name not in schema.names]:
+        for shard in self._shards():
+            yield from self._open(shard).batches(schema.names)
+
+    def fields(self, columns: Sequence[str] | None = None) -> pa.Schema | None:
+        """The schema of some columns, of all if `columns` is None; None if no row is finished.
+
+        Raises:
+            ConfigError: there is no such column.
+        """
+        schema = self.schema
+        if schema is None or columns is None:
+            return schema
+        if unknown := [name for name in columns if name not in schema.names]:
             raise ConfigError(
                 f"the rows of {self.path} have no column {unknown[0]!r}: choose among "
                 f"{', '.join(schema.names)}"
             )
-        for shard in self._shards():
-            yield from self._open(shard).batches(names)
+        return pa.schema([schema.field(name) for name in columns])
 
     def find(self, row_id: str) -> Iterator[dict[str, Any]]:
         """All finished samples of the row with this id."""
@@ -163,7 +174,8 @@ class JobFolderReader:
                 path = shard_path(self.path / "data", shard)
                 return _Shard(path if path.is_file() else None, written)
 
-    def _may_run(self) -> bool:
+    @property
+    def may_run(self) -> bool:
         """Whether the process that last held the folder's lock may still be there."""
         path = self.path / ".lock"
         owner = _OWNER.match(path.read_text(errors="replace")) if path.is_file() else None

@@ -26,6 +26,7 @@ from batchgen.config import (
     JobConfig,
     ModelGroup,
     OutputConfig,
+    ProgressConfig,
     SamplingConfig,
     StrategyConfig,
     constraint_config,
@@ -59,6 +60,7 @@ class FakeJob:
         constraint: the group of that name.
         answers: text, finish reason and constraint_satisfied that rows take in turns; empty for
             texts of tokens.
+        show: every how many seconds an answer is shown.
     """
 
     out: str
@@ -83,6 +85,7 @@ class FakeJob:
     on_all_errors: Literal["stop", "continue"] = "stop"
     text_column: str = "text"
     answers: tuple[tuple[str, str, bool | None], ...] = ()
+    show: float = 0.0
 
     def config(self) -> JobConfig:
         asked = {"prompt_token_ids": self.prompt_token_ids, "parsed": self.parsed}
@@ -106,6 +109,7 @@ class FakeJob:
                 on_all_errors=self.on_all_errors,
                 text_column=self.text_column,
             ),
+            progress=ProgressConfig(show=self.show),
         )
 
     def parts(self) -> JobParts:
@@ -197,6 +201,10 @@ class FakeEngine:
         self._running[request_id] = _Running(
             request_id, prompt_token_ids, params, 1 + params.seed % 5
         )
+
+    @property
+    def num_running(self) -> int:
+        return min(len(self._running), self.job.max_num_seqs)
 
     def close(self) -> None:
         self.closed = True
