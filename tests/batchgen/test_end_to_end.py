@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from real_job import ROWS, contents, overrides, run
 from batchgen import LLM, SamplingParams
 from batchgen.__main__ import report
 from batchgen.fingerprint import derive_seed
+from batchgen.python.prompts import PromptIds, ReadPrompt
 
 
 def test_rows_are_those_of_the_python_interface(model: Path, rows: Path, tmp_path: Path) -> None:
@@ -29,6 +29,7 @@ def test_rows_are_those_of_the_python_interface(model: Path, rows: Path, tmp_pat
     params = SamplingParams(
         temperature=0.7, top_p=0.95, max_new_tokens=12, logprobs=True, top_logprobs=3
     )
+    ids = PromptIds(llm.tokenizer, {})
     for i, found in enumerate(table.to_pylist()):
         row, sample = ROWS[i // 2], i % 2
         assert (found["row_id"], found["row_index"], found["sample_index"]) == (
@@ -36,9 +37,8 @@ def test_rows_are_those_of_the_python_interface(model: Path, rows: Path, tmp_pat
         )  # fmt: skip
         assert found["q"] == row["q"]
         chat = [{"role": "user", "content": row["q"]}]
-        llm.engine.add_request(
-            "x", llm._token_ids(chat), replace(params, seed=derive_seed(3, row["id"], sample))
-        )
+        seeded = params.replace(seed=derive_seed(3, row["id"], sample)).request
+        llm.engine.add_request("x", ids.of(ReadPrompt.of(chat)), seeded)
         (expected,) = [o for _ in range(13) for o in llm.engine.step()]
         assert found["prompt_token_ids"] == expected.prompt_token_ids
         assert found["token_ids"] == expected.token_ids
