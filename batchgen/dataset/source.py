@@ -134,6 +134,19 @@ class RowSource:
                     ) from None
         return values
 
+    def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
+        """The rows before `stop` as Arrow tables of `size` rows, of map-style data only.
+
+        The last table may have fewer rows. They hold the columns of `columns`.
+
+        Raises:
+            ConfigError: while iterating: a file cannot be read further.
+        """
+        assert isinstance(self._data, Dataset)
+        data = self._data.select(range(stop)).with_format("arrow")
+        with self._reading("its rows"):
+            yield from data.iter(batch_size=size)
+
     def _field(self, name: str) -> pa.Field:
         kind = _storage(self.features.arrow_schema.field(name).type)
         if name in self._json:

@@ -27,16 +27,23 @@ _NAME = re.compile(r"part-(\d{5,})\.(\d{4,})\.journal")
 
 
 class Journal:
-    """The journal files of a job's folder, all with one schema."""
+    """The journal files of a job's folder, all with one schema.
 
-    def __init__(self, folder: Path, schema: pa.Schema) -> None:
-        """Start a new attempt in a folder that exists."""
+    Attributes:
+        attempt: the number of the attempt that this object writes.
+    """
+
+    def __init__(self, folder: Path, schema: pa.Schema, least_attempt: int = 1) -> None:
+        """Start a new attempt in a folder that exists.
+
+        Args:
+            least_attempt: the attempt's number is at least this, and above those of all files.
+        """
         self._folder = folder
         self._schema = schema
         self._files = journal_files(folder)
-        names = (path.name for files in self._files.values() for path in files)
-        earlier = [int(match[2]) for match in map(_NAME.fullmatch, names) if match]
-        self._attempt = 1 + max(earlier, default=0)
+        earlier = (attempt_of(path) for files in self._files.values() for path in files)
+        self.attempt = max(least_attempt, 1 + max(earlier, default=0))
         self._unsynced: set[Path] = set()
         self._last_sync = time.monotonic()
 
@@ -50,7 +57,7 @@ class Journal:
         Raises:
             JobError: the file cannot be written. The rows before it are safe.
         """
-        path = self._folder / f"part-{shard:05d}.{self._attempt:04d}.journal"
+        path = self._folder / f"part-{shard:05d}.{self.attempt:04d}.journal"
         files = self._files.setdefault(shard, [])
         data = _frame(batch.serialize())
         if path not in files:
@@ -68,11 +75,12 @@ class Journal:
             raise JobError(f"cannot write {path}: {error.strerror or error}") from error
         self._unsynced.add(path)
 
-    def read(self, shard: int) -> list[pa.RecordBatch]:
-        """All whole batches of the shard. They are memory-mapped, so nothing is copied."""
-        return [
-            batch for path in self._files.get(shard, ()) for batch in read_file(path, self._schema)
-        ]
+    def read(self, shard: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """All whole batches of the shard in the order in which they were written, each with the
+        number of its attempt. They are memory-mapped, so nothing is copied."""
+        for path in self._files.get(shard, ()):
+            for batch in read_file(path, self._schema):
+                yield attempt_of(path), batch
 
     def sync(self, force: bool = False) -> None:
         """Make what was appended safe from a power loss.
@@ -100,10 +108,17 @@ class Journal:
 def journal_files(folder: Path) -> dict[int, list[Path]]:
     """From a shard to its journal files, those of earlier attempts first."""
     files: dict[int, list[Path]] = {}
-    for path in sorted(folder.iterdir()):
+    for path in folder.iterdir():
         if match := _NAME.fullmatch(path.name):
             files.setdefault(int(match[1]), []).append(path)
-    return files
+    return {shard: sorted(files[shard], key=attempt_of) for shard in sorted(files)}
+
+
+def attempt_of(path: Path) -> int:
+    """The number of the attempt that wrote a journal file."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[2])
 
 
 def read_file(path: Path, schema: pa.Schema | None = None) -> Iterator[pa.RecordBatch]:

@@ -1,18 +1,23 @@
 """Shards: Parquet files that each hold a range of input rows and are published as a whole."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.errors import JobError
 from batchgen.output.journal import fsync_path
-from batchgen.output.schema import OutputSchema
+from batchgen.output.row_order import KEYS, RowsInOrder
+
+if TYPE_CHECKING:
+    from batchgen.output.schema import OutputSchema
 
 ROW_GROUP_BYTES = 64 * 2**20
 _ROW_BYTES = 1024  # a guess at what a row takes besides its tokens, to size row groups
@@ -29,15 +34,23 @@ def shard_files(data: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in found if match}
 
 
-def publish_shard(
+@dataclass(frozen=True)
+class Extent:
+    """Which rows a published shard has: every sample of each of its first input rows."""
+
+    rows: int
+    samples: int
+
+
+def write_shard(
     batches: Sequence[pa.RecordBatch], schema: OutputSchema, path: Path, temporary: Path
 ) -> None:
-    """Write the rows of a complete shard, sorted by (row_index, sample_index).
+    """Write the rows of a complete shard, sorted by (row_index, sample_index), for `path`.
 
-    The file is written under another name, fsynced and renamed, so that it is whole whenever it is
-    there. It has row groups of about ROW_GROUP_BYTES, and one of them at a time is in memory,
-    because the batches are memory-mapped. Its bytes depend on the rows alone, not on how these are
-    spread over the batches.
+    The file is written under another name and fsynced, so that it can be renamed as a whole. It has
+    row groups of about ROW_GROUP_BYTES, and one of them at a time is in memory, because the batches
+    are memory-mapped. Its bytes depend on the rows alone, not on how these are spread over the
+    batches. Of a row that is there more than once the last one counts.
 
     Args:
         temporary: the other name, on the same file system.
@@ -52,52 +65,102 @@ def publish_shard(
             for group in _row_groups(batches, schema):
                 writer.write_table(group, row_group_size=group.num_rows)
         fsync_path(temporary)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def publish_shard(temporary: Path, path: Path) -> None:
+    """Give a shard its name, under which there may be an older one with fewer rows.
+
+    Raises:
+        JobError: the file cannot be renamed.
+    """
+    try:
         temporary.rename(path)
     except OSError as error:
-        raise JobError(f"cannot write {path}: {error.strerror or error}") from error
+        raise unwritable(path, error) from error
     fsync_path(path.parent)
+
+
+def mapped_shard(path: Path, schema: OutputSchema, copy: Path) -> list[pa.RecordBatch]:
+    """The rows of a published shard as memory-mapped batches, for which it is copied.
+
+    Args:
+        copy: the name of the copy, which is in the format of Arrow.
+
+    Raises:
+        JobError: the shard is damaged, or the copy cannot be written.
+    """
+    try:
+        with (
+            pq.ParquetFile(path, page_checksum_verification=True) as file,
+            pa.OSFile(str(copy), "wb") as sink,
+            pa.ipc.new_file(sink, schema.arrow) as writer,
+        ):
+            for group in range(file.num_row_groups):
+                # The file's own schema has the same fields and other metadata.
+                writer.write_table(file.read_row_group(group).cast(schema.arrow))
+    except pa.ArrowException as error:
+        raise damaged(path, str(error)) from error
+    except OSError as error:
+        raise unwritable(path, error) from error
+    with pa.ipc.open_file(pa.memory_map(str(copy))) as reader:
+        return [reader.get_batch(i) for i in range(reader.num_record_batches)]
 
 
 def _row_groups(batches: Sequence[pa.RecordBatch], schema: OutputSchema) -> Iterator[pa.Table]:
     if not batches:
         return
-    lengths = np.array([batch.num_rows for batch in batches])
-    starts = np.cumsum(lengths) - lengths
-    keys = _column(batches, "row_index"), _column(batches, "sample_index")
-    order = np.lexsort(keys[::-1])
-    batch_of = np.repeat(np.arange(len(batches)), lengths)[order]
-    row_of = order - starts[batch_of]
-    sizes = _column(batches, "num_generated_tokens") * schema.token_bytes + _ROW_BYTES
-    sizes += 4 * _column(batches, "num_prompt_tokens")
-    group_of = np.cumsum(sizes[order]) // ROW_GROUP_BYTES
-    for rows in np.split(np.arange(len(order)), np.flatnonzero(np.diff(group_of)) + 1):
-        touched, local = np.unique(batch_of[rows], return_inverse=True)
-        table = pa.Table.from_batches([batches[i] for i in touched], schema.arrow)
-        local_starts = np.cumsum(lengths[touched]) - lengths[touched]
-        yield table.combine_chunks().take(pa.array(local_starts[local] + row_of[rows]))
+    rows = RowsInOrder(batches)
+    sizes = rows.column("num_generated_tokens") * schema.token_bytes + _ROW_BYTES
+    sizes += 4 * rows.column("num_prompt_tokens")
+    group_of = np.cumsum(sizes) // ROW_GROUP_BYTES
+    for group in np.split(np.arange(len(group_of)), np.flatnonzero(np.diff(group_of)) + 1):
+        yield rows.table(group)
 
 
-def _column(batches: Sequence[pa.RecordBatch], name: str) -> npt.NDArray[np.int64]:
-    """An integer column of all batches together, with 0 for null."""
-    column = pa.chunked_array([batch.column(name) for batch in batches])
-    return np.asarray(pc.fill_null(column, 0).to_numpy(), np.int64)
+def shard_extent(path: Path, schema: OutputSchema, first_row: int) -> Extent:
+    """Which rows a published shard has, as its footer says.
 
-
-def shard_num_rows(path: Path, schema: OutputSchema) -> int:
-    """How many output rows a published shard has, as its footer says.
+    Args:
+        first_row: the index of the first input row that belongs into the shard.
 
     Raises:
         JobError: the file is damaged or has other columns than this job writes.
     """
     try:
         with pq.ParquetFile(path) as file:
-            written = file.schema_arrow
-            rows = int(file.metadata.num_rows)
+            written, meta = file.schema_arrow, file.metadata
+            last = {name: _greatest(meta, written.get_field_index(name)) for name in KEYS}
     except (pa.ArrowInvalid, OSError) as error:
         raise damaged(path, str(error)) from error
     if not written.equals(schema.arrow):
         raise damaged(path, "it has other columns than this job writes")
-    return rows
+    extent = Extent(last["row_index"] - first_row + 1, last["sample_index"] + 1)
+    if not meta.num_rows:
+        return Extent(0, 0)
+    if extent.rows * extent.samples != meta.num_rows:
+        raise damaged(path, f"{meta.num_rows} rows cannot be right")
+    return extent
+
+
+def _greatest(meta: pq.FileMetaData, column: int) -> int:
+    """The greatest value of a column of integers, -1 if there is none."""
+    groups = (meta.row_group(i) for i in range(meta.num_row_groups))
+    chunks = (group.column(column) for group in groups if group.num_rows and column >= 0)
+    return max((chunk.statistics.max for chunk in chunks if chunk.is_stats_set), default=-1)
+
+
+def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
+    """Some columns of a published shard.
+
+    Raises:
+        JobError: the file is damaged.
+    """
+    try:
+        return pq.read_table(path, columns=list(columns), partitioning=None)
+    except (pa.ArrowException, OSError) as error:
+        raise damaged(path, str(error)) from error
 
 
 def damaged(path: Path, why: str) -> JobError:
@@ -106,3 +169,8 @@ def damaged(path: Path, why: str) -> JobError:
         f"the published shard {path} is damaged ({why}): delete it and run the same command, "
         "which computes its rows again"
     )
+
+
+def unwritable(path: Path, error: OSError) -> JobError:
+    """The error for a shard that cannot be written."""
+    return JobError(f"cannot write {path}: {error.strerror or error}")

@@ -1,17 +1,31 @@
 """Writes finished rows, which come in any order, and knows which rows of a job are done."""
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from batchgen.errors import JobError
+from batchgen.errors import ConfigError, JobError
 from batchgen.output.journal import Journal, read_file
+from batchgen.output.open_shard import STATE_COLUMNS, OpenShard
+from batchgen.output.retry_round import RetryRound
+from batchgen.output.row_order import KEYS, RowsInOrder
 from batchgen.output.schema import FinishedRow, OutputSchema
-from batchgen.output.shards import damaged, publish_shard, shard_files, shard_num_rows, shard_path
+from batchgen.output.shards import (
+    Extent,
+    damaged,
+    mapped_shard,
+    publish_shard,
+    read_columns,
+    shard_extent,
+    shard_files,
+    shard_path,
+    write_shard,
+)
 
 MAX_UNPUBLISHED = 2  # complete shards that wait for the publisher before `write` waits for it
 
@@ -25,12 +39,27 @@ class OutputWriter:
     journal files of a complete shard do not change any more. In memory there is one flag for each
     sample of each row of the shards that are not complete.
 
+    A job can grow. Then a published shard lacks rows or samples, or has errors that are computed
+    again; the new rows go to the journal too, and when the last one is there, a shard made of both
+    takes the place of the old one. A row that is there more than once counts as it was written
+    last, so a journal that a kill has left beside its shard does no harm.
+
     Attributes:
-        resumed: how many samples of rows earlier attempts have written.
+        resumed: how many samples of rows earlier attempts have written and need no computing.
+        retried: how many error rows are to be computed again that were not in this round before;
+            None unless this attempt has begun a round.
     """
 
     def __init__(
-        self, data: Path, journal: Path, schema: OutputSchema, rows_per_shard: int, samples: int
+        self,
+        data: Path,
+        journal: Path,
+        schema: OutputSchema,
+        rows_per_shard: int,
+        samples: int,
+        *,
+        most_rows: int | None = None,
+        retry_errors: bool = False,
     ) -> None:
         """Read from shards and journal files what is done.
 
@@ -38,28 +67,29 @@ class OutputWriter:
             data: the folder of the shards, which exists.
             journal: the folder of the journal, which exists.
             samples: of each row.
+            most_rows: how many rows the data set has at most; None if that is not known.
+            retry_errors: whether error rows of earlier attempts are computed again.
 
         Raises:
             JobError: a published shard is damaged or is not of this job.
+            ConfigError: rows from `most_rows` on are finished.
         """
         self._data = data
         self._temporary = journal
         self._schema = schema
         self._rows_per_shard = rows_per_shard
         self._samples = samples
-        for leftover in journal.glob("*.tmp"):
-            leftover.unlink()
-        self._published = self._read_shards()
-        self._journal = Journal(journal, schema.arrow)
-        self._open: dict[int, _OpenShard] = {}
-        for shard in self._journal.shards():
-            if shard in self._published:  # killed between publishing and cleaning up
-                _delete(self._journal.release(shard))
-            else:
-                self._open[shard] = self._read_journal(shard)
-        self.resumed = self._samples * sum(self._published.values()) + sum(
-            shard.num_done for shard in self._open.values()
-        )
+        self._round = RetryRound(journal)
+        self._published = self._read_extents()
+        self._journal = Journal(journal, schema.arrow, self._round.least_attempt)
+        self._check_shrinking(most_rows)
+        _delete(journal.glob("*.tmp"))
+        self.retried = self._begin_round() if retry_errors else self._round.end()
+        self._open: dict[int, OpenShard] = {}
+        for shard in sorted(self._journal.shards() | self._round.shards()):
+            self._reopen(shard)
+        self.resumed = sum(extent.rows * extent.samples for extent in self._published.values())
+        self.resumed += sum(shard.num_done for shard in self._open.values())
         self._publisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._publishing: list[Future[None]] = []
         for number in sorted(self._open):
@@ -73,32 +103,40 @@ class OutputWriter:
 
     @property
     def num_leading_rows(self) -> int:
-        """How many rows at the start of the data set are in published shards, without a gap.
+        """How many rows at the start of the data set are done in published shards, without a gap.
 
         A job that resumes need not look at them.
         """
-        rows = itertools.takewhile(
-            lambda num_rows: num_rows is not None, map(self._published.get, itertools.count())
-        )
-        return sum(num_rows or 0 for num_rows in rows)
+        rows, shard = 0, 0
+        while (extent := self._published.get(shard)) is not None:
+            if extent.rows and extent.samples < self._samples:
+                break
+            rows += extent.rows
+            if extent.rows < self._rows_per_shard:
+                break
+            shard += 1
+        return rows
 
     def missing(self, row_index: int) -> list[int]:
-        """The samples of a row that are not done yet. Rows must be asked for in order.
-
-        Raises:
-            JobError: a published shard ends before this row, though it should contain it.
-        """
+        """The samples of a row that are not done yet. Rows must be asked for in order."""
         shard, row = divmod(row_index, self._rows_per_shard)
-        if (num_rows := self._published.get(shard)) is not None:
-            if row >= num_rows:
-                raise damaged(
-                    shard_path(self._data, shard),
-                    f"it ends before row {row_index}, which the dataset has",
-                )
-            return []
+        if (extent := self._published.get(shard)) is not None:
+            if row < extent.rows and extent.samples == self._samples:
+                return []
+            self._reopen(shard)
         if (opened := self._open.get(shard)) is None:
             return list(range(self._samples))
-        return np.flatnonzero(~opened.done[row]).tolist()
+        return opened.missing(row_index)
+
+    def done_rows(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Some columns of all rows that earlier attempts have done."""
+        self._wait(0)
+        for shard, extent in sorted(self._published.items()):
+            if extent.rows:
+                yield read_columns(shard_path(self._data, shard), columns)
+        for shard, opened in sorted(self._open.items()):
+            if (table := self._written(shard, columns)) is not None:
+                yield table.filter(pa.array(opened.done[opened.places(table)])).select(columns)
 
     def write(self, rows: Sequence[FinishedRow]) -> None:
         """Keep finished rows, which may be of any shards and in any order.
@@ -112,12 +150,10 @@ class OutputWriter:
         for row in rows:
             by_shard.setdefault(row.row_index // self._rows_per_shard, []).append(row)
         for number, shard_rows in by_shard.items():
-            if (opened := self._open.get(number)) is None:
-                opened = self._open[number] = _OpenShard(self._rows_per_shard, self._samples)
+            opened = self._open.get(number) or self._reopen(number)
             self._journal.append(number, self._schema.encode(shard_rows))
-            opened.mark(
-                [row.row_index - number * self._rows_per_shard for row in shard_rows],
-                [row.sample_index for row in shard_rows],
+            opened.add(
+                [row.row_index for row in shard_rows], [row.sample_index for row in shard_rows]
             )
             self._publish_if_complete(number)
         self._journal.sync()
@@ -135,17 +171,16 @@ class OutputWriter:
             JobError: a file cannot be written, or the shards do not have as many rows.
         """
         last, rest = divmod(num_rows, self._rows_per_shard)
-        if rest or num_rows == 0:
-            if (opened := self._open.get(last)) is not None:
-                opened.num_expected = rest * self._samples
-                self._publish_if_complete(last)
-            elif last not in self._published:
-                assert num_rows == 0, f"rows of shard {last} were never written"
-                self._publish(last, 0)
+        if rest and (opened := self._open.get(last)) is not None:
+            opened.num_expected = rest * self._samples
+        for number in sorted(self._open):
+            self._publish_if_complete(number)
+        if num_rows == 0 and 0 not in self._published:
+            self._publish(0, Extent(0, 0))
         self._wait(0)
-        shards = max(1, -(-num_rows // self._rows_per_shard))
-        size = self._rows_per_shard
-        expected = [min(num_rows - k * size, size) for k in range(shards)]
+        size, shards = self._rows_per_shard, max(1, -(-num_rows // self._rows_per_shard))
+        rows = [min(num_rows - k * size, size) for k in range(shards)]
+        expected = [Extent(n, self._samples if n else 0) for n in rows]
         if self._open or self._published != dict(enumerate(expected)):
             raise self._wrong_shards(expected)
 
@@ -156,18 +191,27 @@ class OutputWriter:
 
     def _publish_if_complete(self, number: int) -> None:
         opened = self._open[number]
-        if opened.num_done == opened.num_expected:
+        if opened.is_complete:
             del self._open[number]
-            self._publish(number, opened.num_done // self._samples)
+            self._publish(number, Extent(opened.num_done // self._samples, self._samples))
 
-    def _publish(self, number: int, num_rows: int) -> None:
+    def _publish(self, number: int, extent: Extent) -> None:
         path = shard_path(self._data, number)
         files = self._journal.release(number)
-        self._published[number] = num_rows
+        self._published[number] = extent
 
         def publish() -> None:
-            batches = [batch for file in files for batch in read_file(file, self._schema.arrow)]
-            publish_shard(batches, self._schema, path, self._temporary / f"{path.name}.tmp")
+            temporary = self._temporary / f"{path.name}.tmp"
+            copy = self._temporary / f"{path.name}.old.tmp"
+            batches = mapped_shard(path, self._schema, copy) if path.exists() else []
+            for file in files:
+                batches += read_file(file, self._schema.arrow)
+            write_shard(batches, self._schema, path, temporary)
+            # Before the shard has its name: else a kill in between would have its errors, which
+            # were computed again just now, computed once more.
+            self._round.finished(number)
+            publish_shard(temporary, path)
+            copy.unlink(missing_ok=True)
             _delete(files)
 
         self._publishing.append(self._publisher.submit(publish))
@@ -177,53 +221,79 @@ class OutputWriter:
         while self._publishing and (len(self._publishing) > most or self._publishing[0].done()):
             self._publishing.pop(0).result()
 
-    def _read_shards(self) -> dict[int, int]:
-        """From the number of a published shard to its number of input rows."""
+    def _read_extents(self) -> dict[int, Extent]:
+        """From the number of a published shard to the rows that it has."""
         published = {}
         for number, path in shard_files(self._data).items():
-            num_rows, rest = divmod(shard_num_rows(path, self._schema), self._samples)
-            if rest or num_rows > self._rows_per_shard:
-                raise damaged(path, f"{num_rows * self._samples + rest} rows cannot be right")
-            published[number] = num_rows
+            extent = shard_extent(path, self._schema, number * self._rows_per_shard)
+            if extent.rows > self._rows_per_shard or extent.samples > self._samples:
+                raise damaged(path, f"{extent.rows * extent.samples} rows cannot be right")
+            published[number] = extent
         return published
 
-    def _read_journal(self, number: int) -> "_OpenShard":
-        opened = _OpenShard(self._rows_per_shard, self._samples)
-        for batch in self._journal.read(number):
-            rows = batch.column("row_index").to_numpy() - number * self._rows_per_shard
-            opened.mark(rows, batch.column("sample_index").to_numpy())
+    def _check_shrinking(self, most_rows: int | None) -> None:
+        """Refuse a data set that ends before a row which is finished.
+
+        Raises:
+            ConfigError: it does.
+        """
+        size = self._rows_per_shard
+        ends = [number * size + extent.rows for number, extent in self._published.items()]
+        for shard in self._journal.shards() if most_rows is not None else ():
+            for _, batch in self._journal.read(shard):
+                ends.append(1 + pc.max(batch["row_index"]).as_py())
+        if most_rows is not None and (end := max(ends, default=0)) > most_rows:
+            raise ConfigError(
+                f"dataset.limit: the job would have {most_rows:,} rows, but in {self._data.parent} "
+                f"rows up to number {end:,} are finished, and a job can grow but not shrink: use "
+                f"dataset.limit={end} or more, or another output.dir"
+            )
+
+    def _begin_round(self) -> int | None:
+        """Begin to compute error rows again, unless an earlier attempt has begun it."""
+        if self._round.is_open:
+            return None
+        errors: dict[int, int] = {}
+        for shard in sorted(self._journal.shards() | set(self._published)):
+            if (table := self._written(shard, ["finish_reason"])) is not None:
+                errors[shard] = pc.sum(pc.equal(table["finish_reason"], "error")).as_py()
+        self._round.begin([shard for shard, n in errors.items() if n], self._journal.attempt)
+        return sum(errors.values())
+
+    def _written(self, shard: int, columns: Sequence[str]) -> pa.Table | None:
+        """Some columns of all rows of a shard, each as it was written last; None without rows."""
+        names = [*dict.fromkeys([*columns, *KEYS])]
+        path = shard_path(self._data, shard)
+        batches = read_columns(path, names).to_batches() if path.exists() else []
+        batches += [batch.select(names) for _, batch in self._journal.read(shard)]
+        rows = RowsInOrder(batches)
+        return rows.table(np.arange(len(rows.keys))) if len(rows.keys) else None
+
+    def _reopen(self, number: int) -> OpenShard:
+        """Note what is there of a shard that is not complete, or was complete before."""
+        first = number * self._rows_per_shard
+        opened = self._open[number] = OpenShard(first, self._rows_per_shard, self._samples)
+        retried_before = self._round.before(number) or 0
+        if (extent := self._published.pop(number, None)) is not None:
+            opened.take_published(extent)
+            if retried_before:
+                table = read_columns(shard_path(self._data, number), STATE_COLUMNS)
+                opened.take(table, errors_count=False)
+        for attempt, batch in self._journal.read(number):
+            opened.take(batch, errors_count=attempt >= retried_before)
         return opened
 
-    def _wrong_shards(self, expected: list[int]) -> JobError:
-        for number, num_rows in sorted(self._published.items()):
-            if number >= len(expected) or num_rows != expected[number]:
+    def _wrong_shards(self, expected: list[Extent]) -> JobError:
+        for number, extent in sorted(self._published.items()):
+            if number >= len(expected) or extent != expected[number]:
                 return damaged(
-                    shard_path(self._data, number), f"the dataset does not have its {num_rows} rows"
+                    shard_path(self._data, number),
+                    f"the dataset does not have its {extent.rows} rows",
                 )
         return JobError(
             f"the dataset ended after {len(expected)} shards, but shards {sorted(self._open)} are "
             "not complete: it has changed since the job was started; use another output.dir"
         )
-
-
-class _OpenShard:
-    """What the journal has of a shard that is not complete.
-
-    Attributes:
-        done: [rows_per_shard, samples] bool, whether the sample of the row is there.
-        num_done: how many are there.
-        num_expected: how many make the shard complete: fewer than the others if it is the last one.
-    """
-
-    def __init__(self, rows: int, samples: int) -> None:
-        self.done = np.zeros((rows, samples), np.bool_)
-        self.num_done = 0
-        self.num_expected = rows * samples
-
-    def mark(self, rows: Sequence[int], samples: Sequence[int]) -> None:
-        assert not self.done[rows, samples].any(), "a (row, sample) was written twice"
-        self.done[rows, samples] = True
-        self.num_done += len(rows)
 
 
 def _delete(files: Iterable[Path]) -> None:

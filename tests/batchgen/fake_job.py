@@ -131,6 +131,11 @@ class FakeSource:
     def passthrough(self, row: Row) -> dict[str, Any]:
         return row.fields
 
+    def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
+        rows = [row.fields for row in self.rows()][:stop]
+        for start in range(0, stop, size):
+            yield pa.Table.from_pylist(rows[start : start + size], schema=self.schema)
+
 
 @dataclass(frozen=True)
 class FakePrompt:

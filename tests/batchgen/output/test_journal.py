@@ -41,9 +41,11 @@ def test_batches_of_several_shards_and_attempts(tmp_path: Path) -> None:
     ]
     for journal in (second, Journal(tmp_path, SCHEMA)):
         assert journal.shards() == {0, 7}
-        assert [b.column(0).to_pylist() for b in journal.read(0)] == [[1], [0], [2]]
-        assert [b.column(0).to_pylist() for b in journal.read(7)] == [[70, 71]]
-    assert pa.Table.from_batches(second.read(7)).schema.equals(SCHEMA, check_metadata=True)
+        assert [b.column(0).to_pylist() for _, b in journal.read(0)] == [[1], [0], [2]]
+        assert [b.column(0).to_pylist() for _, b in journal.read(7)] == [[70, 71]]
+    assert pa.Table.from_batches([b for _, b in second.read(7)]).schema.equals(
+        SCHEMA, check_metadata=True
+    )
 
 
 def test_a_file_cut_at_any_byte_keeps_the_whole_batches_before(tmp_path: Path) -> None:
@@ -96,7 +98,7 @@ def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
     Journal(tmp_path, SCHEMA).append(0, _batch(1))
     other = SCHEMA.append(pa.field("new", pa.int8()))
     with pytest.raises(JobError, match="another version of batchgen"):
-        Journal(tmp_path, other).read(0)
+        list(Journal(tmp_path, other).read(0))
 
 
 def test_sync_reaches_every_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

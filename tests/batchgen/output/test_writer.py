@@ -1,65 +1,35 @@
 """Rows in any order become the same shards; nothing is lost, doubled or half-written."""
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fake_job import LOGPROBS, TOP_LOGPROBS, FakeSource, outcome
+from fake_job import LOGPROBS
+from output_rows import (
+    PER_SHARD,
+    ROWS,
+    SAMPLES,
+    SCHEMA,
+    all_rows,
+    finished_row,
+    open_writer,
+    shards,
+    split,
+    write,
+)
 
 import batchgen.output.shards
-from batchgen.engine.outputs import RequestError
-from batchgen.engine.sampling.params import SamplingParams
 from batchgen.errors import ConfigError, JobError
-from batchgen.output.schema import FinishedRow, OutputSchema
-from batchgen.output.writer import OutputWriter
-
-SCHEMA = OutputSchema.build(FakeSource.schema, (LOGPROBS, TOP_LOGPROBS), (), prompt_token_ids=True)
-ROWS, SAMPLES, PER_SHARD = 23, 3, 5
-
-
-def _row(index: int, sample: int) -> FinishedRow:
-    fields = {"question": f"q{index}", "number": index, "tags": ["t"] * (index % 3)}
-    row_id = f"id{index}"
-    if index % 7 == 3:
-        return FinishedRow(row_id, index, sample, fields, error=RequestError("bad", "is bad"))
-    output = outcome("", [index] * (index % 4), SamplingParams(seed=sample))
-    return FinishedRow(row_id, index, sample, fields, output=output)
-
-
-def _all_rows(rows: int = ROWS) -> list[FinishedRow]:
-    return [_row(i, s) for i in range(rows) for s in range(SAMPLES)]
-
-
-def _writer(folder: Path, per_shard: int = PER_SHARD) -> OutputWriter:
-    for name in ("data", "journal"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    return OutputWriter(folder / "data", folder / "journal", SCHEMA, per_shard, SAMPLES)
-
-
-def _write(folder: Path, batches: Sequence[Sequence[FinishedRow]], per_shard: int, n: int) -> None:
-    with _writer(folder, per_shard) as writer:
-        for batch in batches:
-            writer.write(batch)
-        writer.finish(n)
-
-
-def _shards(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted((folder / "data").iterdir())}
-
-
-def _split(rows: list[FinishedRow], rng: random.Random) -> list[list[FinishedRow]]:
-    cuts = sorted(rng.sample(range(1, len(rows)), min(len(rows) - 1, rng.randint(1, 20))))
-    return [rows[a:b] for a, b in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
+from batchgen.output.schema import OutputSchema
 
 
 def test_every_row_is_where_it_belongs(tmp_path: Path) -> None:
-    rows = _all_rows()
-    _write(tmp_path, [rows], PER_SHARD, ROWS)
-    assert list(_shards(tmp_path)) == [f"part-0000{k}.parquet" for k in range(5)]
+    rows = all_rows()
+    write(tmp_path, [rows], PER_SHARD, ROWS)
+    assert list(shards(tmp_path)) == [f"part-0000{k}.parquet" for k in range(5)]
     assert list((tmp_path / "journal").iterdir()) == []
     for k in range(5):
         table = pq.read_table(tmp_path / f"data/part-0000{k}.parquet")
@@ -97,36 +67,36 @@ def test_shards_do_not_depend_on_the_order_of_completion(
 ) -> None:
     monkeypatch.setattr(batchgen.output.shards, "ROW_GROUP_BYTES", 4000)  # several in a shard
     rng = random.Random(seed)
-    rows = _all_rows()
-    _write(tmp_path / "one", [rows], PER_SHARD, ROWS)
+    rows = all_rows()
+    write(tmp_path / "one", [rows], PER_SHARD, ROWS)
     rng.shuffle(rows)
-    _write(tmp_path / "two", _split(rows, rng), PER_SHARD, ROWS)
+    write(tmp_path / "two", split(rows, rng), PER_SHARD, ROWS)
     assert pq.ParquetFile(tmp_path / "one/data/part-00000.parquet").num_row_groups > 1
-    assert _shards(tmp_path / "one") == _shards(tmp_path / "two")  # to the byte
+    assert shards(tmp_path / "one") == shards(tmp_path / "two")  # to the byte
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_resuming_at_any_point_gives_the_same_shards(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    rows = _all_rows()
-    _write(tmp_path / "one", [rows], PER_SHARD, ROWS)
+    rows = all_rows()
+    write(tmp_path / "one", [rows], PER_SHARD, ROWS)
     rng.shuffle(rows)
     done: set[tuple[int, int]] = set()
     while len(done) < len(rows):
-        with _writer(tmp_path / "two") as writer:
+        with open_writer(tmp_path / "two") as writer:
             assert writer.resumed == len(done)
             for index in range(ROWS):
                 expected = [s for s in range(SAMPLES) if (index, s) not in done]
                 assert writer.missing(index) == expected
             left = [row for row in rows if (row.row_index, row.sample_index) not in done]
-            for batch in _split(left, rng)[: rng.randint(0, 3)] if len(left) > 1 else [left]:
+            for batch in split(left, rng)[: rng.randint(0, 3)] if len(left) > 1 else [left]:
                 writer.write(batch)
                 done |= {(row.row_index, row.sample_index) for row in batch}
-    with _writer(tmp_path / "two") as writer:
+    with open_writer(tmp_path / "two") as writer:
         assert writer.num_leading_rows == 20  # the end of the last shard is not known yet
         writer.finish(ROWS)
         assert writer.num_leading_rows == ROWS
-    assert _shards(tmp_path / "one") == _shards(tmp_path / "two")
+    assert shards(tmp_path / "one") == shards(tmp_path / "two")
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 4, 5, 6, 10])
@@ -134,7 +104,7 @@ def test_resuming_at_any_point_gives_the_same_shards(tmp_path: Path, seed: int) 
 def test_the_last_shard_is_as_long_as_the_rows_left(
     tmp_path: Path, num_rows: int, per_shard: int
 ) -> None:
-    _write(tmp_path, [_all_rows(num_rows)], per_shard, num_rows)
+    write(tmp_path, [all_rows(num_rows)], per_shard, num_rows)
     files = sorted((tmp_path / "data").iterdir())
     lengths = [pq.read_metadata(path).num_rows // SAMPLES for path in files]
     full, rest = divmod(num_rows, per_shard)
@@ -143,40 +113,43 @@ def test_the_last_shard_is_as_long_as_the_rows_left(
 
 
 def test_a_shard_does_not_wait_for_an_earlier_one(tmp_path: Path) -> None:
-    with _writer(tmp_path) as writer:
-        writer.write([row for row in _all_rows() if row.row_index != 2])
+    with open_writer(tmp_path) as writer:
+        writer.write([row for row in all_rows() if row.row_index != 2])
         writer.flush()
-        assert list(_shards(tmp_path)) == [f"part-0000{k}.parquet" for k in (1, 2, 3)]
-        writer.write([_row(2, s) for s in range(SAMPLES)])
+        assert list(shards(tmp_path)) == [f"part-0000{k}.parquet" for k in (1, 2, 3)]
+        writer.write([finished_row(2, s) for s in range(SAMPLES)])
         writer.finish(ROWS)
-    assert len(_shards(tmp_path)) == 5
+    assert len(shards(tmp_path)) == 5
 
 
 def test_a_row_is_never_taken_twice(tmp_path: Path) -> None:
-    with _writer(tmp_path) as writer, pytest.raises(AssertionError, match="written twice"):
-        writer.write([_row(0, 0)])
-        writer.write([_row(0, 0)])
+    with open_writer(tmp_path) as writer, pytest.raises(AssertionError, match="written twice"):
+        writer.write([finished_row(0, 0)])
+        writer.write([finished_row(0, 0)])
 
 
 def test_leftovers_of_a_kill_while_publishing_are_cleaned_up(tmp_path: Path) -> None:
-    with _writer(tmp_path) as writer:
-        writer.write([_row(i, s) for i in range(4) for s in range(SAMPLES)])
+    with open_writer(tmp_path) as writer:
+        writer.write([finished_row(i, s) for i in range(4) for s in range(SAMPLES)])
     journal = tmp_path / "journal"
     (kept,) = journal.iterdir()
     content = kept.read_bytes()
-    with _writer(tmp_path) as writer:
-        writer.write([_row(4, s) for s in range(SAMPLES)])
+    with open_writer(tmp_path) as writer:
+        writer.write([finished_row(4, s) for s in range(SAMPLES)])
         writer.flush()
     kept.write_bytes(content)  # killed after the shard was renamed, before its journal was deleted
     (journal / "part-00001.parquet.tmp").write_bytes(b"PAR1 half")
-    with _writer(tmp_path) as writer:
-        assert writer.resumed == PER_SHARD * SAMPLES
+    before = shards(tmp_path)
+    with open_writer(tmp_path) as writer:
+        assert writer.resumed == writer.num_leading_rows * SAMPLES == PER_SHARD * SAMPLES
+        writer.flush()
         assert list(journal.iterdir()) == []
+    assert shards(tmp_path) == before
 
 
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "foreign"])
 def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
-    _write(tmp_path, [_all_rows()], PER_SHARD, ROWS)
+    write(tmp_path, [all_rows()], PER_SHARD, ROWS)
     path = tmp_path / "data/part-00001.parquet"
     content = path.read_bytes()
     if damage == "foreign":
@@ -184,20 +157,25 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
     else:
         path.write_bytes({"truncated": content[:-9], "garbage": b"x" * 99, "empty": b""}[damage])
     with pytest.raises(JobError, match=r"part-00001\.parquet is damaged .*: delete it and run the"):
-        _writer(tmp_path)
+        open_writer(tmp_path)
     path.unlink()
-    with _writer(tmp_path) as writer:
+    with open_writer(tmp_path) as writer:
         assert writer.num_leading_rows == PER_SHARD
         assert writer.missing(4) == [] and writer.missing(5) == list(range(SAMPLES))
 
 
-def test_a_dataset_that_grew_or_shrank_is_noticed(tmp_path: Path) -> None:
-    _write(tmp_path, [_all_rows()], PER_SHARD, ROWS)
-    with _writer(tmp_path) as writer:
-        with pytest.raises(JobError, match=r"ends before row 23, which the dataset has"):
-            writer.missing(ROWS)
-        with pytest.raises(JobError, match=r"part-00004\.parquet is damaged"):
-            writer.finish(20)
+def test_a_dataset_that_shrank_is_noticed(tmp_path: Path) -> None:
+    write(tmp_path, [all_rows()], PER_SHARD, ROWS)
+    with open_writer(tmp_path) as writer, pytest.raises(JobError, match=r"part-00004.* is damaged"):
+        writer.finish(20)
+    with pytest.raises(ConfigError, match=r"would have 22 rows, .* up to number 23 are finished"):
+        open_writer(tmp_path, most_rows=22)
+    with open_writer(tmp_path / "b") as writer:
+        writer.write([finished_row(7, 0)])
+    with pytest.raises(ConfigError, match=r"use dataset\.limit=8 or more, or another output\.dir"):
+        open_writer(tmp_path / "b", most_rows=7)
+    with open_writer(tmp_path / "b", most_rows=8) as writer:
+        assert writer.resumed == 1
 
 
 def test_input_columns_may_not_have_the_names_of_output_columns() -> None:

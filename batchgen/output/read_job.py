@@ -1,0 +1,222 @@
+"""Reads a job's folder at any time: while the job runs, after it was killed, or when it is done."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import yaml
+
+from batchgen.errors import ConfigError
+from batchgen.output.journal import journal_files, read_file
+from batchgen.output.row_order import KEYS, RowsInOrder, row_keys
+from batchgen.output.shards import damaged, shard_files, shard_path
+
+BATCH = 256
+"""How many rows are in memory at a time."""
+_OWNER = re.compile(r"pid (\d+) on (.*), since ")
+
+
+class JobFolderReader:
+    """A job's folder, of which nothing is changed and which is not locked.
+
+    Finished rows lie in shards, and those of shards that are not complete in journals. A row that
+    was computed again is in both: what was written last counts, as it will when the shard is
+    published. A job that runs may publish a shard at any moment, which this class notices.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            ConfigError: the folder is not one of a job.
+        """
+        if not (path / "manifest.json").is_file():
+            what = "has no manifest.json" if path.is_dir() else "does not exist"
+            raise ConfigError(
+                f"{path} is not the output of a job ({what}): give a job's output.dir"
+            )
+        self.path = path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration by group, as in config.yaml; empty if the job was killed before."""
+        path = self.path / "config.yaml"
+        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What manifest.json holds."""
+        found: dict[str, Any] = json.loads((self.path / "manifest.json").read_text("utf-8"))
+        return found
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What metrics.json holds; empty if the job was killed before it was there.
+
+        The file says `running` of a job that was killed. Here its status is `killed` if the job ran
+        on this machine. The counts may be up to ten seconds old.
+        """
+        path = self.path / "metrics.json"
+        if not path.is_file():
+            return {}
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if found["status"] == "running" and not self._may_run():
+            found["status"] = found["attempts"][-1]["status"] = "killed"
+        return found
+
+    @property
+    def schema(self) -> pa.Schema | None:
+        """The columns of the rows, None if no row is finished."""
+        for path in shard_files(self.path / "data").values() if self._has("data") else ():
+            return pq.read_schema(path)
+        for files in self._journals().values():
+            for path in files:
+                for batch in _read_if_there(path) or ():
+                    return batch.schema
+        return None
+
+    def rows(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+        """The finished rows in the order of the data set, as far as they are finished.
+
+        Args:
+            columns: names of the columns to read, all if it is None.
+
+        Raises:
+            ConfigError: there is no such column.
+            JobError: a shard is damaged.
+        """
+        for batch in self.batches(columns):
+            yield from batch.to_pylist()
+
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """The same as `rows`, as batches of about BATCH rows, so that memory does not grow.
+
+        Raises:
+            ConfigError: there is no such column.
+            JobError: a shard is damaged.
+        """
+        schema = self.schema
+        if schema is None:
+            return
+        names = schema.names if columns is None else list(columns)
+        if unknown := [name for name in names if name not in schema.names]:
+            raise ConfigError(
+                f"the rows of {self.path} have no column {unknown[0]!r}: choose among "
+                f"{', '.join(schema.names)}"
+            )
+        for shard in self._shards():
+            yield from self._open(shard).batches(names)
+
+    def find(self, row_id: str) -> Iterator[dict[str, Any]]:
+        """All finished samples of the row with this id."""
+        schema = self.schema
+        for shard in [] if schema is None else self._shards():
+            ids = self._open(shard).batches(["row_id"])
+            if any(pc.any(pc.equal(batch["row_id"], row_id)).as_py() for batch in ids):
+                for batch in self._open(shard).batches(schema.names):
+                    yield from batch.filter(pc.equal(batch["row_id"], row_id)).to_pylist()
+
+    def _has(self, folder: str) -> bool:
+        return (self.path / folder).is_dir()
+
+    def _journals(self) -> dict[int, list[Path]]:
+        try:
+            return journal_files(self.path / "journal")
+        except FileNotFoundError:  # a complete job has none
+            return {}
+
+    def _shards(self) -> list[int]:
+        """The numbers of the shards that have finished rows."""
+        # The journals first: what is published in between is then found among the shards.
+        numbers = set(self._journals())
+        return sorted(numbers | set(shard_files(self.path / "data") if self._has("data") else ()))
+
+    def _open(self, shard: int) -> _Shard:
+        """The rows of a shard as they are now.
+
+        The journal files of a shard are deleted after it is published, never before. So if one of
+        them goes while they are opened, all is read again, and else nothing is missing.
+        """
+        while True:
+            written: list[pa.RecordBatch] | None = []
+            for path in self._journals().get(shard, ()):
+                found = _read_if_there(path)
+                written = None if found is None or written is None else [*written, *found]
+            if written is not None:
+                path = shard_path(self.path / "data", shard)
+                return _Shard(path if path.is_file() else None, written)
+
+    def _may_run(self) -> bool:
+        """Whether the process that last held the folder's lock may still be there."""
+        path = self.path / ".lock"
+        owner = _OWNER.match(path.read_text(errors="replace")) if path.is_file() else None
+        if owner is None or owner[2] != socket.gethostname():
+            return owner is not None
+        try:
+            os.kill(int(owner[1]), 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # it is there, and another user's
+            return True
+        return True
+
+
+class _Shard:
+    """The rows of one shard.
+
+    Args:
+        published: the Parquet file, None if there is none.
+        written: what the journals hold, in the order in which it was written.
+    """
+
+    def __init__(self, published: Path | None, written: list[pa.RecordBatch]) -> None:
+        self._published = published
+        self._written = RowsInOrder(written)
+
+    def batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """All rows in order, each once."""
+        start, end = 0, len(self._written.keys)
+        wanted = [*dict.fromkeys([*names, *KEYS])]
+        if self._published is not None:
+            try:
+                with pq.ParquetFile(self._published) as file:
+                    for batch in file.iter_batches(BATCH, columns=wanted):
+                        stop = start
+                        if batch.num_rows:
+                            last = row_keys(batch)[-1]
+                            stop = int(np.searchsorted(self._written.keys, last, side="right"))
+                        yield from self._merged(batch, names, start, stop)
+                        start = stop
+            except (pa.ArrowException, OSError) as error:
+                raise damaged(self._published, str(error)) from error
+        for first in range(start, end, BATCH):
+            rows = np.arange(first, min(first + BATCH, end))
+            yield from self._written.table(rows, names).to_batches()
+
+    def _merged(
+        self, batch: pa.RecordBatch, names: Sequence[str], start: int, stop: int
+    ) -> Iterator[pa.RecordBatch]:
+        """A published batch with the journaled rows that belong into it or replace its rows."""
+        if start == stop:
+            yield batch.select(names)
+            return
+        newer = self._written.table(np.arange(start, stop), batch.schema.names).to_batches()
+        both = RowsInOrder([batch, *newer])
+        yield from both.table(np.arange(len(both.keys)), names).to_batches()
+
+
+def _read_if_there(path: Path) -> list[pa.RecordBatch] | None:
+    """The whole batches of a journal file, None if the file was deleted."""
+    try:
+        return list(read_file(path))
+    except FileNotFoundError:
+        return None

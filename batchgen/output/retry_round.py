@@ -1,0 +1,80 @@
+"""Remembers, from one attempt to the next, which error rows are being computed again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from batchgen.errors import JobError
+from batchgen.output.journal import fsync_path
+
+_NAME = re.compile(r"part-(\d{5,})\.(\d{4,})\.retry")
+_OPEN = "retry"
+
+
+class RetryRound:
+    """A round of `output.retry_errors=true`, in which each error row is computed again once.
+
+    The round lasts until the job is complete, also if it is killed in between. It is kept in the
+    folder of the journal, as empty files. `part-00003.0006.retry` says that the error rows of shard
+    3 from before attempt 6 are to be computed again; those of attempt 6 and later have been. The
+    file goes just before the shard is published with its new rows. `retry` says that there was
+    such a file for every shard with errors: it is the last that is written at the beginning.
+
+    Attributes:
+        is_open: whether there is a round that goes on.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = journal
+        self.is_open = (journal / _OPEN).exists()
+        found = (_NAME.fullmatch(path.name) for path in journal.iterdir())
+        self._before = {int(match[1]): int(match[2]) for match in found if match}
+
+    @property
+    def least_attempt(self) -> int:
+        """The lowest number that an attempt may have which goes on with the round."""
+        return max(self._before.values(), default=1)
+
+    def before(self, shard: int) -> int | None:
+        """The attempt before which the errors of a shard are to be computed again, if they are."""
+        return self._before.get(shard)
+
+    def shards(self) -> set[int]:
+        """The shards that have error rows which may be left to compute."""
+        return set(self._before)
+
+    def begin(self, shards: Iterable[int], attempt: int) -> None:
+        """Begin a round in which the errors of these shards from before an attempt are tried.
+
+        Raises:
+            JobError: a file cannot be written.
+        """
+        assert not self.is_open
+        self.end()  # what a round has left that was killed while it began
+        try:
+            for shard in shards:
+                self._before[shard] = attempt
+                self._file(shard).touch()
+            fsync_path(self._journal)
+            (self._journal / _OPEN).touch()
+        except OSError as error:
+            raise JobError(f"cannot write to {self._journal}: {error.strerror or error}") from error
+        self.is_open = True
+
+    def finished(self, shard: int) -> None:
+        """Forget a shard of which nothing is left to compute."""
+        if shard in self._before:
+            self._file(shard).unlink()
+            del self._before[shard]
+
+    def end(self) -> None:
+        """End the round; what are errors still may be tried in a next one."""
+        (self._journal / _OPEN).unlink(missing_ok=True)
+        self.is_open = False
+        for shard in self.shards():
+            self.finished(shard)
+
+    def _file(self, shard: int) -> Path:
+        return self._journal / f"part-{shard:05d}.{self._before[shard]:04d}.retry"

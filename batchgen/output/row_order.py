@@ -1,0 +1,64 @@
+"""The order of output rows: by (row_index, sample_index), each of which is there once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+KEYS = ("row_index", "sample_index")
+
+
+def row_keys(batch: pa.RecordBatch | pa.Table) -> npt.NDArray[np.int64]:
+    """[R] One number for each row, which is greater where the row comes later."""
+    rows, samples = (np.asarray(batch.column(name).to_numpy(), np.int64) for name in KEYS)
+    return (rows << 31) | samples
+
+
+class RowsInOrder:
+    """The rows of many batches in order.
+
+    A row that is there more than once counts as it was written last, which is in the batch that
+    comes last.
+
+    Attributes:
+        keys: [R] int64, of `row_keys`, ascending.
+    """
+
+    def __init__(self, batches: Sequence[pa.RecordBatch]) -> None:
+        self._batches = batches
+        lengths = np.array([batch.num_rows for batch in batches], np.int64)
+        keys = np.concatenate([np.empty(0, np.int64), *map(row_keys, batches)])
+        order = np.argsort(keys, kind="stable")
+        is_last = np.append(keys[order][1:] != keys[order][:-1], True)[: len(order)]
+        order = order[is_last]
+        self.keys = keys[order]
+        self._batch_of = np.repeat(np.arange(len(batches)), lengths)[order]
+        self._row_of = order - (np.cumsum(lengths) - lengths)[self._batch_of]
+
+    def column(self, name: str) -> npt.NDArray[np.int64]:
+        """[R] A column of integers, with 0 for null."""
+        if not self._batches:
+            return np.empty(0, np.int64)
+        column = pa.chunked_array([batch.column(name) for batch in self._batches])
+        values = np.asarray(pc.fill_null(column, 0).to_numpy(), np.int64)
+        lengths = np.array([batch.num_rows for batch in self._batches])
+        return values[(np.cumsum(lengths) - lengths)[self._batch_of] + self._row_of]
+
+    def table(self, rows: npt.NDArray[np.int64], columns: Sequence[str] | None = None) -> pa.Table:
+        """Some of the rows, copied out of the batches, of which only those are touched.
+
+        Args:
+            rows: [K] places in the order, at least one.
+            columns: the names of the columns, all if it is None.
+        """
+        touched, local = np.unique(self._batch_of[rows], return_inverse=True)
+        batches = [self._batches[i] for i in touched]
+        if columns is not None:
+            batches = [batch.select(columns) for batch in batches]
+        starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
+        table = pa.Table.from_batches(batches).combine_chunks()
+        return table.take(pa.array(starts[local] + self._row_of[rows]))
