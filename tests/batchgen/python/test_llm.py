@@ -261,9 +261,8 @@ def test_closing(model: Path) -> None:
             f"LLM({str(model)!r}, ar, cpu, float32, max_model_len 256: {llm.engine.memory})"
         )
         assert "KV cache 0.01 GiB" in repr(llm)
-        stream = llm.stream(["ab", "cd"], PARAMS.replace(max_tokens=100))
-        others = llm.stream("ef", PARAMS.replace(max_tokens=1))
-        next(others)
+        long = PARAMS.replace(max_tokens=200, ignore_eos=True)
+        stream = llm.stream(["ab", "cd"], [PARAMS.replace(max_tokens=1), long])
         next(stream)
     assert repr(llm) == f"LLM({str(model)!r}, closed)"
     for use in (lambda: llm.generate("ab"), lambda: llm.stream("ab"), lambda: list(stream)):
