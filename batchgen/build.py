@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.resources import files
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Generic, Protocol
@@ -118,6 +119,7 @@ def job_parts(config: JobConfig) -> JobParts:
         fingerprints=fingerprints,
         build_engine=build_engine,
         strategy=strategy,
+        decode=None if model.tokenizer is None else partial(decode, model.tokenizer),
         close=lambda: None if compiler is None else compiler.close(),
     )
 

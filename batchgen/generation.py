@@ -49,6 +49,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def num_running(self) -> int:
+        """How many requests run; the others wait for their turn."""
+        ...
+
+    @property
     def stats(self) -> "DataclassInstance":
         """What the engine has counted since it started; metrics.json shows it."""
         ...
@@ -173,13 +178,13 @@ class Generation:
             if finished:
                 self._writer.write(finished)
                 self._count(finished)
-                progress.add(len(finished))
+                progress.add(finished)
             seconds = time.monotonic() - started
             self._metrics.attempt.generate_s = round(seconds, 3)
             if self._metrics.due():
                 self._save_metrics()
             if progress.due():
-                progress.show(self._engine.generated_tokens / seconds, len(self._in_flight))
+                progress.show(self._engine.generated_tokens, self._engine.num_running)
             if signals.received is not None:
                 self._save_metrics()
                 return False

@@ -52,6 +52,7 @@ class JobParts:
         build_engine: loads the weights. It is called last, and only if there are rows to compute.
         strategy: declares what is counted for each row, which becomes columns, and has lines for
             the job's summary. None if it has none of either.
+        decode: the text of token ids, to show prompts to people; None without a tokenizer.
         close: ends what was opened and works in the background.
     """
 
@@ -63,6 +64,7 @@ class JobParts:
     fingerprints: Mapping[str, str]
     build_engine: Callable[[], Engine]
     strategy: Strategy | None = None
+    decode: Callable[[list[int]], str] | None = None
     close: Callable[[], None] = lambda: None
 
     @property
@@ -133,9 +135,10 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
         is_done = todo.is_empty()
         if is_done and metrics.was_complete:
             return _already_complete(config, parts, folder)
+        total = None if source.num_rows is None else source.num_rows * samples
+        metrics.attempt.rows_total = total
         with _recorded(metrics, folder.path):
             if not is_done:
-                total = None if source.num_rows is None else source.num_rows * samples
                 engine = parts.build_engine()
                 signals.deferred = True
                 metrics.attempt.memory = asdict(engine.memory)
@@ -147,7 +150,8 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                 generation = Generation(
                     config, source, prompt, constraints, engine, writer, metrics
                 )
-                with closing(engine), Progress(total, writer.resumed) as progress:
+                shown = Progress(total, writer.resumed, config.progress.show, parts.decode)
+                with closing(engine), shown as progress:
                     if not generation.run(todo, signals, progress):
                         return _stopped(writer, metrics, signals, folder.path)
             signals.deferred = True

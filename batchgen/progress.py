@@ -4,75 +4,153 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Self, TextIO
 
 from tqdm import tqdm
+
+from batchgen.duration import duration
+from batchgen.shorten import beginning, end
 
 if TYPE_CHECKING:
     from batchgen.engine.cache.memory_plan import MemoryPlan
     from batchgen.engine.strategy import Hooks
     from batchgen.output.metrics import Metrics, Totals
+    from batchgen.output.schema import FinishedRow
 
 LINE_SECONDS = 30.0
+SPEED_SECONDS = 10.0  # the speed that is shown is that of so many seconds
+SHOWN_PROMPT, SHOWN_ANSWER, SHOWN_ERROR = 70, 200, 500  # characters
+_PROMPT_TOKENS = 64  # the last ones of a prompt, more than SHOWN_PROMPT characters need
 
 
 class Progress:
-    """A bar of tqdm over the output rows, or a line every 30 seconds if there is no terminal."""
+    """Shows how far the job is: a bar over the output rows, or a line every 30 seconds if there is
+    no terminal. Above it stand the first error of each type, and now and then a finished answer."""
 
-    def __init__(self, total: int | None, resumed: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        total: int | None,
+        resumed: int,
+        show_every: float = 0.0,
+        decode: Callable[[list[int]], str] | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
         """
         Args:
             total: output rows of the whole job, None if that is not known.
             resumed: output rows that earlier attempts have written.
+            show_every: seconds between two finished answers that are shown; 0 shows none.
+            decode: the text of token ids, to show prompts; with None only answers are shown.
             stream: where to show it; None is stderr.
         """
         self._stream = stream if stream is not None else sys.stderr
-        is_terminal = self._stream.isatty()
-        self._interval = 0.5 if is_terminal else LINE_SECONDS
-        self._shown = time.monotonic()
-        self._is_terminal = is_terminal
+        self._is_terminal = self._stream.isatty()
+        self._interval = 0.5 if self._is_terminal else LINE_SECONDS
+        rows = "{n:,} rows" if total is None else "{n:,}/{total:,} rows"
+        bar = "" if total is None else "{percentage:3.0f}%|{bar}| "
         self._bar = tqdm(
             total=total,
             initial=resumed,
-            unit="row",
             file=self._stream,
-            disable=not is_terminal,
+            disable=not self._is_terminal,
             dynamic_ncols=True,
             mininterval=0.5,
+            bar_format=bar + rows + "{postfix}",
         )
         self._rows = resumed
         self._resumed = resumed
         self._total = total
-        self._started = time.monotonic()
+        self._errors: Counter[str] = Counter()
+        self._show_every = show_every
+        self._decode = decode
+        self._started = self._shown = self._answer_shown = time.monotonic()
+        self._speed = _Speed(self._started)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        seconds = time.monotonic() - self._started
+        self._bar.set_postfix_str(", ".join([*self._error_count(), f"in {duration(seconds)}"]))
         self._bar.close()
 
-    def add(self, rows: int) -> None:
-        self._rows += rows
-        self._bar.update(rows)
+    def add(self, finished: Sequence[FinishedRow]) -> None:
+        """Count finished rows, and show what the terminal has not seen of them."""
+        self._rows += len(finished)
+        self._bar.update(len(finished))
+        for row in finished:
+            if (error := row.failure) is not None:
+                self._errors[error.type] += 1
+                if self._errors[error.type] == 1:
+                    message = beginning(str(error), SHOWN_ERROR)
+                    self._print(f"first {error.type}, row {row.row_id}: {message}")
+        now = time.monotonic()
+        if self._show_every and now - self._answer_shown >= self._show_every:
+            answered = (row for row in finished if row.failure is None)
+            if (row := next(answered, None)) is not None:
+                self._answer_shown = now
+                self._print(self._answer(row))
 
     def due(self) -> bool:
         """Whether it is time to call `show` again, whose figures are not free to get."""
         return time.monotonic() - self._shown >= self._interval
 
-    def show(self, tokens_per_s: float, in_flight: int) -> None:
-        """Show how fast tokens come and how many requests the engine has."""
+    def show(self, generated_tokens: int, num_running: int) -> None:
+        """Show how fast tokens come, how many requests run and when the job should end.
+
+        Args:
+            generated_tokens: all that were generated since this object was made.
+            num_running: requests that run in the engine, without those that wait for their turn.
+        """
         self._shown = now = time.monotonic()
+        facts = [f"{self._speed.at(now, generated_tokens):,.0f} tok/s", f"{num_running:,} running"]
+        facts += self._error_count()
+        rate = (self._rows - self._resumed) / max(now - self._started, 1e-9)
+        if self._total is not None and rate > 0:
+            facts.append(f"{duration((self._total - self._rows) / rate, 0)} left")
         if self._is_terminal:
-            self._bar.set_postfix_str(f"{tokens_per_s:,.0f} tok/s, {in_flight} in flight")
+            self._bar.set_postfix_str(", ".join(facts))
             return
         done = f"{self._rows:,}" + (f"/{self._total:,}" if self._total is not None else "")
-        rate = (self._rows - self._resumed) / max(now - self._started, 1e-9)
-        left = ""
-        if self._total is not None and rate > 0:
-            left = f", about {_duration((self._total - self._rows) / rate)} left"
-        line = f"{done} rows, {tokens_per_s:,.0f} tok/s, {in_flight} in flight{left}"
-        print(line, file=self._stream, flush=True)
+        self._print(", ".join([f"{done} rows", *facts]))
+
+    def _error_count(self) -> list[str]:
+        number = self._errors.total()
+        return [f"{number:,} error{'s' * (number > 1)}"] if number else []
+
+    def _answer(self, row: FinishedRow) -> str:
+        """Three lines about a finished row: which it is, the end of its prompt, and its answer."""
+        output = row.output
+        assert output is not None
+        sample = f", sample {row.sample_index}" if row.sample_index else ""
+        lines = [f"row {row.row_id}{sample}, {len(output.token_ids):,} tokens, "
+                 f"{output.finish_reason}:"]  # fmt: skip
+        if self._decode is not None:
+            prompt = self._decode(output.prompt_token_ids[-_PROMPT_TOKENS:])
+            lines.append(f"  {end(prompt, SHOWN_PROMPT)}")
+        return "\n".join([*lines, f"  → {beginning(output.text, SHOWN_ANSWER)}"])
+
+    def _print(self, text: str) -> None:
+        """Print above the bar, if there is one."""
+        tqdm.write(text, file=self._stream)
+        self._stream.flush()
+
+
+class _Speed:
+    """Tokens per second in about the last SPEED_SECONDS, from totals that come now and then."""
+
+    def __init__(self, started: float) -> None:
+        self._samples = deque([(started, 0)])
+
+    def at(self, now: float, tokens: int) -> float:
+        """The speed, given how many tokens there are now in all."""
+        self._samples.append((now, tokens))
+        while now - self._samples[1][0] >= SPEED_SECONDS:
+            self._samples.popleft()
+        then, before = self._samples[0]
+        return (tokens - before) / max(now - then, 1e-9)
 
 
 def show_memory(plan: MemoryPlan) -> None:
@@ -108,7 +186,7 @@ def summary(
         attempt = metrics.attempt
         if attempt.rows_resumed:
             lines[0] = ("rows", f"{totals.rows:,} ({attempt.rows_resumed:,} from before)")
-        seconds = f"{_duration(attempt.wall_s)} ({_duration(attempt.generate_s)} generating)"
+        seconds = f"{duration(attempt.wall_s)} ({duration(attempt.generate_s)} generating)"
         lines += [("time", seconds), ("speed", f"{metrics.tokens_per_s:,.1f} tokens/s")]
     lines.append(("output", folder))
     width = max(len(name) for name, _ in lines)
@@ -128,11 +206,3 @@ def _outcomes(counts: Mapping[str, int]) -> str:
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items())) or "none"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

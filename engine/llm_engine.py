@@ -270,6 +270,12 @@ class LLMEngine:
         """The number of tokens generated so far, including those of unfinished requests."""
         return self.stats.generated_tokens
 
+    @property
+    def num_running(self) -> int:
+        """The number of rows that own blocks of the cache. Rows that wait for their turn or for
+        their constraint to compile are not among them."""
+        return self.scheduler.num_running
+
     def has_unfinished(self) -> bool:
         """Whether some request was added and neither returned nor aborted yet."""
         return bool(self._live)

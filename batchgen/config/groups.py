@@ -6,6 +6,7 @@ unit it is. Ranges are checked here, types before (convert.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -242,6 +243,17 @@ class OutputConfig:
         _check(self.rows_per_shard >= 1, "output.rows_per_shard", "at least 1", self.rows_per_shard)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressConfig:
+    """What the job shows on the terminal while it runs."""
+
+    show: float = 30.0
+
+    def __post_init__(self) -> None:
+        allowed = "0 (never) or a number of seconds"
+        _check(0 <= self.show < math.inf, "progress.show", allowed, self.show)
+
+
 @dataclass(frozen=True, kw_only=True)  # no slots: `params` is kept in the object's __dict__
 class JobConfig:
     """The whole configuration of one job: a field for each group, and what follows from several."""
@@ -254,6 +266,7 @@ class JobConfig:
     constraint: ConstraintConfig = field(default_factory=NoConstraintConfig)
     engine: EngineGroup
     output: OutputConfig
+    progress: ProgressConfig = field(default_factory=ProgressConfig)
 
     def __post_init__(self) -> None:
         kind = self.constraint.kind

@@ -25,6 +25,7 @@ from batchgen.config.groups import (
     JobConfig,
     ModelGroup,
     OutputConfig,
+    ProgressConfig,
     PromptConfig,
     SamplingConfig,
     StrategyConfig,
@@ -49,8 +50,9 @@ def load_config(cfg: DictConfig) -> JobConfig:
     if not isinstance(groups, dict):
         raise ConfigError("the configuration must be a mapping of groups (model, dataset, …)")
     names = [f.name for f in dataclasses.fields(JobConfig)]
-    # The config.yaml of a job from before there were constraints does not have this group.
+    # The config.yaml of a job from before there were these groups does not have them.
     groups.setdefault("constraint", {"kind": "none"})
+    groups.setdefault("progress", {})
     check_keys(groups, known=names, required=names, prefix="")
     for name in names:
         if not isinstance(groups[name], dict):
@@ -66,6 +68,7 @@ def load_config(cfg: DictConfig) -> JobConfig:
         constraint=constraint_config(groups["constraint"]),
         engine=build(EngineGroup, groups["engine"], "engine"),
         output=build(OutputConfig, _own_sweep_folder(groups["output"]), "output"),
+        progress=build(ProgressConfig, groups["progress"], "progress"),
     )
 
 
@@ -102,6 +105,7 @@ def identity(config: JobConfig) -> dict[str, dict[str, Any]]:
     if isinstance(config.constraint, NoConstraintConfig):
         del groups["constraint"]  # manifests from before there were constraints do not have it
     del groups["model"]["name"], groups["output"]["dir"], groups["output"]["overwrite"]
+    del groups["progress"]
     return groups
 
 

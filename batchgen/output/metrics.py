@@ -27,6 +27,7 @@ class Attempt:
 
     Attributes:
         rows_resumed: output rows that earlier attempts had written.
+        rows_total: output rows of the whole job; None if that is not known.
         status: how it ended. If it was killed, the file still says `running`, and the next attempt
             changes that to `killed`.
         rows: output rows that it has computed, with error rows.
@@ -41,6 +42,7 @@ class Attempt:
     """
 
     rows_resumed: int
+    rows_total: int | None = None
     status: Status = "running"
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     host: str = field(default_factory=socket.gethostname)

@@ -69,19 +69,20 @@ class JobFolderReader:
         if not path.is_file():
             return {}
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if found["status"] == "running" and not self._may_run():
+        if found["status"] == "running" and not self.may_run:
             found["status"] = found["attempts"][-1]["status"] = "killed"
         return found
 
     @property
     def schema(self) -> pa.Schema | None:
         """The columns of the rows, None if no row is finished."""
-        for path in shard_files(self.path / "data").values() if self._has("data") else ():
-            return pq.read_schema(path)
+        # The journals first: a shard that is published in between is then found among the shards.
         for files in self._journals().values():
             for path in files:
                 for batch in _read_if_there(path) or ():
                     return batch.schema
+        for path in shard_files(self.path / "data").values() if self._has("data") else ():
+            return pq.read_schema(path)
         return None
 
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
@@ -155,7 +156,8 @@ class JobFolderReader:
                 path = shard_path(self.path / "data", shard)
                 return _Shard(path if path.is_file() else None, written)
 
-    def _may_run(self) -> bool:
+    @property
+    def may_run(self) -> bool:
         """Whether the process that last held the folder's lock may still be there."""
         path = self.path / ".lock"
         owner = _OWNER.match(path.read_text(errors="replace")) if path.is_file() else None

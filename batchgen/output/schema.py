@@ -61,6 +61,11 @@ class FinishedRow:
     output: RequestOutput | None = None
     error: RequestError | None = None
 
+    @property
+    def failure(self) -> RequestError | None:
+        """Why the row has no answer, wherever it failed; None if it has one."""
+        return self.error if self.output is None else self.output.error
+
 
 @dataclass(frozen=True)
 class OutputSchema:
@@ -147,7 +152,6 @@ class OutputSchema:
         Every finished row goes through here, so each column is made as one array, not row by row.
         """
         outputs = [row.output for row in rows]
-        errors = [row.error for row in rows]
         values: dict[str, Any] = {
             "row_id": [row.row_id for row in rows],
             "row_index": [row.row_index for row in rows],
@@ -155,7 +159,7 @@ class OutputSchema:
             "text": [o.text if o and o.finish_reason != "error" else None for o in outputs],
             "finish_reason": [o.finish_reason if o else "error" for o in outputs],
             "stop": [o.stop if o else None for o in outputs],
-            "error": [_error(o, e) for o, e in zip(outputs, errors, strict=True)],
+            "error": [_error(row.failure) for row in rows],
             "num_prompt_tokens": [len(o.prompt_token_ids) if o else None for o in outputs],
             "num_generated_tokens": [len(o.token_ids) if o else 0 for o in outputs],
             "token_ids": _id_lists([o.token_ids if o else [] for o in outputs]),
@@ -204,9 +208,7 @@ def _column_field(column: OutputColumn) -> pa.Field:
     return pa.field(column.name, pa.list_(type), metadata=metadata)
 
 
-def _error(output: RequestOutput | None, error: RequestError | None) -> dict[str, str] | None:
-    if output is not None:
-        error = output.error
+def _error(error: RequestError | None) -> dict[str, str] | None:
     return None if error is None else {"type": error.type, "message": str(error)}
 
 

@@ -68,6 +68,10 @@ class InstantEngine:
         assert isinstance(params, SamplingParams)
         self._waiting.append(request_id)
 
+    @property
+    def num_running(self) -> int:
+        return len(self._waiting)
+
     def close(self) -> None:
         """It has nothing in the background."""
 

@@ -26,6 +26,7 @@ from batchgen.config import (
     JobConfig,
     ModelGroup,
     OutputConfig,
+    ProgressConfig,
     SamplingConfig,
     StrategyConfig,
     constraint_config,
@@ -56,6 +57,7 @@ class FakeJob:
         constraint: the group of that name.
         answers: text, finish reason and constraint_satisfied that rows take in turns; empty for
             texts of tokens.
+        show: every how many seconds an answer is shown.
     """
 
     out: str
@@ -75,6 +77,7 @@ class FakeJob:
     parsed: bool = False
     batch_dependence: str = ""
     answers: tuple[tuple[str, str, bool | None], ...] = ()
+    show: float = 0.0
 
     def config(self) -> JobConfig:
         asked = {"prompt_token_ids": self.prompt_token_ids, "parsed": self.parsed}
@@ -95,6 +98,7 @@ class FakeJob:
                 rows_per_shard=self.rows_per_shard,
                 overwrite=self.overwrite,
             ),
+            progress=ProgressConfig(show=self.show),
         )
 
     def parts(self) -> JobParts:
@@ -181,6 +185,10 @@ class FakeEngine:
         self._running[request_id] = _Running(
             request_id, prompt_token_ids, params, 1 + params.seed % 5
         )
+
+    @property
+    def num_running(self) -> int:
+        return min(len(self._running), self.job.max_num_seqs)
 
     def close(self) -> None:
         self.closed = True

@@ -21,6 +21,7 @@ from batchgen.config import (
     EngineGroup,
     JobConfig,
     OutputConfig,
+    ProgressConfig,
     SamplingConfig,
     StrategyConfig,
     identity,
@@ -59,6 +60,7 @@ def test_yaml_and_dataclass_defaults_agree(group: str, cls: type) -> None:
 
 def test_output_defaults_agree() -> None:
     assert loaded().output == OutputConfig(dir="outputs/demo")
+    assert loaded().progress == ProgressConfig()
 
 
 REQUIRED = {"model": ["model.path=m"], "dataset": ["dataset.path=d"]}
@@ -136,7 +138,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "unknown group",
         ["+constraints={}"],
         "constraints is not a key: choose among model, dataset, prompt, sampling, strategy, "
-        "constraint, engine, output",
+        "constraint, engine, output, progress",
     ),
     ("group gone", ["~engine"], "engine is missing: set it with engine=…"),
     ("key gone", ["~output.dir"], "output.dir is missing: set it with output.dir=…"),
@@ -228,6 +230,11 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "prompt.user is not a key: choose among kind, text, add_special_tokens, too_long",
     ),
     ("top", ["output.top_logprobs=0"], "output.top_logprobs must be 1 to 100, got 0"),
+    (
+        "show",
+        ["progress.show=-1"],
+        "progress.show must be 0 (never) or a number of seconds, got -1.0",
+    ),
     ("shard", ["output.rows_per_shard=0"], "output.rows_per_shard must be at least 1, got 0"),
     (
         "no tokens",
@@ -313,6 +320,7 @@ def test_resolved_loads_to_the_same_job() -> None:
         ("engine.device=cpu", True),
         ("model.name=mine", True),
         ("engine.max_model_len=512", False),
+        ("progress.show=0", True),
         ("output.rows_per_shard=7", False),
         ("output.columns=[logprobs]", False),
         ("model.dtype=float32", False),

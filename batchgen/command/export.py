@@ -1,0 +1,185 @@
+"""`batchgen export OUT`: the rows of a job as JSON lines or CSV, in constant memory."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import sys
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import pyarrow as pa
+
+from batchgen.command.job_rows import Parser, column_list, exit_code, open_job
+from batchgen.command.row_json import json_readers, json_text
+from batchgen.errors import ConfigError, JobError
+from batchgen.output.read_job import JobFolderReader
+from batchgen.paths import user_path
+
+_ABOUT = """\
+Write the finished rows of a job, in the order of the data set, as JSON lines or CSV. The job may
+still run; then the rows that are finished are written.
+
+jsonl  an object per row, with all columns unless --columns names some
+csv    a header and a line per row; lists and other nested values are JSON in their cells, a missing
+       value is an empty cell
+txt    the column text alone (or the one that --columns names), a row per line, newlines as \\n
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb and return its exit code."""
+    return exit_code(lambda: _export(arguments))
+
+
+def _export(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        prog="batchgen export",
+        description=_ABOUT,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("out", metavar="OUT", help="the job's output.dir")
+    parser.add_argument(
+        "--format", choices=[*_WRITERS], help="default: by the file's name, or jsonl"
+    )
+    parser.add_argument("--columns", metavar="A,B", type=column_list, help="default: all")
+    parser.add_argument(
+        "--out", dest="file", metavar="FILE",
+        help="a new file, compressed if its name ends in .gz; default: standard output",
+    )  # fmt: skip
+    given = parser.parse_args(arguments)
+    reader = open_job(given.out)
+    path = None if given.file is None else user_path(given.file, "--out")
+    form = given.format or _format_of(path)
+    columns = given.columns or (["text"] if form == "txt" else None)
+    if form == "txt" and columns is not None and len(columns) != 1:
+        raise ConfigError("export --format txt writes one column: name one in --columns")
+    schema = reader.schema
+    if schema is None:
+        raise ConfigError(f"no row of {reader.path} is finished yet: there is nothing to export")
+    if columns is not None:
+        schema = pa.schema([_field(reader, schema, name) for name in columns])
+    with _opened(path) as file:
+        count = _write(reader, schema, _WRITERS[form], file)
+    if path is not None:
+        print(f"{count:,} rows in {given.file}", file=sys.stderr)
+    return 0
+
+
+def _field(reader: JobFolderReader, schema: pa.Schema, name: str) -> pa.Field:
+    """A column of the rows.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name not in schema.names:
+        raise ConfigError(
+            f"--columns: the rows of {reader.path} have no column {name!r}: choose among "
+            f"{', '.join(schema.names)}"
+        )
+    return schema.field(name)
+
+
+def _write(
+    reader: JobFolderReader,
+    schema: pa.Schema,
+    writer: Callable[[TextIO, Sequence[str]], _Write],
+    file: TextIO,
+) -> int:
+    """Write all rows and return their number."""
+    read_back = json_readers(schema)
+    write = writer(file, schema.names)
+    count = 0
+    for row in reader.rows(schema.names):
+        for name, read in read_back.items():
+            row[name] = read(row[name])
+        write(row)
+        count += 1
+    return count
+
+
+_Write = Callable[[Mapping[str, Any]], None]
+
+
+def _jsonl(file: TextIO, columns: Sequence[str]) -> _Write:
+    return lambda row: print(json_text(row), file=file)
+
+
+def _csv(file: TextIO, columns: Sequence[str]) -> _Write:
+    """A cell is the text itself, a number as Python writes it, `true` or `false`, else JSON."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(columns)
+
+    def cell(value: Any) -> Any:
+        is_plain = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+        return value if value is None or is_plain else json_text(value)
+
+    return lambda row: writer.writerow([cell(row[name]) for name in columns])
+
+
+def _txt(file: TextIO, columns: Sequence[str]) -> _Write:
+    def write(row: Mapping[str, Any]) -> None:
+        value = row[columns[0]]
+        text = "" if value is None else value if isinstance(value, str) else json_text(value)
+        print(text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r"), file=file)
+
+    return write
+
+
+_WRITERS: dict[str, Callable[[TextIO, Sequence[str]], _Write]] = {
+    "jsonl": _jsonl,
+    "csv": _csv,
+    "txt": _txt,
+}
+
+
+def _format_of(path: Path | None) -> str:
+    """The format that a file's name says; JSON lines for standard output.
+
+    Raises:
+        ConfigError: the name says none.
+    """
+    if path is None:
+        return "jsonl"
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    name = {".json": "jsonl"}.get(suffix, suffix.removeprefix("."))
+    if name not in _WRITERS:
+        raise ConfigError(
+            f"--out {path.name}: its name does not say the format: add --format jsonl, csv or txt"
+        )
+    return name
+
+
+@contextmanager
+def _opened(path: Path | None) -> Iterator[TextIO]:
+    """The new file to write to, which is removed if it does not come to its end; None is standard
+    output.
+
+    Raises:
+        ConfigError: the file is there already, or its folder is not.
+        JobError: it cannot be written.
+    """
+    if path is None:
+        yield sys.stdout
+        return
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        file = opener(path, "xt", encoding="utf-8", newline="")
+    except FileExistsError:
+        raise ConfigError(
+            f"--out {path} is there already: choose another name, or delete it first"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from None
+    try:
+        with file:
+            yield file
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise JobError(f"cannot write {path}: {error.strerror or error}") from error
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise

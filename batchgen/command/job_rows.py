@@ -1,0 +1,64 @@
+"""What the verbs `show` and `export` share: opening a job's folder, and errors as exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from batchgen.errors import ConfigError, JobError
+from batchgen.output.read_job import JobFolderReader
+from batchgen.paths import user_path
+
+
+class Parser(ArgumentParser):
+    """A parser whose complaints look like those of the rest of the command."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog.partition(' ')[2]}: {message} ({self.prog} --help)")
+
+
+def open_job(given: str) -> JobFolderReader:
+    """The reader of a job's folder.
+
+    Raises:
+        ConfigError: the folder is not one of a job. The message names the jobs that lie in it.
+    """
+    path = user_path(given, "OUT")
+    try:
+        return JobFolderReader(path)
+    except ConfigError as error:
+        jobs = sorted(path.glob("*/manifest.json")) if path.is_dir() else []
+        if not jobs:
+            raise
+        names = ", ".join(str(Path(given, job.parent.name)) for job in jobs[:5])
+        more = ", …" if len(jobs) > 5 else ""
+        raise ConfigError(f"{error}; there are jobs in {names}{more}") from None
+
+
+def column_list(text: str) -> list[str]:
+    """The names in `a,b`."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """Do the work of a verb and return its exit code; mistakes and errors are printed.
+
+    A reader that wants no more (`batchgen show OUT | head`) and Ctrl-C end it without a word.
+    """
+    try:
+        code = work()
+        sys.stdout.flush()
+    except (ConfigError, JobError) as error:
+        print(f"batchgen: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except BrokenPipeError:
+        # What is left in the buffer would raise once more when Python closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    return code

@@ -1,0 +1,51 @@
+"""How far a job is, in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchgen.duration import duration
+from batchgen.output.read_job import JobFolderReader
+
+
+def status_line(reader: JobFolderReader, name: str) -> str:
+    """How far the job is, how fast it runs and when it should end.
+
+    Rows are counted where they lie, because metrics.json may be some seconds old, or as old as the
+    moment in which the job was killed.
+
+    Args:
+        name: of the folder, as the user gave it.
+    """
+    metrics = reader.metrics
+    status = metrics.get("status", "not begun")
+    attempt: dict[str, Any] = metrics["attempts"][-1] if metrics else {}
+    rows, errors = _counts(reader, metrics)
+    total = attempt.get("rows_total")
+    if status == "complete" or total is None:
+        facts = [f"{rows:,} rows"]
+    else:
+        facts = [f"{rows:,} of {total:,} rows ({rows / max(total, 1):.0%})"]
+    if errors:
+        facts.append(f"{errors:,} error{'s' * (errors > 1)}")
+    if metrics and metrics["tokens_per_s"]:
+        facts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
+    if status == "running" and total is not None and attempt["rows"]:
+        left = (total - rows) * attempt["generate_s"] / attempt["rows"]
+        facts.append(f"about {duration(left, 0)} left")
+    line = f"{name}: {status}, {', '.join(facts)}"
+    if status in ("stopped", "killed", "failed"):
+        line += "; the job's command goes on from there"
+    return line
+
+
+def _counts(reader: JobFolderReader, metrics: dict[str, Any]) -> tuple[int, int]:
+    """How many rows are finished, and how many of them have an error."""
+    if metrics.get("status") == "complete":
+        return metrics["rows"], metrics["error_rows"]
+    rows = errors = 0
+    if reader.schema is not None:
+        for batch in reader.batches(["error"]):
+            rows += batch.num_rows
+            errors += batch.num_rows - batch.column("error").null_count
+    return rows, errors
