@@ -119,7 +119,7 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
 
 def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
     output, source = config.output, parts.source
-    prompt = _fitted_prompt(config, parts)
+    prompt = fitted_prompt(config, parts)
     constraints = RowConstraints(config.constraint, source.features)
     schema = _schema(config, parts)
     fingerprints = {"dataset": source.fingerprint, **parts.fingerprints}
@@ -175,7 +175,7 @@ def _schema(config: JobConfig, parts: JobParts) -> OutputSchema:
     )
 
 
-def _fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[int]]:
+def fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[int]]:
     """A function from a row to its prompt, cut or refused so that the longest answer has room.
 
     Otherwise an answer could end at the model's limit, and nobody would see why.

@@ -42,7 +42,7 @@ class JobFolder:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._refuse_foreign_files()
+            refuse_foreign_files(path)
             self._lock = FolderLock(path / _LOCK)
         except OSError as error:
             raise _unusable(path, error) from None
@@ -108,18 +108,6 @@ class JobFolder:
         probe.unlink()
         return is_new
 
-    def _refuse_foreign_files(self) -> None:
-        """Refuse a folder that has files and no manifest: no job of ours has written them."""
-        names = {entry.name for entry in self.path.iterdir()}
-        foreign = sorted(names - {_LOCK, f".{_MANIFEST}.tmp"})
-        if foreign and _MANIFEST not in names:
-            listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
-            raise ConfigError(
-                f"output.dir={self.path} holds files that are not of a batchgen job ({listed}): "
-                "choose a new or empty folder; batchgen does not delete them, whatever "
-                "output.overwrite says"
-            )
-
     def _delete_output(self) -> None:
         for name in _OWN:
             path = self.path / name
@@ -135,3 +123,20 @@ def _unusable(path: Path, error: OSError | JobError) -> ConfigError:
         f"output.dir={path} cannot be written ({why}): choose a folder that "
         "you may write to, on a disk with free space"
     )
+
+
+def refuse_foreign_files(path: Path) -> None:
+    """Refuse a folder that has files and no manifest: no job of ours has written them.
+
+    Raises:
+        ConfigError: it is such a folder.
+        OSError: it is no folder, or cannot be read.
+    """
+    names = {entry.name for entry in path.iterdir()}
+    foreign = sorted(names - {_LOCK, f".{_MANIFEST}.tmp"})
+    if foreign and _MANIFEST not in names:
+        listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
+        raise ConfigError(
+            f"output.dir={path} holds files that are not of a batchgen job ({listed}): choose a "
+            "new or empty folder; batchgen does not delete them, whatever output.overwrite says"
+        )
