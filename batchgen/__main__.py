@@ -1,8 +1,12 @@
-"""The command `batchgen`: a Hydra application that runs one job, or several with `--multirun`.
+"""The command `batchgen`: it runs one job, or several with `--multirun`, or a verb.
 
 Exit codes: 0 if all rows have an answer, 1 if the job failed, 2 if there is a mistake in the
 configuration, 3 if the job is complete but some rows have an error instead of an answer, and 128
-plus the signal's number if a signal stopped it.
+plus the signal's number if a signal stopped it. A sweep ends with the gravest code of its jobs; a
+signal ends the whole sweep.
+
+Torch, transformers and the libraries of the data take seconds to load. So nothing is imported here
+before it is known to be needed.
 """
 
 import os
@@ -12,23 +16,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import hydra
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig
-
+from batchgen.command.options import Options, parse_options
 from batchgen.command.verbs import VERBS, run_verb
 from batchgen.cpu_threads import share_cores
 from batchgen.errors import ConfigError, JobError
-from batchgen.overrides import unreadable_override
 
 if TYPE_CHECKING:
+    from batchgen.config import JobConfig
     from batchgen.job import JobResult
-
-
-class SweepJobFailed(Exception):
-    """Raised by a job of a sweep that failed in a process of its own, where it has printed why."""
 
 
 def main() -> None:
@@ -44,37 +39,17 @@ def run_command(arguments: Sequence[str]) -> int:
     """
     share_cores()
     _be_quiet()
-    if arguments and arguments[0] in VERBS:
-        return run_verb(arguments[0], arguments[1:])
-    if mistake := unreadable_override(arguments):
-        print(f"batchgen: {mistake}", file=sys.stderr)
-        return 2
-    codes: list[int] = []
-    process = os.getpid()
-
-    @hydra.main(config_path="pkg://batchgen.conf", config_name="config", version_base="1.3")
-    def task(cfg: DictConfig) -> None:
-        code = report(lambda: _run(cfg))
-        codes.append(code)
-        # A launcher that runs jobs in other processes hands back their exceptions and not their
-        # exit codes.
-        if code and os.getpid() != process:
-            raise SweepJobFailed(f"exit code {code}")
-        # A signal ends a whole sweep; after any other failure its next job runs.
-        if code > 128 or (code and HydraConfig.get().mode != RunMode.MULTIRUN):
-            sys.exit(code)
-
-    sys.argv[1:] = arguments
-    GlobalHydra.instance().clear()
     try:
-        task()
-    except SystemExit as exit:
-        if exit.code and not codes:  # Hydra has refused the command line and said why
-            return 2
-        return exit.code if isinstance(exit.code, int) else 0
+        if arguments and arguments[0] in VERBS:
+            return run_verb(arguments[0], arguments[1:])
+        return _run_options(parse_options(arguments))
+    except (ConfigError, JobError) as error:
+        return _refusal(error)
     except KeyboardInterrupt:
         return 130
-    return _worst(codes)
+    except BrokenPipeError:  # `batchgen … | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def report(run: Callable[[], "JobResult"]) -> int:
@@ -82,8 +57,7 @@ def report(run: Callable[[], "JobResult"]) -> int:
     try:
         result = run()
     except (ConfigError, JobError) as error:
-        print(f"batchgen: {error}", *_notes(error), sep="\n", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return _refusal(error)
     except Exception:  # the traceback ends with the job's notes: what is safe, and how to go on
         traceback.print_exc()
         return 1
@@ -94,12 +68,51 @@ def report(run: Callable[[], "JobResult"]) -> int:
     return result.exit_code
 
 
-def _run(cfg: DictConfig) -> "JobResult":
-    from batchgen.config import load_config
+def _run_options(options: Options) -> int:
+    if "--version" in options.flags:
+        from batchgen.command.version import versions
 
-    config = load_config(cfg)
-    # Each import takes seconds, and help or a mistake in the configuration needs neither: torch and
-    # transformers come with the first one, datasets and pyarrow with the second.
+        print(versions())
+        return 0
+    if "--help" in options.flags:
+        from batchgen.command.help import help_text
+
+        print(help_text(options.overrides))
+        return 0
+    if "--completion" in options.flags:
+        from batchgen.command.completion import completion_script
+
+        print(completion_script(options.values["--completion"][-1]))
+        return 0
+    from batchgen.command.run import composed, show_config
+
+    if "--cfg" in options.flags:
+        return show_config(options)
+    if {"--multirun", "--dry-run"} <= options.flags:
+        raise ConfigError("--dry-run shows one job: leave out --multirun and give one value each")
+    if "--multirun" in options.flags:
+        from batchgen.command.sweep import run_sweep
+
+        return run_sweep(options, lambda config: report(lambda: _run_job(config)))
+    config = composed(options)
+    if "--dry-run" in options.flags:
+        from batchgen.command.dry_run import show
+
+        return show(config)
+    return report(lambda: _run_job(config))
+
+
+def _run_job(config: "JobConfig") -> "JobResult":
+    from batchgen.command.version import version
+
+    print(
+        f"batchgen {version('batchgen')}: reading model {config.model.path} and data set "
+        f"{config.dataset.path or config.dataset.kind} …",
+        file=sys.stderr,
+        flush=True,
+    )
+    # Each import takes seconds: torch and transformers come with the first one, datasets and
+    # pyarrow with the second, and a mistake in the model is found before.
     from batchgen.build import job_parts
 
     parts = job_parts(config)
@@ -108,16 +121,10 @@ def _run(cfg: DictConfig) -> "JobResult":
     return run_job(config, parts)
 
 
-def _notes(error: BaseException) -> list[str]:
-    return list(error.__notes__) if hasattr(error, "__notes__") else []
-
-
-def _worst(codes: list[int]) -> int:
-    """The exit code of a sweep: the gravest of its jobs' codes.
-
-    A job that failed (1) is graver than one that was refused (2), and that than error rows (3).
-    """
-    return next((code for code in (1, 2, 3) if code in codes), 0)
+def _refusal(error: ConfigError | JobError) -> int:
+    notes = list(error.__notes__) if hasattr(error, "__notes__") else []
+    print(f"batchgen: {error}", *notes, sep="\n", file=sys.stderr)
+    return 2 if isinstance(error, ConfigError) else 1
 
 
 def _be_quiet() -> None:

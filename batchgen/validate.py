@@ -1,6 +1,6 @@
 """Checks every row of a finished job against its constraint, without the job's engine.
 
-    python -m batchgen.validate OUT
+    batchgen validate OUT
 
 The exit code is 1 if some row does not satisfy its constraint though the engine said so, 2 if
 nothing could be checked, and 0 otherwise. Rows whose text was cut are counted apart, not as valid.
@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -106,11 +106,11 @@ def validate(folder: str | Path) -> Report:
     return report
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. The arguments are those of the process, unless they
     are given."""
     parser = argparse.ArgumentParser(
-        prog="python -m batchgen.validate",
+        prog="batchgen validate",
         description="Check every row of a finished job against its constraint.",
     )
     parser.add_argument("out", help="the job's output.dir")

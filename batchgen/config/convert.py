@@ -73,8 +73,9 @@ def check_keys(
 def convert(value: Any, hint: Any, key: str) -> Any:
     """A plain value as the type that was declared for it.
 
-    An integer is also a number, and a list is also a tuple. Nothing else changes its type: the text
-    "3" is no integer, and true is neither an integer nor a string. A value without a declared type
+    An integer is also a number, a list is also a tuple, and one text or number is also a list of
+    one. Nothing else changes its type: the text "3" is no integer, and true is neither an integer
+    nor a string. A value without a declared type
     (`hint` is Any or `inspect.Parameter.empty`) is returned as it is.
 
     Args:
@@ -164,6 +165,8 @@ def _tuple(value: Any, hints: tuple[Any, ...], key: str) -> tuple[Any, ...]:
 
 
 def _list(value: Any, hint: Any, key: str) -> list[Any]:
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        value = [value]
     if not isinstance(value, list):
         raise ConfigError(f"{key} must be a list such as [a,b], got {value!r}")
     return [convert(item, hint, f"{key}[{i}]") for i, item in enumerate(value)]

@@ -1,4 +1,4 @@
-"""Turns what Hydra has composed into a JobConfig, and a JobConfig back into plain values."""
+"""Turns composed groups into a JobConfig, and a JobConfig back into plain values."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -36,9 +34,6 @@ from batchgen.errors import ConfigError
 def load_config(cfg: DictConfig) -> JobConfig:
     """The configuration of one job, with all its types and ranges checked.
 
-    Under Hydra's `--multirun` a job whose `output.dir` is not given on the command line writes to
-    its own folder, `hydra.sweep.dir`/`hydra.sweep.subdir`.
-
     Raises:
         ConfigError: a key is unknown, missing, of a wrong type or out of range.
     """
@@ -46,7 +41,10 @@ def load_config(cfg: DictConfig) -> JobConfig:
         groups = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         key, reason = error.full_key, str(error).splitlines()[0]
-        raise ConfigError(f"{key or 'the configuration'} cannot be resolved: {reason}") from None
+        raise ConfigError(
+            f"{key or 'the configuration'} cannot be resolved: {reason}: ${{KEY}} takes the value "
+            "of another key; write \\${ for the text"
+        ) from None
     if not isinstance(groups, dict):
         raise ConfigError("the configuration must be a mapping of groups (model, dataset, …)")
     names = [f.name for f in dataclasses.fields(JobConfig)]
@@ -67,7 +65,7 @@ def load_config(cfg: DictConfig) -> JobConfig:
         strategy=_build_strategy(groups["strategy"]),
         constraint=constraint_config(groups["constraint"]),
         engine=build(EngineGroup, groups["engine"], "engine"),
-        output=build(OutputConfig, _own_sweep_folder(groups["output"]), "output"),
+        output=build(OutputConfig, groups["output"], "output"),
         progress=build(ProgressConfig, groups["progress"], "progress"),
     )
 
@@ -107,17 +105,6 @@ def identity(config: JobConfig) -> dict[str, dict[str, Any]]:
     del groups["model"]["name"], groups["output"]["dir"], groups["output"]["overwrite"]
     del groups["progress"]
     return groups
-
-
-def _own_sweep_folder(output: dict[str, Any]) -> dict[str, Any]:
-    """The group `output` with a folder for this job alone, if it is one of a sweep."""
-    if not HydraConfig.initialized():
-        return output
-    hydra = HydraConfig.get()
-    given = any(o.lstrip("+").startswith("output.dir=") for o in hydra.overrides.task)
-    if hydra.mode != RunMode.MULTIRUN or given:
-        return output
-    return {**output, "dir": f"{hydra.sweep.dir}/{hydra.sweep.subdir}"}
 
 
 def _build_prompt(values: dict[str, Any]) -> PromptConfig:

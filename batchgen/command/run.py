@@ -1,0 +1,64 @@
+"""From the options of a command line to the job that they describe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from batchgen.command.options import Options
+from batchgen.config import JobConfig, resolved
+from batchgen.config.compose import Composed, checked, compose_groups
+from batchgen.config.job_file import read_job_file
+from batchgen.errors import ConfigError
+
+
+def composed(options: Options) -> JobConfig:
+    """The job of a command line.
+
+    Raises:
+        ConfigError: there is a mistake in the job file or in an argument.
+    """
+    return checked(compose_options(options, options.overrides).groups)
+
+
+def compose_options(options: Options, overrides: list[str]) -> Composed:
+    """The choices and keys of a job; their values are not checked yet.
+
+    Args:
+        overrides: the arguments key=value, which of one job of a sweep are others than those of the
+            options.
+
+    Raises:
+        ConfigError: a key or choice is unknown, or a text cannot be read.
+    """
+    values, places = ({}, {}) if options.job_file is None else _job_file(options.job_file)
+    folders = [Path(folder).expanduser() for folder in options.values.get("--config-dir", [])]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir {folder}: there is no such folder")
+    return compose_groups(values, overrides, folders=folders, places=places)
+
+
+def show_config(options: Options) -> int:
+    """Print the job as a job file; returns the exit code."""
+    if options.values["--cfg"][-1] != "job":
+        raise ConfigError(f"--cfg {options.values['--cfg'][-1]}: write --cfg job")
+    groups = compose_options(options, options.overrides).groups
+    if "--resolve" in options.flags:
+        groups = resolved(checked(groups))
+    print(yaml.safe_dump(groups, sort_keys=False, allow_unicode=True), end="")
+    return 0
+
+
+def _job_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    if path.is_dir():
+        if (path / "config.yaml").is_file():
+            raise ConfigError(f"{path} is a folder: its job file is {path / 'config.yaml'}")
+        raise ConfigError(
+            f"{path} is a folder and no job file: `batchgen init job.yaml` writes one"
+        )
+    if not path.exists():
+        raise ConfigError(f"there is no job file {path}: `batchgen init {path}` writes one")
+    return read_job_file(path)

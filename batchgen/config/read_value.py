@@ -1,0 +1,248 @@
+r"""Reads the text behind the `=` of an argument as the value that its key may have.
+
+The declared type of a key decides what its text means:
+
+    text          as it is typed, or in quotes: '…' as it stands, "…" with the escapes of JSON
+    a list        [a, "b"], or without brackets: what stands between commas
+    a mapping     {key: value, "key": value}; JSON is one
+    a number, …   12, 0.5, 1e-3, true, false
+
+An unquoted `null` is no value at all. Escapes are \n \t \r \" \\ \uXXXX \xXX; any other backslash
+stays as it is, so that regular expressions need no second one.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections import abc
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+_ESCAPE = re.compile(r'\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|([ntr"\\/]))')
+_MEANINGS = {"n": "\n", "t": "\t", "r": "\r"}
+_INTEGER = re.compile(r"[+-]?\d(_?\d)*")
+_NUMBER = re.compile(
+    r"[+-]?((\d(_?\d)*\.?(\d(_?\d)*)?|\.\d(_?\d)*)(e[+-]?\d+)?|inf|nan)", re.IGNORECASE
+)
+_WORDS = {"true": True, "false": False, "null": None}
+_REFERENCE = re.compile(r"\$\{[^{}]*\}")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'', re.DOTALL)
+_BARE = {
+    stop: re.compile(rf"(?:\$\{{[^{{}}]*\}}|[^,{re.escape(stop)}])*") for stop in ("]", "}", ":")
+}
+"""What may stand without quotes before a comma or this character."""
+
+
+class Unreadable(Exception):
+    """The text is no value of its key; the message says why and what to do."""
+
+
+class UnclearEscape(Unreadable):
+    r"""Without quotes, `\theta` may be a tab before "heta", or a command of LaTeX."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bare:
+    """A text inside brackets that has no quotes."""
+
+    text: str
+
+
+_Form = Literal["text", "list", "mapping", "scalar", "any"]
+
+
+def read_value(text: str, hint: Any, *, escapes: bool = False) -> Any:
+    r"""The plain value (None, bool, int, float, str, lists and dicts of these) that a text means.
+
+    Whether it fits the type is for `convert` to say: a word where a number belongs stays a text.
+
+    Args:
+        text: what stands behind the `=`.
+        hint: the declared type of the key, as `convert` takes it; Any if nothing is declared.
+        escapes: whether `\n` and its like mean something without quotes too. They do in texts that
+            the model reads or writes, and not in paths and patterns.
+
+    Raises:
+        Unreadable: brackets or quotes do not match, or an escape may mean two things.
+    """
+    short = text.strip()
+    if short.lower() == "null":
+        return None
+    if _REFERENCE.fullmatch(short):  # the value of another key, of whatever type that is
+        return short
+    form, item = value_form(hint)
+    if form == "list":
+        return _list(text, item, escapes)
+    if short[:1] in {"mapping": "{", "any": "{["}.get(form, "") and short:
+        return _finish(_Brackets(short).whole(), "any", escapes)
+    if _QUOTED.fullmatch(short):
+        return _unquoted(short)
+    if form in ("scalar", "any"):
+        value = _scalar(short)
+        return text if value == short else value
+    return decode_escapes(text) if escapes else text
+
+
+def value_form(hint: Any) -> tuple[_Form, Any]:
+    """How values of a declared type are written, and for lists the type of an item."""
+    if get_origin(hint) in (Union, types.UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    else:
+        kinds = [hint]
+    if len(kinds) != 1:
+        return "any", None
+    origin, args = get_origin(kinds[0]) or kinds[0], get_args(kinds[0])
+    if origin in (tuple, list, abc.Sequence):
+        return "list", args[0] if args else Any
+    if origin in (dict, abc.Mapping):
+        return "mapping", None
+    if origin is str or (origin is Literal and all(isinstance(choice, str) for choice in args)):
+        return "text", None
+    return ("scalar", None) if origin in (int, float, bool) else ("any", None)
+
+
+def decode_escapes(text: str, *, quoted: bool = False) -> str:
+    r"""The text with its escapes replaced by the characters that they mean.
+
+    Args:
+        quoted: whether the text stood in double quotes, where there is no doubt that `\theta` is a
+            tab before "heta".
+
+    Raises:
+        UnclearEscape: see there.
+        Unreadable: \uXXXX is half of a character.
+    """
+
+    def meaning(match: re.Match[str]) -> str:
+        if match[1] or match[2]:
+            return chr(int(match[1] or match[2], 16))
+        behind = text[match.end() : match.end() + 1]
+        if not quoted and match[3] in _MEANINGS and behind.isascii() and behind.islower():
+            raise UnclearEscape(f"{match[0]} may mean a character or be text")
+        if not quoted and match[3] == "/":
+            return match[0]
+        return _MEANINGS.get(match[3], match[3])
+
+    found = _ESCAPE.sub(meaning, text)
+    try:  # \ud83d\ude00 is one character in JSON
+        return found.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise Unreadable("it has half of a pair \\uXXXX\\uXXXX that is one character") from None
+
+
+def _list(text: str, item: Any, escapes: bool) -> Any:
+    short, form = text.strip(), value_form(item)[0]
+    if short.startswith("["):
+        return _finish(_Brackets(short).whole(), form, escapes)
+    if _QUOTED.fullmatch(short):
+        return [_unquoted(short)]
+    if form == "text" and "," not in text:
+        return [decode_escapes(text) if escapes else text] if text else []
+    items = [part.strip() for part in short.split(",")] if short else []
+    if "" in items:
+        raise Unreadable('nothing stands beside a comma: a text with commas is written ["a,b"]')
+    return [_finish(_Bare(part), form, escapes) for part in items]
+
+
+def _unquoted(text: str) -> str:
+    content = text[1:-1]
+    if text[0] == "'":
+        return content.replace("\\'", "'")
+    return decode_escapes(content, quoted=True)
+
+
+def _scalar(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    return float(text) if _NUMBER.fullmatch(text) else text
+
+
+def _finish(node: Any, form: _Form, escapes: bool) -> Any:
+    """The value of what was read between brackets, whose unquoted leaves are of this form."""
+    if isinstance(node, list):
+        return [_finish(item, form, escapes) for item in node]
+    if isinstance(node, dict):
+        return {key: _finish(item, "any", escapes) for key, item in node.items()}
+    if not isinstance(node, _Bare):
+        return node
+    if form != "text" or node.text.lower() == "null":
+        value = _scalar(node.text)
+        if value != node.text:
+            return value
+    return decode_escapes(node.text) if escapes else node.text
+
+
+class _Brackets:
+    """Reads lists and mappings: of JSON, and with texts that have no quotes."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at = text, 0
+
+    def whole(self) -> Any:
+        value = self._value("]")
+        if rest := self._rest():
+            raise Unreadable(f"{rest} stands behind the closing bracket")
+        return value
+
+    def _rest(self) -> str:
+        """The text that is not read yet, from its first character that is not space."""
+        rest = self._text[self._at :].lstrip()
+        self._at = len(self._text) - len(rest)
+        return rest
+
+    def _value(self, stop: str) -> Any:
+        rest = self._rest()
+        if rest.startswith("["):
+            return self._items("]")
+        if rest.startswith("{"):
+            return dict(self._items("}"))
+        return self._text_before(stop)
+
+    def _text_before(self, stop: str) -> str | _Bare:
+        rest = self._rest()
+        if quoted := _QUOTED.match(rest):
+            self._at += quoted.end()
+            return _unquoted(quoted[0])
+        bare = _BARE[stop].match(rest)
+        assert bare is not None
+        text = bare[0].strip()
+        if not text:
+            raise Unreadable(f"a value is missing before {rest[:1] or 'the end'}")
+        if text[0] in "\"'":
+            raise Unreadable(f"the quote in {text} is not closed")
+        self._at += bare.end()
+        return _Bare(text)
+
+    def _items(self, end: str) -> list[Any]:
+        """The items up to the closing bracket; those of a mapping are pairs."""
+        self._at += 1
+        items: list[Any] = []
+        if self._rest().startswith(end):
+            self._at += 1
+            return items
+        while True:
+            items.append(self._pair(items) if end == "}" else self._value(end))
+            rest = self._rest()
+            self._at += 1
+            if rest.startswith(end):
+                return items
+            if not rest.startswith(","):
+                found = f"{rest[:12]} stands where , or {end} belongs" if rest else "the end"
+                raise Unreadable(
+                    f"{found}: put texts with special characters into double quotes"
+                    if rest
+                    else f"the closing {end} is missing"
+                )
+
+    def _pair(self, before: list[Any]) -> tuple[str, Any]:
+        found = self._text_before(":")
+        key = found.text if isinstance(found, _Bare) else found
+        if not self._rest().startswith(":"):
+            raise Unreadable(f"the key {key} has no value: a mapping is written {{key: value}}")
+        if key in dict(before):
+            raise Unreadable(f"the key {key} is there twice")
+        self._at += 1
+        return key, self._value("}")
