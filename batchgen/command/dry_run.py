@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -25,6 +26,8 @@ COUNTED_ROWS = 1000
 LONGEST_PROMPT = 2000
 """Of a prompt of more characters the beginning and the end are shown."""
 LONGEST_VALUE = 200
+SHOWN_IDS = 200
+"""Without a tokenizer so many token ids of a prompt are shown."""
 
 
 @dataclass
@@ -36,6 +39,7 @@ class _Seen:
         cut: how many prompts were cut to leave room for the answer.
         errors: how many rows have an error of which type, and the first message of each.
         rows: how many rows were looked at.
+        signs: whether a shown prompt has signs for characters that one does not see.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -43,6 +47,7 @@ class _Seen:
     errors: Counter[str] = field(default_factory=Counter)
     messages: dict[str, str] = field(default_factory=dict)
     rows: int = 0
+    signs: bool = False
 
 
 def show(config: JobConfig) -> int:
@@ -57,17 +62,19 @@ def show(config: JobConfig) -> int:
     Raises:
         ConfigError: the job would be refused.
     """
-    # These load torch, transformers and datasets, which a mistake in the configuration need not
-    # wait for.
+    model, data = config.model.path, config.dataset.path or config.dataset.kind
+    print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
     from batchgen.build import open_job
     from batchgen.command.dry_run_folder import folder_state
-    from batchgen.job import fitted_prompt
+    from batchgen.job import fitted_prompt  # these take seconds: hence the line above
 
     opened = open_job(config)
     with closing(opened.parts(config, {})) as parts:
         prompt = fitted_prompt(config, parts)
         folder = folder_state(config, opened)
         seen = _show_rows(config, opened, prompt)
+    if seen.signs:
+        print("(␉ is a tab, · a space at the end of a line, other signs are control characters)\n")
     lines = {
         "prompts": _counts(config, opened, seen),
         "model": _model(config, opened),
@@ -112,7 +119,9 @@ def _show_rows(config: JobConfig, opened: OpenedJob, prompt: Callable[[Row], lis
         if row.index < SHOWN_ROWS:
             cut = f", cut from {whole:,}" if whole > room else ""
             print(f"{title}: {len(ids):,} tokens{cut}")
-            print(shown_prompt(ids, opened.model.tokenizer))
+            shown = shown_prompt(ids, opened.model.tokenizer)
+            print(shown)
+            seen.signs = seen.signs or not _SIGNS.isdisjoint(shown)
             if own:
                 print(f"constraint  {_shown_constraint(constraint)}")
             print()
@@ -138,9 +147,6 @@ def shown_prompt(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) 
     return left_out.join(blocks)
 
 
-SHOWN_IDS = 200
-
-
 def _visible(line: str) -> str:
     """A line of text with signs for characters that are not seen."""
     bare = line.rstrip(" ")
@@ -150,6 +156,7 @@ def _visible(line: str) -> str:
 
 _PICTURE = {chr(code): chr(0x2400 + code) for code in range(32)} | {"\x7f": "␡"}
 """The sign that Unicode has for each control character."""
+_SIGNS = {"·", *_PICTURE.values()}
 
 
 def _counts(config: JobConfig, opened: OpenedJob, seen: _Seen) -> str:
@@ -157,16 +164,15 @@ def _counts(config: JobConfig, opened: OpenedJob, seen: _Seen) -> str:
     found = []
     if lengths := seen.lengths:
         mean = sum(lengths) / len(lengths)
-        found.append(f"{min(lengths):,} to {max(lengths):,} tokens, {mean:,.1f} on average")
-    whole = opened.source.num_rows == seen.rows
-    found.append(f"in {'all' if whole else 'the first'} {seen.rows:,} rows")
+        found.append(f"{min(lengths):,} to {max(lengths):,} tokens, {mean:,.1f} on average,")
+    found.append(f"in the first {seen.rows:,} row{'s' * (seen.rows != 1)}")
     room = opened.max_model_len - config.sampling.max_new_tokens
     too_long = seen.errors["prompt_too_long"]
     text = " ".join(found) + f"; {too_long or 'none'} too long (room for {room:,})"
     if seen.cut:
         text += f"; {seen.cut:,} cut to that"
     for type, number in seen.errors.items():
-        text += f"\n{'':<10}  {number:,} rows with {type}: {_short(seen.messages[type])}"
+        text += f"\n{'':<10}  {number:,} with {type}: {_short(seen.messages[type])}"
     return text
 
 
@@ -215,7 +221,8 @@ def _dataset(config: JobConfig, parts: JobParts) -> str:
     where = group.path or group.kind
     if number is None:
         return f"{where}: a stream of rows, {config.sampling.n} answers each"
-    return f"{where}: {number:,} rows, {number * config.sampling.n:,} answers"
+    answers = number * config.sampling.n
+    return f"{where}: {number:,} row{'s' * (number != 1)}, {answers:,} answer{'s' * (answers != 1)}"
 
 
 def _extra_columns(config: JobConfig) -> Iterator[str]:
