@@ -104,7 +104,7 @@ class LLM:
         return self._streams.engine
 
     @overload
-    def generate(  # type: ignore[overload-overlap]  # a str is also a sequence of str
+    def generate(
         self,
         prompts: str | Sequence[int] | Conversation,
         params: SamplingParams | None = None,

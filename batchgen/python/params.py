@@ -101,7 +101,7 @@ class SamplingParams:
 
     def replace(self, **options: Unpack[SamplingOptions]) -> SamplingParams:
         """The same parameters but for those that are given."""
-        return SamplingParams(**{**self._given(), **_NAMES.ours(options)})  # type: ignore[typeddict-item]
+        return SamplingParams(**{**self._given(), **_NAMES.ours(options)})
 
     def __getattr__(self, name: str) -> Any:
         if name not in _HINTS:

@@ -129,8 +129,9 @@ def test_every_field_of_vllm_is_taken_or_refused_with_a_word(name: str) -> None:
     taken = name in SamplingOptions.__annotations__
     assert taken != (name in vllm_names.SAMPLING_REFUSED)
     if not taken:
+        given: dict[str, Any] = {name: "something else"}
         with pytest.raises(ValueError, match=f"SamplingParams: {name}="):
-            SamplingParams(**{name: "something else"})  # type: ignore[misc]
+            SamplingParams(**given)
 
 
 def test_a_seed_of_none_is_drawn_and_can_be_read() -> None:
