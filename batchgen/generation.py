@@ -14,6 +14,7 @@ from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.outputs import RequestError, RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.fingerprint import derive_seed
+from batchgen.first_rows import FirstRows
 from batchgen.output.metrics import Metrics
 from batchgen.output.schema import FinishedRow
 from batchgen.output.writer import OutputWriter
@@ -158,6 +159,8 @@ class Generation:
         self._writer = writer
         self._metrics = metrics
         self._engine = engine
+        stops = config.output.on_all_errors == "stop"
+        self._first = FirstRows(enabled=stops and not metrics.attempt.rows_resumed)
         # Twice as many as can run: a step that finishes all running rows finds the next ones there.
         self._window = 2 * config.engine.max_num_seqs
         self._in_flight: dict[str, _Request] = {}
@@ -167,18 +170,16 @@ class Generation:
         requests = self._requests(todo)
         started = time.monotonic()
         while True:
-            finished = self._refill(requests)
+            finished = [] if self._first.wait else self._refill(requests)
             if self._in_flight:
                 for output in self._engine.step():
                     request = self._in_flight.pop(output.request_id)
                     finished.append(request.finished(output=output))
             elif not finished:
+                self._write(self._first.rest(), progress)
                 self._save_metrics()
                 return True
-            if finished:
-                self._writer.write(finished)
-                self._count(finished)
-                progress.add(finished)
+            self._write(self._first.passed(finished, len(self._in_flight)), progress)
             seconds = time.monotonic() - started
             self._metrics.attempt.generate_s = round(seconds, 3)
             if self._metrics.due():
@@ -189,7 +190,14 @@ class Generation:
                 self._save_metrics()
                 return False
 
+    def _write(self, finished: list[FinishedRow], progress: Progress) -> None:
+        if finished:
+            self._writer.write(finished)
+            self._count(finished)
+            progress.add(finished)
+
     def _save_metrics(self) -> None:
+        self._metrics.in_flight = self._engine.num_running
         self._metrics.attempt.engine = dataclasses.asdict(self._engine.stats)
         self._metrics.save("running")
 
@@ -236,6 +244,7 @@ class Generation:
                 yield _Request(row.id, row.index, sample, fields, prompt, constraint, failure)
 
     def _count(self, finished: Sequence[FinishedRow]) -> None:
+        self._metrics.tally.add(finished)
         attempt = self._metrics.attempt
         attempt.rows += len(finished)
         for row in finished:

@@ -15,22 +15,25 @@ from batchgen.config import (
     JobConfig,
     JsonConstraintConfig,
     JsonSchemaConstraintConfig,
+    growing,
     identity,
     resolved,
 )
 from batchgen.constraint.row_constraints import RowConstraints
+from batchgen.dataset.row_digest import rows_digest
 from batchgen.dataset.source import Row, RowSource
 from batchgen.engine.outputs import OutputColumn, RowCount
 from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError, JobError
+from batchgen.first_rows import AllRowsFailed
 from batchgen.generation import Engine, Generation, Todo
-from batchgen.output.dataset_card import dataset_card
+from batchgen.output.dataset_card import dataset_card, unfinished_card
 from batchgen.output.job_folder import JobFolder
-from batchgen.output.manifest import Manifest, write_atomic
-from batchgen.output.metrics import Metrics, Totals
+from batchgen.output.manifest import ROWS, Manifest, write_atomic
+from batchgen.output.metrics import Metrics, Tally
 from batchgen.output.parsed_column import ParsedColumn
 from batchgen.output.schema import PROMPT_TOKEN_IDS, OutputSchema
-from batchgen.output.shards import shard_files
+from batchgen.output.shards import read_columns, shard_files
 from batchgen.output.writer import OutputWriter
 from batchgen.progress import Progress, show_memory, summary
 from batchgen.prompts.prompts import Prompt, fit_prompt
@@ -118,19 +121,26 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
 
 
 def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
-    output, source = config.output, parts.source
+    output, source, samples = config.output, parts.source, config.sampling.n
     prompt = fitted_prompt(config, parts)
     constraints = RowConstraints(config.constraint, source.features)
-    schema = _schema(config, parts)
-    fingerprints = {"dataset": source.fingerprint, **parts.fingerprints}
-    manifest = Manifest.build(identity(config), fingerprints)
-    samples = config.sampling.n
+    schema = output_schema(config, parts)
     with (
-        JobFolder(Path(output.dir), manifest, overwrite=output.overwrite) as folder,
-        OutputWriter(folder.data, folder.journal, schema, output.rows_per_shard, samples) as writer,
+        _folder(config, parts, schema) as folder,
+        OutputWriter(
+            folder.data,
+            folder.journal,
+            schema,
+            output.rows_per_shard,
+            samples,
+            most_rows=config.dataset.limit if source.num_rows is None else source.num_rows,
+            retry_errors=output.retry_errors,
+        ) as writer,
     ):
+        retried = [f"output.retry_errors: {writer.retried:,} rows"] if writer.retried else []
+        folder.record(*retried, rows=writer.resumed)
         write_atomic(folder.path / "config.yaml", _config_file(config))
-        metrics = Metrics(folder.path / "metrics.json", writer.resumed)
+        metrics = _metrics(config, parts, folder, writer)
         todo = Todo(source, writer)
         is_done = todo.is_empty()
         if is_done and metrics.was_complete:
@@ -139,14 +149,15 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
         metrics.attempt.rows_total = total
         with _recorded(metrics, folder.path):
             if not is_done:
+                write_atomic(folder.path / "README.md", unfinished_card(str(folder.path)))
                 engine = parts.build_engine()
                 signals.deferred = True
                 metrics.attempt.memory = asdict(engine.memory)
                 metrics.attempt.batch_dependence = engine.batch_dependence
                 show_memory(engine.memory)
                 if engine.batch_dependence is not None:
-                    manifest = replace(manifest, batch_dependence=engine.batch_dependence)
-                    manifest.write(folder.path / "manifest.json")
+                    found = replace(folder.manifest, batch_dependence=engine.batch_dependence)
+                    folder.update(found)
                 generation = Generation(
                     config, source, prompt, constraints, engine, writer, metrics
                 )
@@ -156,10 +167,42 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                         return _stopped(writer, metrics, signals, folder.path)
             signals.deferred = True
             writer.finish(todo.num_rows)
-            return _complete(config, parts, folder, schema, manifest, metrics)
+            return _complete(config, parts, folder, schema, metrics)
 
 
-def _schema(config: JobConfig, parts: JobParts) -> OutputSchema:
+def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
+    """The job's folder, locked, once it is sure that it is this job's."""
+    return JobFolder(
+        Path(config.output.dir),
+        job_manifest(config, parts, schema),
+        lambda stop: rows_digest(parts.source, stop),
+        overwrite=config.output.overwrite,
+    )
+
+
+def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
+    """The manifest of a job as it is asked for, without digests of its rows."""
+    source, given = parts.source, parts.fingerprints
+    return Manifest.build(
+        identity(config, [name for name in given if name.endswith("_model")]),
+        {"dataset": source.fingerprint, **given},
+        {field.name: str(field.type) for field in schema.arrow},
+        {**growing(config), ROWS: source.num_rows},
+    )
+
+
+def _metrics(
+    config: JobConfig, parts: JobParts, folder: JobFolder, writer: OutputWriter
+) -> Metrics:
+    """The metrics of this attempt, which begin with what earlier ones have done."""
+    tally = _tally(config, parts)
+    for table in writer.done_rows(tally.columns) if writer.resumed else ():
+        tally.add_table(table)
+    return Metrics(folder.path / "metrics.json", writer.resumed, tally)
+
+
+def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
+    """The columns of the job's output files."""
     columns, constraint = config.output.columns, config.constraint
     parsed = None
     if PARSED in columns:
@@ -172,6 +215,7 @@ def _schema(config: JobConfig, parts: JobParts) -> OutputSchema:
         prompt_token_ids=PROMPT_TOKEN_IDS in columns,
         constrained=constraint.kind != "none",
         parsed=parsed,
+        text_column=config.output.text_column,
     )
 
 
@@ -231,7 +275,7 @@ def _recorded(metrics: Metrics, folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         # The same command would only repeat a mistake that shows when the engine is built.
-        if metrics.attempt.rows or not isinstance(error, ConfigError):
+        if metrics.attempt.rows or not isinstance(error, (ConfigError, AllRowsFailed)):
             error.add_note(f"Finished rows are safe. {_resume(folder)}")
         # On a full disk this fails too. The first error must stay the one that the user sees.
         with contextlib.suppress(JobError):
@@ -253,30 +297,38 @@ def _complete(
     parts: JobParts,
     folder: JobFolder,
     schema: OutputSchema,
-    manifest: Manifest,
     metrics: Metrics,
 ) -> JobResult:
-    folder.remove_journal()
-    totals = metrics.totals = _totals(config, parts, folder)
-    card = dataset_card(resolved(config), manifest.fingerprints, schema.arrow, totals)
+    metrics.tally = _count_shards(config, parts, folder)
+    totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
+    path = str(folder.path)
+    card = dataset_card(resolved(config), fingerprints, schema.arrow, totals, path)
     write_atomic(folder.path / "README.md", card)
     metrics.save("complete")
-    message = summary(totals, str(folder.path), metrics, parts.strategy)
+    folder.remove_journal()
+    message = summary(totals, path, metrics, parts.strategy)
     return JobResult(totals.error_rows, None, message)
 
 
 def _already_complete(config: JobConfig, parts: JobParts, folder: JobFolder) -> JobResult:
     folder.remove_journal()
-    totals = _totals(config, parts, folder)
+    totals = _count_shards(config, parts, folder).totals
     message = "This job is complete already; nothing was computed.\n"
     table = summary(totals, str(folder.path), strategy=parts.strategy)
     return JobResult(totals.error_rows, None, message + table)
 
 
-def _totals(config: JobConfig, parts: JobParts, folder: JobFolder) -> Totals:
-    shards = list(shard_files(folder.data).values())
+def _count_shards(config: JobConfig, parts: JobParts, folder: JobFolder) -> Tally:
+    """The counts over all rows of a complete job, as its shards have them."""
+    tally = _tally(config, parts)
+    for path in shard_files(folder.data).values():
+        tally.add_table(read_columns(path, tally.columns))
+    return tally
+
+
+def _tally(config: JobConfig, parts: JobParts) -> Tally:
     names = [count.name for count in parts.counts]
-    return Totals.read(shards, names, constrained=config.constraint.kind != "none")
+    return Tally(names, constrained=config.constraint.kind != "none")
 
 
 def _resume(folder: Path) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self, TextIO
 from tqdm import tqdm
 
 from batchgen.duration import duration
+from batchgen.output.dataset_card import how_to_read
 from batchgen.shorten import beginning, end
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ def summary(
         seconds = f"{duration(attempt.wall_s)} ({duration(attempt.generate_s)} generating)"
         lines += [("time", seconds), ("speed", f"{metrics.tokens_per_s:,.1f} tokens/s")]
     lines.append(("output", folder))
+    lines.append(("read it", f"{how_to_read(folder)['datasets']}; others: see its README.md"))
     width = max(len(name) for name, _ in lines)
     table = [f"{name:<{width}}  {value}" for name, value in lines]
     if metrics is not None and (why := metrics.attempt.batch_dependence) is not None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from step_map_data import Histogram, Line, PlotError, StepMaps, TracedRow, read_job
+from step_map_data import Histogram, Line, PlotError, StepMaps, TracedRow, load_tokenizer, read_job
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -235,12 +235,18 @@ def main() -> None:
         "--tokenizer",
         help="folder or hub name, for the text of tokens; not needed where a token is a byte",
     )
+    parser.add_argument(
+        "--title-column",
+        help="whose values are the rows' titles; default: the end of the prompt if the output has "
+        "prompt_token_ids, else the columns that the prompt uses",
+    )
     args = parser.parse_args()
     if args.rows < 1 or (args.block_length is not None and args.block_length < 1):
         parser.error("--rows and --block-length must be at least 1")
     try:
-        maps = read_job(args.folder, args.block_length)
-        rows = maps.traced_rows(args.rows, args.tokenizer)
+        maps = read_job(args.folder, args.block_length, args.title_column)
+        decoder = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
+        rows = maps.traced_rows(args.rows, decoder)
         figure = draw(maps, maps.histogram(), rows)
     except PlotError as error:
         sys.exit(str(error))

@@ -15,8 +15,15 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import yaml
 
+from batchgen.prompts.used_columns import used_columns
+from batchgen.shorten import beginning, end
+
 STEP_NAMES = {"DLLMStrategy": "denoise step", "ARSpecStrategy": "forward"}
 """The name of what step_map counts, by the class of the strategy; for others it is "step"."""
+
+
+PROMPT = "prompt_token_ids"
+TITLE_LENGTH = 80
 
 
 class PlotError(Exception):
@@ -111,32 +118,37 @@ class StepMaps:
         step_name: what the numbers of step_map count.
         block_length: positions of a diffusion block; None if the strategy has no blocks, or if
             config.yaml does not say.
+        title_columns: the columns whose values are a row's title.
+        title_is_prompt: whether the end of the prompt is the title instead, where it can be read.
     """
 
     folder: Path
     data: ds.Dataset
     step_name: str
     block_length: int | None
+    title_columns: Sequence[str]
+    title_is_prompt: bool
 
     @property
     def num_rows(self) -> int:
         count: int = self.data.count_rows()
         return count
 
-    def traced_rows(self, count: int, tokenizer: str | None = None) -> list[TracedRow]:
+    def traced_rows(self, count: int, decoder: Any = None) -> list[TracedRow]:
         """Read the first `count` rows that have tokens.
 
         Args:
             count: how many.
-            tokenizer: folder or hub name. With None, texts are known only if each token is a byte.
+            decoder: the model's tokenizer. With None, texts are known only if each token is a byte.
 
         Raises:
-            PlotError: if no row has tokens, or the tokenizer cannot be loaded.
+            PlotError: if no row has tokens.
         """
-        decoder = None if tokenizer is None else _load_tokenizer(tokenizer)
         names = ["row_id", "sample_index", "token_ids", "text", "stop", "num_prompt_tokens"]
-        names += [name for name in ("question", "step_map") if name in self.data.schema.names]
-        batches = self.data.to_batches(columns=names, batch_size=256)
+        names += ["step_map", *self.title_columns]
+        if self.title_is_prompt and PROMPT in self.data.schema.names:
+            names.append(PROMPT)
+        batches = self.data.to_batches(columns=[*dict.fromkeys(names)], batch_size=256)
         rows = (row for batch in batches for row in batch.to_pylist() if row["step_map"])
         found = [self._traced(row, decoder) for row in islice(rows, count)]
         if not found:
@@ -164,21 +176,33 @@ class StepMaps:
         name = f"row {row['row_id']}"
         if row["sample_index"]:
             name += f", sample {row['sample_index']}"
-        if question := " ".join(str(row.get("question") or "").split()):
-            name += f": {shorten(question)}"
+        if title := self._title(row, decoder):
+            name += f": {title}"
         given = row["num_prompt_tokens"] % self.block_length if self.block_length else 0
         return TracedRow(name, token_texts(row, decoder), row["step_map"], given)
 
+    def _title(self, row: dict[str, Any], decoder: Any) -> str:
+        """What the row was asked, as well as the output says it; empty if it does not."""
+        if prompt := prompt_text(row, decoder):
+            return end(prompt, TITLE_LENGTH)
+        values = [row[name] for name in self.title_columns if row[name] is not None]
+        texts = (value if isinstance(value, str) else str(value) for value in values)
+        return beginning(" | ".join(texts), TITLE_LENGTH)
 
-def read_job(folder: Path, block_length: int | None = None) -> StepMaps:
+
+def read_job(
+    folder: Path, block_length: int | None = None, title_column: str | None = None
+) -> StepMaps:
     """Open a job's output.
 
     Args:
         folder: the job's folder.
         block_length: positions of a diffusion block; None takes what config.yaml says.
+        title_column: the column whose value is a row's title; None takes the end of the prompt, or
+            if the output does not have it, the columns that the prompt was made of.
 
     Raises:
-        PlotError: if the folder is not a job's, has no complete shard, or lacks step_map.
+        PlotError: if the folder is not a job's, has no complete shard, or lacks a column.
     """
     config_file = folder / "config.yaml"
     files = sorted((folder / "data").glob("*.parquet"))
@@ -200,19 +224,50 @@ def read_job(folder: Path, block_length: int | None = None) -> StepMaps:
             f"{folder} has no column step_map: run the job with strategy=dllm or strategy=ar_spec "
             "and 'output.columns=[step_map]'"
         )
-    strategy = _strategy(config_file)
+    if title_column is not None and title_column not in data.schema.names:
+        raise PlotError(
+            f"--title-column: the rows have no column {title_column!r}: choose among "
+            f"{', '.join(data.schema.names)}"
+        )
+    config = _config(config_file)
+    strategy = config["strategy"]
+    used = used_columns(config.get("prompt") or {})
+    titles = [name for name in used if name in data.schema.names]
     step_name = STEP_NAMES.get(strategy["_target_"].rpartition(".")[2], "step")
-    return StepMaps(folder, data, step_name, block_length or strategy.get("block_length"))
+    return StepMaps(
+        folder,
+        data,
+        step_name,
+        block_length or strategy.get("block_length"),
+        titles if title_column is None else [title_column],
+        title_is_prompt=title_column is None,
+    )
 
 
-def _strategy(config_file: Path) -> dict[str, Any]:
+def _config(config_file: Path) -> dict[str, Any]:
+    """The configuration of the job, by group; its strategy is known."""
     try:
-        strategy = yaml.safe_load(config_file.read_text(encoding="utf-8"))["strategy"]
+        config = yaml.safe_load(config_file.read_text(encoding="utf-8"))
+        strategy = config["strategy"]
     except (yaml.YAMLError, KeyError, TypeError):
         strategy = None
     if not isinstance(strategy, dict) or not isinstance(strategy.get("_target_"), str):
         raise PlotError(f"{config_file} is not what a job wrote: it names no strategy")
-    return strategy
+    return dict(config)
+
+
+def prompt_text(row: dict[str, Any], decoder: Any) -> str:
+    """The text of the end of a row's prompt; empty if the row does not have it or nobody can decode
+    it.
+
+    Args:
+        row: of the job's output.
+        decoder: as of `token_texts`.
+    """
+    ids: list[int] = row.get(PROMPT) or []
+    if decoder is not None:
+        return str(decoder.decode(ids[-TITLE_LENGTH:], skip_special_tokens=True)) if ids else ""
+    return bytes(i for i in ids if i < 256).decode(errors="replace") if _is_bytes(row) else ""
 
 
 def token_texts(row: dict[str, Any], decoder: Any) -> list[str]:
@@ -231,15 +286,17 @@ def token_texts(row: dict[str, Any], decoder: Any) -> list[str]:
         if texts[-1] == row["stop"]:
             texts[-1] = TracedRow.END
         return [_visible(text) for text in texts]
-    content = (row["text"] or "").encode()
-    if not content or ids[: len(content)] != list(content):
+    if not _is_bytes(row):
         return [""] * len(ids)
+    content = row["text"].encode()
     texts = [_visible(chr(byte)) if byte < 128 else f"{byte:02x}" for byte in content]
     return texts + [TracedRow.END] * (len(ids) - len(content))
 
 
-def shorten(text: str, length: int = 80) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
+def _is_bytes(row: dict[str, Any]) -> bool:
+    """Whether the tokens of a row are the bytes of its text."""
+    content = (row["text"] or "").encode()
+    return bool(content) and row["token_ids"][: len(content)] == list(content)
 
 
 def _visible(text: str) -> str:
@@ -248,7 +305,12 @@ def _visible(text: str) -> str:
     return "".join(c if c.isprintable() else "�" for c in text)
 
 
-def _load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a folder or of the hub.
+
+    Raises:
+        PlotError: it cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
     try:

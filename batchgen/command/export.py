@@ -57,30 +57,14 @@ def _export(arguments: Sequence[str]) -> int:
     columns = given.columns or (["text"] if form == "txt" else None)
     if form == "txt" and columns is not None and len(columns) != 1:
         raise ConfigError("export --format txt writes one column: name one in --columns")
-    schema = reader.schema
+    schema = reader.fields(columns)
     if schema is None:
         raise ConfigError(f"no row of {reader.path} is finished yet: there is nothing to export")
-    if columns is not None:
-        schema = pa.schema([_field(reader, schema, name) for name in columns])
     with _opened(path) as file:
         count = _write(reader, schema, _WRITERS[form], file)
     if path is not None:
         print(f"{count:,} rows in {given.file}", file=sys.stderr)
     return 0
-
-
-def _field(reader: JobFolderReader, schema: pa.Schema, name: str) -> pa.Field:
-    """A column of the rows.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
-    if name not in schema.names:
-        raise ConfigError(
-            f"--columns: the rows of {reader.path} have no column {name!r}: choose among "
-            f"{', '.join(schema.names)}"
-        )
-    return schema.field(name)
 
 
 def _write(

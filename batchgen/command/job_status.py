@@ -11,8 +11,8 @@ from batchgen.output.read_job import JobFolderReader
 def status_line(reader: JobFolderReader, name: str) -> str:
     """How far the job is, how fast it runs and when it should end.
 
-    Rows are counted where they lie, because metrics.json may be some seconds old, or as old as the
-    moment in which the job was killed.
+    The counts of a job that runs may be ten seconds old. Those of a job that was killed are counted
+    where the rows lie.
 
     Args:
         name: of the folder, as the user gave it.
@@ -41,7 +41,7 @@ def status_line(reader: JobFolderReader, name: str) -> str:
 
 def _counts(reader: JobFolderReader, metrics: dict[str, Any]) -> tuple[int, int]:
     """How many rows are finished, and how many of them have an error."""
-    if metrics.get("status") == "complete":
+    if metrics and metrics["status"] != "killed":
         return metrics["rows"], metrics["error_rows"]
     rows = errors = 0
     if reader.schema is not None:

@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from batchgen.command.row_json import json_readers, json_text
 from batchgen.command.row_text import IN_HEADING, RowText
-from batchgen.errors import ConfigError
 from batchgen.output.read_job import JobFolderReader
 from batchgen.prompts.used_columns import used_columns
 
@@ -86,17 +85,12 @@ class RowView:
     @cached_property
     def _columns(self) -> list[str] | None:
         """What is shown of a row; None is all."""
-        known = self._schema.names
         if self._named is not None:
-            for name in self._named:
-                if name not in known:
-                    raise ConfigError(
-                        f"--columns: the rows of {self._reader.path} have no column {name!r}: "
-                        f"choose among {', '.join(known)}"
-                    )
+            self._reader.fields(self._named)  # refuses columns that are not there
             return list(dict.fromkeys([*self._named, *([] if self._as_json else ["error"])]))
         if self._as_json:
             return None
+        known = self._schema.names
         config = self._reader.config
         inputs = [name for name in used_columns(config.get("prompt", {})) if name in known]
         if not inputs:

@@ -69,8 +69,12 @@ def _show(arguments: Sequence[str]) -> int:
     chosen = of_sample(view.rows(), given.sample)
     most = given.rows if given.rows is not None or given.json else SHOWN_ROWS
     shown = view.print(islice(chosen, most))
-    if not given.json and next(chosen, None) is not None:
+    if given.json:
+        return 0
+    if next(chosen, None) is not None:
         print(f"\nThese are the first {shown}: --rows N shows more, --row ID one of them whole.")
+    elif not shown:
+        print("\nThere are no finished rows yet." if given.sample is None else "\nThere are none.")
     return 0
 
 

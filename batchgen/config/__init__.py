@@ -28,7 +28,7 @@ from batchgen.config.groups import (
     TextPromptConfig,
     TokensPromptConfig,
 )
-from batchgen.config.load import constraint_config, identity, load_config, resolved
+from batchgen.config.load import constraint_config, growing, identity, load_config, resolved
 from batchgen.config.options import strategy_options
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "TokensPromptConfig",
     "constraint_column",
     "constraint_config",
+    "growing",
     "identity",
     "job_constraint",
     "job_value",

@@ -233,12 +233,16 @@ class OutputConfig:
     top_logprobs: int = 5
     logprobs_mode: LogprobsMode = "raw"
     rows_per_shard: int = 1000
+    text_column: str = "text"
     overwrite: bool = False
+    retry_errors: bool = False
+    on_all_errors: Literal["stop", "continue"] = "stop"
 
     def __post_init__(self) -> None:
         _check(bool(self.dir), "output.dir", "a folder", self.dir)
         if len(set(self.columns)) != len(self.columns):
             raise ConfigError(f"output.columns names a column twice: {list(self.columns)}")
+        _check(bool(self.text_column), "output.text_column", "a name", self.text_column)
         _check(1 <= self.top_logprobs <= 100, "output.top_logprobs", "1 to 100", self.top_logprobs)
         _check(self.rows_per_shard >= 1, "output.rows_per_shard", "at least 1", self.rows_per_shard)
 

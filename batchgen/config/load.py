@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -29,6 +29,15 @@ from batchgen.config.groups import (
     StrategyConfig,
 )
 from batchgen.errors import ConfigError
+
+_NOT_DECIDING = {
+    "model": {"name", "path", "revision"},
+    "dataset": {"path", "limit"},
+    "sampling": {"n"},
+    "output": {"dir", "overwrite", "retry_errors", "on_all_errors"},
+}
+"""Keys of each group that decide nothing about the content of a row."""
+_REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
 
 
 def load_config(cfg: DictConfig) -> JobConfig:
@@ -92,19 +101,31 @@ def resolved(config: JobConfig) -> dict[str, dict[str, Any]]:
     return {name: _plain(group) for name, group in groups.items()}
 
 
-def identity(config: JobConfig) -> dict[str, dict[str, Any]]:
+def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """The part of `resolved` that decides what is in the output files.
 
-    Two jobs with the same identity, model files and data write the same shards. Of the group
-    `engine` only `max_model_len` is part of it, because rows are refused, cut or ended there.
+    Two jobs with the same identity, model files and data write the same rows, as far as both have
+    them. Of the group `engine` only `max_model_len` is part of it, because rows are refused, cut or
+    ended there. Where data and models lie is not: the fingerprints of their content are compared.
+
+    Args:
+        fingerprinted: options of the strategy that name files which have fingerprints.
     """
     groups = resolved(config)
     groups["engine"] = {"max_model_len": groups["engine"]["max_model_len"]}
     if isinstance(config.constraint, NoConstraintConfig):
-        del groups["constraint"]  # manifests from before there were constraints do not have it
-    del groups["model"]["name"], groups["output"]["dir"], groups["output"]["overwrite"]
+        del groups["constraint"]  # a job without one says no more about it than that
+    groups["strategy"] = {k: v for k, v in groups["strategy"].items() if k not in fingerprinted}
+    for name, keys in _NOT_DECIDING.items():
+        groups[name] = {key: value for key, value in groups[name].items() if key not in keys}
     del groups["progress"]
     return groups
+
+
+def growing(config: JobConfig) -> dict[str, Any]:
+    """What may change while a job goes on in its folder, and is worth being remembered."""
+    groups = resolved(config)
+    return {f"{name}.{key}": groups[name][key] for name, key in _REMEMBERED}
 
 
 def _build_prompt(values: dict[str, Any]) -> PromptConfig:

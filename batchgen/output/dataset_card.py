@@ -42,15 +42,55 @@ not run it as it is: read it, and put what you need of it into a configuration o
 """
 
 
+_UNFINISHED = """\
+# Answers that batchgen is writing
+
+This job is not complete. The rows that are finished come into `data/` shard by shard; until the
+first shard is there, `load_dataset` says that it finds no data files. `batchgen show {folder}`
+shows all finished rows at any time, and the command that started the job goes on with it.
+
+"""
+
+
+def how_to_read(folder: str) -> dict[str, str]:
+    """For each of the common readers the line that reads the rows of a job's folder."""
+    data = f"{folder.rstrip('/')}/data"
+    shards = f"'{data}/*.parquet'"
+    if "=" in data:  # duckdb takes such folders for columns
+        shards = f"read_parquet({shards}, hive_partitioning=false)"
+    return {
+        "datasets": f'load_dataset("{folder}", split="train")',
+        "pandas": f'pd.read_parquet("{data}")',
+        "polars": f'pl.read_parquet("{data}")',
+        "duckdb": f"SELECT * FROM {shards}",
+    }
+
+
+def unfinished_card(folder: str) -> str:
+    """The card of a job that is not complete.
+
+    With it `load_dataset` looks for shards alone; else it would take the JSON files for data.
+    """
+    text = _UNFINISHED.format(folder=folder)
+    return "\n".join([_HEADER, text + "\n".join(_reading(folder)), ""])
+
+
+def _reading(folder: str) -> list[str]:
+    lines = [f"- {name}: `{line}`" for name, line in how_to_read(folder).items()]
+    return ["## How to read it", "", *lines]
+
+
 def dataset_card(
     config: Mapping[str, Mapping[str, Any]],
     fingerprints: Mapping[str, str],
     schema: pa.Schema,
     totals: Totals,
+    folder: str,
 ) -> str:
     """The text of the card of a complete job.
 
     Args:
+        folder: the path of the job's folder.
         config: the resolved configuration, by group.
         fingerprints: of the data set, the model and what else decides the answers, by name.
         schema: of the shards.
@@ -84,6 +124,8 @@ def dataset_card(
             "| column | type | shape | meaning |",
             "|---|---|---|---|",
             *columns,
+            "",
+            *_reading(folder),
             "",
             _MADE_FROM,
         ]

@@ -1,12 +1,16 @@
 """The output folder of a job, which belongs to this job alone while it runs."""
 
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 from batchgen.errors import ConfigError, JobError
+from batchgen.output.journal import journal_files
 from batchgen.output.lock import FolderLock
-from batchgen.output.manifest import Manifest
+from batchgen.output.manifest import ROWS, Manifest, RowDigests
+from batchgen.output.shards import shard_files
 
 MIN_FREE_BYTES = 32 * 2**20
 _MANIFEST = "manifest.json"
@@ -25,13 +29,19 @@ class JobFolder:
     Attributes:
         path: of the folder.
         is_new: whether this is the job's first attempt.
+        manifest: as it is written in the folder.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, *, overwrite: bool) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, digests: RowDigests, *, overwrite: bool
+    ) -> None:
         """Make the folder this job's, or take up the same job where it was left.
 
+        A job that has grown is the same one. A folder in which no row is finished is any job's.
+
         Args:
-            manifest: of this job.
+            manifest: of this job, without digests of its rows.
+            digests: of the rows of this job's data set.
             overwrite: whether to delete the output of a different job. The same job is resumed in
                 any case, so that running a command again always resumes.
 
@@ -47,7 +57,7 @@ class JobFolder:
         except OSError as error:
             raise _unusable(path, error) from None
         try:
-            self.is_new = self._claim(manifest, overwrite)
+            self.is_new = self._claim(manifest, digests, overwrite)
         except (OSError, JobError) as error:
             self.close()
             raise _unusable(path, error) from None
@@ -77,18 +87,45 @@ class JobFolder:
         """Delete the journal, which a complete job does not need."""
         shutil.rmtree(self.journal)
 
-    def _claim(self, manifest: Manifest, overwrite: bool) -> bool:
+    def record(self, *more: str, rows: int) -> None:
+        """Write into the manifest's history how the job has grown, if it has.
+
+        This comes before the first row of the grown job is written.
+
+        Args:
+            more: further lines that say what has changed.
+            rows: how many output rows are finished.
+
+        Raises:
+            JobError: the manifest cannot be written.
+        """
+        if changed := [*self.manifest.grown(self._asked), *more]:
+            asked, digests = self._asked, self.manifest.row_digests
+            if asked.growing.get(ROWS) != self.manifest.growing.get(ROWS):
+                digests = self._digests()
+            asked = replace(asked, row_digests=digests)
+            self.update(self.manifest.goes_on(asked, changed, rows))
+
+    def update(self, manifest: Manifest) -> None:
+        """Write another manifest of the same job.
+
+        Raises:
+            JobError: it cannot be written.
+        """
+        self.manifest = manifest
+        manifest.write(self.path / _MANIFEST)
+
+    def _claim(self, manifest: Manifest, digests: RowDigests, overwrite: bool) -> bool:
         path = self.path / _MANIFEST
+        self._asked = manifest
+        rows = manifest.growing.get(ROWS)
+        self._digests = lambda: None if rows is None else digests(rows)
         is_new = not path.exists()
         if not is_new:
-            old = Manifest.read(path)
-            differences = old.differences(manifest)
-            if differences and not overwrite:
-                raise ConfigError(
-                    f"output.dir={self.path} holds the output of a different job:\n  "
-                    + "\n  ".join(differences)
-                    + "\nuse another output.dir, or output.overwrite=true to delete that output"
-                )
+            self.manifest = Manifest.read(path)
+            differences = self.manifest.differences(manifest, digests)
+            if differences and not overwrite and has_rows(self.path):
+                raise different_job(self.path, differences)
             if differences:
                 self._delete_output()
                 is_new = True
@@ -99,7 +136,7 @@ class JobFolder:
                     f"output.dir={self.path} has {free >> 20} MiB of free disk space, which is too "
                     "little for any job: free some, or choose another output.dir"
                 )
-            manifest.write(path)
+            self.update(replace(manifest, row_digests=self._digests()))
         self.data.mkdir(exist_ok=True)
         self.journal.mkdir(exist_ok=True)
         # The folder may have become read-only since the first attempt.
@@ -122,6 +159,26 @@ def _unusable(path: Path, error: OSError | JobError) -> ConfigError:
     return ConfigError(
         f"output.dir={path} cannot be written ({why}): choose a folder that "
         "you may write to, on a disk with free space"
+    )
+
+
+def has_rows(path: Path) -> bool:
+    """Whether a row of the job in a folder may be finished."""
+    data, journal = path / "data", path / "journal"
+    shards = shard_files(data) if data.is_dir() else {}
+    return bool(shards or (journal_files(journal) if journal.is_dir() else {}))
+
+
+def different_job(path: Path, differences: Sequence[str]) -> ConfigError:
+    """The error for a folder with the output of another job.
+
+    Args:
+        differences: lines that say in what it is another.
+    """
+    return ConfigError(
+        f"output.dir={path} holds the output of a different job:\n  "
+        + "\n  ".join(differences)
+        + "\nuse another output.dir, or output.overwrite=true to delete that output"
     )
 
 

@@ -1,5 +1,7 @@
 """The file metrics.json, which says what a job did in each of its attempts."""
 
+from __future__ import annotations
+
 import itertools
 import json
 import resource
@@ -7,17 +9,20 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from batchgen.output.manifest import write_atomic
 
-SAVE_SECONDS = 30.0  # between two times that a running job saves the file
+if TYPE_CHECKING:
+    from batchgen.output.schema import FinishedRow
+
+SAVE_SECONDS = 10.0  # between two times that a running job saves the file
 Status = Literal["running", "complete", "stopped", "failed", "killed"]
 
 
@@ -87,7 +92,7 @@ def constraint_outcome(finish_reason: str, satisfied: bool | None) -> str:
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts over all rows of a complete job, read from its shards alone.
+    """Counts over all finished rows of a job.
 
     Attributes:
         finish_reasons: how many rows ended for which reason.
@@ -105,40 +110,73 @@ class Totals:
     counts: Mapping[str, int]
     constraint: Mapping[str, int]
 
-    @classmethod
-    def read(cls, shards: list[Path], counts: Sequence[str], constrained: bool = False) -> "Totals":
-        """Count the rows of all shards; only the small columns are read.
 
+class Tally:
+    """Counts finished rows, from files and as they finish.
+
+    Attributes:
+        columns: the columns of the output that must be read to count a row.
+    """
+
+    def __init__(self, counts: Sequence[str], constrained: bool = False) -> None:
+        """
         Args:
             counts: names of further columns to sum.
-            constrained: whether the shards say which rows satisfied their constraint.
+            constrained: whether the rows say if they satisfied their constraint.
         """
-        reasons: dict[str, int] = {}
-        errors: dict[str, int] = {}
-        outcomes = dict.fromkeys(OUTCOMES if constrained else (), 0)
+        self._rows = 0
+        self._reasons: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._outcomes: Counter[str] = Counter()
+        self._constrained = constrained
+        self._sums = dict.fromkeys(["num_prompt_tokens", "num_generated_tokens", *counts], 0)
         satisfied = ["constraint_satisfied"] if constrained else []
-        sums = dict.fromkeys(["num_prompt_tokens", "num_generated_tokens", *counts], 0)
-        rows = 0
-        for path in shards:
-            table = pq.read_table(
-                path, columns=["finish_reason", "error", *sums, *satisfied], partitioning=None
-            )
-            rows += table.num_rows
-            for name in sums:
-                sums[name] += pc.sum(table[name]).as_py() or 0
-            _count(reasons, table["finish_reason"])
-            if constrained:
-                pairs = zip(
-                    table["finish_reason"].to_pylist(), table[satisfied[0]].to_pylist(), strict=True
-                )
-                for outcome, number in Counter(
-                    itertools.starmap(constraint_outcome, pairs)
-                ).items():
-                    outcomes[outcome] += number
-            _count(errors, pc.struct_field(table["error"], "type").drop_null())
+        self.columns = ["finish_reason", "error", *self._sums, *satisfied]
+
+    @property
+    def totals(self) -> Totals:
+        """What was counted so far."""
+        sums = dict(self._sums)
         prompt, generated = sums.pop("num_prompt_tokens"), sums.pop("num_generated_tokens")
-        failed = sum(errors.values())
-        return cls(rows, failed, reasons, errors, prompt, generated, sums, outcomes)
+        return Totals(
+            rows=self._rows,
+            error_rows=self._errors.total(),
+            finish_reasons=dict(self._reasons),
+            errors=dict(self._errors),
+            prompt_tokens=prompt,
+            generated_tokens=generated,
+            counts=sums,
+            constraint={n: self._outcomes[n] for n in OUTCOMES} if self._constrained else {},
+        )
+
+    def add_table(self, table: pa.Table) -> None:
+        """Count rows of the output, of which the table has `columns`."""
+        self._rows += table.num_rows
+        for name in self._sums:
+            self._sums[name] += pc.sum(table[name]).as_py() or 0
+        _count(self._reasons, table["finish_reason"])
+        _count(self._errors, pc.struct_field(table["error"], "type").drop_null())
+        if self._constrained:
+            reasons, satisfied = table["finish_reason"], table["constraint_satisfied"]
+            pairs = zip(reasons.to_pylist(), satisfied.to_pylist(), strict=True)
+            self._outcomes.update(itertools.starmap(constraint_outcome, pairs))
+
+    def add(self, rows: Iterable[FinishedRow]) -> None:
+        """Count rows that have just finished."""
+        for row in rows:
+            self._rows += 1
+            self._reasons[row.finish_reason] += 1
+            if row.failure is not None:
+                self._errors[row.failure.type] += 1
+            output, satisfied = row.output, None
+            if output is not None:
+                self._sums["num_prompt_tokens"] += len(output.prompt_token_ids)
+                self._sums["num_generated_tokens"] += len(output.token_ids)
+                for name, count in output.counts.items():
+                    self._sums[name] += count
+                satisfied = output.constraint_satisfied
+            if self._constrained:
+                self._outcomes[constraint_outcome(row.finish_reason, satisfied)] += 1
 
 
 class Metrics:
@@ -148,16 +186,18 @@ class Metrics:
 
     Attributes:
         attempt: the present one.
-        totals: of all rows; None until the job is complete.
+        tally: of the rows that are finished, those of earlier attempts too.
+        in_flight: how many rows run in the engine, without those that wait for their turn.
         was_complete: whether an earlier attempt completed the job.
     """
 
-    def __init__(self, path: Path, rows_resumed: int) -> None:
+    def __init__(self, path: Path, rows_resumed: int, tally: Tally) -> None:
         self._path = path
         self._started = time.monotonic()
         self._saved = 0.0
         self.attempt = Attempt(rows_resumed)
-        self.totals: Totals | None = None
+        self.tally = tally
+        self.in_flight = 0
         self._earlier: list[dict[str, Any]] = []
         self.was_complete = False
         if path.exists():
@@ -188,9 +228,9 @@ class Metrics:
         self.attempt.wall_s = round(now - self._started, 3)
         self.attempt.peak_rss_mib = peak_rss_mib()
         attempts = [*self._earlier, asdict(self.attempt)]
-        summary: dict[str, Any] = {"status": status}
-        if self.totals is not None:
-            summary |= asdict(self.totals)
+        summary: dict[str, Any] = {"status": status, **asdict(self.tally.totals)}
+        if status == "running":
+            summary["in_flight"] = self.in_flight
         for key in ("wall_s", "generate_s"):
             summary[key] = round(sum(attempt[key] for attempt in attempts), 3)
         tokens = sum(attempt["generated_tokens"] for attempt in attempts)
@@ -205,6 +245,6 @@ def peak_rss_mib() -> float:
     return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
 
 
-def _count(counts: dict[str, int], values: Any) -> None:
+def _count(counts: Counter[str], values: pa.ChunkedArray) -> None:
     for item in pc.value_counts(values).to_pylist():
-        counts[item["values"]] = counts.get(item["values"], 0) + item["counts"]
+        counts[item["values"]] += item["counts"]

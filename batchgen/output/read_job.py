@@ -105,17 +105,25 @@ class JobFolderReader:
             ConfigError: there is no such column.
             JobError: a shard is damaged.
         """
+        schema = self.fields(columns)
+        for shard in [] if schema is None else self._shards():
+            yield from self._open(shard).batches(schema.names)
+
+    def fields(self, columns: Sequence[str] | None = None) -> pa.Schema | None:
+        """The schema of some columns, of all if `columns` is None; None if no row is finished.
+
+        Raises:
+            ConfigError: there is no such column.
+        """
         schema = self.schema
-        if schema is None:
-            return
-        names = schema.names if columns is None else list(columns)
-        if unknown := [name for name in names if name not in schema.names]:
+        if schema is None or columns is None:
+            return schema
+        if unknown := [name for name in columns if name not in schema.names]:
             raise ConfigError(
                 f"the rows of {self.path} have no column {unknown[0]!r}: choose among "
                 f"{', '.join(schema.names)}"
             )
-        for shard in self._shards():
-            yield from self._open(shard).batches(names)
+        return pa.schema([schema.field(name) for name in columns])
 
     def find(self, row_id: str) -> Iterator[dict[str, Any]]:
         """All finished samples of the row with this id."""

@@ -1,6 +1,6 @@
 """The Arrow schema of the output, which is known before the first token, and rows in that form."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -16,13 +16,14 @@ from batchgen.output.parsed_column import ParsedColumn
 
 SCHEMA_VERSION = "1"
 
+TEXT = "text"
 _BEFORE = (
     ("row_id", pa.string(), "the row's dataset.id_column, or its position"),
     ("row_index", pa.int64(), "position of the row in the dataset, from 0"),
     ("sample_index", pa.int32(), "which of the sampling.n samples of the row, from 0"),
 )
 _AFTER = (
-    ("text", pa.string(), "the generated text, cut before a stop string; null on error"),
+    (TEXT, pa.string(), "the generated text, cut before a stop string; null on error"),
     ("token_ids", pa.list_(pa.int32()), "every generated token, with the one that ended the row"),
     ("prompt_token_ids", pa.list_(pa.int32()), "the prompt as the model saw it; null on error"),
     ("finish_reason", pa.string(), "stop, length, constraint_conflict or error"),
@@ -62,8 +63,12 @@ class FinishedRow:
     error: RequestError | None = None
 
     @property
+    def finish_reason(self) -> str:
+        return "error" if self.output is None else self.output.finish_reason
+
+    @property
     def failure(self) -> RequestError | None:
-        """Why the row has no answer, wherever it failed; None if it has one."""
+        """Why the row has no answer, None if it has one."""
         return self.error if self.output is None else self.output.error
 
 
@@ -77,6 +82,7 @@ class OutputSchema:
         columns: the per-token columns, in their order.
         counts: names of the strategy's counts, which are columns too.
         parsed: makes the column `parsed`; None if the job does not have it.
+        text_column: the name of the column of generated text.
     """
 
     arrow: pa.Schema
@@ -84,6 +90,7 @@ class OutputSchema:
     columns: tuple[OutputColumn, ...]
     counts: tuple[str, ...]
     parsed: ParsedColumn | None
+    text_column: str = TEXT
 
     @staticmethod
     def build(
@@ -94,6 +101,7 @@ class OutputSchema:
         *,
         constrained: bool = False,
         parsed: ParsedColumn | None = None,
+        text_column: str = TEXT,
     ) -> "OutputSchema":
         """The schema of a job.
 
@@ -104,13 +112,15 @@ class OutputSchema:
             prompt_token_ids: whether to write the prompts.
             constrained: whether a column says which rows satisfy their constraint.
             parsed: makes the column `parsed`, if it is wanted.
+            text_column: the name of the column of generated text.
 
         Raises:
-            ConfigError: a column of the data set has the name of a column that batchgen writes.
+            ConfigError: a column of the data set has the name of a column that batchgen writes, or
+                `text_column` is the name of another such column.
         """
         before = [_field(*column) for column in _BEFORE]
         after = [
-            _field(name, type, meaning)
+            _field(text_column if name == TEXT else name, type, meaning)
             for name, type, meaning in _AFTER
             if prompt_token_ids or name != PROMPT_TOKEN_IDS
         ]
@@ -124,20 +134,15 @@ class OutputSchema:
         # Also columns that this job leaves out: a name shall mean the same in every output.
         taken = {name for name, *_ in _BEFORE + _AFTER} | {c.name for c in counts}
         taken |= {column.name for column in columns} | {_SATISFIED[0], PARSED}
-        clashes = [name for name in passthrough.names if name in taken]
-        if clashes:
-            raise ConfigError(
-                f"dataset columns {', '.join(map(repr, clashes))} have the names of columns that "
-                "batchgen writes: rename them in the dataset, or list the columns to pass through "
-                "in dataset.columns and leave these out"
-            )
+        taken.remove(TEXT)
+        _check_clashes(passthrough.names, taken, text_column)
         # The metadata of the whole input schema is dropped: it describes the input's columns alone.
         meaning = {"meaning": "as in the input"}
         given = [f.with_metadata(meaning | _strings(f.metadata)) for f in passthrough]
         schema = pa.schema(before + given + after, metadata={"batchgen.schema": SCHEMA_VERSION})
         names = tuple(passthrough.names)
         names_of_counts = tuple(count.name for count in counts)
-        return OutputSchema(schema, names, tuple(columns), names_of_counts, parsed)
+        return OutputSchema(schema, names, tuple(columns), names_of_counts, parsed, text_column)
 
     @property
     def token_bytes(self) -> int:
@@ -156,8 +161,10 @@ class OutputSchema:
             "row_id": [row.row_id for row in rows],
             "row_index": [row.row_index for row in rows],
             "sample_index": [row.sample_index for row in rows],
-            "text": [o.text if o and o.finish_reason != "error" else None for o in outputs],
-            "finish_reason": [o.finish_reason if o else "error" for o in outputs],
+            self.text_column: [
+                o.text if o and o.finish_reason != "error" else None for o in outputs
+            ],
+            "finish_reason": [row.finish_reason for row in rows],
             "stop": [o.stop if o else None for o in outputs],
             "error": [_error(row.failure) for row in rows],
             "num_prompt_tokens": [len(o.prompt_token_ids) if o else None for o in outputs],
@@ -184,6 +191,37 @@ class OutputSchema:
             for f in self.arrow
         ]
         return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
+
+
+def _check_clashes(given: Sequence[str], taken: Collection[str], text_column: str) -> None:
+    """Check that the columns of the data set and those that batchgen writes have different names.
+
+    Args:
+        given: the names of the data set's columns.
+        taken: those of the columns that batchgen writes, without that of the text.
+
+    Raises:
+        ConfigError: two columns would have the same name.
+    """
+    if text_column in taken:
+        raise ConfigError(
+            f"output.text_column={text_column} is the name of another column that batchgen writes: "
+            "choose another name"
+        )
+    names = {*taken, text_column}
+    clashes = [name for name in given if name in names]
+    if not clashes:
+        return
+    listed = ", ".join(map(repr, clashes))
+    what = f"dataset columns {listed} have the names of columns that batchgen writes: "
+    if clashes == [text_column]:
+        what = (
+            f"dataset column {listed} has the name of the column of generated text: write that one "
+            "under another name, such as output.text_column=answer, or "
+        )
+    kept = ",".join(name for name in given if name not in names)
+    advice = f"leave yours out of the output with 'dataset.columns=[{kept}]'; prompts can still "
+    raise ConfigError(what + advice + "use them")
 
 
 def _field(name: str, type: pa.DataType, meaning: str) -> pa.Field:

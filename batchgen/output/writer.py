@@ -84,7 +84,7 @@ class OutputWriter:
         self._journal = Journal(journal, schema.arrow, self._round.least_attempt)
         self._check_shrinking(most_rows)
         _delete(journal.glob("*.tmp"))
-        self.retried = self._begin_round() if retry_errors else self._round.end()
+        self.retried = self._begin_round(retry_errors)
         self._open: dict[int, OpenShard] = {}
         for shard in sorted(self._journal.shards() | self._round.shards()):
             self._reopen(shard)
@@ -249,9 +249,11 @@ class OutputWriter:
                 f"dataset.limit={end} or more, or another output.dir"
             )
 
-    def _begin_round(self) -> int | None:
+    def _begin_round(self, wanted: bool) -> int | None:
         """Begin to compute error rows again, unless an earlier attempt has begun it."""
-        if self._round.is_open:
+        if not wanted:
+            self._round.end()
+        if self._round.is_open or not wanted:
             return None
         errors: dict[int, int] = {}
         for shard in sorted(self._journal.shards() | set(self._published)):

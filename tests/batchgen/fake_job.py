@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -51,6 +51,8 @@ class FakeJob:
         out: the output folder.
         log: a file that gets a line for every request that the engine computes.
         step_s: seconds that a step of the engine takes.
+        limit: dataset.limit.
+        changed: index of a row with another question than usual, -1 for none.
         bad: whether rows BAD_PROMPT*k (no prompt) and BAD_REQUEST*k (refused) fail.
         straggler: index of a row that never finishes before all others have, -1 for none.
         fail_at_step: the engine raises in this step, -1 for never.
@@ -76,6 +78,11 @@ class FakeJob:
     constraint: dict[str, Any] = field(default_factory=lambda: {"kind": "none"})
     parsed: bool = False
     batch_dependence: str = ""
+    limit: int | None = None
+    changed: int = -1
+    retry_errors: bool = False
+    on_all_errors: Literal["stop", "continue"] = "stop"
+    text_column: str = "text"
     answers: tuple[tuple[str, str, bool | None], ...] = ()
     show: float = 0.0
 
@@ -84,7 +91,7 @@ class FakeJob:
         columns = ("logprobs", *(name for name, wanted in asked.items() if wanted))
         return JobConfig(
             model=ModelGroup(path="fake"),
-            dataset=DatasetConfig(kind="demo"),
+            dataset=DatasetConfig(kind="demo", limit=self.limit),
             prompt=ChatPromptConfig(user="{{ question }}"),
             sampling=SamplingConfig(
                 n=self.samples, temperature=self.temperature, max_new_tokens=16
@@ -97,13 +104,16 @@ class FakeJob:
                 columns=columns,
                 rows_per_shard=self.rows_per_shard,
                 overwrite=self.overwrite,
+                retry_errors=self.retry_errors,
+                on_all_errors=self.on_all_errors,
+                text_column=self.text_column,
             ),
             progress=ProgressConfig(show=self.show),
         )
 
     def parts(self) -> JobParts:
         return JobParts(
-            source=FakeSource(self.rows),  # type: ignore[arg-type]
+            source=FakeSource(self.rows, self.limit, self.changed),  # type: ignore[arg-type]
             prompt=FakePrompt(self.bad),
             bos_id=None,
             max_model_len=1024,
@@ -117,20 +127,25 @@ class FakeJob:
 
 
 class FakeSource:
-    """Rows `{"question": "q7", "number": 7, "tags": ["a"] * (7 % 3)}`."""
+    """Rows `{"question": "q7", "number": 7, "tags": ["a"] * (7 % 3)}`.
+
+    The fingerprint is of all rows, also those from the limit on, as that of a file is.
+    """
 
     schema = pa.schema(
         [("question", pa.string()), ("number", pa.int64()), ("tags", pa.list_(pa.string()))]
     )
     features = Features.from_arrow_schema(schema)
 
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self.fingerprint = f"fake-{num_rows}"
+    def __init__(self, num_rows: int, limit: int | None = None, changed: int = -1) -> None:
+        self.num_rows = num_rows if limit is None else min(num_rows, limit)
+        self.fingerprint = f"fake-{num_rows}-{changed}"
+        self._changed = changed
 
     def rows(self, start: int = 0) -> Iterator[Row]:
         for i in range(start, self.num_rows):
-            yield Row(i, f"id{i}", {"question": f"q{i}", "number": i, "tags": ["a"] * (i % 3)})
+            question = "another" if i == self._changed else f"q{i}"
+            yield Row(i, f"id{i}", {"question": question, "number": i, "tags": ["a"] * (i % 3)})
 
     def passthrough(self, row: Row) -> dict[str, Any]:
         return row.fields

@@ -115,7 +115,9 @@ def test_a_changed_file_is_another_job(tmp_path: Path) -> None:
     before = Manifest.build(identity(loaded(*arguments)), {})
     file.write_text(json.dumps(SCHEMA | {"required": []}))
     after = Manifest.build(identity(loaded(*arguments)), {})
-    assert before.differences(after) == ['constraint.schema.required: ["name"] → []']
+    assert before.differences(after, lambda stop: None) == [
+        'constraint.schema.required: ["name"] → []'
+    ]
 
 
 NULL = "is null: set it, or set constraint.column to the dataset column that holds each row's own"

@@ -161,9 +161,9 @@ def test_only_error_rows(tmp_path: Path) -> None:
     from batchgen.engine.outputs import RequestError
 
     batch_error = RequestError("missing_field", "no question")
-    job = _job(tmp_path, rows=50)
+    job = _job(tmp_path, rows=49)
     result = run_job(job.config(), replace(job.parts(), prompt=AllBad()))
-    assert result.exit_code == 3 and result.error_rows == 100
+    assert result.exit_code == 3 and result.error_rows == 98
     assert {row["error"]["type"] for row in _rows(tmp_path)} == {"missing_field"}
 
 
@@ -261,8 +261,9 @@ def test_refused_before_the_weights_load(tmp_path: Path, refused: str) -> None:
     if refused == "seed":
         job, message = replace(job, temperature=0.5), r"sampling\.temperature: 1\.0 → 0\.5"
     elif refused == "dataset":
-        source: Any = FakeSource(21)
-        parts, message = replace(parts, source=source), r'dataset: "fake-20" → "fake-21"'
+        source: Any = FakeSource(21, changed=7)
+        message = r"dataset: 20 rows → 21 rows; the first row that differs is one of 0 to 19 "
+        parts = replace(parts, source=source)
     elif refused == "foreign":
         out.mkdir()
         (out / "precious").touch()
@@ -273,7 +274,7 @@ def test_refused_before_the_weights_load(tmp_path: Path, refused: str) -> None:
     else:
         odd: Any = FakeSource(20)
         odd.schema = FakeSource.schema.append(FakeSource.schema.field(0).with_name("stop"))
-        parts, message = replace(parts, source=odd), r"'stop' .* rename"
+        parts, message = replace(parts, source=odd), r"'stop' .*\[question,number,tags\]"
     with pytest.raises(ConfigError, match=message):
         run_job(job.config(), parts)
     assert before is None or before == _rows(out)

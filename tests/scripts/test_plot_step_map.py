@@ -43,7 +43,8 @@ ROWS = [
 def job(folder: Path, rows: list[dict[str, Any]], target: str = DLLM, **options: Any) -> Path:
     (folder / "data").mkdir()
     lines = "".join(f"  {key}: {value}\n" for key, value in options.items())
-    (folder / "config.yaml").write_text(f"strategy:\n  _target_: {target}\n{lines}")
+    prompt = 'prompt:\n  user: "{{ problem }} {{ hint }}"\n'
+    (folder / "config.yaml").write_text(f"{prompt}strategy:\n  _target_: {target}\n{lines}")
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     pq.write_table(pa.table(columns), folder / "data" / "part-00000.parquet")
     return folder
@@ -83,10 +84,48 @@ def test_histogram(tmp_path: Path) -> None:
     assert histogram.mean == pytest.approx(11 / 6)
 
 
-def test_names_have_the_sample_and_the_question(tmp_path: Path) -> None:
-    row = answer("r", "hi", [1, 1, 1]) | {"sample_index": 2, "question": "Why\n  not? " + "x" * 90}
-    (traced,) = read_job(job(tmp_path, [row])).traced_rows(1)
-    assert traced.name == "row r, sample 2: Why not? " + "x" * 70 + "…"
+def title(
+    tmp_path: Path, title_column: str | None = None, decoder: Any = None, **columns: Any
+) -> str:
+    row = answer("r", "hi", [1, 1, 1]) | columns
+    (traced,) = read_job(job(tmp_path, [row]), title_column=title_column).traced_rows(1, decoder)
+    return traced.name
+
+
+def test_titles_are_the_columns_of_the_prompt(tmp_path: Path) -> None:
+    """Whatever their names are; `question` is a column as any other."""
+    columns = {"question": "another", "problem": "Why\n  not? " + "x" * 90, "sample_index": 2}
+    assert title(tmp_path, **columns) == "row r, sample 2: Why not? " + "x" * 70 + "…"
+
+
+def test_titles_of_several_columns(tmp_path: Path) -> None:
+    assert title(tmp_path, hint=[1, 2], problem="Why?") == "row r: Why? | [1, 2]"
+
+
+def test_a_row_whose_prompt_nobody_knows_has_its_id(tmp_path: Path) -> None:
+    assert title(tmp_path, question="another", hint=None) == "row r"
+
+
+def test_the_column_of_titles_may_be_given(tmp_path: Path) -> None:
+    folder = job(tmp_path, [answer("r", "hi", [1, 1, 1]) | {"problem": "a", "other": "b"}])
+    assert read_job(folder, title_column="other").traced_rows(1)[0].name == "row r: b"
+    with pytest.raises(PlotError, match=r"--title-column: the rows have no column 'oter': choose"):
+        read_job(folder, title_column="oter")
+
+
+def test_titles_are_the_end_of_the_prompt_where_it_can_be_read(tmp_path: Path) -> None:
+    class Decoder:
+        def decode(self, ids: list[int], **_: bool) -> str:
+            return "long " * 30 + " ".join(map(str, ids)) if ids[0] == 300 else "t"
+
+    ids = {"problem": "Why?", "prompt_token_ids": [300, 301]}
+    assert title(tmp_path, **ids) == "row r: Why?"
+    (tmp_path / "x").mkdir()
+    named = title(tmp_path / "x", decoder=Decoder(), **ids)
+    assert named.startswith("row r: …g long") and named.endswith(" long 300 301")
+    (tmp_path / "y").mkdir()
+    as_bytes = [256, *b"2 + 2?", 257]
+    assert title(tmp_path / "y", prompt_token_ids=as_bytes) == "row r: 2 + 2?"
 
 
 def test_long_rows_are_wrapped_at_blocks_and_cut() -> None:

@@ -23,7 +23,12 @@ MANIFEST = Manifest.build(
 
 
 def _open(path: Path, manifest: Manifest = MANIFEST, overwrite: bool = False) -> JobFolder:
-    return JobFolder(path, manifest, overwrite=overwrite)
+    return JobFolder(path, manifest, lambda stop: None, overwrite=overwrite)
+
+
+def _open_with_row(path: Path) -> None:
+    with _open(path) as folder:
+        (folder.data / "part-00000.parquet").touch()
 
 
 def _names(path: Path) -> list[str]:
@@ -39,11 +44,11 @@ def test_a_new_folder_and_the_same_job_again(tmp_path: Path) -> None:
         with _open(out, overwrite=overwrite) as folder:
             assert not folder.is_new
             assert (folder.data / "x").read_text() == "kept"
-    assert json.loads((out / "manifest.json").read_text())["format_version"] == 1
+    assert json.loads((out / "manifest.json").read_text())["format_version"] == 2
 
 
 def test_another_job_is_refused_with_what_differs(tmp_path: Path) -> None:
-    _open(tmp_path).close()
+    _open_with_row(tmp_path)
     before = (tmp_path / "manifest.json").read_bytes()
     other = Manifest.build({"sampling": {"seed": 1, "n": 4}, "model": {"path": "m"}}, {})
     with pytest.raises(ConfigError) as error:
@@ -52,8 +57,8 @@ def test_another_job_is_refused_with_what_differs(tmp_path: Path) -> None:
         f"output.dir={tmp_path} holds the output of a different job:",
         "  sampling.seed: 0 → 1",
         '  sampling.stop: ["a"] → (not set)',
-        '  fingerprint.dataset: "abc" → (not set)',
         "  sampling.n: (not set) → 4",
+        "  fingerprint.dataset: abc → (not set)",
         "use another output.dir, or output.overwrite=true to delete that output",
     ]
     assert (tmp_path / "manifest.json").read_bytes() == before
@@ -74,26 +79,19 @@ def test_versions_of_what_computes_the_rows_are_recorded(monkeypatch: pytest.Mon
 
 
 def test_versions_do_not_make_another_job() -> None:
-    assert MANIFEST.differences(dataclasses.replace(MANIFEST, versions={"torch": "9"})) == []
+    other = dataclasses.replace(MANIFEST, versions={"torch": "9"})
+    assert MANIFEST.differences(other, lambda stop: None) == []
 
 
-def test_a_manifest_from_when_huge_files_were_sampled(tmp_path: Path) -> None:
-    """It resumes if no fingerprint differs; else a line says why one may."""
-    path = tmp_path / "manifest.json"
-    MANIFEST.write(path)
-    values = json.loads(path.read_text())
-    del values["huge_files"]
-    path.write_text(json.dumps(values))
+def test_a_folder_without_a_finished_row_is_any_jobs(tmp_path: Path) -> None:
     with _open(tmp_path) as folder:
-        assert not folder.is_new
-    new = Manifest.build(MANIFEST.identity, dict.fromkeys(MANIFEST.fingerprints, "other"))
-    with pytest.raises(ConfigError) as raised:
-        _open(tmp_path, new)
-    assert (
-        "\n  files over 256 MiB: sampled → read whole (their fingerprints differ for that alone: "
-        "finish such a job with the version that started it)\n"
-    ) in str(raised.value)
-    assert "256 MiB" not in str(MANIFEST.differences(new))
+        (folder.journal / "retry").touch()
+    other = Manifest.build({"sampling": {"seed": 1}}, {})
+    with _open(tmp_path, other) as folder:
+        assert folder.is_new
+        (folder.journal / "part-00000.0001.journal").touch()
+    with pytest.raises(ConfigError, match="a different job"):
+        _open(tmp_path)
 
 
 def test_overwrite_deletes_what_a_job_wrote_and_nothing_else(tmp_path: Path) -> None:
@@ -117,7 +115,7 @@ def test_files_of_others_are_never_touched(tmp_path: Path, overwrite: bool) -> N
     assert _names(tmp_path) == ["data", "thesis.tex"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"a": 1}', '{"format_version": 1, "x": 2}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"a": 1}', '{"format_version": 2, "x": 2}'])
 def test_a_manifest_of_others_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(ConfigError, match="is not a manifest of batchgen"):
@@ -127,7 +125,7 @@ def test_a_manifest_of_others_is_refused(tmp_path: Path, content: str) -> None:
 
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"format_version": 99}')
-    with pytest.raises(ConfigError, match="has format version 99, this batchgen writes 1"):
+    with pytest.raises(ConfigError, match="has format version 99, this batchgen writes 2"):
         _open(tmp_path, overwrite=True)
 
 
