@@ -243,16 +243,8 @@ def fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[in
 
 
 def _config_file(config: JobConfig) -> str:
-    """The text of config.yaml, which `batchgen --config-path` takes as a job's configuration."""
-    quiet = {
-        "defaults": [
-            "_self_",
-            {"override hydra/job_logging": "none"},
-            {"override hydra/hydra_logging": "none"},
-        ],
-        "hydra": {"run": {"dir": "."}, "output_subdir": None},
-    }
-    return yaml.safe_dump({**_literal(resolved(config)), **quiet}, sort_keys=False)
+    """The text of config.yaml, which is a job file: `batchgen OUT/config.yaml` runs it."""
+    return yaml.safe_dump(_literal(resolved(config)), sort_keys=False, allow_unicode=True)
 
 
 def _literal(value: Any) -> Any:

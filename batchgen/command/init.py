@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,10 @@ def _key_lines(entry: Entry | None, key: str, value: Any, defaults: Mapping[str,
     comment = [] if entry is None else [f"  # {line}".rstrip() for line in entry.comment]
     if entry is not None and value == defaults[key]:
         return [*comment, *(f"  {line}" for line in entry.lines)]
-    text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=10_000)
+    if isinstance(value, str):  # JSON text is YAML, and shows the ends of lines
+        text = f"{key}: {json.dumps(value, ensure_ascii=False)}"
+    else:
+        text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=10_000)
     return [*comment, *(f"  {line}" for line in text.splitlines())]
 
 

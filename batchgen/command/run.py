@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def composed(options: Options) -> JobConfig:
     return checked(compose_options(options, options.overrides).groups)
 
 
-def compose_options(options: Options, overrides: list[str]) -> Composed:
+def compose_options(options: Options, overrides: Sequence[str]) -> Composed:
     """The choices and keys of a job; their values are not checked yet.
 
     Args:

@@ -33,7 +33,7 @@ Whoever made these files can make them again. This is run where the job was star
 in the configuration may be relative to that place, and with the absolute path of this folder:
 
 ```
-batchgen --config-path /path/of/this/folder output.dir=again
+batchgen /path/of/this/folder/config.yaml output.dir=again
 ```
 
 A configuration is as powerful as a program: it says which files and models are read and where the \

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from hydra import compose, initialize_config_module
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from batchgen.build import job_parts
-from batchgen.config import load_config
+from batchgen.config.compose import compose
 from batchgen.job import JobResult, run_job
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -43,8 +42,7 @@ def overrides(model: Path, rows: Path, out: Path, *more: str) -> list[str]:
 
 
 def run(arguments: list[str]) -> JobResult:
-    with initialize_config_module("batchgen.conf", version_base="1.3"):
-        config = load_config(compose("config", overrides=arguments))
+    config = compose({}, arguments)
     return run_job(config, job_parts(config))
 
 

@@ -134,8 +134,9 @@ def test_help_and_config_run_nothing(tmp_path: Path) -> None:
 
 def test_the_config_of_an_output_is_a_job(tmp_path: Path) -> None:
     FakeJob(str(tmp_path / "out"), rows=1).run()
-    found = _batchgen(tmp_path, "--config-path", str(tmp_path / "out"), "sampling.n=0")
-    assert found.stderr == "batchgen: sampling.n must be at least 1, got 0\n"
+    for file in ([str(tmp_path / "out/config.yaml")], ["--config-path", str(tmp_path / "out")]):
+        found = _batchgen(tmp_path, *file, "sampling.n=0")
+        assert found.stderr == "batchgen: sampling.n must be at least 1, got 0\n"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -167,7 +168,7 @@ def test_the_command_of_the_card_gives_the_same_shards(tmp_path: Path) -> None:
     assert first.returncode == 0, first.stderr
     card = (tmp_path / "out" / "README.md").read_text()
     assert "If you did not write `config.yaml` yourself, do not run it as it is: read it" in card
-    command = re.search(r"^batchgen (--config-path.*)$", card, re.MULTILINE)
+    command = re.search(r"^batchgen (/path/of.*)$", card, re.MULTILINE)
     assert command is not None
     again = _batchgen(
         tmp_path, *command[1].replace("/path/of/this/folder", str(tmp_path / "out")).split()

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import subprocess
 from dataclasses import fields
 from pathlib import Path
 from pkgutil import resolve_name
@@ -10,11 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from forked import run_forked
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
 import batchgen.conf
+from batchgen.__main__ import run_command
 from batchgen.build import build_strategy
 from batchgen.config import (
     COMMON_COLUMNS,
@@ -180,7 +179,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "sampling.min_new_tokens must be <= max_new_tokens, got 300",
     ),
     ("no sample", ["sampling.n=0"], "sampling.n must be at least 1, got 0"),
-    ("stop", ["sampling.stop=END"], "sampling.stop must be a list such as [a,b], got 'END'"),
+    ("stop", ["sampling.stop=null"], "sampling.stop must be a list such as [a,b], got None"),
     (
         "stop ids",
         ["sampling.stop_token_ids=[1,x]"],
@@ -249,7 +248,8 @@ ERRORS: list[tuple[str, list[str], str]] = [
     (
         "interpolation",
         ["output.dir=${nothing}"],
-        "output.dir cannot be resolved: Interpolation key 'nothing' not found",
+        "output.dir cannot be resolved: Interpolation key 'nothing' not found: ${KEY} takes the "
+        "value of another key; write \\${ for the text",
     ),
     (
         "target",
@@ -340,24 +340,14 @@ def test_identity_is_what_decides_the_output(override: str, same: bool) -> None:
     assert (identity(loaded()) == identity(loaded(override))) == same
 
 
-def run_app(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return run_forked("config_app", args, cwd)
-
-
-def test_hydra_writes_and_prints_nothing(tmp_path: Path) -> None:
-    done = run_app(tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "DIR outputs/demo\n", "")
+def test_showing_a_job_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["--cfg", "job"]) == 0
     assert not list(tmp_path.iterdir())
-    shown = run_app(tmp_path, "--cfg", "job")
-    job: dict[str, Any] = yaml.safe_load(shown.stdout)
+    job: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
     assert [*job] == [f.name for f in fields(JobConfig)]
-
-
-def test_jobs_of_a_sweep_have_their_own_folders(tmp_path: Path) -> None:
-    swept = run_app(tmp_path, "--multirun", "sampling.seed=1,2")
-    assert swept.stdout.splitlines() == ["DIR outputs/multirun/0", "DIR outputs/multirun/1"]
-    given = run_app(tmp_path, "--multirun", "sampling.seed=1,2", "output.dir=o/${hydra:job.num}")
-    assert given.stdout.splitlines() == ["DIR o/0", "DIR o/1"]
 
 
 def test_a_strategy_that_cannot_be_imported_says_why() -> None:

@@ -355,8 +355,6 @@ def test_the_config_of_an_output_has_the_constraint_as_it_is(tmp_path: Path) -> 
         job.run()
         written = OmegaConf.load(tmp_path / kind / "config.yaml")
         assert isinstance(written, DictConfig)
-        for name in ("defaults", "hydra"):
-            del written[name]
         assert load_config(written).constraint == job.config().constraint
 
 
