@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -38,7 +39,7 @@ from batchgen.fingerprint import fingerprint_files, fingerprint_text
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.model.source import model_files
-from batchgen.prompts.prompts import Prompt, build_prompt
+from batchgen.prompts.prompts import Prompt, build_prompt, constant_prompt_warning
 from batchgen.strategies.base.strategy import BaseStrategy
 
 if TYPE_CHECKING:
@@ -167,8 +168,14 @@ def open_job(config: JobConfig) -> OpenedJob:
 
     source = open_dataset(config.dataset)
     prompt = build_prompt(
-        config.prompt, model.tokenizer, vocab_size=vocab_size, columns=source.columns
+        config.prompt,
+        model.tokenizer,
+        vocab_size=vocab_size,
+        columns=source.features,
     )
+    if prompt.is_constant:
+        warning = constant_prompt_warning(prompt, next(source.rows()))
+        print(f"batchgen: warning: {warning}", file=sys.stderr)
     with _named("engine"):
         dtype = model.dtype(config.model.dtype, config.engine.device)
         longest = config.engine.model_len(model.config.max_position_embeddings)

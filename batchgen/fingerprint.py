@@ -66,6 +66,17 @@ def fingerprint_files(paths: Iterable[Path | str]) -> str:
     return fingerprint_text(*(part for entry in entries for part in entry))
 
 
+def content_digests(files: Sequence[Path]) -> list[str]:
+    """32 hex digits over the content of each file, whatever its name is and wherever it lies.
+
+    They are made as `fingerprint_files` makes its own.
+
+    Raises:
+        OSError: a file does not exist or cannot be read.
+    """
+    return _file_digests(files)
+
+
 def _hidden(name: Path) -> bool:
     return any(part.startswith(".") for part in name.parts)
 

@@ -35,3 +35,17 @@ def user_path(given: str | os.PathLike[str], key: str) -> Path:
             f"write ./{text} for a file of that name"
         )
     return Path(os.path.abspath(expanded))
+
+
+def short_user_path(given: str | os.PathLike[str], key: str) -> Path:
+    """`user_path`, but what was given as a relative path stays relative to the working directory.
+
+    No job changes that directory. Configurations and messages then show the path as it was typed.
+
+    Raises:
+        ConfigError: as `user_path`.
+    """
+    path = user_path(given, key)
+    short = os.path.normpath(given)
+    # A path that begins with ~ (from ./~/x) would be expanded by the next one who reads it.
+    return path if os.path.isabs(short) or short.startswith("~") else Path(short)

@@ -36,6 +36,7 @@ from batchgen.errors import ConfigError, JobError
 from batchgen.output.manifest import Manifest
 from batchgen.output.metrics import OUTCOMES, constraint_outcome
 from batchgen.output.shards import damaged, shard_files
+from batchgen.paths import short_user_path
 
 SHOWN = 5
 """How many problems of each kind the report names."""
@@ -96,7 +97,7 @@ def validate(folder: str | Path) -> Report:
             constraints of their own and the folder does not hold these.
         JobError: a shard is damaged.
     """
-    path = Path(folder)
+    path = short_user_path(folder, "OUT")
     config = _config(path)
     column = constraint_column(config)
     checks, report = _Checks(config, column), Report(CHECKED_BY[config.kind])

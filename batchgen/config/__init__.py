@@ -1,4 +1,4 @@
-"""The configuration of a job: groups.py and constraint.py have its keys, load.py reads it."""
+"""The configuration of a job: load.py reads it; the other files have its keys."""
 
 from batchgen.config.constraint import (
     CONSTRAINT_KINDS,
@@ -12,24 +12,26 @@ from batchgen.config.constraint import (
     job_value,
     make_constraint,
 )
+from batchgen.config.dataset import DatasetConfig
 from batchgen.config.groups import (
     COMMON_COLUMNS,
     PARSED,
-    ChatPromptConfig,
-    DatasetConfig,
     EngineGroup,
     JobConfig,
     ModelGroup,
     OutputConfig,
     ProgressConfig,
-    PromptConfig,
     SamplingConfig,
     StrategyConfig,
-    TextPromptConfig,
-    TokensPromptConfig,
 )
 from batchgen.config.load import constraint_config, growing, identity, load_config, resolved
 from batchgen.config.options import strategy_options
+from batchgen.config.prompt import (
+    ChatPromptConfig,
+    PromptConfig,
+    TextPromptConfig,
+    TokensPromptConfig,
+)
 
 __all__ = [
     "COMMON_COLUMNS",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from batchgen.engine.constraint.constraint import Constraint, Kind
 from batchgen.engine.constraint.json_text import parse_unique_json
 from batchgen.errors import ConfigError
+from batchgen.paths import user_path
 
 _JSON_KEYS = ("schema", "tag")
 """The keys whose values are JSON: a mapping, JSON text, or the path of a file of JSON."""
@@ -236,7 +236,9 @@ def _json_object(key: str, value: str) -> dict[str, Any]:
 def _read(key: str, path: str, otherwise: str) -> str:
     """The text of a file. `otherwise` tells what the key may hold in place of a path."""
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return user_path(path, key).read_text(encoding="utf-8")
+    except ConfigError as error:
+        raise ConfigError(f"{error}: give the path of a file, or {otherwise}") from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(

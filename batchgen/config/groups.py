@@ -13,30 +13,18 @@ from functools import cached_property
 from typing import Any, Literal
 
 from batchgen.config.constraint import ConstraintConfig, NoConstraintConfig, job_constraint
+from batchgen.config.dataset import DatasetConfig as DatasetConfig
+from batchgen.config.prompt import PROMPT_KINDS as PROMPT_KINDS
+from batchgen.config.prompt import PromptConfig as PromptConfig
 from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.sampling.params import LogprobsMode, SamplingParams
 from batchgen.errors import ConfigError
+from batchgen.paths import short_user_path
 
-TooLong = Literal["error", "truncate_left"]
 PARSED = "parsed"
 COMMON_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids", PARSED)
 """The columns of `output.columns` that every strategy has; others are declared by a strategy."""
-RESERVED_TEMPLATE_KWARGS = {
-    "conversation",
-    "messages",
-    "tokenize",
-    "add_generation_prompt",
-    "continue_final_message",
-    "return_dict",
-    "return_tensors",
-    "return_assistant_tokens_mask",
-    "padding",
-    "truncation",
-    "max_length",
-    "tokenizer_kwargs",
-}
-"""Arguments that prompts.py itself gives to the tokenizer's `apply_chat_template`."""
 
 
 def _check(ok: bool, key: str, allowed: str, value: object) -> None:
@@ -62,102 +50,6 @@ class ModelGroup:
                 "model.trust_remote_code must be false: batchgen never runs code that comes with "
                 "a model; models it knows need none"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetConfig:
-    """Where the rows come from, which of them are used, and which of their columns are copied.
-
-    The kind `demo` is the rows that come with batchgen; it is the only one without a path.
-    """
-
-    kind: Literal["demo", "files", "hub"]
-    path: str | None = None
-    name: str | None = None
-    split: str | None = None
-    revision: str | None = None
-    streaming: bool = False
-    limit: int | None = None
-    id_column: str | None = None
-    columns: tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind == "demo":
-            allowed = "null for the demo rows (files are dataset=files)"
-            _check(self.path is None, "dataset.path", allowed, self.path)
-        else:
-            _check(bool(self.path), "dataset.path", "a file, folder, glob or hub name", self.path)
-        _check(self.split != "", "dataset.split", "null or the name of a split", self.split)
-        _check(
-            self.limit is None or self.limit >= 1,
-            "dataset.limit",
-            "null (all rows) or at least 1",
-            self.limit,
-        )
-        if self.columns is not None and len(set(self.columns)) != len(self.columns):
-            raise ConfigError(f"dataset.columns names a column twice: {list(self.columns)}")
-        for key, value, kinds in (
-            ("name", self.name, ("hub", "files")),
-            ("revision", self.revision, ("hub",)),
-        ):
-            if value is not None and self.kind not in kinds:
-                raise ConfigError(
-                    f"dataset.{key} must be null for {self.kind}, got {value!r}: drop it, or use "
-                    "dataset=hub"
-                )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatPromptConfig:
-    """The prompt is a conversation, written with the tokenizer's chat template."""
-
-    kind: Literal["chat"] = "chat"
-    user: str | None = None
-    system: str | None = None
-    messages_column: str | None = None
-    template_kwargs: Mapping[str, Any] | None = None
-    too_long: TooLong = "error"
-
-    def __post_init__(self) -> None:
-        if self.user is None and self.messages_column is None:
-            raise ConfigError(
-                "prompt.user is null: set it to a template such as '{{ question }}', or set "
-                "prompt.messages_column"
-            )
-        if self.user is not None and self.messages_column is not None:
-            raise ConfigError(
-                "prompt.user and prompt.messages_column are both set: choose one "
-                "(prompt=messages sets prompt.user to null)"
-            )
-        reserved = sorted(RESERVED_TEMPLATE_KWARGS & set(self.template_kwargs or {}))
-        if reserved:
-            raise ConfigError(
-                f"prompt.template_kwargs must not set {', '.join(reserved)}: batchgen sets it; "
-                "give only the template's own options, such as enable_thinking"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextPromptConfig:
-    """The prompt is plain text, for base models or for a chat format of one's own."""
-
-    kind: Literal["text"] = "text"
-    text: str
-    add_special_tokens: bool = True
-    too_long: TooLong = "error"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokensPromptConfig:
-    """The prompt is token ids that the data set has in a column."""
-
-    kind: Literal["tokens"] = "tokens"
-    token_ids_column: str
-    too_long: TooLong = "error"
-
-
-PromptConfig = ChatPromptConfig | TextPromptConfig | TokensPromptConfig
-PROMPT_KINDS = {"chat": ChatPromptConfig, "text": TextPromptConfig, "tokens": TokensPromptConfig}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +132,7 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         _check(bool(self.dir), "output.dir", "a folder", self.dir)
+        object.__setattr__(self, "dir", str(short_user_path(self.dir, "output.dir")))
         if len(set(self.columns)) != len(self.columns):
             raise ConfigError(f"output.columns names a column twice: {list(self.columns)}")
         _check(bool(self.text_column), "output.text_column", "a name", self.text_column)

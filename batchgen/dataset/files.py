@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +18,18 @@ from huggingface_hub import DatasetCard
 from huggingface_hub.utils import logging as hub_logging
 
 from batchgen.config import DatasetConfig
-from batchgen.dataset.formats import SUPPORTED, format_of, json_list_as_lines, reason
+from batchgen.config.dataset import STDIN
+from batchgen.dataset.formats import SUPPORTED, format_of, reason
+from batchgen.dataset.local_files import check_reading, file_builder
 from batchgen.dataset.read_errors import READ_ERRORS, unreadable
+from batchgen.dataset.stdin import called_stdin, spooled_stdin
 from batchgen.errors import ConfigError
-from batchgen.fingerprint import fingerprint_files, fingerprint_text
+from batchgen.fingerprint import content_digests, fingerprint_text
 from batchgen.model.package_files import PACKAGE_SCHEME, find_in_package
+from batchgen.paths import short_user_path
 
+_READING_VERSION = 2
+"""Another number where the same files give other rows than in an older version of batchgen."""
 DEMO = Path(__file__).parents[1] / "data" / "demo.jsonl"
 
 
@@ -55,12 +60,16 @@ def load_split(config: DatasetConfig) -> LoadedDataset:
     with quiet():
         if config.kind == "hub":
             return _load_hub(config)
+        if config.path == STDIN:
+            with called_stdin(file := spooled_stdin(_cache_dir("stdin"))):
+                return _load_files([file], config, _pick_split(["train"], config))
         path = DEMO if config.kind == "demo" else _local_path(str(config.path))
         if path.is_dir():
             if config.name is None and (path / "dataset_dict.json").is_file():
-                return _load_saved(path / _pick_split(_saved_splits(path), config), config)
+                split = _pick_split(_saved_splits(path), config)
+                return _load_saved(path / split, split, config)
             if config.name is None and (path / "state.json").is_file():
-                return _load_saved(path, config)
+                return _load_saved(path, _pick_split(["train"], config), config)
             return _load_folder(path, config)
         if config.name is not None:
             raise ConfigError(f"dataset.name is for hub data sets and folders, {path} is neither")
@@ -87,7 +96,7 @@ def quiet() -> Iterator[None]:
 def _local_path(path: str) -> Path:
     if path.startswith(PACKAGE_SCHEME):
         return find_in_package(path, "dataset.path:")
-    return Path(os.path.expanduser(path))
+    return short_user_path(path, "dataset.path")
 
 
 def _find_files(path: Path) -> list[Path]:
@@ -124,7 +133,7 @@ def _check_formats(files: Sequence[Path]) -> str:
     if None in by_format:
         raise ConfigError(
             f"dataset.path: {by_format[None]} is of no known format: use {SUPPORTED} "
-            "(.jsonl, .json and .csv also with .gz)"
+            "(those of text also with .gz)"
         )
     if len(by_format) > 1:
         examples = ", ".join(f"{kind} ({file.name})" for kind, file in by_format.items())
@@ -138,18 +147,11 @@ def _check_formats(files: Sequence[Path]) -> str:
 
 
 def _load_files(files: Sequence[Path], config: DatasetConfig, split: str) -> LoadedDataset:
-    kind, fingerprint = _check_formats(files), _content(split, files)
-    cache = _cache_dir(fingerprint)
+    kind = _check_formats(files)
+    check_reading(config, kind)
+    fingerprint = _content(split, files, kind, config)
     try:
-        if kind == "json":
-            parts = [json_list_as_lines(file, cache, i) or file for i, file in enumerate(files)]
-        else:
-            parts = list(files)
-        builder = datasets.load_dataset_builder(
-            kind,
-            data_files={split: [glob.escape(str(part.absolute())) for part in parts]},
-            cache_dir=str(cache),
-        )
+        builder = file_builder(kind, files, config, split, _cache_dir(fingerprint))
         return LoadedDataset(_read(builder, config)[split], fingerprint, tuple(files))
     except ConfigError:
         raise
@@ -164,6 +166,8 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
     if not files:
         raise ConfigError(f"dataset.path: folder {folder} has no files of {SUPPORTED}")
     declared = _declares_files(folder)
+    # Beside rows of another format .txt files are notes.
+    files = [f for f in files if format_of(f) != "txt"] or files
     if not declared:
         _check_formats(files)
     try:
@@ -174,7 +178,8 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
         if not declared:
             _check_all_used(files, [Path(name) for names in used.values() for name in names])
             return _load_files(chosen, config, split)
-        fingerprint = _content(split, chosen)
+        check_reading(config, "declared by its README.md")
+        fingerprint = _content(split, chosen, "declared", config)
         cache = str(_cache_dir(fingerprint))
         builder = datasets.load_dataset_builder(path, config.name, cache_dir=cache)
         return LoadedDataset(_read(builder, config)[split], fingerprint, tuple(chosen))
@@ -217,13 +222,14 @@ def _saved_splits(folder: Path) -> list[str]:
         raise ConfigError(f"dataset.path: {file} is damaged: {reason(error)}") from None
 
 
-def _load_saved(folder: Path, config: DatasetConfig) -> LoadedDataset:
+def _load_saved(folder: Path, split: str, config: DatasetConfig) -> LoadedDataset:
     """A split that datasets' save_to_disk wrote, memory-mapped as it is."""
+    check_reading(config, "saved by datasets")
     try:
         data = datasets.load_from_disk(str(folder))
         assert not isinstance(data, DatasetDict)
         names = [entry["filename"] for entry in data.cache_files]
-        fingerprint = _content(folder.name, [Path(name) for name in names])
+        fingerprint = _content(split, [Path(name) for name in names], "saved", config)
     except READ_ERRORS as error:
         raise unreadable(error, [folder]) from None
     return LoadedDataset(data.to_iterable_dataset() if config.streaming else data, fingerprint)
@@ -266,10 +272,14 @@ def _pick_split(splits: Sequence[str], config: DatasetConfig) -> str:
     return config.split
 
 
-def _content(split: str, files: Sequence[Path]) -> str:
-    """The fingerprint of a split's files. Their order counts, as it is the order of the rows."""
+def _content(split: str, files: Sequence[Path], kind: str, config: DatasetConfig) -> str:
+    """The fingerprint of a split's files, wherever they lie and whatever they are called.
+
+    Their order counts, as it is the order of the rows, and so does how they are read.
+    """
+    how = json.dumps([_READING_VERSION, kind, config.reading], sort_keys=True)
     try:
-        return fingerprint_text(split, *(fingerprint_files([file]) for file in files))
+        return fingerprint_text(split, how, *content_digests(files))
     except OSError as error:
         raise ConfigError(f"dataset.path: cannot read {error.filename}: {error.strerror}") from None
 

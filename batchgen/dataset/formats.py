@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 from codecs import BOM_UTF8
-from gzip import GzipFile
-from io import BufferedReader
 from pathlib import Path
 
+from batchgen.dataset.encodings import open_bytes
 from batchgen.errors import ConfigError
 
 FORMATS = {
     ".jsonl": "json",
     ".json": "json",
     ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "txt",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
 SUPPORTED = ", ".join(FORMATS)
+TEXT_FORMATS = ("json", "csv", "tsv", "txt")
+"""Those that are text, which may be compressed (.gz) and may have another encoding than UTF-8."""
 
 
 def format_of(file: Path) -> str | None:
-    """The name of datasets' reader for a file, told by the file's name; None if there is none."""
+    """The name of a file's format, told by the file's name; None if it is of none that is known."""
     name = file.name.removesuffix(".gz")
     kind = FORMATS.get(Path(name).suffix)
-    return None if name != file.name and kind not in ("json", "csv") else kind
+    return None if name != file.name and kind not in TEXT_FORMATS else kind
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -58,7 +60,7 @@ def json_list_as_lines(file: Path, folder: Path, number: int) -> Path | None:
     Raises:
         ConfigError: the list cannot be read, is empty, or holds something that is no object.
     """
-    with _open(file) as data:
+    with open_bytes(file) as data:
         if not data.read(1024).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
             return None
         data.seek(0)
@@ -80,15 +82,21 @@ def json_list_as_lines(file: Path, folder: Path, number: int) -> Path | None:
     return lines
 
 
-def _open(file: Path) -> GzipFile | BufferedReader:
-    return gzip.open(file) if file.suffix == ".gz" else file.open("rb")
+def is_json_lines(file: Path) -> bool:
+    """Whether the first row of a file of JSON is an object on one line."""
+    with open_bytes(file) as lines:
+        first = next((line for line in lines if line.removeprefix(BOM_UTF8).strip()), b"")
+    try:
+        return isinstance(json.loads(first.decode("utf-8-sig")), dict)
+    except ValueError:
+        return False
 
 
 def first_bad_line(file: Path) -> str | None:
     """What is wrong with which line of a file of JSON lines; None if each is a JSON object."""
     number = 0
     try:
-        with _open(file) as lines:
+        with open_bytes(file) as lines:
             for number, line in enumerate(lines, 1):
                 text = (
                     line.removeprefix(BOM_UTF8).decode().strip() if number == 1 else line.decode()
@@ -98,7 +106,10 @@ def first_bad_line(file: Path) -> str | None:
                 if text.strip() and not isinstance(json.loads(text), dict):
                     return f"{file}, line {number}: a row must be a JSON object {{…}}"
     except UnicodeDecodeError as error:
-        return f"{file}, line {number}: not UTF-8: {error.reason} at byte {error.start}"
+        return (
+            f"{file}, line {number}: not UTF-8: {error.reason} at byte {error.start}: set "
+            "dataset.encoding if the file has another encoding"
+        )
     except json.JSONDecodeError as error:
         return f"{file}, line {number}: not JSON: {error.msg} at column {error.colno}"
     except (OSError, EOFError) as error:

@@ -39,6 +39,8 @@ def unreadable(error: BaseException, files: Sequence[Path]) -> ConfigError:
         files: all files that may be to blame.
     """
     cause, cache = root_cause(error), str(datasets.config.HF_DATASETS_CACHE)
+    if isinstance(cause, ConfigError):  # our own readers say what is wrong, and datasets wraps it
+        return ConfigError(str(cause))
     if isinstance(cause, OSError) and (
         cause.errno in (errno.ENOSPC, errno.EDQUOT) or str(cause.filename).startswith(cache)
     ):

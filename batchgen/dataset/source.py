@@ -12,6 +12,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from datasets.features import Json, LargeList, List, Translation, TranslationVariableLanguages
 
 from batchgen.config import DatasetConfig
+from batchgen.dataset.columns import column_path, feature_at, value_at
 from batchgen.dataset.files import LoadedDataset, load_split, quiet
 from batchgen.dataset.formats import reason
 from batchgen.dataset.read_errors import READ_ERRORS, unreadable
@@ -80,6 +81,7 @@ class RowSource:
         odd = [name for name, feature in features.items() if not _is_plain(feature)]
         self.columns = tuple(name for name in features if name not in odd)
         self._check_columns(features, odd)
+        self._id_path = self._find_id({name: features[name] for name in self.columns})
         self._data = data.select_columns(list(self.columns)) if odd else data
         self._json = Features({n: features[n] for n in self.columns if _has_json(features[n])})
         self.features = Features({name: features[name] for name in self.columns})
@@ -104,11 +106,10 @@ class RowSource:
                 missing or repeats an earlier one.
             JobError: while iterating: the network or the disk failed.
         """
-        column = self._config.id_column
-        seen = IdSet() if self.num_rows is None and column is not None else None
+        seen = IdSet() if self.num_rows is None and self._id_path else None
         first = 0 if self.num_rows is None else start
         for index, fields in enumerate(self._fields(first), first):
-            row_id = str(index) if column is None else self._id(index, fields.get(column))
+            row_id = self._id(index, fields)
             if seen is not None and not seen.add(row_id):
                 self._check_earlier(index, row_id)
             if index >= start:
@@ -177,21 +178,53 @@ class RowSource:
         return (batch.to_pylist() for batch in data.with_format("arrow").iter(batch_size=BATCH))
 
     def _ids(self) -> Iterator[str]:
-        column, index = self._config.id_column, 0
-        assert column is not None and isinstance(self._data, Dataset)
+        column, index = self._id_path[0], 0
+        assert isinstance(self._data, Dataset)
+        json = Features({column: self._json[column]} if column in self._json else {})
         data = self._data.select(range(self.num_rows or 0)).select_columns([column])
         for batch in data.with_format("arrow").iter(batch_size=100 * BATCH):
-            for value in batch.column(column).to_pylist():
-                yield self._id(index, value)
+            for fields in batch.to_pylist():
+                yield self._id(index, json.decode_example(fields) if json else fields)
                 index += 1
 
-    def _id(self, index: int, value: str | int | None) -> str:
+    def _id(self, index: int, fields: dict[str, Any]) -> str:
+        """The id of a row."""
+        if not self._id_path:
+            return str(index)
+        value = value_at(fields, self._id_path)
         if value is None:
             raise ConfigError(
                 f"dataset.id_column: row {index} has no {self._config.id_column!r}: choose a "
                 "column without nulls, or null to number the rows"
             )
+        if type(value) not in (str, int):
+            raise ConfigError(
+                f"dataset.id_column: row {index} holds {value!r:.50} in "
+                f"{self._config.id_column!r}: ids must be strings or integers"
+            )
         return str(value)
+
+    def _find_id(self, features: dict[str, Any]) -> tuple[str, ...]:
+        """Where in a row its id is; empty if rows are numbered.
+
+        Raises:
+            ConfigError: there is no such column, or it cannot hold ids.
+        """
+        column = self._config.id_column
+        if column is None:
+            return ()
+        path = column_path(column, features)
+        if path is None:
+            known = ", ".join(features)
+            raise ConfigError(f"dataset.id_column: no column {column!r}: choose among {known}")
+        feature = feature_at(features, path)
+        kind = Features({column: feature}).arrow_schema.field(column).type
+        if not (isinstance(feature, Json) or _is_text(kind) or pa.types.is_integer(kind)):
+            raise ConfigError(
+                f"dataset.id_column: column {column!r} holds {kind}: ids must be strings or "
+                "integers"
+            )
+        return path
 
     def _check_earlier(self, index: int, row_id: str) -> None:
         """Look for an earlier row with this id.
@@ -204,7 +237,7 @@ class RowSource:
         column = self._config.id_column
         assert column is not None
         for earlier, fields in zip(range(index), self._fields(0), strict=False):
-            if self._id(earlier, fields.get(column)) == row_id:
+            if self._id(earlier, fields) == row_id:
                 raise duplicate_error(column, {row_id: [earlier, index]})
 
     def _check_columns(self, features: Features, odd: list[str]) -> None:
@@ -223,17 +256,6 @@ class RowSource:
                 )
             if name not in self.columns:
                 raise ConfigError(f"dataset.columns: no column {name!r}: choose among {known}")
-        column = self._config.id_column
-        if column is None:
-            return
-        if column not in self.columns:
-            raise ConfigError(f"dataset.id_column: no column {column!r}: choose among {known}")
-        kind = features.arrow_schema.field(column).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or _is_integer(kind)):
-            raise ConfigError(
-                f"dataset.id_column: column {column!r} holds {kind}: ids must be strings or "
-                "integers"
-            )
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
@@ -256,8 +278,8 @@ def _features_of(rows: list[dict[str, Any]]) -> Features:
     return Features.from_arrow_schema(table.schema)
 
 
-def _is_integer(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind))
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _is_plain(feature: Any) -> bool:

@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
 
 from batchgen.errors import ConfigError
 from batchgen.model.package_files import PACKAGE_SCHEME, find_in_package
+from batchgen.paths import user_path
 
 _WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")
 _OTHER_FILES = (
@@ -45,7 +46,7 @@ def resolve_model(path: str, revision: str | None = None, *, weights: bool = Tru
     Raises:
         ConfigError: the model cannot be found or downloaded; the message says what to do.
     """
-    local = Path(path).expanduser()
+    local = user_path(path, "model.path")
     on_hub = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:/(.+\.gguf))?", path)
     if not path.startswith(PACKAGE_SCHEME) and not local.exists() and on_hub:
         return _from_hub(on_hub[1], on_hub[2], revision, weights)

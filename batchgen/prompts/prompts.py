@@ -15,17 +15,36 @@ from batchgen.config import (
     TextPromptConfig,
     TokensPromptConfig,
 )
-from batchgen.config.groups import TooLong
+from batchgen.config.prompt import TooLong
+from batchgen.dataset.columns import column_path, value_at
 from batchgen.engine.outputs import RequestError
 from batchgen.errors import ConfigError
+from batchgen.prompts.messages import checked_messages, known_roles, short
 from batchgen.prompts.templates import RENDER_ERRORS, RowTemplate, template_errors
 
 if TYPE_CHECKING:
     from batchgen.dataset.source import Row
 
 
+_MOST_SHOWN = 1000
+"""Characters of a prompt that a warning shows."""
+
+
 class Prompt(Protocol):
     """A way to make prompts of rows."""
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all rows get the same prompt, because no template uses a column."""
+        ...
+
+    def text(self, row: Row) -> str | None:
+        """The prompt of a row before it becomes tokens; None where it is tokens already.
+
+        Raises:
+            RequestError: as `token_ids`.
+        """
+        ...
 
     def token_ids(self, row: Row) -> list[int]:
         """The prompt of a row, which has at least one token and any length.
@@ -34,6 +53,7 @@ class Prompt(Protocol):
             RequestError: the row has no prompt. The error's type is missing_field, template_error,
                 bad_messages, bad_token_ids or empty_prompt.
         """
+        ...
 
 
 def build_prompt(
@@ -41,14 +61,14 @@ def build_prompt(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     vocab_size: int,
-    columns: Collection[str],
+    columns: Mapping[str, Any],
 ) -> Prompt:
     """The prompt that the configuration describes.
 
     Args:
         tokenizer: the model's. None if it has none; then only token ids can be prompts.
         vocab_size: of the model; the ids of a prompt are below it.
-        columns: the names of the data set's columns.
+        columns: the names of the data set's columns, and what they hold in the terms of datasets.
 
     Raises:
         ConfigError: a template does not compile or asks for a column that the data set has not,
@@ -97,6 +117,24 @@ def fit_prompt(
     return ids[-max_len:]
 
 
+def constant_prompt_warning(prompt: Prompt, row: Row) -> str:
+    """What users are told of a prompt that is the same for all rows, as it seldom is meant so.
+
+    Args:
+        row: the first one of the data set, whose prompt is shown.
+    """
+    try:
+        text = prompt.text(row) or ""
+    except RequestError as error:
+        text = f"({error})"
+    shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+    return (
+        "the prompt uses no column of the data set, so all rows get the same one (a column is "
+        f"written {{{{ name }}}}, a file of a template is named with prompt.user_file or "
+        f"prompt.text_file). The first prompt:\n{shown}"
+    )
+
+
 class ChatPrompt:
     """A conversation in the model's chat format, up to where the model's answer starts.
 
@@ -108,24 +146,33 @@ class ChatPrompt:
         self,
         config: ChatPromptConfig,
         tokenizer: PreTrainedTokenizerBase,
-        columns: Collection[str],
+        columns: Mapping[str, Any],
     ) -> None:
         self._config, self._tokenizer = config, tokenizer
         self._kwargs = dict(config.template_kwargs or {})
-        self._check_chat_template()
+        self._roles = known_roles(self._chat_template())
         if config.messages_column is not None:
-            _check_column("prompt.messages_column", config.messages_column, columns)
+            self._path = _path("prompt.messages_column", config.messages_column, columns)
         self._user = _template("prompt.user", config.user, columns)
         self._system = _template("prompt.system", config.system, columns)
         self._try_roles()
 
+    @property
+    def is_constant(self) -> bool:
+        templates = [template for template in (self._user, self._system) if template is not None]
+        return self._user is not None and not any(t.uses_columns for t in templates)
+
     def token_ids(self, row: Row) -> list[int]:
+        return _tokenize(self._tokenizer, self.text(row), add_special_tokens=False)
+
+    def text(self, row: Row) -> str:
         column = self._config.messages_column
         if self._user is not None:
             messages = [{"role": "user", "content": self._user.render(row.fields)}]
         else:
             assert column is not None
-            messages = _checked_messages(row.fields.get(column), column)
+            value = value_at(row.fields, self._path)
+            messages = checked_messages(value, column, self._roles)
         if self._system is not None:
             if messages[0]["role"] == "system":
                 raise RequestError(
@@ -136,11 +183,10 @@ class ChatPrompt:
             messages.insert(0, {"role": "system", "content": self._system.render(row.fields)})
         try:
             with template_errors("the model's chat template"):
-                text = self._render(messages)
+                return self._render(messages)
         except UndefinedError as error:
             text = f"the model's chat template: {error.message}"
             raise RequestError("template_error", text) from None
-        return _tokenize(self._tokenizer, text, add_special_tokens=False)
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         text = self._tokenizer.apply_chat_template(
@@ -149,7 +195,12 @@ class ChatPrompt:
         assert isinstance(text, str)
         return text
 
-    def _check_chat_template(self) -> None:
+    def _chat_template(self) -> str:
+        """The source of the chat template; of one with several parts, that of all of them.
+
+        Raises:
+            ConfigError: there is none, or it does not know an option of the configuration.
+        """
         template = self._kwargs.get("chat_template", self._tokenizer.chat_template)
         if template is None:
             raise ConfigError(
@@ -162,6 +213,7 @@ class ChatPrompt:
                 raise ConfigError(
                     f"prompt.template_kwargs.{name}: the model's chat template knows no such option"
                 )
+        return source
 
     def _try_roles(self) -> None:
         """Refuse a system message before the job starts, if the chat template takes none."""
@@ -187,77 +239,70 @@ class TextPrompt:
         tokenizer: PreTrainedTokenizerBase,
         columns: Collection[str],
     ) -> None:
+        assert config.text is not None
         self._tokenizer = tokenizer
         self._add_special_tokens = config.add_special_tokens
         self._text = RowTemplate("prompt.text", config.text, columns)
 
+    @property
+    def is_constant(self) -> bool:
+        return not self._text.uses_columns
+
     def token_ids(self, row: Row) -> list[int]:
-        text = self._text.render(row.fields)
+        text = self.text(row)
         return _tokenize(self._tokenizer, text, add_special_tokens=self._add_special_tokens)
+
+    def text(self, row: Row) -> str:
+        return self._text.render(row.fields)
 
 
 class TokensPrompt:
     """The token ids that a column holds, as they are."""
 
+    is_constant = False
+
     def __init__(
-        self, config: TokensPromptConfig, vocab_size: int, columns: Collection[str]
+        self, config: TokensPromptConfig, vocab_size: int, columns: Mapping[str, Any]
     ) -> None:
         self._column, self._vocab_size = config.token_ids_column, vocab_size
-        _check_column("prompt.token_ids_column", self._column, columns)
+        self._path = _path("prompt.token_ids_column", self._column, columns)
+
+    def text(self, row: Row) -> None:
+        return None
 
     def token_ids(self, row: Row) -> list[int]:
-        ids = row.fields.get(self._column)
+        ids = value_at(row.fields, self._path)
         if not isinstance(ids, list):
             raise RequestError(
                 "bad_token_ids",
-                f"column {self._column!r} must hold a list of integers, got {_short(ids)}",
+                f"column {self._column!r} must hold a list of integers, got {short(ids)}",
             )
         for position, token in enumerate(ids):
             if type(token) is not int or not 0 <= token < self._vocab_size:
                 raise RequestError(
                     "bad_token_ids",
-                    f"column {self._column!r}, position {position}: {_short(token)} is not "
+                    f"column {self._column!r}, position {position}: {short(token)} is not "
                     f"an id of the model, 0 to {self._vocab_size - 1}",
                 )
         return _not_empty(ids)
-
-
-def _checked_messages(value: Any, column: str) -> list[dict[str, Any]]:
-    """The messages of a row, each with a role and a content, or tool calls instead of a content.
-
-    Entries that are null are left out: Arrow adds them where messages have different keys.
-
-    Raises:
-        RequestError: the value is not a list of such messages. Its type is bad_messages.
-    """
-    if not isinstance(value, list) or not value:
-        raise RequestError(
-            "bad_messages",
-            f"column {column!r} must hold a list of {{role, content}}, got {_short(value)}",
-        )
-    messages = []
-    for position, item in enumerate(value):
-        message = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
-        content = message.get("content", "" if "tool_calls" in message else None)
-        if not isinstance(message.get("role"), str) or not isinstance(content, str):
-            raise RequestError(
-                "bad_messages",
-                f"column {column!r}, message {position}: role and content must be strings, got "
-                f"{_short(item)}",
-            )
-        messages.append(message)
-    return messages
 
 
 def _template(key: str, source: str | None, columns: Collection[str]) -> RowTemplate | None:
     return None if source is None else RowTemplate(key, source, columns)
 
 
-def _check_column(key: str, name: str, columns: Collection[str]) -> None:
-    if name not in columns:
+def _path(key: str, name: str, columns: Mapping[str, Any]) -> tuple[str, ...]:
+    """Where in a row the column lies that a key names.
+
+    Raises:
+        ConfigError: the data set has no such column.
+    """
+    path = column_path(name, columns)
+    if path is None:
         raise ConfigError(
             f"{key}: the data set has no column {name!r}: choose among {', '.join(columns)}"
         )
+    return path
 
 
 def _tokenize(
@@ -272,8 +317,3 @@ def _not_empty(ids: list[int]) -> list[int]:
     if not ids:
         raise RequestError("empty_prompt", "the prompt has no tokens")
     return ids
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -69,6 +69,11 @@ class RowTemplate:
                     f"{key}: the data set has no column {name!r}: choose among {', '.join(columns)}"
                 )
 
+    @property
+    def uses_columns(self) -> bool:
+        """Whether the text can differ from row to row."""
+        return bool(self._names)
+
     def render(self, fields: Mapping[str, Any]) -> str:
         """The text for one row.
 

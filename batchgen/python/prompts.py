@@ -134,7 +134,7 @@ class PromptIds:
             config = ChatPromptConfig(
                 messages_column=_COLUMN, template_kwargs=dict(self.template_kwargs)
             )
-            return ChatPrompt(config, self.tokenizer, [_COLUMN])
+            return ChatPrompt(config, self.tokenizer, {_COLUMN: _COLUMN})
         except ConfigError as error:
             raise ValueError(str(error).removeprefix("prompt.")) from None
 

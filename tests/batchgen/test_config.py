@@ -123,6 +123,10 @@ def test_every_common_column_is_told(column: str) -> None:
     assert re.search(rf"^   {column} ", told, re.MULTILINE)
 
 
+NOBODY = (
+    "output.dir: ~nobody-here/x: there is no user 'nobody-here' whose home folder ~nobody-here could "
+    "be: write ./~nobody-here/x for a file of that name"
+)
 ERRORS: list[tuple[str, list[str], str]] = [
     ("no path", ["model=hf"], "model.path has no value: set it with model.path=…"),
     ("no file", ["dataset=files"], "dataset.path has no value: set it with dataset.path=…"),
@@ -207,16 +211,50 @@ ERRORS: list[tuple[str, list[str], str]] = [
     ),
     (
         "user and messages",
-        ["prompt.messages_column=m"],
-        "prompt.user and prompt.messages_column are both set: choose one (prompt=messages sets "
-        "prompt.user to null)",
+        ["prompt.messages_column=m", "prompt.user=x"],
+        "prompt.user and prompt.messages_column are both set: choose one (prompt.user=null drops "
+        "it)",
     ),
     (
-        "neither",
-        ["prompt.user=null"],
-        "prompt.user is null: set it to a template such as '{{ question }}', or set "
-        "prompt.messages_column",
+        "file and messages",
+        ["prompt=messages", "prompt.user_file=x"],
+        "prompt.user_file and prompt.messages_column are both set: choose one "
+        "(prompt.user_file=null drops it)",
     ),
+    (
+        "text and file",
+        ["prompt.system=x", "prompt.system_file=y"],
+        "prompt.system and prompt.system_file are both set: choose one (prompt.system=null drops "
+        "it)",
+    ),
+    (
+        "no template file",
+        ["prompt=text", "prompt.text_file=no.jinja"],
+        "prompt.text_file: no.jinja cannot be read: No such file or directory",
+    ),
+    (
+        "delimiter",
+        ["dataset=files", "dataset.path=d", "dataset.delimiter=ab"],
+        "dataset.delimiter must be one character, such as ';' or '\\t', got 'ab'",
+    ),
+    (
+        "encoding",
+        ["dataset=files", "dataset.path=d", "dataset.encoding=utf-9"],
+        "dataset.encoding: 'utf-9' is no encoding that Python knows: give one such as utf-8, "
+        "latin-1, cp1252, utf-16, gb18030 or shift_jis",
+    ),
+    (
+        "type",
+        ["dataset=files", "dataset.path=d", "dataset.types={zip: number}"],
+        "dataset.types.zip must be one of string, int64, float64, bool, date32, timestamp[s], got "
+        "'number'",
+    ),
+    (
+        "delimiter of the hub",
+        ["dataset=hub", "dataset.path=d", "dataset.delimiter=;"],
+        "dataset.delimiter must be null for hub, got ';': it is for text files (dataset=files)",
+    ),
+    ("no user", ["output.dir='~nobody-here/x'"], NOBODY),
     (
         "reserved option",
         ["prompt.template_kwargs={tokenize: true}"],
@@ -226,7 +264,8 @@ ERRORS: list[tuple[str, list[str], str]] = [
     (
         "key of another kind",
         ["prompt=text", "+prompt.user=x"],
-        "prompt.user is not a key: choose among kind, text, add_special_tokens, too_long",
+        "prompt.user is not a key: choose among kind, text, text_file, add_special_tokens, "
+        "too_long",
     ),
     ("top", ["output.top_logprobs=0"], "output.top_logprobs must be 1 to 100, got 0"),
     (

@@ -77,8 +77,7 @@ ROWS = st.lists(
     st.fixed_dictionaries(
         {
             "id": st.integers(-(2**40), 2**40),
-            # CSV has no way to tell some texts from numbers, nulls or other line ends.
-            "text": st.from_regex(r"x[a-z \"',;\n\tä漢🙂-]{0,20}", fullmatch=True),
+            "text": st.from_regex(r"[a-z0-9 \"',;\n\r\tä漢🙂-]{0,20}", fullmatch=True),
             "score": st.floats(-1e9, 1e9, allow_subnormal=False).map(lambda x: x + 0.5),
         }
     ),
@@ -100,7 +99,8 @@ def test_every_format_gives_the_same_rows(
     name: str, streaming: bool, rows: list[dict[str, Any]]
 ) -> None:
     write(Path(name), rows)
-    data = source(name, streaming=streaming)
+    types = {"types": {"id": "int64", "score": "float64"}} if ".csv" in name else {}
+    data = source(name, streaming=streaming, **types)
     assert [row.index for row in data.rows()] == list(range(len(rows)))
     got = [data.passthrough(row) for row in data.rows()]
     assert [(g["id"], g["text"]) for g in got] == [(r["id"], r["text"]) for r in rows]
@@ -288,7 +288,7 @@ def images() -> None:
 
 
 ID = {"id_column": "i"}
-FORMATS = r"\.jsonl, \.json, \.csv, \.parquet, \.arrow"
+FORMATS = r"\.jsonl, \.json, \.csv, \.tsv, \.txt, \.parquet, \.arrow"
 # name, what lies there, keys, the message (a pattern of all of it after the key)
 WRONG: list[tuple[str, Callable[[], object], dict[str, Any], str]] = [
     (
@@ -312,9 +312,10 @@ WRONG: list[tuple[str, Callable[[], object], dict[str, Any], str]] = [
     ),
     (
         "extension",
-        text("a.txt", "x"),
-        {"path": "a.txt"},
-        rf"dataset.path: a.txt is of no known format: use {FORMATS} \(.*also with \.gz\)",
+        text("a.doc", "x"),
+        {"path": "a.doc"},
+        rf"dataset.path: a.doc is of no known format: use {FORMATS} \(those of text also with "
+        r"\.gz\)",
     ),
     (
         "folder without data",
@@ -338,10 +339,11 @@ WRONG: list[tuple[str, Callable[[], object], dict[str, Any], str]] = [
         r"dataset.path: d/dataset_dict.json is damaged: JSONDecodeError: .*",
     ),
     (
-        "csv files of several types",
-        several(text("d/a.csv", "q\n1\n"), text("d/b.csv", "q\nx\n")),
+        "csv files of several headers",
+        several(text("d/a.csv", "q\n1\n"), text("d/b.csv", "p\nx\n")),
         {"path": "d"},
-        r"dataset.path: datasets cannot read 2 files, .*a.csv …: ArrowInvalid: .*",
+        r"dataset.path: .*d/b.csv has the columns p, and .*d/a.csv has q: give all files the same "
+        r"header",
     ),
     ("header only", text("a.csv", "a,b\n"), {"path": "a.csv"}, r"dataset.path: a.csv has no rows"),
     (
@@ -373,7 +375,8 @@ WRONG: list[tuple[str, Callable[[], object], dict[str, Any], str]] = [
         "not UTF-8",
         text("a.jsonl", b'{"a": "x"}\n{"a": "\xff"}\n'),
         {"path": "a.jsonl"},
-        r"dataset.path: a.jsonl, line 2: not UTF-8: invalid start byte at byte 7",
+        r"dataset.path: a.jsonl, line 2: not UTF-8: invalid start byte at byte 7: set "
+        r"dataset.encoding if the file has another encoding",
     ),
     (
         "torn gz",
@@ -385,7 +388,76 @@ WRONG: list[tuple[str, Callable[[], object], dict[str, Any], str]] = [
         "ragged csv",
         text("a.csv", "a,b\n1,2\n1,2,3,4\n"),
         {"path": "a.csv"},
-        r"dataset.path: datasets cannot read a.csv: ParserError: .*Expected 2 fields in line 3.*",
+        r"dataset.path: a.csv, line 3: 4 cells, and the header has 2: put cells that hold ',' in "
+        r"quotes, or set dataset.delimiter",
+    ),
+    (
+        "short row after a cell of several lines",
+        text("a.csv", 'a,b\n1,"x\ny"\n\n2\n'),
+        {"path": "a.csv"},
+        r"dataset.path: a.csv, line 5: 1 cells, and the header has 2: put .*",
+    ),
+    (
+        "open quote",
+        text("a.csv", 'a,b\n1,2\n3,"x\n4,5\n'),
+        {"path": "a.csv"},
+        r"dataset.path: a.csv, line 3: a quote that opens in this row is never closed",
+    ),
+    (
+        "a column twice",
+        text("a.csv", "a,b,a\n1,2,3\n"),
+        {"path": "a.csv"},
+        r"dataset.path: the header of a.csv names 'a' twice",
+    ),
+    (
+        "csv not UTF-8",
+        text("a.csv", b"a\nx\n\xe4\n"),
+        {"path": "a.csv"},
+        r"dataset.path: a.csv, line 3: not utf-8: invalid continuation byte at byte 4 of the file: "
+        r"set dataset.encoding to the encoding that the file has, such as latin-1 or utf-16",
+    ),
+    (
+        "txt not of its encoding",
+        text("a.txt", b"x\ny\xff\n"),
+        {"path": "a.txt", "encoding": "ascii"},
+        r"dataset.path: a.txt, line 2: not utf-8: invalid start byte at byte 3 of the file: .*",
+    ),
+    (
+        "jsonl not of its encoding",
+        text("a.jsonl", '{"a": "x"}\n{"a": "y"}\n'.encode("utf-16") + b"\x00\xd8"),
+        {"path": "a.jsonl", "encoding": "utf-16"},
+        r"dataset.path: a.jsonl, line 3: not utf-16: unexpected end of data at byte 46 of the "
+        r"file: .*",
+    ),
+    (
+        "cell of another type",
+        text("a.csv", 'a,b\n"x\ny",1\nx,\nx,1.5\n'),
+        {"path": "a.csv", "types": {"b": "int64"}},
+        r"dataset.types: a.csv, line 5: '1.5' in column 'b' is no int64",
+    ),
+    (
+        "type of no column",
+        text("a.csv", "a\n1\n"),
+        {"path": "a.csv", "types": {"b": "int64"}},
+        r"dataset.types: a.csv has no column 'b': choose among a",
+    ),
+    (
+        "types of JSON",
+        rows_of("a.jsonl", [{"a": 1}]),
+        {"path": "a.jsonl", "types": {"a": "int64"}},
+        r"dataset.types is for \.csv and \.tsv files, and a.jsonl is json: drop it",
+    ),
+    (
+        "nested id that is no id",
+        rows_of("a.jsonl", [{"m": {"i": [1]}}]),
+        {"path": "a.jsonl", "id_column": "m.i"},
+        r"dataset.id_column: column 'm.i' holds list<.*>: ids must be strings or integers",
+    ),
+    (
+        "nested column that is not there",
+        rows_of("a.jsonl", [{"m": {"i": 1}}]),
+        {"path": "a.jsonl", "id_column": "m.j"},
+        r"dataset.id_column: no column 'm.j': choose among m",
     ),
     (
         "not parquet",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from datasets import Value
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from batchgen.config import ChatPromptConfig, TextPromptConfig, TokensPromptConfig
-from batchgen.config.groups import PromptConfig
+from batchgen.config.prompt import PromptConfig
 from batchgen.dataset.source import Row
 from batchgen.engine.outputs import RequestError
 from batchgen.errors import ConfigError
@@ -49,7 +50,8 @@ COLUMNS = ("q", "note", "n", "items", "messages", "ids", "two words")
 
 
 def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None = TOKENIZER) -> Prompt:
-    return build_prompt(config, tokenizer, vocab_size=257, columns=COLUMNS)
+    columns = dict.fromkeys(COLUMNS, Value("string"))
+    return build_prompt(config, tokenizer, vocab_size=257, columns=columns)
 
 
 def row(**fields: Any) -> Row:

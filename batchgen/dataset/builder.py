@@ -1,0 +1,38 @@
+"""Hands tables that batchgen reads itself to datasets, which caches or streams them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import datasets
+import pyarrow as pa
+
+# datasets replaces names such as `open` and `Path` in the module of a builder: none is used here.
+
+
+class TableBuilder(datasets.ArrowBasedBuilder):
+    """A split of rows that come as Arrow tables.
+
+    Args:
+        read: a function that reads all rows anew.
+        split: the name of the split.
+        cache: the folder in which datasets keeps the rows, unless they are streamed. It belongs to
+            these very rows.
+    """
+
+    def __init__(self, read: Callable[[], Iterator[pa.Table]], split: str, cache: str) -> None:
+        self._read_tables, self._split = read, split
+        super().__init__(cache_dir=cache, dataset_name="rows")
+
+    def _info(self) -> datasets.DatasetInfo:
+        return datasets.DatasetInfo()
+
+    def _split_generators(
+        self, dl_manager: datasets.DownloadManager
+    ) -> Sequence[datasets.SplitGenerator]:
+        first = next(self._read_tables())
+        self.info.features = datasets.Features.from_arrow_schema(first.schema)
+        return [datasets.SplitGenerator(name=self._split, gen_kwargs={})]
+
+    def _generate_tables(self) -> Iterator[tuple[int, pa.Table]]:
+        yield from enumerate(self._read_tables())

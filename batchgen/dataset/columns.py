@@ -1,0 +1,49 @@
+"""Finds values inside nested columns, which users name with dots: `body.messages`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The keys that lead from a row to the value that a name with dots means.
+
+    A column that has dots in its own name goes before what lies inside another one.
+
+    Args:
+        features: what the columns of the data set hold, in the terms of datasets.
+
+    Returns:
+        The name of the column, then the keys inside its structs; None if there is no such column.
+    """
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        column, keys = ".".join(parts[:end]), parts[end:]
+        if column in features and feature_at(features[column], keys) is not None:
+            return (column, *keys)
+    return None
+
+
+def feature_at(feature: Any, keys: list[str] | tuple[str, ...]) -> Any:
+    """What lies below some keys of a feature, None if nothing can.
+
+    JSON of several types may hold anything, so everything below it is JSON too.
+    """
+    if not keys:
+        return feature
+    from datasets.features import Json  # takes seconds, and mistakes are told before it is needed
+
+    for key in keys:
+        if isinstance(feature, Json):
+            return feature
+        feature = feature.get(key) if isinstance(feature, dict) else None
+    return feature
+
+
+def value_at(fields: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    """The value at a path from `column_path`; None if it or a struct above it is absent."""
+    value: Any = fields
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value

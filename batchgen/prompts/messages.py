@@ -1,0 +1,74 @@
+"""The messages of a conversation, checked and in one form, whatever form the data have them in."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from batchgen.engine.outputs import RequestError
+
+USUAL_ROLES = ("system", "user", "assistant", "tool", "developer")
+"""The roles that conversations have, whether or not a chat template names them."""
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+"""The names that ShareGPT has for roles; its other names are the usual ones."""
+_COMPARED_ROLE = re.compile(r"""\brole\b['"]?\]?\s*[!=]=\s*['"]([\w-]+)['"]""")
+
+
+def known_roles(chat_template: str) -> tuple[str, ...]:
+    """The roles that messages may have: the usual ones, and those that the template asks for."""
+    return tuple(dict.fromkeys([*USUAL_ROLES, *_COMPARED_ROLE.findall(chat_template)]))
+
+
+def checked_messages(value: Any, column: str, roles: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The messages of a row, each with a role and a content, or tool calls instead of a content.
+
+    Messages of ShareGPT, which have `from` and `value`, are turned into such. Entries that are null
+    are left out: Arrow adds them where messages have different keys.
+
+    Args:
+        value: what the column holds.
+        column: its name, for error messages.
+        roles: from `known_roles`.
+
+    Raises:
+        RequestError: the value is not a list of such messages, or one has an unknown role. Its type
+            is bad_messages.
+    """
+    if not isinstance(value, list) or not value:
+        raise RequestError(
+            "bad_messages",
+            f"column {column!r} must hold a list of {{role, content}}, got {short(value)}",
+        )
+    messages = []
+    for position, item in enumerate(value):
+        message = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
+        if "from" in message and "role" not in message:
+            message = _of_sharegpt(message)
+        content = message.get("content", "" if "tool_calls" in message else None)
+        role = message.get("role")
+        where = f"column {column!r}, message {position}"
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise RequestError(
+                "bad_messages", f"{where}: role and content must be strings, got {short(item)}"
+            )
+        if role not in roles:
+            raise RequestError(
+                "bad_messages", f"{where}: unknown role {short(role)}: use {', '.join(roles)}"
+            )
+        messages.append(message)
+    return messages
+
+
+def short(value: Any) -> str:
+    """A value for an error message."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with `from` and `value` as one with role and content."""
+    role = message["from"]
+    others = {key: item for key, item in message.items() if key not in ("from", "value")}
+    if isinstance(role, str):
+        role = _SHAREGPT_ROLES.get(role, role)
+    return {"role": role, "content": message.get("value"), **others}
