@@ -189,8 +189,8 @@ def summary(
             lines[0] = ("rows", f"{totals.rows:,} ({attempt.rows_resumed:,} from before)")
         seconds = f"{duration(attempt.wall_s)} ({duration(attempt.generate_s)} generating)"
         lines += [("time", seconds), ("speed", f"{metrics.tokens_per_s:,.1f} tokens/s")]
-    lines.append(("output", folder))
     lines.append(("read it", f"{how_to_read(folder)['datasets']}; others: see its README.md"))
+    lines.append(("output", folder))
     width = max(len(name) for name, _ in lines)
     table = [f"{name:<{width}}  {value}" for name, value in lines]
     if metrics is not None and (why := metrics.attempt.batch_dependence) is not None:

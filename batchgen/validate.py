@@ -42,7 +42,7 @@ SHOWN = 5
 """How many problems of each kind the report names."""
 _BATCH = 1024
 """How many rows are read from a shard at once."""
-_COLUMNS = ("row_id", "sample_index", "text", "finish_reason", "constraint_satisfied")
+_COLUMNS = ("row_id", "sample_index", "finish_reason", "constraint_satisfied")
 _MEANINGS = {
     "valid": "satisfied, and checked",
     "invalid": "satisfied by the engine's word, but INVALID",
@@ -98,11 +98,11 @@ def validate(folder: str | Path) -> Report:
         JobError: a shard is damaged.
     """
     path = short_user_path(folder, "OUT")
-    config = _config(path)
+    config, text = _config(path)
     column = constraint_column(config)
     checks, report = _Checks(config, column), Report(CHECKED_BY[config.kind])
-    for row in _rows(path, column):
-        outcome, reason = _outcome(row, checks)
+    for row in _rows(path, text, column):
+        outcome, reason = _outcome(row, row[text], checks)
         report.add(outcome, f"row {row['row_id']}, sample {row['sample_index']}", reason)
     return report
 
@@ -160,7 +160,7 @@ def _cell_check(config: AnyConstraintConfig, text: str) -> Check:
     return make_check(config, parse_json(text) if is_json else text)
 
 
-def _outcome(row: Mapping[str, Any], checks: _Checks) -> tuple[str, str | None]:
+def _outcome(row: Mapping[str, Any], text: str, checks: _Checks) -> tuple[str, str | None]:
     """The outcome of a row (a key of `_MEANINGS`), and the reason if it is invalid or unchecked."""
     said = constraint_outcome(row["finish_reason"], row["constraint_satisfied"])
     if said == "error":
@@ -173,14 +173,17 @@ def _outcome(row: Mapping[str, Any], checks: _Checks) -> tuple[str, str | None]:
             return "invalid", "the row was not held to its constraint"
         if said != "satisfied":
             return said, None
-        reason = check(row["text"])
+        reason = check(text)
     except Unchecked as why:
         return "unchecked", str(why)
     return ("valid", None) if reason is None else ("invalid", reason)
 
 
-def _config(path: Path) -> AnyConstraintConfig:
-    """The job's constraint. It is read from the manifest, because people may edit config.yaml."""
+def _config(path: Path) -> tuple[AnyConstraintConfig, str]:
+    """The job's constraint, and the name of the column of text.
+
+    They are read from the manifest, because people may edit config.yaml.
+    """
     if not (path / "manifest.json").is_file():
         raise ConfigError(f"{path} is not the output of a job (no manifest.json): give output.dir")
     identity = Manifest.read(path / "manifest.json").identity
@@ -190,13 +193,19 @@ def _config(path: Path) -> AnyConstraintConfig:
     metrics = path / "metrics.json"
     if not metrics.is_file() or json.loads(metrics.read_text("utf-8"))["status"] != "complete":
         raise ConfigError(f"the job in {path} is not complete: run its command again first")
-    return config
+    return config, identity["output"]["text_column"]
 
 
-def _rows(path: Path, column: str | None) -> Iterator[dict[str, Any]]:
-    """The rows of all shards, with the columns that the check needs. Under `column` a row has a
-    pair: what the column holds, and what the library datasets says that it holds."""
-    names = [*_COLUMNS, *([] if column is None else [column])]
+def _rows(path: Path, text: str, column: str | None) -> Iterator[dict[str, Any]]:
+    """The rows of all shards, with the columns that the check needs.
+
+    Under `column` a row has a pair: what the column holds, and what the library datasets says that
+    it holds.
+
+    Args:
+        text: the name of the column of generated text.
+    """
+    names = [*_COLUMNS, text, *([] if column is None else [column])]
     for shard in shard_files(path / "data").values():
         try:
             with pq.ParquetFile(shard) as file:

@@ -38,10 +38,6 @@ _NOT_DECIDING = {
 }
 """Keys of each group that decide nothing about the content of a row."""
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
-_READING = ("types", "delimiter", "encoding")
-"""Keys of the group `dataset` that say how text files are read."""
-_TEMPLATE_FILES = ("user_file", "system_file", "text_file")
-"""Keys of the group `prompt` that are null once it is made."""
 
 
 def load_config(cfg: DictConfig) -> JobConfig:
@@ -123,11 +119,6 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
     for name, keys in _NOT_DECIDING.items():
         groups[name] = {key: value for key, value in groups[name].items() if key not in keys}
     del groups["progress"]
-    # Null means what was always done.
-    for group, keys in (("dataset", _READING), ("prompt", _TEMPLATE_FILES)):
-        for key in keys:
-            if groups[group].get(key) is None:
-                groups[group].pop(key, None)
     return groups
 
 

@@ -59,6 +59,12 @@ class JobFolderReader:
         return found
 
     @property
+    def text_column(self) -> str:
+        """The name of the column of generated text."""
+        name: str = self.manifest["identity"]["output"]["text_column"]
+        return name
+
+    @property
     def metrics(self) -> dict[str, Any]:
         """What metrics.json holds; empty if the job was killed before it was there.
 

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.output.journal import journal_files, read_file
+from batchgen.output.read_job import JobFolderReader
 
 TOLERANCE = 1e-5
 """How much floats may differ."""
@@ -52,16 +52,10 @@ def compare_outputs(expected: Path, found: Path) -> int:
 
 
 def finished_rows(folder: Path) -> int:
-    """Count the output rows in the shards and the journals of a job that is not running."""
-    if not (folder / "data").is_dir():
+    """Count the output rows in the shards and the journals of a job, each once."""
+    if not (folder / "manifest.json").is_file():
         return 0
-    rows: int = sum(pq.read_metadata(path).num_rows for path in (folder / "data").glob("*.parquet"))
-    if (folder / "journal").is_dir():
-        published = {path.stem for path in (folder / "data").glob("*.parquet")}
-        for number, files in journal_files(folder / "journal").items():
-            if f"part-{number:05d}" not in published:
-                rows += sum(batch.num_rows for file in files for batch in read_file(file))
-    return rows
+    return sum(batch.num_rows for batch in JobFolderReader(folder).batches(["row_index"]))
 
 
 def attempts(folder: Path) -> list[dict[str, Any]]:

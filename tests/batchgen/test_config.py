@@ -124,8 +124,8 @@ def test_every_common_column_is_told(column: str) -> None:
 
 
 NOBODY = (
-    "output.dir: ~nobody-here/x: there is no user 'nobody-here' whose home folder ~nobody-here could "
-    "be: write ./~nobody-here/x for a file of that name"
+    "output.dir: ~nobody-here/x: there is no user 'nobody-here' whose home folder ~nobody-here "
+    "could be: write ./~nobody-here/x for a file of that name"
 )
 ERRORS: list[tuple[str, list[str], str]] = [
     ("no path", ["model=hf"], "model.path has no value: set it with model.path=…"),
@@ -251,8 +251,8 @@ ERRORS: list[tuple[str, list[str], str]] = [
     ),
     (
         "delimiter of the hub",
-        ["dataset=hub", "dataset.path=d", "dataset.delimiter=;"],
-        "dataset.delimiter must be null for hub, got ';': it is for text files (dataset=files)",
+        ["dataset=hub", "dataset.path=d", "dataset.delimiter='|'"],
+        "dataset.delimiter must be null for hub, got '|': it is for text files (dataset=files)",
     ),
     ("no user", ["output.dir='~nobody-here/x'"], NOBODY),
     (

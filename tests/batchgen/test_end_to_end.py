@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from real_job import ROWS, contents, overrides, run
 
 from batchgen import LLM, SamplingParams
 from batchgen.__main__ import report
+from batchgen.errors import ConfigError
 from batchgen.fingerprint import derive_seed
 from batchgen.python.prompts import PromptIds, ReadPrompt
 
@@ -86,6 +88,26 @@ def test_bad_rows_are_error_rows_and_the_others_go_on(
     long, none = ["prompt_too_long"] * 2, ["missing_field"] * 2
     assert kinds == [None, None, *long, *none, None, None]
     assert [row["finish_reason"] == "error" for row in table] == [k is not None for k in kinds]
+
+
+def test_moved_files_and_a_moved_model_go_on(model: Path, rows: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    run([*overrides(model, rows, one), "dataset.limit=5"])
+    moved = shutil.copytree(model, tmp_path / "moved model")
+    renamed = rows.rename(tmp_path / "renamed.jsonl")
+    result = run(overrides(moved, renamed, one))
+    assert result.exit_code == 0 and "rows              22 (10 from before)" in result.message
+    run(overrides(model, renamed, two))
+    assert {k: v for k, v in contents(one).items() if k.startswith("data")} == {
+        k: v for k, v in contents(two).items() if k.startswith("data")
+    }
+    (entry,) = json.loads((one / "manifest.json").read_text())["history"]
+    changed = [line.split(":")[0] for line in entry["changed"]]
+    assert changed == ["dataset.path", "dataset.limit", "model.path", "dataset rows"]
+    assert entry["rows"] == 10 and entry["versions"]["torch"]
+    (moved / "model.safetensors").write_bytes(b"other weights")
+    with pytest.raises(ConfigError, match=r"fingerprint\.model: "):
+        run(overrides(moved, renamed, one))
 
 
 MISTAKES: list[tuple[str, list[str], str]] = [

@@ -109,10 +109,11 @@ def test_only_the_folder_of_a_job(tmp_path: Path) -> None:
 
 
 def test_config_and_metrics_of_a_job(tmp_path: Path) -> None:
-    FakeJob(str(tmp_path), rows=5).run()
+    FakeJob(str(tmp_path), rows=5, text_column="answer").run()
     reader = JobFolderReader(tmp_path)
     assert reader.config["sampling"]["n"] == 2 and reader.manifest["fingerprints"]
-    assert reader.metrics["status"] == "complete"
+    assert reader.metrics["status"] == "complete" and reader.text_column == "answer"
+    assert "text" not in reader.schema.names and next(reader.find("id1"))["answer"]
 
 
 @pytest.mark.parametrize(("owner", "status"), [
