@@ -1,23 +1,25 @@
 """Offline batch inference over datasets; see the README.
 
-from batchgen import LLM, SamplingParams
+from batchgen import LLM, SamplingParams, run_job
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from batchgen.engine.constraint.constraint import Constraint
-    from batchgen.engine.outputs import RequestOutput
-    from batchgen.engine.sampling.params import SamplingParams
     from batchgen.llm import LLM
+    from batchgen.python.jobs import run_job
+    from batchgen.python.output import Output
+    from batchgen.python.params import SamplingParams
 
-__all__ = ["LLM", "Constraint", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "Constraint", "Output", "SamplingParams", "run_job"]
 
 _HOME = {
     "Constraint": "batchgen.engine.constraint.constraint",
     "LLM": "batchgen.llm",
-    "RequestOutput": "batchgen.engine.outputs",
-    "SamplingParams": "batchgen.engine.sampling.params",
+    "Output": "batchgen.python.output",
+    "SamplingParams": "batchgen.python.params",
+    "run_job": "batchgen.python.jobs",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
@@ -39,18 +39,110 @@ from batchgen.fingerprint import fingerprint_files, fingerprint_text
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.model.source import model_files
-from batchgen.prompts.prompts import build_prompt, constant_prompt_warning
+from batchgen.prompts.prompts import Prompt, build_prompt, constant_prompt_warning
 from batchgen.strategies.base.strategy import BaseStrategy
 
 if TYPE_CHECKING:
+    import torch
+
+    from batchgen.dataset.source import RowSource
     from batchgen.job import JobParts
 
 _SAID_BY_CLASS = ("name", "step_inputs", "decide")
 """Attributes that every strategy's own class has: what BaseStrategy cannot say for it."""
 
 
+@dataclasses.dataclass(frozen=True)
+class OpenedJob:
+    """All that a job runs on, opened and checked, before a file of weights is read.
+
+    Attributes:
+        model: the target.
+        others: the strategy's other models that have checkpoints of their own, by name.
+        strategy: the decoding paradigm with its options.
+        context_columns: the columns of context scope that the job asks for.
+        compiler: compiles the rows' constraints; None if there are none.
+        source: the rows.
+        prompt: makes the token ids of a row.
+        dtype: of weights and activations.
+        max_model_len: how many tokens prompt and answer may have together.
+    """
+
+    model: OpenedModel
+    others: Mapping[str, OpenedModel]
+    strategy: Strategy
+    context_columns: Sequence[OutputColumn]
+    compiler: GrammarCompiler | None
+    source: RowSource
+    prompt: Prompt
+    dtype: torch.dtype
+    max_model_len: int
+
+    def parts(self, config: JobConfig, fingerprints: Mapping[str, str]) -> JobParts:
+        """What `batchgen.job` runs the job on.
+
+        Args:
+            config: the job's configuration.
+            fingerprints: of the models, the dtype and the constraint, by name.
+        """
+        from batchgen.job import JobParts
+
+        tokenizer = self.model.tokenizer
+        return JobParts(
+            source=self.source,
+            prompt=self.prompt,
+            bos_id=None if tokenizer is None else tokenizer.bos_token_id,
+            max_model_len=self.max_model_len,
+            columns=output_columns(config.params, self.strategy, self.context_columns),
+            fingerprints=fingerprints,
+            build_engine=partial(self._build_engine, config),
+            strategy=self.strategy,
+            decode=None if tokenizer is None else partial(decode, tokenizer),
+            close=lambda: None if self.compiler is None else self.compiler.close(),
+        )
+
+    def fingerprints(self, config: JobConfig) -> dict[str, str]:
+        """Fingerprints of what decides the answers besides configuration and data set.
+
+        Every file of the models is read, unless its digest is known from before.
+        """
+        found = {
+            "model": fingerprint_files(model_files(self.model.path)),
+            # `auto` may mean another dtype on another machine, and that gives other tokens.
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+        for name, other in self.others.items():
+            found[f"{name}_model"] = fingerprint_files(model_files(other.path))
+        if (constraint := config.params.constraint) is not None:
+            # The configuration is compared without the order of keys, in which the row writes them.
+            found["constraint"] = fingerprint_text(constraint.text)
+        return found
+
+    def _build_engine(self, config: JobConfig) -> LLMEngine:
+        heads = strategy_heads(self.strategy, self.model.config)
+        with _named("model"):
+            weights = self.model.load(config.model.dtype, config.engine.device, heads)
+        with _named("strategy"):
+            beside = {name: other.load_beside(weights) for name, other in self.others.items()}
+        with _named("engine"):
+            names = [column.name for column in self.context_columns]
+            return self.model.engine(
+                weights, self.strategy, config.engine, beside, self.compiler, names
+            )
+
+
 def job_parts(config: JobConfig) -> JobParts:
     """Open and check all that a job runs on, except the weights: those load when rows need them.
+
+    Raises:
+        ConfigError: a user's mistake in any of them.
+    """
+    opened = open_job(config)
+    return opened.parts(config, opened.fingerprints(config))
+
+
+def open_job(config: JobConfig) -> OpenedJob:
+    """Open and check all that a job runs on, without reading a file of weights.
 
     Raises:
         ConfigError: a user's mistake in any of them.
@@ -60,7 +152,7 @@ def job_parts(config: JobConfig) -> JobParts:
         model = open_model(config.model.path, config.model.revision, config.model.load_format)
     with _named("strategy"):
         strategy.block_length(model.config)
-        heads = strategy_heads(strategy, model.config)
+        strategy_heads(strategy, model.config)  # This raises an error if the model lacks one.
     of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
     context_columns = [column for column in of_model if column.name in config.output.columns]
     _check_columns(config.output.columns, strategy, of_model)
@@ -71,21 +163,19 @@ def job_parts(config: JobConfig) -> JobParts:
         vocab_size = model.config.vocab_size
         check_params(strictest, strategy, vocab_size, model.tokenizer, context_columns)
     _check_parsed(config, model.tokenizer)
-    # After all that is checked without them: these take seconds to load datasets and pyarrow.
+    # After all that is checked without it: it takes seconds to load datasets and pyarrow.
     from batchgen.dataset.source import open_dataset
-    from batchgen.job import JobParts
 
     source = open_dataset(config.dataset)
     prompt = build_prompt(
         config.prompt,
         model.tokenizer,
-        vocab_size=model.config.vocab_size,
+        vocab_size=vocab_size,
         columns=source.features,
     )
     if prompt.is_constant:
         warning = constant_prompt_warning(prompt, next(source.rows()))
         print(f"batchgen: warning: {warning}", file=sys.stderr)
-
     with _named("engine"):
         dtype = model.dtype(config.model.dtype, config.engine.device)
         longest = config.engine.model_len(model.config.max_position_embeddings)
@@ -94,37 +184,8 @@ def job_parts(config: JobConfig) -> JobParts:
             config.engine.max_batched_tokens, config.engine.chunk_tokens, strategy.prefill_multiple
         )
     others = open_others(strategy, model, max_model_len)
-
-    def build_engine() -> LLMEngine:
-        with _named("model"):
-            weights = model.load(config.model.dtype, config.engine.device, heads)
-        with _named("strategy"):
-            beside = {name: other.load_beside(weights) for name, other in others.items()}
-        with _named("engine"):
-            names = [column.name for column in context_columns]
-            return model.engine(weights, strategy, config.engine, beside, compiler, names)
-
-    fingerprints = {
-        "model": fingerprint_files(model_files(model.path)),
-        # `auto` may mean another dtype on another machine, and that gives other tokens.
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-    for name, other in others.items():
-        fingerprints[f"{name}_model"] = fingerprint_files(model_files(other.path))
-    if params.constraint is not None:
-        # The configuration is compared without the order of keys, in which the row writes them.
-        fingerprints["constraint"] = fingerprint_text(params.constraint.text)
-    return JobParts(
-        source=source,
-        prompt=prompt,
-        bos_id=None if model.tokenizer is None else model.tokenizer.bos_token_id,
-        max_model_len=max_model_len,
-        columns=output_columns(params, strategy, context_columns),
-        fingerprints=fingerprints,
-        build_engine=build_engine,
-        strategy=strategy,
-        decode=None if model.tokenizer is None else partial(decode, model.tokenizer),
-        close=lambda: None if compiler is None else compiler.close(),
+    return OpenedJob(
+        model, others, strategy, context_columns, compiler, source, prompt, dtype, max_model_len
     )
 
 

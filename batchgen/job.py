@@ -122,9 +122,9 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
 
 def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
     output, source, samples = config.output, parts.source, config.sampling.n
-    prompt = _fitted_prompt(config, parts)
+    prompt = fitted_prompt(config, parts)
     constraints = RowConstraints(config.constraint, source.features)
-    schema = _schema(config, parts)
+    schema = output_schema(config, parts)
     with (
         _folder(config, parts, schema) as folder,
         OutputWriter(
@@ -172,18 +172,22 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
 
 def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
     """The job's folder, locked, once it is sure that it is this job's."""
+    return JobFolder(
+        Path(config.output.dir),
+        job_manifest(config, parts, schema),
+        lambda stop: rows_digest(parts.source, stop),
+        overwrite=config.output.overwrite,
+    )
+
+
+def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
+    """The manifest of a job as it is asked for, without digests of its rows."""
     source, given = parts.source, parts.fingerprints
-    manifest = Manifest.build(
+    return Manifest.build(
         identity(config, [name for name in given if name.endswith("_model")]),
         {"dataset": source.fingerprint, **given},
         {field.name: str(field.type) for field in schema.arrow},
         {**growing(config), ROWS: source.num_rows},
-    )
-    return JobFolder(
-        Path(config.output.dir),
-        manifest,
-        lambda stop: rows_digest(source, stop),
-        overwrite=config.output.overwrite,
     )
 
 
@@ -197,7 +201,8 @@ def _metrics(
     return Metrics(folder.path / "metrics.json", writer.resumed, tally)
 
 
-def _schema(config: JobConfig, parts: JobParts) -> OutputSchema:
+def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
+    """The columns of the job's output files."""
     columns, constraint = config.output.columns, config.constraint
     parsed = None
     if PARSED in columns:
@@ -214,7 +219,7 @@ def _schema(config: JobConfig, parts: JobParts) -> OutputSchema:
     )
 
 
-def _fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[int]]:
+def fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[int]]:
     """A function from a row to its prompt, cut or refused so that the longest answer has room.
 
     Otherwise an answer could end at the model's limit, and nobody would see why.

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
-from numbers import Integral
-from typing import cast
+from typing import Any, Self, overload
 
+import torch
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.execution.transfer import release_cached_memory
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import LoadFormat
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.outputs import RequestError
 from batchgen.engine.strategy import Strategy
 from batchgen.fingerprint import derive_seed
 from batchgen.model.open_model import DeviceName, DtypeName, open_model
 from batchgen.model.other_models import open_others, strategy_heads
+from batchgen.python.arguments import Arguments, Params, arguments_of, dtype_name, engine_config
+from batchgen.python.output import Output
+from batchgen.python.params import SamplingParams
+from batchgen.python.prompts import Conversation, Prompt, PromptIds, ReadPrompt, read_prompts
+from batchgen.python.streams import Request, Streams
 from batchgen.strategies.ar.strategy import ARStrategy
-
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]
-"""A prompt is a text, a list of token ids, or a conversation of {"role": …, "content": …}."""
 
 
 class LLM:
     """A model with an engine that generates from prompts.
 
-        llm = LLM("Qwen/Qwen3-0.6B")
-        for output in llm.stream(["The capital of France is"], SamplingParams(max_new_tokens=8)):
-            print(output.request_id, output.text)
+        with LLM("Qwen/Qwen3-0.6B", max_model_len=4096) as llm:
+            for output in llm.generate("The capital of France is", SamplingParams(n=2)):
+                print(output.text)
 
     Args:
         model: a hub name, a folder with safetensors and tokenizer, a `.gguf` file, or
@@ -45,15 +51,17 @@ class LLM:
             its rows, so the LLM works with a copy, and one object can be given to several LLMs.
         config: batch and memory sizes; None means the defaults.
         context_columns: the names of columns of context scope that requests may ask for
-            (`SamplingParams.columns`); each takes room in the paged cache.
+            (`SamplingParams(columns=…)`); each takes room in the paged cache.
+        **engine: single keys of `EngineConfig`, such as `max_model_len`, `max_num_seqs` and
+            `gpu_memory_utilization`; they go before those of `config`. Names that vLLM has for
+            them are taken, too, and its other names are refused with a word on what to do.
 
     Attributes:
         tokenizer: the model's tokenizer; None if it has none.
-        engine: the engine, which `stream` feeds.
 
     Raises:
-        ValueError: the model cannot be found, is not supported, or does not fit; the message says
-            what to do.
+        ValueError: the model cannot be found, is not supported, or does not fit, or an argument is
+            unknown or wrong; the message says what to do.
     """
 
     def __init__(
@@ -61,111 +69,266 @@ class LLM:
         model: str,
         *,
         revision: str | None = None,
-        dtype: DtypeName = "auto",
+        dtype: DtypeName | torch.dtype = "auto",
         device: DeviceName = "auto",
         load_format: LoadFormat = "auto",
         strategy: Strategy | None = None,
         config: EngineConfig | None = None,
         context_columns: Sequence[str] = (),
+        **engine: Any,
     ) -> None:
+        config = engine_config(config, engine)
+        name = dtype_name(dtype)
         opened = open_model(model, revision, load_format)
-        config = config or EngineConfig()
         strategy = ARStrategy() if strategy is None else copy.deepcopy(strategy)
         longest = config.model_len(opened.config.max_position_embeddings)
         max_model_len = strategy.model_len(longest, opened.config)
         others = open_others(strategy, opened, max_model_len)
         heads = strategy_heads(strategy, opened.config)
-        weights = opened.load(dtype, device, heads)
+        weights = opened.load(name, device, heads)
         beside = {name: other.load_beside(weights) for name, other in others.items()}
+        self._model = model
+        self._device, self._dtype = weights.device, weights.dtype
         self.tokenizer: PreTrainedTokenizerBase | None = opened.tokenizer
-        self.engine: LLMEngine = opened.engine(
-            weights, strategy, config, beside, context_columns=context_columns
+        self._streams = Streams(
+            opened.engine(weights, strategy, config, beside, context_columns=context_columns)
         )
+
+    @property
+    def engine(self) -> LLMEngine:
+        """The engine, which `stream` feeds.
+
+        Raises:
+            ValueError: this LLM was closed.
+        """
+        return self._streams.engine
+
+    @overload
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Conversation,
+        params: SamplingParams | None = None,
+        n: int | None = None,
+        *,
+        progress: bool | None = None,
+        **others: Any,
+    ) -> list[Output]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: Params = None,
+        n: int | None = None,
+        *,
+        progress: bool | None = None,
+        **others: Any,
+    ) -> list[list[Output]]: ...
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        n: int = 1,
-    ) -> list[list[RequestOutput]]:
-        """Generate n outputs for each prompt and return them all at the end.
+        prompts: Prompt | Iterable[Prompt],
+        params: Params = None,
+        n: int | None = None,
+        *,
+        progress: bool | None = None,
+        **others: Any,
+    ) -> list[Output] | list[list[Output]]:
+        """Generate n outputs for one prompt, or for each of many, and return them at the end.
 
-        The arguments and errors are those of `stream`.
+        A text, a list of integers (token ids) and a list of messages are one prompt each. Any other
+        list holds prompts, which may be of different kinds.
+
+            llm.generate("Hi", n=2)           → [Output, Output]
+            llm.generate(["Hi", "Ho"], n=2)   → [[Output, Output], [Output, Output]]
+            llm.generate(["Hi"])              → [[Output]]
+            llm.generate([])                  → []
+
+        A prompt that cannot be served, because it is too long, empty or no prompt at all, has
+        outputs with an `error` in its place, and the others run. A conversation is written with the
+        model's chat template, and the model answers its last message.
+
+        Args:
+            prompts: one prompt, or many.
+            params: the parameters for all prompts, or one for each.
+            n: the number of outputs of each prompt; None takes it from the parameters.
+            progress: whether to show a bar on stderr; None shows it in a terminal.
+            **others: the names `sampling_params` and `use_tqdm` of vLLM.
 
         Returns:
-            For each prompt, in order, its n outputs in the order of the samples.
+            The outputs of one prompt in the order of its samples; of many prompts a list of such
+            lists, in the order of the prompts.
+
+        Raises:
+            ValueError: the parameters cannot be honoured, or an argument is wrong.
         """
-        outputs: list[list[RequestOutput]] = [[] for _ in prompts]
-        for output in sorted(self.stream(prompts, params, n), key=_indices):
-            outputs[_indices(output)[0]].append(output)
-        return outputs
+        given = {"params": params, "n": n, "progress": progress}
+        return self._generate(prompts, arguments_of("LLM.generate", given, others))
+
+    @overload
+    def chat(
+        self,
+        messages: str | Conversation,
+        params: SamplingParams | None = None,
+        n: int | None = None,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        **others: Any,
+    ) -> list[Output]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Iterable[str | Conversation],
+        params: Params = None,
+        n: int | None = None,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        **others: Any,
+    ) -> list[list[Output]]: ...
+
+    def chat(
+        self,
+        messages: str | Conversation | Iterable[str | Conversation],
+        params: Params = None,
+        n: int | None = None,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        **others: Any,
+    ) -> list[Output] | list[list[Output]]:
+        """Generate answers to one conversation, or to each of many.
+
+        This is `generate` for conversations, with options for the chat template.
+
+            llm.chat("Hi", template_kwargs={"enable_thinking": False})
+            llm.chat([{"role": "user", "content": "Hi"}])
+
+        Args:
+            messages: a conversation, which is a list of {"role", "content"}, or a list of those. A
+                text stands for a conversation of one message of the user.
+            params: as for `generate`.
+            n: as for `generate`.
+            template_kwargs: options of the model's chat template.
+            progress: as for `generate`.
+            **others: the names `sampling_params`, `use_tqdm` and `chat_template_kwargs` of vLLM.
+
+        Returns:
+            The outputs, nested as those of `generate`.
+
+        Raises:
+            ValueError: the parameters cannot be honoured, the model has no chat template, or that
+                does not know an option.
+        """
+        call = arguments_of(
+            "LLM.chat",
+            {"params": params, "n": n, "progress": progress, "template_kwargs": template_kwargs},
+            others,
+        )
+        if isinstance(messages, str):
+            return self._generate(_one_message(messages), call)
+        texts_too = (_one_message(item) if isinstance(item, str) else item for item in messages)
+        return self._generate(texts_too, call)
 
     def stream(
         self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        n: int = 1,
-    ) -> Iterator[RequestOutput]:
+        prompts: Prompt | Iterable[Prompt],
+        params: Params = None,
+        n: int | None = None,
+        **others: Any,
+    ) -> Iterator[Output]:
         """Generate n outputs for each prompt and yield them as they finish.
 
-        The `request_id` of an output is "PROMPT-SAMPLE", the indices of its prompt and of its
-        sample, both counted from 0. A sample's tokens depend on its prompt, its parameters and
-        these two numbers: each sample's seed is derived from the seed in `params` and from them. If
-        the iterator is abandoned, unfinished samples are dropped. An LLM serves only one iterator
-        at a time.
+        An output knows its `prompt_index` and `sample_index`; a single prompt has the index 0. Its
+        tokens depend on its prompt, its parameters and these two numbers: each output's seed is
+        derived from the seed in `params` and from them.
+
+        One LLM can serve several iterators at a time, also in several threads, and none changes the
+        tokens of another. If an iterator is abandoned, its unfinished outputs are dropped.
 
         Args:
-            prompts: the prompts, which may be of different kinds.
-            params: the parameters for all prompts, or one for each; None means `SamplingParams()`.
-            n: the number of samples of each prompt.
+            prompts: as for `generate`.
+            params: as for `generate`.
+            n: as for `generate`.
+            **others: the name `sampling_params` of vLLM.
 
         Raises:
-            RequestError: a prompt can never be served, for example because it is too long. This is
-                raised before any prompt is run.
-            ValueError: the parameters cannot be honoured.
+            ValueError: as `generate`, at once if an argument is wrong, and at the first output if
+                the engine cannot honour the parameters.
         """
-        if isinstance(prompts, str):
-            raise ValueError("prompts must be a list of prompts; put the one string in a list")
-        if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}")
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(params)} params for {len(prompts)} prompts: give one for each")
-        pending: set[str] = set()
-        try:
-            for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-                token_ids = self._token_ids(prompt)
-                for sample in range(n):
-                    request_id = f"{i}-{sample}"
-                    seeded = replace(own, seed=derive_seed(own.seed, str(i), sample))
-                    self.engine.add_request(request_id, token_ids, seeded)
-                    pending.add(request_id)
-            while pending:
-                for output in self.engine.step():
-                    pending.discard(output.request_id)
-                    yield output
-        finally:
-            for request_id in pending:
-                self.engine.abort(request_id)
+        call = arguments_of("LLM.stream", {"params": params, "n": n}, others)
+        read, _ = read_prompts(prompts)
+        return self._stream(read, call.params_of(len(read)), PromptIds(self.tokenizer, {}))
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt, using the chat template for a conversation."""
-        if not isinstance(prompt, str) and all(isinstance(item, Integral) for item in prompt):
-            return [int(cast("int", item)) for item in prompt]
-        if self.tokenizer is None:
-            raise ValueError("the model comes without a tokenizer: give prompts as token ids")
-        if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt))
-        ids = self.tokenizer.apply_chat_template(
-            [dict(message) for message in prompt],  # type: ignore[arg-type]
-            add_generation_prompt=True,
-            return_dict=False,
+    def close(self) -> None:
+        """Give the device's memory back. The LLM cannot be used after that."""
+        self._streams.close()
+        release_cached_memory(self._device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._streams.closed:
+            return f"LLM({self._model!r}, closed)"
+        engine = self.engine
+        dtype = str(self._dtype).removeprefix("torch.")
+        what = f"{engine.strategy.name}, {self._device}, {dtype}"
+        return (
+            f"LLM({self._model!r}, {what}, max_model_len {engine.max_model_len:,}: {engine.memory})"
         )
-        return cast("list[int]", ids)
+
+    def _generate(self, prompts: Any, call: Arguments) -> list[Output] | list[list[Output]]:
+        """Generate as `generate` says."""
+        read, is_one = read_prompts(prompts)
+        params = call.params_of(len(read))
+        outputs: list[list[Output]] = [[] for _ in read]
+        tokens = self.engine.generated_tokens
+        started = time.monotonic()
+        shown = sys.stderr.isatty() if call.progress is None else call.progress
+        ids = PromptIds(self.tokenizer, call.template_kwargs or {})
+        total = sum(own.n for own in params)
+        with tqdm(total=total, unit="output", disable=not shown, dynamic_ncols=True) as bar:
+            for output in self._stream(read, params, ids):
+                outputs[output.prompt_index].append(output)
+                seconds = max(time.monotonic() - started, 1e-9)
+                speed = (self.engine.generated_tokens - tokens) / seconds
+                bar.set_postfix_str(f"{speed:,.0f} tok/s", refresh=False)
+                bar.update()
+        for samples in outputs:
+            samples.sort(key=lambda output: output.sample_index)
+        return outputs[0] if is_one else outputs
+
+    def _stream(
+        self, prompts: list[ReadPrompt], params: list[SamplingParams], ids: PromptIds
+    ) -> Iterator[Output]:
+        """Check what can be checked at once, and return the iterator that `stream` describes."""
+        self.engine  # noqa: B018  (raises an error if it was closed)
+        ids.check(prompts)
+        return self._outputs(prompts, params, ids)
+
+    def _outputs(
+        self, prompts: list[ReadPrompt], params: list[SamplingParams], ids: PromptIds
+    ) -> Iterator[Output]:
+        requests = []
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                found: list[int] | RequestError = ids.of(prompt)
+            except RequestError as error:
+                found = error
+            for sample in range(own.n):
+                seed = derive_seed(own.request.seed, str(index), sample)
+                requests.append(Request(index, sample, found, replace(own.request, seed=seed)))
+        with closing(self._streams.run(requests)) as stream:
+            for request, finished in stream:
+                index, sample = request.prompt_index, request.sample_index
+                yield Output.of(finished, prompts[index].given, index, sample)
 
 
-def _indices(output: RequestOutput) -> tuple[int, int]:
-    """Return the indices of an output's prompt and sample."""
-    prompt, sample = output.request_id.split("-")
-    return int(prompt), int(sample)
+def _one_message(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]

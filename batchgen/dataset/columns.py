@@ -30,6 +30,8 @@ def feature_at(feature: Any, keys: list[str] | tuple[str, ...]) -> Any:
 
     JSON of several types may hold anything, so everything below it is JSON too.
     """
+    if not keys:
+        return feature
     from datasets.features import Json  # takes seconds, and mistakes are told before it is needed
 
     for key in keys:

@@ -1,6 +1,7 @@
 """The README.md of an output folder: a data set card, which the hub and `load_dataset` read."""
 
 import json
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ configs:
 tags:
 - batchgen
 - synthetic
+dataset_info:
+  description: Written by batchgen ({mark}).
 ---
 """
 
@@ -46,8 +49,9 @@ _UNFINISHED = """\
 # Answers that batchgen is writing
 
 This job is not complete. The rows that are finished come into `data/` shard by shard; until the
-first shard is there, `load_dataset` says that it finds no data files. `batchgen show {folder}`
-shows all finished rows at any time, and the command that started the job goes on with it.
+first shard is there, `load_dataset` says that it finds no data files, and later it gives the shards
+that were there when it first looked. `batchgen show {folder}` shows all finished rows at any time,
+and the command that started the job goes on with it.
 
 """
 
@@ -66,13 +70,23 @@ def how_to_read(folder: str) -> dict[str, str]:
     }
 
 
+def _header() -> str:
+    """The YAML at the beginning of a card, with a mark that no other has.
+
+    `load_dataset` keeps the rows that it has read, and finds them again by the name of the folder
+    and by this header, without a look at the files. With equal headers it would give the rows of
+    another job whose folder has the same name, or those that were there before the job grew.
+    """
+    return _HEADER.format(mark=secrets.token_hex(8))
+
+
 def unfinished_card(folder: str) -> str:
     """The card of a job that is not complete.
 
     With it `load_dataset` looks for shards alone; else it would take the JSON files for data.
     """
     text = _UNFINISHED.format(folder=folder)
-    return "\n".join([_HEADER, text + "\n".join(_reading(folder)), ""])
+    return "\n".join([_header(), text + "\n".join(_reading(folder)), ""])
 
 
 def _reading(folder: str) -> list[str]:
@@ -112,7 +126,7 @@ def dataset_card(
     ]
     return "\n".join(
         [
-            _HEADER,
+            _header(),
             f"# Answers of {model.get('name') or model['path']} to {source}",
             "",
             "Written by batchgen: one row per input row and sample, in the order of the input.",

@@ -1,6 +1,7 @@
 """The output folder of a job, which belongs to this job alone while it runs."""
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -51,7 +52,7 @@ class JobFolder:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._refuse_foreign_files()
+            refuse_foreign_files(path)
             self._lock = FolderLock(path / _LOCK)
         except OSError as error:
             raise _unusable(path, error) from None
@@ -127,12 +128,8 @@ class JobFolder:
         if not is_new:
             self.manifest = Manifest.read(path)
             differences = self.manifest.differences(manifest, digests)
-            if differences and not overwrite and self._has_rows():
-                raise ConfigError(
-                    f"output.dir={self.path} holds the output of a different job:\n  "
-                    + "\n  ".join(differences)
-                    + "\nuse another output.dir, or output.overwrite=true to delete that output"
-                )
+            if differences and not overwrite and has_rows(self.path):
+                raise different_job(self.path, differences)
             if differences:
                 self._delete_output()
                 is_new = True
@@ -152,24 +149,6 @@ class JobFolder:
         probe.unlink()
         return is_new
 
-    def _refuse_foreign_files(self) -> None:
-        """Refuse a folder that has files and no manifest: no job of ours has written them."""
-        names = {entry.name for entry in self.path.iterdir()}
-        foreign = sorted(names - {_LOCK, f".{_MANIFEST}.tmp"})
-        if foreign and _MANIFEST not in names:
-            listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
-            raise ConfigError(
-                f"output.dir={self.path} holds files that are not of a batchgen job ({listed}): "
-                "choose a new or empty folder; batchgen does not delete them, whatever "
-                "output.overwrite says"
-            )
-
-    def _has_rows(self) -> bool:
-        """Whether a row of the job may be finished."""
-        shards = shard_files(self.data) if self.data.is_dir() else {}
-        journals = journal_files(self.journal) if self.journal.is_dir() else {}
-        return bool(shards or journals)
-
     def _delete_output(self) -> None:
         for name in _OWN:
             path = self.path / name
@@ -185,3 +164,40 @@ def _unusable(path: Path, error: OSError | JobError) -> ConfigError:
         f"output.dir={path} cannot be written ({why}): choose a folder that "
         "you may write to, on a disk with free space"
     )
+
+
+def has_rows(path: Path) -> bool:
+    """Whether a row of the job in a folder may be finished."""
+    data, journal = path / "data", path / "journal"
+    shards = shard_files(data) if data.is_dir() else {}
+    return bool(shards or (journal_files(journal) if journal.is_dir() else {}))
+
+
+def different_job(path: Path, differences: Sequence[str]) -> ConfigError:
+    """The error for a folder with the output of another job.
+
+    Args:
+        differences: lines that say in what it is another.
+    """
+    return ConfigError(
+        f"output.dir={path} holds the output of a different job:\n  "
+        + "\n  ".join(differences)
+        + "\nuse another output.dir, or output.overwrite=true to delete that output"
+    )
+
+
+def refuse_foreign_files(path: Path) -> None:
+    """Refuse a folder that has files and no manifest: no job of ours has written them.
+
+    Raises:
+        ConfigError: it is such a folder.
+        OSError: it is no folder, or cannot be read.
+    """
+    names = {entry.name for entry in path.iterdir()}
+    foreign = sorted(names - {_LOCK, f".{_MANIFEST}.tmp"})
+    if foreign and _MANIFEST not in names:
+        listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
+        raise ConfigError(
+            f"output.dir={path} holds files that are not of a batchgen job ({listed}): choose a "
+            "new or empty folder; batchgen does not delete them, whatever output.overwrite says"
+        )

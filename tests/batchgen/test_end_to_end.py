@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from batchgen import LLM, SamplingParams
 from batchgen.__main__ import report
 from batchgen.errors import ConfigError
 from batchgen.fingerprint import derive_seed
+from batchgen.python.prompts import PromptIds, ReadPrompt
 
 
 def test_rows_are_those_of_the_python_interface(model: Path, rows: Path, tmp_path: Path) -> None:
@@ -31,6 +31,7 @@ def test_rows_are_those_of_the_python_interface(model: Path, rows: Path, tmp_pat
     params = SamplingParams(
         temperature=0.7, top_p=0.95, max_new_tokens=12, logprobs=True, top_logprobs=3
     )
+    ids = PromptIds(llm.tokenizer, {})
     for i, found in enumerate(table.to_pylist()):
         row, sample = ROWS[i // 2], i % 2
         assert (found["row_id"], found["row_index"], found["sample_index"]) == (
@@ -38,9 +39,8 @@ def test_rows_are_those_of_the_python_interface(model: Path, rows: Path, tmp_pat
         )  # fmt: skip
         assert found["q"] == row["q"]
         chat = [{"role": "user", "content": row["q"]}]
-        llm.engine.add_request(
-            "x", llm._token_ids(chat), replace(params, seed=derive_seed(3, row["id"], sample))
-        )
+        seeded = params.replace(seed=derive_seed(3, row["id"], sample)).request
+        llm.engine.add_request("x", ids.of(ReadPrompt.of(chat)), seeded)
         (expected,) = [o for _ in range(13) for o in llm.engine.step()]
         assert found["prompt_token_ids"] == expected.prompt_token_ids
         assert found["token_ids"] == expected.token_ids

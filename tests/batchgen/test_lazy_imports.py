@@ -73,6 +73,20 @@ def test_what_needs_no_job_does_not_wait_for_hydra(argument: str, tmp_path: Path
     _loaded(program, tmp_path)
 
 
+def test_what_python_imports_is_light_until_it_is_used(tmp_path: Path) -> None:
+    program = """
+import sys, batchgen
+batchgen.SamplingParams(max_tokens=5, constraint={"regex": "a+"})
+try:
+    batchgen.run_job({"sampling.temprature": 1})
+except ValueError as error:
+    print(error)
+"""
+    loaded, printed = _loaded(program, tmp_path)
+    assert "temperature" in printed
+    assert not loaded
+
+
 def test_a_mistake_in_the_model_is_found_before_the_libraries_of_the_data_load(
     tmp_path: Path,
 ) -> None:

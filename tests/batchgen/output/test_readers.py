@@ -43,6 +43,17 @@ def test_each_reader_reads_all_rows(tmp_path: Path, reader: str, name: str) -> N
     assert json.loads(json.dumps(found, default=list)) == expected
 
 
+def test_load_dataset_tells_folders_of_one_name_apart(tmp_path: Path) -> None:
+    """It keeps what it has read under the folder's name and the head of its card."""
+
+    def read(folder: str, rows: int) -> int:
+        line = how_to_read(str(tmp_path / folder))["datasets"]
+        FakeJob(str(tmp_path / folder), rows=rows, samples=1).run()
+        return len(READERS["datasets"](line))
+
+    assert (read("a/out", 3), read("b/out", 5), read("a/out", 7)) == (3, 5, 7)
+
+
 def test_the_summary_has_a_line(tmp_path: Path) -> None:
     message = FakeJob(str(tmp_path), rows=4).run().message
     assert f'load_dataset("{tmp_path}", split="train"); others: see its README.md' in message

@@ -1,0 +1,63 @@
+"""What a job would find in its output folder; nothing is changed there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchgen.config import JobConfig
+from batchgen.dataset.row_digest import rows_digest
+from batchgen.errors import ConfigError
+from batchgen.job import job_manifest, output_schema
+from batchgen.output.job_folder import different_job, has_rows, refuse_foreign_files
+from batchgen.output.manifest import Manifest
+from batchgen.output.read_job import JobFolderReader
+
+if TYPE_CHECKING:
+    from batchgen.build import OpenedJob
+
+
+def folder_state(config: JobConfig, opened: OpenedJob) -> str:
+    """Say in words what the job would do with its folder.
+
+    The files of the model are not read, so a model that has changed is not found out here.
+
+    Raises:
+        ConfigError: the job would be refused because of what the folder holds.
+    """
+    path = Path(config.output.dir)
+    try:
+        refuse_foreign_files(path)
+    except FileNotFoundError:
+        return f"{path}: a new folder"
+    except OSError as error:
+        raise ConfigError(f"output.dir={path} cannot be read ({error.strerror})") from None
+    if not has_rows(path):
+        return f"{path}: no answers yet"
+    old = Manifest.read(path / "manifest.json")
+    asked = _manifest(config, opened, old)
+    source = opened.source
+    if differences := old.differences(asked, lambda stop: rows_digest(source, stop)):
+        if config.output.overwrite:
+            return f"{path}: the output of a different job, which is deleted (output.overwrite)"
+        raise different_job(path, differences)
+    done = JobFolderReader(path).batches(["finish_reason"])
+    errors = rows = 0
+    for batch in done:
+        rows += batch.num_rows
+        errors += batch["finish_reason"].to_pylist().count("error")
+    text = f"{path}: resumes, {rows:,}"
+    if source.num_rows is not None:
+        text += f" of {source.num_rows * config.sampling.n:,}"
+    text += " answers are there"
+    if errors:
+        what = "are computed again" if config.output.retry_errors else "stay as they are"
+        text += f", {errors:,} of them errors, which {what}"
+    return "\n            ".join([text, *old.grown(asked)])
+
+
+def _manifest(config: JobConfig, opened: OpenedJob, old: Manifest) -> Manifest:
+    """The manifest of the job, if its models are those that the folder was made with."""
+    models = {name: text for name, text in old.fingerprints.items() if name != "dataset"}
+    parts = opened.parts(config, models)
+    return job_manifest(config, parts, output_schema(config, parts))

@@ -1,0 +1,1 @@
+"""What the Python interface (`LLM`, `SamplingParams`, `run_job`) takes and returns."""

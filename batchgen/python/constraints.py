@@ -1,0 +1,76 @@
+"""The ways in which a constraint can be written in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, get_args, runtime_checkable
+
+from batchgen.engine.constraint.constraint import Constraint, Kind
+
+KINDS: tuple[str, ...] = get_args(Kind)
+_OPTIONS = ("max_whitespace", "start_after")
+_EXAMPLES = (
+    '{"json_schema": schema}, {"regex": pattern}, {"choice": texts}, {"grammar": ebnf}, '
+    '{"structural_tag": tag} or {"json": True}'
+)
+
+
+@runtime_checkable
+class SchemaModel(Protocol):
+    """A class that describes JSON and knows its JSON Schema, as pydantic's models do."""
+
+    def model_json_schema(self) -> dict[str, Any]:
+        """The JSON Schema."""
+        ...
+
+
+ConstraintLike = Constraint | Mapping[str, Any] | SchemaModel
+"""A constraint, a mapping from a kind to its value, or a pydantic model class."""
+
+
+def as_constraint(given: ConstraintLike | None) -> Constraint | None:
+    """Make a constraint of what a user gave.
+
+    Args:
+        given: a `Constraint`; a class with `model_json_schema`, such as a pydantic model; or a
+            mapping with the kind of the constraint and its value, such as `{"regex": "[0-9]+"}`.
+            The value of `json_schema` may be such a class too, and `json` has the value True. The
+            mapping may have the keys `max_whitespace` and `start_after` besides (`Constraint`).
+
+    Raises:
+        ValueError: it is none of these, or cannot be enforced.
+    """
+    if given is None or isinstance(given, Constraint):
+        return given
+    if isinstance(given, SchemaModel):
+        return Constraint.make("json_schema", given.model_json_schema())
+    if not isinstance(given, Mapping):
+        raise ValueError(f"constraint must be {_EXAMPLES}, or a pydantic model, got {given!r:.100}")
+    kinds = [key for key in given if key in KINDS]
+    unknown = [key for key in given if key not in (*KINDS, *_OPTIONS)]
+    if len(kinds) != 1 or unknown:
+        raise ValueError(f"constraint must be one of {_EXAMPLES}: {_mistake(given, kinds)}")
+    (kind,) = kinds
+    value = given[kind]
+    if kind == "json":
+        if value is not True:
+            raise ValueError(
+                "constraint {'json': True} asks for any JSON object; for a schema write "
+                f"{{'json_schema': schema}}, got {value!r:.100}"
+            )
+        value = None
+    elif isinstance(value, SchemaModel):
+        value = value.model_json_schema()
+    elif kind == "choice" and isinstance(value, Sequence) and not isinstance(value, str):
+        value = list(value)
+    options = {key: given[key] for key in _OPTIONS if given.get(key) is not None}
+    return Constraint.make(kind, value, **options)
+
+
+def _mistake(given: Mapping[str, Any], kinds: list[str]) -> str:
+    """What is wrong with the keys of a mapping, in words."""
+    if len(kinds) > 1:
+        return f"got {' and '.join(map(repr, kinds))} together"
+    if not kinds and {"type", "properties", "$ref", "$defs", "anyOf", "enum"} & given.keys():
+        return "a JSON Schema is written as {'json_schema': schema}"
+    return f"got the keys {', '.join(map(repr, given)) or '(none)'}"
