@@ -131,7 +131,7 @@ MISTAKES: list[tuple[str, list[str], str]] = [
     ("dtype", ["model.dtype=int8"], "model.dtype must be one of"),
     ("no rows", ["dataset.path={tmp}/missing.jsonl"], "missing.jsonl"),
     ("json", ["dataset.path={tmp}/broken.jsonl"], "broken.jsonl"),
-    ("format", ["dataset.path={tmp}/rows.txt"], "rows.txt"),
+    ("format", ["dataset.path={tmp}/rows.pdf"], "rows.pdf"),
     ("id column", ["dataset.id_column=nope"], "nope"),
     ("duplicate ids", ["dataset.path={tmp}/twice.jsonl"], "twice"),
     ("columns", ["dataset.columns=[nope]"], "no column 'nope'"),
@@ -170,7 +170,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     tmp = tmp_path_factory.mktemp("mistakes")
     good = "".join(json.dumps(row) + "\n" for row in ROWS)
     (tmp / "rows.jsonl").write_text(good)
-    (tmp / "rows.txt").write_text(good)
+    (tmp / "rows.pdf").write_text(good)
     (tmp / "broken.jsonl").write_text(good + '{"id": "x", "q": \n')
     (tmp / "twice.jsonl").write_text(good + json.dumps({**ROWS[0], "id": "twice"}) * 1 + "\n" +
                                      json.dumps({**ROWS[0], "id": "twice"}) + "\n")  # fmt: skip

@@ -15,11 +15,19 @@ from fake_job import FakeJob
 from batchgen.output.dataset_card import how_to_read
 from batchgen.output.read_job import JobFolderReader
 
+
+def _query(line: str) -> list[dict[str, Any]]:
+    found = duckdb.sql(line)
+    assert found is not None
+    rows: list[dict[str, Any]] = found.pl().to_dicts()
+    return rows
+
+
 READERS: dict[str, Callable[[str], list[dict[str, Any]]]] = {
     "datasets": lambda line: eval(line, {"load_dataset": datasets.load_dataset}).to_list(),
     "pandas": lambda line: json.loads(eval(line, {"pd": pd}).to_json(orient="records")),
     "polars": lambda line: eval(line, {"pl": pl}).to_dicts(),
-    "duckdb": lambda line: duckdb.query(line).pl().to_dicts(),
+    "duckdb": _query,
 }
 
 
