@@ -1,0 +1,41 @@
+"""Which experts a token goes to, and with what weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def route(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """Choose the k most probable experts of each token.
+
+    The probabilities are a softmax over all experts, computed in float32 (Shazeer et al. 2017, in
+    the order of Qwen's models: first the softmax, then the choice). Of equally probable experts
+    the one with the lower id comes first.
+
+    Args:
+        logits: [T, E], the router's result for each token.
+        k: the number of experts of a token, at most E.
+        renormalise: whether the k weights are divided by their sum.
+
+    Returns:
+        ids: [T, k] int32, the experts of each token, the most probable first.
+        weights: [T, k] float32, their probabilities. A row of logits that is not finite has ids
+            in [0, E) all the same; its weights are NaN, and no other row's are.
+    """
+    if logits.is_cuda:
+        from batchgen.kernels.moe.routing_triton import route_triton
+
+        return route_triton(logits, k, renormalise=renormalise)
+    return route_reference(logits, k, renormalise=renormalise)
+
+
+def route_reference(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """`route` in PyTorch."""
+    probabilities = logits.float().softmax(-1)
+    # torch.topk may order equal values in any way.
+    ordered, ids = probabilities.sort(-1, descending=True, stable=True)
+    weights = ordered[:, :k]
+    if renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids[:, :k].int(), weights.contiguous()
