@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -34,7 +33,7 @@ def route_reference(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tenso
     """`route` in PyTorch."""
     probabilities = logits.float().softmax(-1)
     # torch.topk may order equal values in any way.
-    ordered, ids = probabilities.sort(-1, descending=True, stable=True)
+    ordered, ids = probabilities.sort(stable=True, dim=-1, descending=True)
     weights = ordered[:, :k]
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
