@@ -61,8 +61,8 @@ def linear(
 
     Returns:
         [T, N], dtype of x. On a CPU a row's bits depend on x's row alone, if most_rows is what
-        `cpu_product.choose_product` found for this weight, and pad_few is left as it is or was found
-        by `cpu_product.few_keep_bits`.
+        `cpu_product.choose_product` found for this weight, and pad_few is true or
+        `cpu_product.few_keep_bits`.
     """
     rows = len(x)
     if not rows:
