@@ -25,6 +25,7 @@ from batchgen.config import (
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.models.moe import ROUTED_EXPERTS
 from batchgen.engine.models.registry import model_class
 from batchgen.engine.outputs import OutputColumn
 from batchgen.engine.requests import check_params, output_columns
@@ -61,7 +62,7 @@ def job_parts(config: JobConfig) -> JobParts:
         heads = strategy_heads(strategy, model.config)
     of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
     context_columns = [column for column in of_model if column.name in config.output.columns]
-    _check_columns(config.output.columns, strategy, of_model)
+    _check_columns(config.output.columns, strategy, of_model, model.config.architecture)
     params = config.params
     compiler = _compiler(config.constraint, params.constraint, model)
     with _named("sampling"):
@@ -215,10 +216,18 @@ def _check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def _check_columns(
-    columns: tuple[str, ...], strategy: Strategy, of_model: Sequence[OutputColumn]
+    columns: tuple[str, ...],
+    strategy: Strategy,
+    of_model: Sequence[OutputColumn],
+    architecture: str,
 ) -> None:
     known = [*COMMON_COLUMNS, *(column.name for column in (*strategy.columns, *of_model))]
     for name in columns:
+        if name == ROUTED_EXPERTS and name not in known:
+            raise ConfigError(
+                f"output.columns: {name} says which experts each token went through, and this "
+                f"model ({architecture}) has no layers with experts: leave the column out"
+            )
         if name not in known:
             others = ", ".join(f"strategy={other}" for other in _choices_with(name))
             raise ConfigError(
