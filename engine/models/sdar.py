@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from batchgen.engine.models.config import Diffusion, ModelConfig
 from batchgen.engine.models.qwen3 import Qwen3ForCausalLM
@@ -20,7 +20,7 @@ class SDARForCausalLM(Qwen3ForCausalLM):
 
     @classmethod
     def hf_config(cls) -> type[PretrainedConfig]:
-        return sdar_config_class("sdar", super().hf_config())
+        return sdar_config_class("sdar")
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
@@ -47,11 +47,12 @@ def with_diffusion(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
 
 
 @cache
-def sdar_config_class(model_type: str, base: type[PretrainedConfig]) -> type[PretrainedConfig]:
+def sdar_config_class(model_type: Literal["sdar", "sdar_moe"]) -> type[PretrainedConfig]:
     """Make the class that reads SDAR's config.json without the code that checkpoints contain.
 
-    Besides the fields of Qwen3, which `base` reads, the file has fields for training, which do not
-    matter here, and these four:
+    transformers is imported here, because only reading a configuration needs it. Besides the fields
+    of Qwen3 or Qwen3-MoE, the file has fields for training, which do not matter here, and these
+    four:
 
     - block_size: the number of tokens in a block of block diffusion. The published JetLM/SDAR-*
       checkpoints leave it out and give it at most in the model's name; checkpoints that were
@@ -62,7 +63,9 @@ def sdar_config_class(model_type: str, base: type[PretrainedConfig]) -> type[Pre
     - block_causal_prompt: false for derived models whose prompt tokens see later tokens.
     """
     from huggingface_hub.dataclasses import strict
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
+    base = Qwen3MoeConfig if model_type == "sdar_moe" else Qwen3Config
     # `strict` checks the types of fields at run time, so these are types and not strings.
     fields = {
         "block_size": int | None,

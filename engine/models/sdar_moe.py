@@ -19,7 +19,7 @@ class SDARMoeForCausalLM(Qwen3MoeForCausalLM):
 
     @classmethod
     def hf_config(cls) -> type[PretrainedConfig]:
-        return sdar_config_class("sdar_moe", super().hf_config())
+        return sdar_config_class("sdar_moe")
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

@@ -200,7 +200,8 @@ def test_a_token_has_the_same_bits_in_any_batch(
     def of(x: Tensor) -> Tensor:
         caches = ForwardContext((), torch.ones(len(x), dtype=torch.int64), ())
         with torch.inference_mode():
-            return moe(x, torch.zeros_like(x), caches)
+            out: Tensor = moe(x, torch.zeros_like(x), caches)
+            return out
 
     together = of(x)
     for size in (1, 2, 3, 7, 16, 17, 40):

@@ -41,7 +41,8 @@ def theirs(tiny_model: TinyModel) -> PreTrainedModel:
     model: PreTrainedModel = Qwen3MoeForCausalLM.from_pretrained(
         folder_of(tiny_model), dtype=torch.float32, attn_implementation="eager"
     )
-    return model.eval()
+    model.eval()
+    return model
 
 
 def folder_of(tiny_model: TinyModel, kind: str = "qwen3_moe") -> Path:
