@@ -25,10 +25,14 @@ _BLOCK = 2048
 """Ids that a program of an expert reads at a time."""
 _CHUNK = 512
 """Slots of a chunk."""
-_SUB_CHUNK = 32
+_SUB_CHUNK = 16
 """Slots that all those of a chunk are compared with at a time."""
 _COUNTS = 2048
 """Counts that are added up at a time."""
+
+TILE_ARGUMENTS = ["tile_experts_ptr", "tile_firsts_ptr", "tile_ends_ptr"]
+"""Arguments whose alignment must not make Triton compile a kernel again: it changes with the number
+of tokens."""
 
 
 class Alignment(NamedTuple):
@@ -98,7 +102,7 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
     return found
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _align_expert(
     ids_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, num_slots,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
@@ -148,7 +152,7 @@ def _count_chunk(
     tl.store(counts_ptr + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), counts)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _align_chunk(
     ids_ptr, counts_ptr, places_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr,
     num_tiles_ptr, num_slots,

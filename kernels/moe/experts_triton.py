@@ -60,13 +60,25 @@ def grouped_mlp_triton(
     gate_up_product(x, gate_up, alignment, tiles.gate_up, k, activated)
     parts = torch.empty((tokens * k, hidden), dtype=x.dtype, device=x.device)
     down_product(activated, down, weights, alignment, tiles.down, parts)
+    sum_slots(parts, out, add=residual is not None)
+    return out
+
+
+def sum_slots(parts: Tensor, out: Tensor, *, add: bool) -> None:
+    """Sum the k slots of each token in their order, in float32.
+
+    Args:
+        parts: [T·k, H], contiguous.
+        out: [T, H], contiguous; overwritten.
+        add: to what `out` holds.
+    """
+    tokens, hidden = out.shape
     chunks = triton.cdiv(hidden, _CHUNK)
     _sum_slots[(tokens * chunks,)](
         parts, out, hidden, chunks,
-        K=k, ADD=residual is not None, BLOCK=min(_CHUNK, triton.next_power_of_2(hidden)),
+        K=len(parts) // tokens, ADD=add, BLOCK=min(_CHUNK, triton.next_power_of_2(hidden)),
         num_warps=4,
     )  # fmt: skip
-    return out
 
 
 @triton.jit

@@ -7,7 +7,8 @@ writes in the order of slots, in which a token's results lie side by side for th
 A program computes BLOCK_M places times BLOCK_N columns. With few tokens the time is that of reading
 the weights. Then SWAP makes the weights the left operand: Hopper's matrix instructions take at
 least 64 rows on the left, but as few as 8 columns on the right. With TMA the weights are read by
-the copy engine, through a tensor descriptor.
+the copy engine, through a tensor descriptor. With HALVE a tile that at most half of its rows are
+for, which only the last one of an expert can be, is computed as one of half the rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from batchgen.kernels.moe.alignment_triton import Alignment
+from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
 from batchgen.kernels.moe.tiles import ProductTiles
 
 
@@ -38,8 +39,7 @@ def gate_up_product(
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
     _gate_up[grid](
         x, _operand(weight, tiles), out, *alignment[:-1],
-        x.stride(0), inner, hidden, **_options(alignment, tiles, hidden, x),
-        TOP_K=k,
+        x.stride(0), k, inner, hidden, **_options(alignment, tiles, hidden, x),
     )  # fmt: skip
 
 
@@ -88,6 +88,7 @@ def _options(
         "EVEN_K": depth % tiles.block_k == 0,
         "SWAP": tiles.swap,
         "TMA": tiles.tma,
+        "HALVE": tiles.halve,
         "INTERPRETED": not x.is_cuda,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
@@ -104,12 +105,15 @@ def _weight_tile(
     The rows are those from `first_row` on if TMA, else first_row + row.
     """
     if TMA:
-        return weight.load([first_row, k])
-    column = k + tl.arange(0, BLOCK_K)
-    source = weight + (first_row.to(tl.int64) + row)[:, None] * depth + column[None, :]
-    if EVEN_K:
-        return tl.load(source)
-    return tl.load(source, mask=(column < depth)[None, :], other=0.0)
+        tile = weight.load([first_row, k])
+    else:
+        column = k + tl.arange(0, BLOCK_K)
+        source = weight + (first_row.to(tl.int64) + row)[:, None] * depth + column[None, :]
+        if EVEN_K:
+            tile = tl.load(source)
+        else:
+            tile = tl.load(source, mask=(column < depth)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit
@@ -119,40 +123,64 @@ def _add_product(acc, x, weight, SWAP: tl.constexpr, INTERPRETED: tl.constexpr):
         x = x.to(tl.float32)
         weight = weight.to(tl.float32)
     if SWAP:
-        return tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
-    return tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+    return acc
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["slots_per_token"], do_not_specialize_on_alignment=TILE_ARGUMENTS
+)
 def _gate_up(
     x_ptr, weight, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr,
-    num_tiles_ptr, x_stride, inner, hidden,
-    TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+    num_tiles_ptr, x_stride, slots_per_token, inner, hidden,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(inner, BLOCK_N)
     tile = tl.program_id(0) // columns
     if tile >= tl.load(num_tiles_ptr):
         return
     expert = tl.load(tile_experts_ptr + tile)
-    place = tl.load(tile_firsts_ptr + tile) + tl.arange(0, BLOCK_M)
+    first = tl.load(tile_firsts_ptr + tile)
     end = tl.load(tile_ends_ptr + tile)
+    first_column = tl.program_id(0) % columns * BLOCK_N
+    if HALVE and end - first <= BLOCK_M // 2:
+        _gate_up_tile(
+            x_ptr, weight, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
+            slots_per_token, inner, hidden, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN_K, SWAP, TMA,
+            INTERPRETED,
+        )  # fmt: skip
+    else:
+        _gate_up_tile(
+            x_ptr, weight, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
+            slots_per_token, inner, hidden, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP, TMA,
+            INTERPRETED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gate_up_tile(
+    x_ptr, weight, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
+    slots_per_token, inner, hidden,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    place = first + tl.arange(0, BLOCK_M)
+    column = first_column + tl.arange(0, BLOCK_N)
     # Rows past the end repeat the last one, and columns past the last one others: without masks.
     slot = tl.load(slots_ptr + tl.minimum(place, end - 1))
-    k = tl.arange(0, BLOCK_K)
-    x_source = x_ptr + (slot // TOP_K).to(tl.int64)[:, None] * x_stride + k[None, :]
-    first_column = tl.program_id(0) % columns * BLOCK_N
-    column = first_column + tl.arange(0, BLOCK_N)
-    gate_row = expert * (2 * inner)
-    up_row = gate_row + inner
     row = column % inner
+    k = tl.arange(0, BLOCK_K)
+    x_source = x_ptr + (slot // slots_per_token).to(tl.int64)[:, None] * x_stride + k[None, :]
+    gate_row = expert * (2 * inner)
     if TMA:
         gate_row += first_column
-        up_row += first_column
+    up_row = gate_row + inner
 
-    shape: tl.constexpr = [BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N]
-    gate = tl.zeros(shape, tl.float32)
-    up = tl.zeros(shape, tl.float32)
+    gate = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, hidden, BLOCK_K):
         if EVEN_K:
             x = tl.load(x_source + start)
@@ -170,43 +198,62 @@ def _gate_up(
     tl.store(target, result, mask=(place < end)[:, None] & (column < inner)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _down(
-    x, weight, slot_weights_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
+    x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
     tile_ends_ptr, num_tiles_ptr, hidden, inner,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(hidden, BLOCK_N)
     tile = tl.program_id(0) // columns
     if tile >= tl.load(num_tiles_ptr):
         return
     expert = tl.load(tile_experts_ptr + tile)
-    place = tl.load(tile_firsts_ptr + tile) + tl.arange(0, BLOCK_M)
+    first = tl.load(tile_firsts_ptr + tile)
     end = tl.load(tile_ends_ptr + tile)
-    last = tl.minimum(place, end - 1)
-    k = tl.arange(0, BLOCK_K)
-    x_source = x + last.to(tl.int64)[:, None] * inner + k[None, :]
     first_column = tl.program_id(0) % columns * BLOCK_N
+    if HALVE and end - first <= BLOCK_M // 2:
+        _down_tile(
+            x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
+            hidden, inner, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN_K, SWAP, TMA, INTERPRETED,
+        )  # fmt: skip
+    else:
+        _down_tile(
+            x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
+            hidden, inner, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP, TMA, INTERPRETED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _down_tile(
+    x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
+    hidden, inner,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    place = first + tl.arange(0, BLOCK_M)
+    last = tl.minimum(place, end - 1)
     column = first_column + tl.arange(0, BLOCK_N)
-    first_row = expert * hidden
     row = column % hidden
+    k = tl.arange(0, BLOCK_K)
+    x_source = x_ptr + last.to(tl.int64)[:, None] * inner + k[None, :]
+    first_row = expert * hidden
     if TMA:
         first_row += first_column
 
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, inner, BLOCK_K):
         if EVEN_K:
-            values = tl.load(x_source + start)
+            x = tl.load(x_source + start)
         else:
-            values = tl.load(x_source + start, mask=(start + k < inner)[None, :], other=0.0)
+            x = tl.load(x_source + start, mask=(start + k < inner)[None, :], other=0.0)
         weights = _weight_tile(weight, first_row, row, start, inner, EVEN_K, TMA, BLOCK_K)
-        acc = _add_product(acc, values, weights, SWAP, INTERPRETED)
+        acc = _add_product(acc, x, weights, SWAP, INTERPRETED)
 
     slot = tl.load(slots_ptr + last)
-    slot_weight = tl.load(slot_weights_ptr + slot)
     if SWAP:
         acc = tl.trans(acc)
-    result = (acc * slot_weight[:, None]).to(out_ptr.dtype.element_ty)
+    result = (acc * tl.load(slot_weights_ptr + slot)[:, None]).to(out_ptr.dtype.element_ty)
     target = out_ptr + slot.to(tl.int64)[:, None] * hidden + column[None, :]
     tl.store(target, result, mask=(place < end)[:, None] & (column < hidden)[None, :])

@@ -17,6 +17,8 @@ class ProductTiles(NamedTuple):
         num_stages: depth of the pipeline of loads.
         swap: the weights are the left operand of the matrix instruction.
         tma: the weights are read through a tensor descriptor.
+        halve: a tile that is at most half full is computed as half a one, which needs no less time
+            to read the weights, but less to multiply.
     """
 
     block_n: int
@@ -25,6 +27,7 @@ class ProductTiles(NamedTuple):
     num_stages: int
     swap: bool = False
     tma: bool = False
+    halve: bool = False
 
 
 class Tiles(NamedTuple):
