@@ -5,9 +5,10 @@ products compute tiles of slots that share an expert. How many tiles there are i
 device alone, so the products are launched for `most_tiles`, and programs past the real number end
 at once. Nothing here waits for the host, so a CUDA graph may contain it.
 
-Few slots are sorted in one launch, with a program for each expert that reads all ids. For many that
-would be too much reading, so they are cut into chunks: the first launch counts each chunk's experts,
-the second adds up the counts of the chunks before its own. Both sort stably.
+Few slots are sorted in one launch, with a program for each expert that reads all ids. For many
+that would be too much reading, so they are cut into chunks: one launch counts each chunk's experts,
+one adds up the counts of the chunks before each, and one has a program for each chunk and a few
+experts. Both ways sort stably.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW_SLOTS = 8192
+FEW_SLOTS = 4096
 """Up to so many slots are sorted in one launch."""
 _BLOCK = 2048
 """Ids that a program of an expert reads at a time."""
-_CHUNK = 512
+_CHUNK = 4096
 """Slots of a chunk."""
-_SUB_CHUNK = 16
-"""Slots that all those of a chunk are compared with at a time."""
-_COUNTS = 2048
+_EXPERTS = 4
+"""Experts whose slots a program takes from its chunk."""
+_COUNTS = 4096
 """Counts that are added up at a time."""
+_TILES = 16
+"""Tiles that a program writes."""
 
 TILE_ARGUMENTS = ["tile_experts_ptr", "tile_firsts_ptr", "tile_ends_ptr"]
 """Arguments whose alignment must not make Triton compile a kernel again: it changes with the number
@@ -68,7 +71,7 @@ def bound_of_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
 
 
 def align(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
-    """Sort the slots by expert and cut them into tiles, in one launch or two.
+    """Sort the slots by expert and cut them into tiles, in one launch or three.
 
     Args:
         ids: [T, k] int32, contiguous, each in [0, num_experts). This is not checked on a GPU.
@@ -92,12 +95,15 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
         return found
     chunks = triton.cdiv(num_slots, _CHUNK)
     counts, places = torch.empty((2, chunks, block_e), dtype=torch.int32, device=device)
-    _count_chunk[(chunks,)](ids, counts, num_slots, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=4)
-    _align_chunk[(chunks,)](
-        ids, counts, places, *found[:-1], num_slots,
-        BLOCK_M=block_m, BLOCK_E=block_e, CHUNK=_CHUNK, SUB_CHUNK=_SUB_CHUNK,
-        COUNT_ROWS=max(1, _COUNTS // block_e),
-        TILES=triton.next_power_of_2(triton.cdiv(most, chunks)), num_warps=8,
+    _count_chunk[(chunks,)](ids, counts, num_slots, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=8)
+    _add_counts[(max(chunks, triton.cdiv(most, _TILES)),)](
+        counts, places, *found[1:-1], chunks,
+        BLOCK_M=block_m, BLOCK_E=block_e, COUNT_ROWS=max(1, _COUNTS // block_e), TILES=_TILES,
+        num_warps=8,
+    )  # fmt: skip
+    _place_chunk[(chunks * triton.cdiv(num_experts, _EXPERTS),)](
+        ids, places, slots, num_slots, num_experts, chunks,
+        BLOCK_E=block_e, CHUNK=_CHUNK, EXPERTS=_EXPERTS, num_warps=8,
     )  # fmt: skip
     return found
 
@@ -133,17 +139,13 @@ def _align_expert(
         begin = first + index * BLOCK_M
         tl.store(tile_experts_ptr + tile + index, own, mask=index < count)
         tl.store(tile_firsts_ptr + tile + index, begin, mask=index < count)
-        tl.store(
-            tile_ends_ptr + tile + index, tl.minimum(begin + BLOCK_M, end), mask=index < count
-        )
+        tl.store(tile_ends_ptr + tile + index, tl.minimum(begin + BLOCK_M, end), mask=index < count)
     if own == tl.num_programs(0) - 1:
         tl.store(num_tiles_ptr, tile + count)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
-def _count_chunk(
-    ids_ptr, counts_ptr, num_slots, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr
-):
+def _count_chunk(ids_ptr, counts_ptr, num_slots, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr):
     """Each program counts the slots of each expert in one chunk."""
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     inside = slot < num_slots
@@ -152,15 +154,13 @@ def _count_chunk(
     tl.store(counts_ptr + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), counts)
 
 
-@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
-def _align_chunk(
-    ids_ptr, counts_ptr, places_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr,
-    num_tiles_ptr, num_slots,
-    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SUB_CHUNK: tl.constexpr,
-    COUNT_ROWS: tl.constexpr, TILES: tl.constexpr,
+@triton.jit(do_not_specialize=["chunks"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
+def _add_counts(
+    counts_ptr, places_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, chunks,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, COUNT_ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes the slots of one chunk and its share of the tiles."""
-    own, chunks = tl.program_id(0), tl.num_programs(0)
+    """Each program writes where the slots of each expert in one chunk begin, and TILES tiles."""
+    own = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     counts = tl.zeros([BLOCK_E], tl.int32)
     before = tl.zeros([BLOCK_E], tl.int32)
@@ -171,21 +171,8 @@ def _align_chunk(
         counts += tl.sum(some, axis=0)
         before += tl.sum(tl.where(chunk < own, some, 0), axis=0)
     ends = tl.cumsum(counts, axis=0)
-    # Through memory, because a register cannot be looked up by an id.
-    tl.store(places_ptr + own * BLOCK_E + expert, ends - counts + before)
-    tl.debug_barrier()
-
-    offset = tl.arange(0, CHUNK)
-    slot = own * CHUNK + offset
-    ids = tl.load(ids_ptr + slot, mask=slot < num_slots, other=-1)
-    place = tl.load(places_ptr + own * BLOCK_E + ids, mask=slot < num_slots, other=0)
-    for start in tl.range(0, CHUNK, SUB_CHUNK):
-        others = start + tl.arange(0, SUB_CHUNK)
-        other_slots = own * CHUNK + others
-        other_ids = tl.load(ids_ptr + other_slots, mask=other_slots < num_slots, other=-1)
-        same = (ids[:, None] == other_ids[None, :]) & (others[None, :] < offset[:, None])
-        place += tl.sum(same.to(tl.int32), axis=1)
-    tl.store(slots_ptr + place, slot, mask=slot < num_slots)
+    if own < chunks:
+        tl.store(places_ptr + own * BLOCK_E + expert, ends - counts + before)
 
     tile_counts = (counts + BLOCK_M - 1) // BLOCK_M
     tile_ends = tl.cumsum(tile_counts, axis=0)
@@ -201,3 +188,19 @@ def _align_chunk(
     tl.store(tile_ends_ptr + tile, tl.minimum(begin + BLOCK_M, end), mask=tile < total)
     if own == 0:
         tl.store(num_tiles_ptr, total)
+
+
+@triton.jit(do_not_specialize=["num_slots", "experts", "chunks"])
+def _place_chunk(
+    ids_ptr, places_ptr, slots_ptr, num_slots, experts, chunks,
+    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Each program writes the slots of EXPERTS experts in one chunk."""
+    chunk = tl.program_id(0) % chunks
+    first_expert = tl.program_id(0) // chunks * EXPERTS
+    slot = chunk * CHUNK + tl.arange(0, CHUNK)
+    ids = tl.load(ids_ptr + slot, mask=slot < num_slots, other=-1)
+    for expert in tl.range(first_expert, tl.minimum(first_expert + EXPERTS, experts)):
+        mine = (ids == expert).to(tl.int32)
+        place = tl.load(places_ptr + chunk * BLOCK_E + expert) + tl.cumsum(mine, axis=0) - mine
+        tl.store(slots_ptr + place, slot, mask=mine != 0)

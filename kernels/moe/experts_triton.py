@@ -28,7 +28,7 @@ def grouped_mlp_triton(
     *,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """`experts.grouped_mlp` in four launches, five if there are many tokens.
+    """`experts.grouped_mlp` in four launches, six if there are many tokens.
 
     Args:
         x: [T, H], the last axis contiguous.

@@ -1,4 +1,4 @@
-"""The two matrix products of experts, in Triton: each tile of places with the weights of its expert.
+"""The two matrix products of experts, in Triton: a tile of places with the weights of its expert.
 
 The first product makes silu(gate) · up of each slot, in the order of places (see `Alignment`), so
 the rows of a tile lie side by side for the second one. That multiplies by the slot's weight and
@@ -129,9 +129,7 @@ def _add_product(acc, x, weight, SWAP: tl.constexpr, INTERPRETED: tl.constexpr):
     return acc
 
 
-@triton.jit(
-    do_not_specialize=["slots_per_token"], do_not_specialize_on_alignment=TILE_ARGUMENTS
-)
+@triton.jit(do_not_specialize=["slots_per_token"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _gate_up(
     x_ptr, weight, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr,
     num_tiles_ptr, x_stride, slots_per_token, inner, hidden,

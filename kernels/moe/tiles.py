@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+_ALIGNED = 8
+"""Rows of 16-bit values that the copy engine reads begin at multiples of 16 bytes."""
 
 
 class ProductTiles(NamedTuple):
@@ -17,8 +22,7 @@ class ProductTiles(NamedTuple):
         num_stages: depth of the pipeline of loads.
         swap: the weights are the left operand of the matrix instruction.
         tma: the weights are read through a tensor descriptor.
-        halve: a tile that is at most half full is computed as half a one, which needs no less time
-            to read the weights, but less to multiply.
+        halve: a tile that is at most half full is computed as half a one, which saves multiplying.
     """
 
     block_n: int
@@ -43,31 +47,83 @@ class Tiles(NamedTuple):
     down: ProductTiles
 
 
-def choose_tiles(num_slots: int, gate_up: torch.Tensor) -> Tiles:
+FLOAT32 = Tiles(16, ProductTiles(32, 32, 4, 2), ProductTiles(64, 32, 4, 2))
+"""For float32, which the matrix units do not take, so that its operands need registers."""
+
+TABLE = (
+    (
+        0.7,
+        Tiles(
+            16,
+            ProductTiles(64, 128, 4, 4, swap=True, tma=True),
+            ProductTiles(64, 128, 4, 3, tma=True),
+        ),
+    ),
+    (
+        5.7,
+        Tiles(
+            16,
+            ProductTiles(64, 128, 4, 3, swap=True, tma=True),
+            ProductTiles(128, 128, 8, 3, swap=True, tma=True),
+        ),
+    ),
+    (
+        11.3,
+        Tiles(
+            16,
+            ProductTiles(64, 128, 4, 3, swap=True, tma=True),
+            ProductTiles(64, 128, 4, 3, tma=True),
+        ),
+    ),
+    (
+        22.6,
+        Tiles(
+            32,
+            ProductTiles(128, 128, 8, 3, swap=True, tma=True),
+            ProductTiles(128, 128, 8, 3, tma=True),
+        ),
+    ),
+    (
+        45,
+        Tiles(64, ProductTiles(128, 64, 4, 4, tma=True), ProductTiles(128, 64, 4, 3, tma=True)),
+    ),
+    (
+        256,
+        Tiles(
+            128,
+            ProductTiles(128, 64, 8, 4, tma=True, halve=True),
+            ProductTiles(256, 64, 8, 4, tma=True, halve=True),
+        ),
+    ),
+    (
+        math.inf,
+        Tiles(
+            128,
+            ProductTiles(128, 64, 8, 3, tma=True, halve=True),
+            ProductTiles(256, 64, 8, 3, tma=True, halve=True),
+        ),
+    ),
+)
+"""For 16-bit values on Hopper: (the most slots of an expert, on average, tiles). Measured with
+`scripts/bench/bench_moe.py --tune` on an H200, 128 experts of 2048 × 768.
+
+Few lines, because each is compiled at the start of an engine whose batches need it."""
+
+
+def choose_tiles(num_slots: int, gate_up: Tensor) -> Tiles:
     """Look up how to cut the products.
 
+    How slots are routed is not known on the host, so the mean number of an expert's slots decides.
+
     Args:
-        num_slots: T·k. As the host does not know how they are routed, the mean number of slots of
-            an expert decides.
+        num_slots: T·k.
         gate_up: [E, 2·I, H], the weights of the first product.
     """
-    experts, _, hidden = gate_up.shape
+    experts, twice_inner, hidden = gate_up.shape
     if gate_up.dtype == torch.float32:
-        return _FLOAT32
-    aligned = hidden % 8 == 0 and gate_up.shape[1] % 16 == 0
-    per_expert = num_slots / experts
-    tiles = next(tiles for most, tiles in _TABLE if per_expert <= most)
-    if aligned:
+        return FLOAT32
+    tiles = next(tiles for most, tiles in TABLE if num_slots <= most * experts)
+    if hidden % _ALIGNED == 0 and twice_inner // 2 % _ALIGNED == 0:
         return tiles
-    # The copy engine reads rows that begin at multiples of 16 bytes.
-    gate, down = (product._replace(tma=False) for product in tiles[1:])
-    return tiles._replace(gate_up=gate, down=down)
-
-
-_FLOAT32 = Tiles(16, ProductTiles(32, 32, 4, 2), ProductTiles(64, 32, 4, 2))
-"""float32 does not run on the matrix units, so its operands need registers."""
-
-_TABLE = (
-    (16, Tiles(16, ProductTiles(64, 128, 4, 3), ProductTiles(64, 128, 4, 4))),
-    (float("inf"), Tiles(128, ProductTiles(128, 64, 8, 4), ProductTiles(256, 64, 8, 4))),
-)
+    gate_up_tiles, down_tiles = (product._replace(tma=False) for product in tiles[1:])
+    return Tiles(tiles.block_m, gate_up_tiles, down_tiles)

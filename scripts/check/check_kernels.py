@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from expert_products import check_experts
 from triton.runtime import KernelInterface
 
 from batchgen.engine.engine_config import EngineConfig
@@ -245,7 +246,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("needs a GPU: the kernels run on nothing else")
     launches = count_launches()
-    problems = check_masks()
+    problems = check_masks() + check_experts(torch.device("cuda"))
     for sizes, dtype in RUNS:
         batches, diffusion = batches_of(sizes), sizes["model_type"] == "sdar"
         reference = DLLMStrategy() if diffusion else ARStrategy()

@@ -1,4 +1,4 @@
-"""Slots sorted by expert and cut into tiles, in one launch and in two, against a plain sort."""
+"""Slots sorted by expert and cut into tiles, in one launch and in three, against a plain sort."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_alignment_equals_a_stable_sort(
     if few and not ids.is_cuda:
         experts = min(experts, 5)  # a program for each, which the interpreter takes long for
         ids = ids % experts
-    with patch.object(alignment_triton, "FEW_SLOTS", 10**6 if few else 0):
+    # Chunks of 128 slots, so that there are several.
+    with patch.multiple(alignment_triton, FEW_SLOTS=10**6 if few else 0, _CHUNK=128):
         _check(align(ids, experts, block_m), ids, experts)
 
 

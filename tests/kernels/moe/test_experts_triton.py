@@ -61,7 +61,9 @@ class Case:
 
         x = torch.full((tokens, gap + hidden), NAN, device=DEVICE, dtype=dtype)[:, gap:]
         x.copy_(normal(tokens, hidden))
-        scores = torch.rand((tokens, min(max(used, k), experts)), generator=generator, device=DEVICE)
+        scores = torch.rand(
+            (tokens, min(max(used, k), experts)), generator=generator, device=DEVICE
+        )
         return cls(
             x,
             normal(experts, 2 * inner, hidden).div_(hidden**0.5).to(dtype),
@@ -193,9 +195,7 @@ REAL = [(128, 8, 2048, 768), (256, 8, 2048, 512), (64, 6, 2048, 1408)]
 @pytest.mark.parametrize("shape", REAL)
 @pytest.mark.parametrize("tokens", [1, 2, 16, 64, 256, 600, 1024, 2048, 4096])
 @pytest.mark.parametrize("used", [1, 10_000])
-def test_every_line_of_the_table(
-    shape: tuple[int, int, int, int], tokens: int, used: int
-) -> None:
+def test_every_line_of_the_table(shape: tuple[int, int, int, int], tokens: int, used: int) -> None:
     case = Case.make(tokens, shape[1], shape[0], *shape[2:], torch.bfloat16, used=used)
     _assert_near(case.run(None), case)
 
