@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.layers.activation import silu_and_mul_reference
+from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
 
 
 def grouped_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -28,7 +29,8 @@ def grouped_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: 
         from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
 
         return grouped_mlp_triton(x, gate_up, down, ids, weights)
-    return grouped_mlp_reference(x, gate_up, down, ids, weights)
+    products = ExpertProducts(gate_up.unbind()), ExpertProducts(down.unbind())
+    return grouped_mlp_cpu(x, *products, ids, weights)
 
 
 def grouped_mlp_reference(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -32,9 +33,13 @@ def route(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]
 def route_reference(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
     """`route` in PyTorch."""
     probabilities = logits.float().softmax(-1)
-    # torch.topk may order equal values in any way.
-    ordered, ids = probabilities.sort(stable=True, dim=-1, descending=True)
-    weights = ordered[:, :k]
+    count = probabilities.shape[1]
+    # Equal probabilities are told apart by the id, as torch.topk may order them in any way. The
+    # bits of a float that is not negative have its order; those of NaN are above or below all.
+    order = probabilities.view(torch.int32).long() * count
+    order += torch.arange(count - 1, -1, -1, device=logits.device)
+    ids = count - 1 - order.topk(k).values % count
+    weights = probabilities.gather(1, ids)
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    return ids[:, :k].int(), weights.contiguous()
+    return ids.int(), weights
