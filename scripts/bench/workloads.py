@@ -238,9 +238,7 @@ def expert_weights(config: ModelConfig) -> ExpertWeights:
     if not isinstance(family, MoEConfig):
         return ExpertWeights(0, 1, 1, 0)
     each = 3 * config.hidden_size * family.expert_size
-    return ExpertWeights(
-        len(family.moe_layers), family.num_experts, family.experts_per_token, each
-    )
+    return ExpertWeights(len(family.moe_layers), family.num_experts, family.experts_per_token, each)
 
 
 def floor_seconds(

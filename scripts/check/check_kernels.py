@@ -80,11 +80,23 @@ SDAR = QWEN3 | {
     "block_size": 4,
     "mask_token_id": 5002,
 }
+QWEN3_MOE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 72,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 RUNS = (
     (QWEN3, torch.float32),
     (LLAMA, torch.float32),
     (QWEN3, torch.bfloat16),
     (SDAR, torch.float32),
+    (QWEN3_MOE, torch.float32),
+    (QWEN3_MOE, torch.bfloat16),
 )
 
 STRATEGIES: dict[str, dict[str, Any] | None] = {
