@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
+from batchgen.kernels.moe.persistent_triton import persistent_down_product
 from batchgen.kernels.moe.tiles import ProductTiles
 
 
@@ -61,6 +62,9 @@ def down_product(
         tiles: how the product is cut.
         out: [N, H], contiguous, in the order of slots; overwritten.
     """
+    if tiles.persistent:
+        persistent_down_product(x, weight, slot_weights, alignment, tiles, out)
+        return
     hidden, inner = out.shape[1], x.shape[1]
     grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.block_n),)
     _down[grid](
@@ -138,11 +142,13 @@ def _gate_up(
 ):  # fmt: skip
     columns = tl.cdiv(inner, BLOCK_N)
     tile = tl.program_id(0) // columns
-    if tile >= tl.load(num_tiles_ptr):
-        return
+    # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
+    num_tiles = tl.load(num_tiles_ptr)
     expert = tl.load(tile_experts_ptr + tile)
     first = tl.load(tile_firsts_ptr + tile)
     end = tl.load(tile_ends_ptr + tile)
+    if tile >= num_tiles:
+        return
     first_column = tl.program_id(0) % columns * BLOCK_N
     if HALVE and end - first <= BLOCK_M // 2:
         _gate_up_tile(
@@ -205,11 +211,13 @@ def _down(
 ):  # fmt: skip
     columns = tl.cdiv(hidden, BLOCK_N)
     tile = tl.program_id(0) // columns
-    if tile >= tl.load(num_tiles_ptr):
-        return
+    # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
+    num_tiles = tl.load(num_tiles_ptr)
     expert = tl.load(tile_experts_ptr + tile)
     first = tl.load(tile_firsts_ptr + tile)
     end = tl.load(tile_ends_ptr + tile)
+    if tile >= num_tiles:
+        return
     first_column = tl.program_id(0) % columns * BLOCK_N
     if HALVE and end - first <= BLOCK_M // 2:
         _down_tile(

@@ -23,6 +23,8 @@ class ProductTiles(NamedTuple):
         swap: the weights are the left operand of the matrix instruction.
         tma: the weights are read through a tensor descriptor.
         halve: a tile that is at most half full is computed as half a one, which saves multiplying.
+        persistent: the second product alone, neither swapped nor halved: as many programs as the
+            GPU has multiprocessors compute tile after tile, both operands read by the copy engine.
     """
 
     block_n: int
@@ -32,6 +34,7 @@ class ProductTiles(NamedTuple):
     swap: bool = False
     tma: bool = False
     halve: bool = False
+    persistent: bool = False
 
 
 class Tiles(NamedTuple):
@@ -125,5 +128,7 @@ def choose_tiles(num_slots: int, gate_up: Tensor) -> Tiles:
     tiles = next(tiles for most, tiles in TABLE if num_slots <= most * experts)
     if hidden % _ALIGNED == 0 and twice_inner // 2 % _ALIGNED == 0:
         return tiles
-    gate_up_tiles, down_tiles = (product._replace(tma=False) for product in tiles[1:])
+    gate_up_tiles, down_tiles = (
+        product._replace(tma=False, persistent=False) for product in tiles[1:]
+    )
     return Tiles(tiles.block_m, gate_up_tiles, down_tiles)

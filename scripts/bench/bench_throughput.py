@@ -52,7 +52,7 @@ PEERS: dict[tuple[str, str], dict[str, float]] = {
     },
     ("qwen3-30b-a3b", "prefill"): {"vLLM 0.23.0, H200": 12.1},
 }
-"""The seconds of other engines by model and workload, on one H100 80GB unless they say otherwise."""
+"""The seconds of other engines by model and workload, on an H100 80GB unless they say otherwise."""
 
 
 def describe(run: Run, model: str) -> str:

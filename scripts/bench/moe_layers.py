@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ def floor_microseconds(shape: Shape, batch: Batch, rates: Rates) -> tuple[float,
 
 def timed(run: Callable[[int], object]) -> float:
     """The microseconds of run(i), for i of the routings in turn."""
-    runs = [lambda i=i: run(i) for i in range(_ROUTINGS)]
+    runs: list[Callable[[], object]] = [partial(run, i) for i in range(_ROUTINGS)]
     once = microseconds(runs, _ROUTINGS)
     return microseconds(runs, max(_ROUTINGS, min(64, int(_GRAPH_SECONDS * 1e6 / once))))
 

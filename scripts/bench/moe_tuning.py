@@ -80,12 +80,19 @@ def _for_many(block_m: int) -> tuple[list[ProductTiles], list[ProductTiles]]:
                 gate_up.append(tiles)
             if registers <= 4096 and _fits(block_m, block_n, block_k, stages, 1):
                 down.append(tiles)
+                # One program of a multiprocessor: what it writes has shared memory of its own.
+                beside = block_m * block_n // 2
+                if tma and not halve and _fits(block_m, block_n, block_k, stages, 1, beside):
+                    down.append(tiles._replace(persistent=True))
     return gate_up, down
 
 
-def _fits(block_m: int, block_n: int, block_k: int, stages: int, weights: int) -> bool:
-    """Whether the tiles of all stages are within the 227 KiB of shared memory of a program."""
-    values = (block_m + weights * block_n) * block_k * stages
+def _fits(
+    block_m: int, block_n: int, block_k: int, stages: int, weights: int, beside: int = 0
+) -> bool:
+    """Whether the tiles of all stages are within the 227 KiB of shared memory of a program, with
+    so many values beside them."""
+    values = (block_m + weights * block_n) * block_k * stages + beside
     return values * DTYPE.itemsize <= 225 * 1024
 
 
@@ -201,7 +208,7 @@ def _down_launch(
 
 
 def _short(tiles: ProductTiles) -> str:
-    flags = zip(("swap", "tma", "halve"), tiles[4:], strict=True)
+    flags = zip(tiles._fields[4:], tiles[4:], strict=True)
     sizes = "/".join(str(size) for size in tiles[:4])
     return " ".join((sizes, *(name for name, on in flags if on)))
 

@@ -27,7 +27,7 @@ def test_the_mean_number_of_slots_decides() -> None:
 def test_rows_that_are_not_aligned_are_not_for_the_copy_engine(inner: int, hidden: int) -> None:
     for slots in (1, 100, 100_000):
         tiles = choose_tiles(slots, _weight(8, inner, hidden))
-        assert not (tiles.gate_up.tma or tiles.down.tma)
+        assert not (tiles.gate_up.tma or tiles.down.tma or tiles.down.persistent)
         assert tiles.block_m == choose_tiles(slots, _weight(8, 64, 64)).block_m
 
 
@@ -35,10 +35,12 @@ def test_rows_that_are_not_aligned_are_not_for_the_copy_engine(inner: int, hidde
 def test_each_line_fits_a_program(tiles: Tiles) -> None:
     """Shared memory holds the tiles of all stages, wgmma takes 64 rows on the left, and a thread
     has registers for its share of the sums."""
+    assert not tiles.gate_up.persistent
     for product, weights in ((tiles.gate_up, 2), (tiles.down, 1)):
         values = (tiles.block_m + weights * product.block_n) * product.block_k
         assert 2 * values * product.num_stages <= 225 * 1024
         assert not product.swap or product.block_n >= 64
         assert not product.halve or tiles.block_m >= 32
+        assert not product.persistent or (product.tma and not product.swap and not product.halve)
         sums = weights * tiles.block_m * product.block_n
         assert sums / (32 * product.num_warps) <= 128
