@@ -7,6 +7,7 @@ from torch import Tensor
 
 from batchgen.kernels.layers.activation import silu_and_mul_reference
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
+from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
 
 
 def grouped_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -26,8 +27,6 @@ def grouped_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: 
         [T, H], dtype of x.
     """
     if x.is_cuda:
-        from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
-
         return grouped_mlp_triton(x, gate_up, down, ids, weights)
     products = ExpertProducts(gate_up.unbind()), ExpertProducts(down.unbind())
     return grouped_mlp_cpu(x, *products, ids, weights)

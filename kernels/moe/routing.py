@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from batchgen.kernels.moe.routing_triton import route_triton
+
 
 def route(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
     """Choose the k most probable experts of each token.
@@ -24,8 +26,6 @@ def route(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]
             in [0, E) all the same; its weights are NaN, and no other row's are.
     """
     if logits.is_cuda:
-        from batchgen.kernels.moe.routing_triton import route_triton
-
         return route_triton(logits, k, renormalise=renormalise)
     return route_reference(logits, k, renormalise=renormalise)
 
