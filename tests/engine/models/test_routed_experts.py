@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dllm_reference import Options, block_causal, generate, model_forward
+from dllm_reference import Options, generate, model_forward
 from engine_rows import Request, expect_short_rows
-from torch import Tensor
+from routers import router_ids
 from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 
 from batchgen.engine.engine_config import EngineConfig
@@ -47,17 +48,6 @@ def theirs(tiny_model: TinyModel) -> PreTrainedModel:
 
 def folder_of(tiny_model: TinyModel, kind: str = "qwen3_moe") -> Path:
     return tiny_model(kind, mlp_only_layers=[1])
-
-
-def router_ids(model: PreTrainedModel, ids: Sequence[int], block_length: int = 1) -> Tensor:
-    """[T, 2, 3], the experts of each token, those with the largest weight first."""
-    seen = block_causal(len(ids), block_length)
-    mask = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
-    with torch.inference_mode():
-        out = model.model(
-            torch.tensor([list(ids)]), attention_mask=mask[None, None], output_router_logits=True
-        )
-    return torch.stack([logits.topk(3).indices for logits in out.router_logits], 1)
 
 
 def make_engine(
@@ -168,9 +158,16 @@ def test_ar_spec(
     assert engine.stats.preemptions and engine.stats.cached_tokens
 
 
-@pytest.mark.parametrize("kind", ["overfull", "roomy"])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "overlap", "fused"),
+    [
+        pytest.param(*case, marks=[] if case in quick else [pytest.mark.slow])
+        for quick in [
+            {("roomy", False, False), ("overfull", True, False), ("overfull", True, True)}
+        ]
+        for case in itertools.product(("overfull", "roomy"), (False, True), (False, True))
+    ],
+)
 def test_dllm(
     kind: str,
     overlap: bool,
