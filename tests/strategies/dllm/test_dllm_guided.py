@@ -193,7 +193,7 @@ def test_rows_are_those_of_the_reference(
 def test_rows_keep_the_experts_of_their_final_blocks(
     overlap: bool, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a block that a conflict leaves unfinished, of a forward that reads all its known tokens."""
+    """In a block that a conflict cut short, of a forward that reads all its known tokens."""
     expect_short_rows(monkeypatch)
     length, rule = 8, RULES[4]
     model = Qwen3MoeForCausalLM.from_pretrained(
