@@ -27,6 +27,7 @@ from batchgen.config import (
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.models.moe import ROUTED_EXPERTS
 from batchgen.engine.models.registry import model_class
 from batchgen.engine.outputs import OutputColumn
 from batchgen.engine.requests import check_params, output_columns
@@ -155,7 +156,7 @@ def open_job(config: JobConfig) -> OpenedJob:
         strategy_heads(strategy, model.config)  # This raises an error if the model lacks one.
     of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
     context_columns = [column for column in of_model if column.name in config.output.columns]
-    _check_columns(config.output.columns, strategy, of_model)
+    _check_columns(config.output.columns, strategy, of_model, model.config.architecture)
     params = config.params
     compiler = _compiler(config.constraint, params.constraint, model)
     with _named("sampling"):
@@ -282,10 +283,18 @@ def _check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def _check_columns(
-    columns: tuple[str, ...], strategy: Strategy, of_model: Sequence[OutputColumn]
+    columns: tuple[str, ...],
+    strategy: Strategy,
+    of_model: Sequence[OutputColumn],
+    architecture: str,
 ) -> None:
     known = [*COMMON_COLUMNS, *(column.name for column in (*strategy.columns, *of_model))]
     for name in columns:
+        if name == ROUTED_EXPERTS and name not in known:
+            raise ConfigError(
+                f"output.columns: {name} says which experts each token went through, and this "
+                f"model ({architecture}) has no layers with experts: leave the column out"
+            )
         if name not in known:
             others = ", ".join(f"strategy={other}" for other in _choices_with(name))
             raise ConfigError(

@@ -31,12 +31,15 @@ class OutputColumn:
             into `StepOutput.columns`. `context` columns have one value for each token that the
             model has read (the prompt and all generated tokens but the last), and a layer of the
             model writes them with `ForwardContext.record`.
+        metadata: further facts, as pairs of a name and a text, that readers of the output files
+            need to understand the values, such as which layers they are of.
     """
 
     name: str
     dtype: np.dtype[Any]
     tail_shape: tuple[int, ...] = ()
     scope: Scope = "output"
+    metadata: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

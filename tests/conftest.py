@@ -24,8 +24,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from batchgen.engine.cache.memory_plan import ModelUse
@@ -50,6 +54,12 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.15,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+_MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
 }
 
 
@@ -76,18 +86,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """`tiny_model(kind, **config)` → folder of a random float32 model, saved by transformers.
 
-    kind is `llama`, `qwen2`, `qwen3` or `sdar` (which has the same weights as qwen3, and MASK_ID as
-    its mask); config overrides sizes. `max_shard_size` saves it in shards. The same arguments give
+    kind is `llama`, `qwen2`, `qwen3`, `qwen2_moe`, `qwen3_moe`, or `sdar` or `sdar_moe` (which have
+    the same weights as qwen3 and qwen3_moe, and MASK_ID as their mask); config overrides sizes. The
+    projections of experts are saved apart (`split_experts=False` leaves those of a layer in one
+    tensor). `max_shard_size` saves it in shards. The same arguments give
     the same folder, which tests must not change.
     """
     made: dict[str, Path] = {}
 
-    def make(kind: str, *, max_shard_size: str = "1GB", **config: Any) -> Path:
-        key = repr((kind, max_shard_size, sorted(config.items())))
+    def make(
+        kind: str, *, max_shard_size: str = "1GB", split_experts: bool = True, **config: Any
+    ) -> Path:
+        key = repr((kind, max_shard_size, split_experts, sorted(config.items())))
         if key not in made:
             folder = tmp_path_factory.mktemp(kind)
-            _random_model(kind, config).save_pretrained(folder, max_shard_size=max_shard_size)
-            if kind == "sdar":
+            _random_model(kind, config).save_pretrained(
+                folder, max_shard_size=max_shard_size, save_original_format=split_experts
+            )
+            if kind.startswith("sdar"):
                 _name_sdar(folder / "config.json")
             made[key] = folder
         return made[key]
@@ -103,6 +119,12 @@ def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         model = LlamaForCausalLM(LlamaConfig(**values))
     elif kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**values))
+    elif kind == "qwen2_moe":
+        model = Qwen2MoeForCausalLM(
+            Qwen2MoeConfig(**_MOE | {"shared_expert_intermediate_size": 48} | values)
+        )
+    elif kind.endswith("moe"):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_MOE | values))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**values))
     for name, parameter in model.named_parameters():
@@ -110,13 +132,19 @@ def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
             parameter.data.uniform_(0.5, 1.5)
         elif name.endswith("bias"):
             parameter.data.normal_(0, 0.3)
+        elif name.endswith("mlp.gate.weight"):  # else a token's experts weigh nearly the same
+            parameter.data.normal_(0, 0.5)
     return model
 
 
 def _name_sdar(file: Path) -> None:
     """As the published checkpoints: without the length of a block, unless it was given."""
     config = {"mask_token_id": MASK_ID} | json.loads(file.read_text())
-    config |= {"model_type": "sdar", "architectures": ["SDARForCausalLM"]}
+    moe = config["model_type"].endswith("moe")
+    config |= {
+        "model_type": "sdar_moe" if moe else "sdar",
+        "architectures": ["SDARMoeForCausalLM" if moe else "SDARForCausalLM"],
+    }
     file.write_text(json.dumps(config))
 
 

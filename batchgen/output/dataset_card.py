@@ -10,6 +10,8 @@ import pyarrow as pa
 from batchgen.output.metrics import OUTCOMES, Totals
 
 _MOST_SHOWN = 500
+_IN_TABLE = (b"meaning", b"scope", b"dtype", b"shape")
+"""Keys of a field's metadata that the table of columns shows, or that its type says."""
 _HEADER = """\
 ---
 configs:
@@ -139,6 +141,7 @@ def dataset_card(
             "|---|---|---|---|",
             *columns,
             "",
+            *_more(schema),
             *_reading(folder),
             "",
             _MADE_FROM,
@@ -180,6 +183,17 @@ def _constraint(constraint: Mapping[str, Any], totals: Totals) -> list[str]:
         f"Rows by constraint: {counts or 'none'}. `python -m batchgen.validate FOLDER` checks them "
         "again.",
     ]
+
+
+def _more(schema: pa.Schema) -> list[str]:
+    """What columns say of themselves besides what stands in the table."""
+    lines = []
+    for field in schema:
+        given = (field.metadata or {}).items()
+        more = [(key.decode(), value.decode()) for key, value in given if key not in _IN_TABLE]
+        if _meta(field, "scope") and more:
+            lines += [f"`{field.name}`:", "", *(f"- {key}: {value}" for key, value in more), ""]
+    return lines
 
 
 def _meta(field: pa.Field, key: str) -> str:

@@ -242,7 +242,7 @@ def _column_field(column: OutputColumn) -> pa.Field:
         "scope": column.scope,
         "dtype": str(column.dtype),
         "shape": str(["num_tokens", *column.tail_shape]).replace("'", ""),
-    }
+    } | dict(column.metadata)
     return pa.field(column.name, pa.list_(type), metadata=metadata)
 
 

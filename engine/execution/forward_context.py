@@ -12,6 +12,7 @@ from batchgen.engine.cache.row_states import StateCache
 from batchgen.engine.outputs import OutputColumn
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.layers.plane import write_plane
 
 LayerCache = KVCache | Tensor | StateCache
 """What a layer keeps: made from a KVSpec, a PlaneSpec or a StateSpec, in this order."""
@@ -122,4 +123,4 @@ class ForwardContext:
             return
         flat = plane.flatten(0, 1)
         target = flat if layer is None else flat[:, layer]
-        target.index_copy_(0, self.kv_slots, values.to(plane.dtype))
+        write_plane(target, self.kv_slots, values)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.engine.layers.weight_slot import WeightSlot
-from batchgen.kernels.layers.cpu_product import CPUProduct, choose_product
+from batchgen.kernels.layers.cpu_product import CPUProduct, choose_product, few_keep_bits
 from batchgen.kernels.layers.linear import MOST_ROWS, add_linear_, linear, pack_weight
 
 
@@ -22,6 +22,7 @@ class CPUProducts:
 
     def __init__(self) -> None:
         self._chosen: dict[tuple[torch.Size, torch.dtype, bool], CPUProduct] = {}
+        self._few: dict[tuple[torch.Size, torch.dtype], bool] = {}
 
     def choose(self, weight: Tensor, bias: Tensor | None) -> CPUProduct:
         """Return how products with this weight [N, K] and bias [N] are computed, trying them out
@@ -30,6 +31,13 @@ class CPUProducts:
         if key not in self._chosen:
             self._chosen[key] = choose_product(weight, bias)
         return self._chosen[key]
+
+    def takes_few(self, weight: Tensor) -> bool:
+        """Return whether `linear` need not fill up few rows for a weight [N, K] without a bias."""
+        key = (weight.shape, weight.dtype)
+        if key not in self._few:
+            self._few[key] = few_keep_bits(weight, self.choose(weight, None))
+        return self._few[key]
 
     @property
     def unsteady(self) -> list[str]:

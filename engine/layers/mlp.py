@@ -33,3 +33,8 @@ class GatedMLP(nn.Module):
         """Add the result for x [T, hidden_size] to `residual` [T, hidden_size] in place and return
         it."""
         return self.down_proj.add_to(residual, silu_and_mul(self.gate_up_proj(x)))
+
+    def compute(self, x: Tensor) -> Tensor:
+        """Compute the result for x [T, hidden_size] alone."""
+        result: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return result

@@ -9,13 +9,14 @@ from torch import nn
 
 from batchgen.engine.cache.specs import KVSpec
 from batchgen.engine.layers.linear import CPUProducts, Linear
+from batchgen.engine.layers.moe import Experts
 from batchgen.kernels.attention.attention import cpu_row_multiple
 
 
 def pack_layers(
     model: nn.Module, attention: Iterable[KVSpec], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Convert the weights of a model's linear layers to the layout for computing.
+    """Convert the weights of a model's linear layers and experts to the layout for computing.
 
     After that they cannot be loaded again. Whether a row's bits depend on that row alone is up to
     the CPU's libraries. So each shape of matrix product is tried out, with torch's current number
@@ -34,7 +35,7 @@ def pack_layers(
     """
     products = CPUProducts()
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | Experts):
             module.pack(products)
     if device.type != "cpu":
         return None

@@ -9,7 +9,7 @@ from torch import nn
 
 from batchgen.engine.cache.specs import KVSpec
 from batchgen.engine.layers.attention import Attention
-from batchgen.engine.layers.decoder_layer import DecoderLayer
+from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward
 from batchgen.engine.layers.mlp import GatedMLP
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import DefaultRope, RotaryTable
@@ -94,7 +94,7 @@ class DenseForCausalLM(CausalLM):
         return self.config.family_as(DenseConfig)
 
     def make_layer(self, index: int) -> DecoderLayer:
-        """Make a layer of attention and a gated MLP."""
+        """Make a layer of attention and a feed-forward part."""
         family, size, eps = self.family, self.config.hidden_size, self.family.rms_norm_eps
         device, dtype = self.device, self.dtype
         attention = Attention(
@@ -107,12 +107,21 @@ class DenseForCausalLM(CausalLM):
             device=device,
             dtype=dtype,
         )
-        inner = family.intermediate_size
         return DecoderLayer(
             attention,
-            GatedMLP(size, inner, bias=family.mlp_bias, device=device, dtype=dtype),
+            self.make_mlp(index),
             RMSNorm(size, eps, device=device, dtype=dtype),
             RMSNorm(size, eps, device=device, dtype=dtype),
+        )
+
+    def make_mlp(self, index: int) -> FeedForward:
+        """Make the feed-forward part of the layer with this index."""
+        return GatedMLP(
+            self.config.hidden_size,
+            self.family.intermediate_size,
+            bias=self.family.mlp_bias,
+            device=self.device,
+            dtype=self.dtype,
         )
 
     def make_norm(self) -> nn.Module:
@@ -169,3 +178,10 @@ def dense_config(
         qk_norm=model.qk_norm,
     )
     return common_config(hf, model.__name__, rope, family)
+
+
+def head_size(hf: PretrainedConfig) -> int:
+    """Return the number of values in one head, for a class of transformers that has this field only
+    if the checkpoint gives it."""
+    size: int = hf.to_dict().get("head_dim") or hf.hidden_size // hf.num_attention_heads
+    return size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchgen.engine.models.config import ModelConfig
-from batchgen.engine.models.dense import DenseForCausalLM, dense_config
+from batchgen.engine.models.dense import DenseForCausalLM, dense_config, head_size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -23,10 +23,8 @@ class Qwen2ForCausalLM(DenseForCausalLM):
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         refuse_sliding_window(hf)
-        # The configuration has this field only if the checkpoint gives it.
-        head_dim = hf.to_dict().get("head_dim") or hf.hidden_size // hf.num_attention_heads
         return dense_config(
-            hf, cls, head_dim=head_dim, qkv_bias=True, output_bias=False, mlp_bias=False
+            hf, cls, head_dim=head_size(hf), qkv_bias=True, output_bias=False, mlp_bias=False
         )
 
 

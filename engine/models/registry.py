@@ -28,7 +28,10 @@ MODELS: Mapping[str, ModelEntry] = {
     "LlamaForCausalLM": ModelEntry("batchgen.engine.models.llama", gguf="llama"),
     "Qwen2ForCausalLM": ModelEntry("batchgen.engine.models.qwen2", gguf="qwen2"),
     "Qwen3ForCausalLM": ModelEntry("batchgen.engine.models.qwen3", gguf="qwen3"),
+    "Qwen2MoeForCausalLM": ModelEntry("batchgen.engine.models.qwen2_moe"),
+    "Qwen3MoeForCausalLM": ModelEntry("batchgen.engine.models.qwen3_moe"),
     "SDARForCausalLM": ModelEntry("batchgen.engine.models.sdar"),
+    "SDARMoeForCausalLM": ModelEntry("batchgen.engine.models.sdar_moe"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from batchgen.engine.models.config import Diffusion, ModelConfig
 from batchgen.engine.models.qwen3 import Qwen3ForCausalLM
@@ -20,25 +20,39 @@ class SDARForCausalLM(Qwen3ForCausalLM):
 
     @classmethod
     def hf_config(cls) -> type[PretrainedConfig]:
-        return _config_class()
+        return sdar_config_class("sdar")
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        if hf.use_regular_causal or not hf.block_causal_prompt:
-            raise ValueError(
-                "attention other than causal over blocks (use_regular_causal, "
-                "block_causal_prompt=false) is not supported"
-            )
-        diffusion = Diffusion(mask_token_id=hf.mask_token_id, block_length=hf.block_size)
-        return replace(super().config_from_hf(hf), diffusion=diffusion)
+        return with_diffusion(hf, super().config_from_hf(hf))
+
+
+def with_diffusion(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
+    """Add what block diffusion needs to the configuration of the decoder.
+
+    Args:
+        hf: the configuration, read by a class of `sdar_config_class`.
+        config: what was made of it for the decoder.
+
+    Raises:
+        ValueError: the checkpoint's attention is not causal over blocks.
+    """
+    if hf.use_regular_causal or not hf.block_causal_prompt:
+        raise ValueError(
+            "attention other than causal over blocks (use_regular_causal, "
+            "block_causal_prompt=false) is not supported"
+        )
+    diffusion = Diffusion(mask_token_id=hf.mask_token_id, block_length=hf.block_size)
+    return replace(config, diffusion=diffusion)
 
 
 @cache
-def _config_class() -> type[PretrainedConfig]:
+def sdar_config_class(model_type: Literal["sdar", "sdar_moe"]) -> type[PretrainedConfig]:
     """Make the class that reads SDAR's config.json without the code that checkpoints contain.
 
-    transformers is imported here, because only reading a configuration needs it. Besides Qwen3's
-    fields, the file has fields for training, which do not matter here, and these four:
+    transformers is imported here, because only reading a configuration needs it. Besides the fields
+    of Qwen3 or Qwen3-MoE, the file has fields for training, which do not matter here, and these
+    four:
 
     - block_size: the number of tokens in a block of block diffusion. The published JetLM/SDAR-*
       checkpoints leave it out and give it at most in the model's name; checkpoints that were
@@ -49,8 +63,9 @@ def _config_class() -> type[PretrainedConfig]:
     - block_causal_prompt: false for derived models whose prompt tokens see later tokens.
     """
     from huggingface_hub.dataclasses import strict
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
+    base = Qwen3MoeConfig if model_type == "sdar_moe" else Qwen3Config
     # `strict` checks the types of fields at run time, so these are types and not strings.
     fields = {
         "block_size": int | None,
@@ -59,11 +74,11 @@ def _config_class() -> type[PretrainedConfig]:
         "block_causal_prompt": bool,
     }
     defaults = {
-        "model_type": "sdar",
+        "model_type": model_type,
         "block_size": None,
         "mask_token_id": None,
         "use_regular_causal": False,
         "block_causal_prompt": True,
     }
-    made = type("SDARConfig", (Qwen3Config,), {**defaults, "__annotations__": fields})
+    made = type("SDARConfig", (base,), {**defaults, "__annotations__": fields})
     return strict(made)

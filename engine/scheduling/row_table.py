@@ -99,7 +99,7 @@ class RowTable:
         seq.place = place
         self.num_tokens[place] = seq.num_tokens
         self.launched[place] = self.pending[place] = int(seq.prefill_yields)
-        self._unread[place] = 1
+        self._unread[place] = max(1, seq.num_tokens - seq.num_prefill_tokens)
         self.prompt_lens[place] = seq.num_prompt_tokens
         self.max_tokens[place] = seq.max_tokens
         self.exact[place] = seq.stop.exact_length

@@ -1,4 +1,4 @@
-"""The gated activation between the two projections of an MLP."""
+"""The gated activation between the two projections of an MLP, and the gate of a shared expert."""
 
 from __future__ import annotations
 
@@ -35,6 +35,19 @@ def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
     wide = gate.float()
     silu = wide / torch.exp(-wide).add_(1)
     return silu.to(gate.dtype) * up
+
+
+def add_gated(out: Tensor, values: Tensor, gate: Tensor) -> Tensor:
+    """out += sigmoid(gate) · values, computed in float32; returns out.
+
+    Args:
+        out: [T, D], overwritten.
+        values: [T, D].
+        gate: [T, 1].
+    """
+    # As with silu, torch.sigmoid may use two ways to compute exp.
+    sigmoid = 1 / torch.exp(-gate.float()).add_(1)
+    return out.add_(values * sigmoid)
 
 
 def silu_and_mul_triton(gate_up: Tensor) -> Tensor:

@@ -58,6 +58,33 @@ def choose_product(weight: Tensor, bias: Tensor | None) -> CPUProduct:
     return CPUProduct(pack_weight(weight) is not weight, None)
 
 
+def few_keep_bits(weight: Tensor, product: CPUProduct) -> bool:
+    """Whether a row of x·Wᵀ has the same bits when fewer than ROW_MULTIPLE rows are computed as
+    they are, without filling them up.
+
+    It costs as much as a product of 300 rows.
+
+    Args:
+        weight: [N, K], plain, on a CPU.
+        product: what `choose_product` found for weights of this shape.
+    """
+    if product.most_rows is None:
+        return False
+    if weight.dtype != torch.float32:
+        weight = _mirrored(weight)
+    if product.packed:
+        weight = pack_weight(weight)
+    x = _opposite(2 * ROW_MULTIPLE, weight.shape[1]).to(weight.dtype)
+    full = linear(x, weight, None, product.most_rows)
+    return all(
+        torch.equal(
+            linear(x[rows : 2 * rows].clone(), weight, None, product.most_rows, pad_few=False),
+            full[rows : 2 * rows],
+        )
+        for rows in range(1, ROW_MULTIPLE)
+    )
+
+
 def _mirrored(weight: Tensor) -> Tensor:
     """Another weight of the same shape, whose row's second half is the first one backwards.
 
@@ -89,9 +116,7 @@ def keeps_bits(
     Args:
         product: [T, in_features] → [T, N].
     """
-    half = _numbers(most_rows + ROW_MULTIPLE, in_features // 2)
-    middle = half.new_zeros((len(half), in_features % 2))
-    x = torch.cat((half, middle, -half.flip(1)), dim=1).to(dtype)
+    x = _opposite(most_rows + ROW_MULTIPLE, in_features).to(dtype)
     few = torch.cat([product(rows) for rows in x.split(ROW_MULTIPLE)])
     shifts = range(1, ROW_MULTIPLE, 2)
     tried = [(shift, ROW_MULTIPLE) for shift in shifts]
@@ -101,6 +126,14 @@ def keeps_bits(
         torch.equal(product(x[start : start + rows].clone()), few[start : start + rows])
         for start, rows in tried
     )
+
+
+def _opposite(rows: int, columns: int) -> Tensor:
+    """[rows, columns] float32 whose second half of columns is the first one backwards with the
+    opposite sign."""
+    half = _numbers(rows, columns // 2)
+    middle = half.new_zeros((rows, columns % 2))
+    return torch.cat((half, middle, -half.flip(1)), dim=1)
 
 
 def _numbers(rows: int, columns: int) -> Tensor:

@@ -42,7 +42,12 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, most_rows: int | None = MOST_ROWS
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    most_rows: int | None = MOST_ROWS,
+    *,
+    pad_few: bool = True,
 ) -> Tensor:
     """x·Wᵀ + b.
 
@@ -52,17 +57,20 @@ def linear(
         bias: [N].
         most_rows: of one product on a CPU, a multiple of ROW_MULTIPLE; None computes all T rows as
             they are in one.
+        pad_few: fill up fewer than ROW_MULTIPLE rows as well.
 
     Returns:
         [T, N], dtype of x. On a CPU a row's bits depend on x's row alone, if most_rows is what
-        `cpu_product.choose_product` found for this weight.
+        `cpu_product.choose_product` found for this weight, and pad_few is true or
+        `cpu_product.few_keep_bits`.
     """
     rows = len(x)
     if not rows:
         return x.new_empty((0, weight.shape[0]))
     if most_rows is None or x.device.type != "cpu":
         return _product(x, weight, bias)
-    if missing := -rows % ROW_MULTIPLE:
+    missing = -rows % ROW_MULTIPLE if pad_few or rows > ROW_MULTIPLE else 0
+    if missing:
         x = F.pad(x, (0, 0, 0, missing))
     if len(x) <= most_rows:
         out = _product(x, weight, bias)

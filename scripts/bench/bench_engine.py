@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from device_rates import H100, Rates
+from expert_counts import Touched, count_touched, expert_layers, route_uniformly
 from kernel_profile import profile_window
 from workloads import (
     PROMPT_VOCAB,
@@ -88,16 +89,22 @@ class Bench:
     """A model of random weights and its engine.
 
     Attributes:
+        weights: the model.
         load_seconds, engine_seconds: what it took to make the model, and then the engine.
         timer: times the engine's steps.
         max_num_seqs, max_batched_tokens: the engine's limits, as it resolved them.
     """
 
-    def __init__(self, model: str, config: EngineConfig, device: torch.device) -> None:
+    def __init__(
+        self, model: str, config: EngineConfig, device: torch.device, *, uniform: bool = False
+    ) -> None:
+        """Make both; with `uniform` tokens go to random experts, not to those of the routers."""
         self.device = device
         start = time.perf_counter()
-        weights = dummy_model(model, device)
+        self.weights = weights = dummy_model(model, device)
         self.model_config = weights.config
+        if uniform:
+            route_uniformly(weights)
         self.synchronize()
         self.load_seconds = time.perf_counter() - start
 
@@ -218,6 +225,16 @@ class Bench:
             cached_tokens=stats.cached_tokens - before.cached_tokens,
             peak_kv_usage=stats.peak_kv_usage,
         )
+
+    def touched(self, name: str) -> list[Touched]:
+        """Count the experts that steps with the first rows of a workload touch.
+
+        The list is empty for a model without experts.
+        """
+        if not expert_layers(self.weights):
+            return []
+        gib = 2.5 if self.device.type == "cuda" else 0.02
+        return count_touched(self.weights, self.load(name), self.max_num_seqs, gib)
 
     def floor(self, load: list[BenchRequest], rates: Rates) -> Floor:
         return floor_seconds(self.model_config, load, bandwidth=rates.bandwidth, flops=rates.flops)

@@ -48,13 +48,16 @@ class Bench(NamedTuple):
     num_bytes: int
 
 
-def microseconds(runs: list[Callable[[], object]]) -> float:
-    """Return the microseconds of one launch, in the fastest replay of a graph of all `runs`."""
+def microseconds(runs: list[Callable[[], object]], least_launches: int = _LAUNCHES) -> float:
+    """Return the microseconds of one launch, in the fastest replay of a graph of all `runs`.
+
+    The graph launches them in turn, `least_launches` times at least.
+    """
     for run in runs:
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    launches = -(-_LAUNCHES // len(runs)) * len(runs)
+    launches = -(-least_launches // len(runs)) * len(runs)
     with torch.cuda.graph(graph):
         for i in range(launches):
             runs[i % len(runs)]()

@@ -2,6 +2,7 @@
 
     python scripts/bench/bench_spec.py replay [--model qwen3-8b] [--accuracy 0.7] \\
         [--batches 4,32,256]
+    python scripts/bench/bench_spec.py replay --model qwen3-30b-a3b --routing uniform
     python scripts/bench/bench_spec.py ngram --model X.gguf --rows gsm8k.jsonl [--field question]
 
 `replay` takes a model of random weights. The rows' tokens are known from a plain run, and each
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from expert_counts import ROUTINGS, route_uniformly
 from kernel_profile import profile_window
 from torch import Tensor
 from workloads import MODELS, dummy_model
@@ -196,6 +198,8 @@ def profile(
 def replay(arguments: argparse.Namespace) -> list[Timing]:
     device = torch.device("cuda")
     model = dummy_model(arguments.model, device)
+    if arguments.routing == "uniform":
+        route_uniformly(model)
     config = EngineConfig(
         max_num_seqs=max(arguments.batches),
         max_model_len=PROMPT_TOKENS + arguments.output_len,
@@ -274,6 +278,9 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-8b", help=f"replay: {', '.join(MODELS)}")
     parser.add_argument("--rows", type=Path, help="ngram: JSONL")
     parser.add_argument("--field", default="question")
+    parser.add_argument(
+        "--routing", choices=ROUTINGS, default="model", help="replay: who chooses experts"
+    )
     parser.add_argument("--batches", default="4,32,256")
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--accuracy", type=float, default=0.7)

@@ -4,11 +4,14 @@
     python scripts/bench/bench_throughput.py --model qwen3-8b --workload mixed \\
         --profile trace.json.gz
     python scripts/bench/bench_throughput.py --model qwen3-8b --start-up
+    python scripts/bench/bench_throughput.py --model qwen3-30b-a3b --workload mixed \\
+        --routing uniform
 
 The weights are random, in bfloat16 (float32 on a CPU); EOS is ignored; there is one device. Printed
 beside the seconds are the physical floor of the work, with the rates of an H100 and with the rates
 measured in the same process, and how the time divides into prefill, decode and a device that waits
-for the host.
+for the host. For a model with experts it also counts how many of them a step touches; random
+weights route less evenly than chance does (`--routing uniform`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import torch
 import triton
 from bench_engine import Bench, Run
 from device_rates import measure_rates
+from expert_counts import ROUTINGS
 from this_process import process_age
 from workloads import MODELS, WORKLOADS
 
@@ -37,8 +41,18 @@ PEERS: dict[tuple[str, str], dict[str, float]] = {
     ("qwen3-8b", "mixed"): {"vLLM 0.23.0": 18.1, "lmdeploy 0.18.0": 21.3},
     ("qwen3-8b", "decode"): {"vLLM 0.23.0": 38.0},
     ("qwen3-8b", "prefill"): {"vLLM 0.23.0": 19.7},
+    ("qwen3-30b-a3b", "mixed"): {
+        "vLLM 0.26.0, H200, uniform routing": 25.4,
+        "vLLM 0.23.0, H200": 23.6,
+        "vLLM, H100": 51.6,
+    },
+    ("qwen3-30b-a3b", "decode"): {
+        "vLLM 0.26.0, H200, uniform routing": 32.7,
+        "vLLM 0.23.0, H200": 31.9,
+    },
+    ("qwen3-30b-a3b", "prefill"): {"vLLM 0.23.0, H200": 12.1},
 }
-"""The seconds of other engines on one H100 80GB, by model and workload."""
+"""The seconds of other engines by model and workload, on an H100 80GB unless they say otherwise."""
 
 
 def describe(run: Run, model: str) -> str:
@@ -119,6 +133,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--runs", type=int, default=1, help="timed runs of each workload")
     parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--routing", choices=ROUTINGS, default="model", help="who chooses experts")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--profile", type=Path, help="after the runs; traces NAME.json or .json.gz")
     parser.add_argument(
@@ -161,7 +176,7 @@ def run_workloads(
     here = measure_rates(device) if device.type == "cuda" else None
     if here:
         print(f"copy {here.bandwidth / 1e12:.3f} TB/s, matmul {here.flops / 1e12:.0f} TFLOP/s")
-    bench = Bench(arguments.model, config, device)
+    bench = Bench(arguments.model, config, device, uniform=arguments.routing == "uniform")
     warm_up = bench.warm_up(arguments.workload, arguments.temperature)
     print(
         f"load {bench.load_seconds:.2f} s, engine {bench.engine_seconds:.2f} s, "
@@ -177,8 +192,14 @@ def run_workloads(
     if arguments.profile:
         for name in arguments.workload:
             bench.profile(name, arguments.temperature, arguments.profile, arguments.profile_after)
+    touched = {name: bench.touched(name) for name in arguments.workload}
+    for name, kinds in touched.items():
+        for kind in kinds:
+            print(f"{name}: {kind.line()}")
     return {
         "engine_config": asdict(bench.engine.config),
+        "routing": arguments.routing,
+        "experts_touched": {name: [asdict(t) for t in kinds] for name, kinds in touched.items()},
         "memory": asdict(bench.engine.memory),
         "rates": asdict(here) if here else None,
         "load_seconds": bench.load_seconds,
@@ -193,7 +214,7 @@ def run_start_up(
     arguments: argparse.Namespace, config: EngineConfig, device: torch.device
 ) -> dict[str, Any]:
     imported = process_age()
-    bench = Bench(arguments.model, config, device)
+    bench = Bench(arguments.model, config, device, uniform=arguments.routing == "uniform")
     built = process_age()
     bench.first_token(arguments.temperature)
     total = process_age()

@@ -20,6 +20,7 @@ from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.dense import DenseConfig
+from batchgen.engine.models.moe import MoEConfig
 
 PROMPT_VOCAB = 150_000
 """The ids of prompts are below this number, since Qwen3's special tokens are above it."""
@@ -64,6 +65,13 @@ _QWEN3: dict[str, Any] = {
     "attention_bias": False,
     "torch_dtype": "bfloat16",
 }
+_EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3
     | {
@@ -79,6 +87,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 12288,
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b": _QWEN3
+    | _EXPERTS
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
         "tie_word_embeddings": False,
     },
     # Small enough to try the benchmark itself on a CPU.
@@ -99,6 +120,9 @@ _DIFFUSION = {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}
 MODELS |= {
     "sdar-8b": MODELS["qwen3-8b"] | _DIFFUSION | {"mask_token_id": 151669},
     "tiny-sdar": MODELS["tiny"] | _DIFFUSION | {"mask_token_id": 511},
+    "tiny-moe": MODELS["tiny"]
+    | _EXPERTS
+    | {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
 }
 
 
@@ -120,6 +144,36 @@ class Floor:
     @property
     def total(self) -> float:
         return self.prefill + self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The experts of all layers that have some.
+
+    Attributes:
+        layers: how many layers have experts.
+        experts: E, the number of experts of such a layer.
+        per_token: k, the number of experts that a token goes through.
+        each: the weights of one expert.
+    """
+
+    layers: int
+    experts: int
+    per_token: int
+    each: int
+
+    @property
+    def of_token(self) -> int:
+        """The weights that one token is multiplied by."""
+        return self.layers * self.per_token * self.each
+
+    def touched(self, tokens: int) -> float:
+        """The mean number of a layer's experts that so many tokens go to, routed uniformly."""
+        return self.experts * (1 - (1 - self.per_token / self.experts) ** tokens)
+
+    def read(self, tokens: int) -> float:
+        """The mean number of weights that so many tokens are multiplied by, routed uniformly."""
+        return self.layers * self.touched(tokens) * self.each
 
 
 def requests(name: str, vocab: int = PROMPT_VOCAB) -> list[BenchRequest]:
@@ -163,7 +217,7 @@ def dummy_model(name: str, device: torch.device, **changes: int) -> CausalLM:
 
 
 def layer_params(config: ModelConfig) -> int:
-    """Count the weights in the matrix products of all layers.
+    """Count the weights in the matrix products of all layers, without those of experts.
 
     Norms and embeddings are left out, as they cost next to nothing.
     """
@@ -171,7 +225,20 @@ def layer_params(config: ModelConfig) -> int:
     heads = family.num_heads + family.num_kv_heads
     attention = config.hidden_size * family.head_dim * 2 * heads
     mlp = 3 * config.hidden_size * family.intermediate_size
-    return config.num_layers * (attention + mlp)
+    if not isinstance(family, MoEConfig):
+        return config.num_layers * (attention + mlp)
+    sparse = config.hidden_size * (family.num_experts + 3 * (family.shared_size or 0))
+    layers = len(family.moe_layers)
+    return config.num_layers * attention + layers * sparse + (config.num_layers - layers) * mlp
+
+
+def expert_weights(config: ModelConfig) -> ExpertWeights:
+    """Count the experts and their weights; a dense model has none in any layer."""
+    family = config.family
+    if not isinstance(family, MoEConfig):
+        return ExpertWeights(0, 1, 1, 0)
+    each = 3 * config.hidden_size * family.expert_size
+    return ExpertWeights(len(family.moe_layers), family.num_experts, family.experts_per_token, each)
 
 
 def floor_seconds(
@@ -181,8 +248,9 @@ def floor_seconds(
 
     The time of prefill is that of its operations: two per weight and token, and those of causal
     attention. A decode step takes the longer of two times, that of reading all weights once and
-    that of multiplying by them, and then reads the keys and values of every row. All requests are
-    in flight at once, so a GPU whose memory does not hold them all cannot reach the floor.
+    that of multiplying by them, and then reads the keys and values of every row. Of experts it
+    reads those that its rows go to, routed uniformly. All requests are in flight at once, so a GPU
+    whose memory does not hold them all cannot reach the floor.
 
     Args:
         config: the model.
@@ -190,17 +258,20 @@ def floor_seconds(
         bandwidth: bytes of device memory per second.
         flops: bfloat16 operations per second.
     """
-    body, family = layer_params(config), config.family_as(DenseConfig)
-    weights = body + config.hidden_size * config.vocab_size
+    body, experts = layer_params(config), expert_weights(config)
+    family = config.family_as(DenseConfig)
+    head = config.hidden_size * config.vocab_size
+    of_token = body + experts.of_token
     attention = 4 * config.num_layers * family.num_heads * family.head_dim
     kv_bytes = config.num_layers * family.attention.token_bytes(torch.bfloat16)
 
-    prefill = sum(2 * body * len(r.prompt) + attention * len(r.prompt) ** 2 / 2 for r in load)
+    prefill = sum(2 * of_token * len(r.prompt) + attention * len(r.prompt) ** 2 / 2 for r in load)
     decode = 0.0
     # The first token comes from prefill.
     for step in range(1, max(r.output_len for r in load)):
         contexts = [len(r.prompt) + step for r in load if r.output_len > step]
-        products = 2 * weights * len(contexts)
+        weights = body + head + experts.read(len(contexts))
+        products = 2 * (of_token + head) * len(contexts)
         decode += max(weights * _BYTES_PER_VALUE / bandwidth, products / flops)
         decode += kv_bytes * sum(contexts) / bandwidth
     return Floor(prefill / flops, decode)

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from expert_products import check_experts
 from triton.runtime import KernelInterface
 
 from batchgen.engine.engine_config import EngineConfig
@@ -79,11 +80,23 @@ SDAR = QWEN3 | {
     "block_size": 4,
     "mask_token_id": 5002,
 }
+QWEN3_MOE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 72,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 RUNS = (
     (QWEN3, torch.float32),
     (LLAMA, torch.float32),
     (QWEN3, torch.bfloat16),
     (SDAR, torch.float32),
+    (QWEN3_MOE, torch.float32),
+    (QWEN3_MOE, torch.bfloat16),
 )
 
 STRATEGIES: dict[str, dict[str, Any] | None] = {
@@ -245,7 +258,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("needs a GPU: the kernels run on nothing else")
     launches = count_launches()
-    problems = check_masks()
+    problems = check_masks() + check_experts(torch.device("cuda"))
     for sizes, dtype in RUNS:
         batches, diffusion = batches_of(sizes), sizes["model_type"] == "sdar"
         reference = DLLMStrategy() if diffusion else ARStrategy()

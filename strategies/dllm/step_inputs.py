@@ -7,6 +7,7 @@ which names the blocks of the paged cache.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,6 +52,25 @@ class BlockRows(Batched):
     steps: Tensor = row()
 
 
+@dataclass(frozen=True)
+class KnownBlocks:
+    """The blocks of B rows, of which some are complete.
+
+    Attributes:
+        rows: [B] bool, the rows whose block is to be yielded now.
+        token_ids: [B, L] int64, the tokens of the blocks.
+        given: [B] int64, how many tokens of the prompt a block begins with.
+        denoised: [B] int64, how many denoise steps a block has had.
+        columns: name of an output column → [B, L, *tail], the values of the unmasked positions.
+    """
+
+    rows: Tensor
+    token_ids: Tensor
+    given: Tensor
+    denoised: Tensor
+    columns: Mapping[str, Tensor]
+
+
 class DLLMStepInputs(StepInputs):
     """The block of each row, which its next forward reads.
 
@@ -73,8 +93,9 @@ class DLLMStepInputs(StepInputs):
         self._length = block_length
         self._mask_token_id = mask_token_id
         self._blocks: BlockRows | None = None
-        # These three are of the current step: the blocks after it, the complete blocks that commit
-        # beside it, and what is masked, on its way to the host.
+        # These four are of the current step: the blocks that commit in it, the blocks after it, the
+        # complete blocks that commit beside it, and what is masked, on its way to the host.
+        self._final: KnownBlocks | None = None
         self._after: BlockRows | None = None
         self._commits: ModelInputs | None = None
         self._sent: Download | None = None
@@ -113,6 +134,12 @@ class DLLMStepInputs(StepInputs):
         return inputs if self._commits is None else ModelInputs.concat([inputs, self._commits])
 
     @property
+    def final(self) -> KnownBlocks:
+        """The blocks whose KV the current forward makes final. `fuse` must have been called."""
+        assert self._final is not None, "fuse comes first"
+        return self._final
+
+    @property
     def complete(self) -> Tensor:
         """[B] bool, rows in whose block nothing is masked, so that it only lacks its final KV."""
         return ~self.blocks.masked.any(1)
@@ -142,9 +169,13 @@ class DLLMStepInputs(StepInputs):
                 is filled with rows on the scratch block.
         """
         self._commits = None
+        blocks, newest, length = self.blocks, self.newest, self._length
+        # A complete block commits in any case, beside its row's next block or in its place.
+        self._final = KnownBlocks(
+            self.complete, blocks.token_ids, blocks.given, blocks.denoised, dict(self.columns)
+        )
         if not room:
             return
-        blocks, newest, length = self.blocks, self.newest, self._length
         count = newest.num_rows
         # A row whose last block is complete has no next one. It ends when the host reads the step.
         waiting = self.complete & (blocks.starts < blocks.last_starts)
@@ -168,11 +199,12 @@ class DLLMStepInputs(StepInputs):
 
     def _opened(self, blocks: BlockRows, rows: Tensor) -> BlockRows:
         """The blocks after the rows in `rows` [B] bool have begun their next one, in which all
-        positions are masked. A row stays in the last block that it can have."""
-        starts = torch.where(rows, blocks.starts + self._length, blocks.starts)
+        positions are masked. A row stays in the last block that it can have, and that block stays
+        complete: the row ends when the host reads the step."""
+        rows = rows & (blocks.starts < blocks.last_starts)
         return replace(
             blocks,
-            starts=starts.minimum(blocks.last_starts),
+            starts=torch.where(rows, blocks.starts + self._length, blocks.starts),
             masked=blocks.masked | rows.unsqueeze(1),
             given=blocks.given.masked_fill(rows, 0),
             denoised=blocks.denoised.masked_fill(rows, 0),
@@ -218,7 +250,7 @@ class DLLMStepInputs(StepInputs):
 
     def unmask(
         self, transfer: Tensor, token_ids: Tensor, columns: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> KnownBlocks:
         """Unmask positions of the blocks, as a denoise step decided. `step_decode` goes on from the
         result.
 
@@ -228,8 +260,7 @@ class DLLMStepInputs(StepInputs):
             columns: name of an output column → [B, L, *tail], the values of the drawn tokens.
 
         Returns:
-            [B] bool, the rows whose block this step completed; and [B, L] int64, the tokens of the
-            blocks.
+            the blocks after this step, with the rows whose block it completed.
         """
         blocks = self.blocks
         for name, values in columns.items():
@@ -246,14 +277,17 @@ class DLLMStepInputs(StepInputs):
             denoised=blocks.denoised + 1,
             steps=blocks.steps + some.int(),
         )
-        return some & ~after.masked.any(1), after.token_ids
+        completed = some & ~after.masked.any(1)
+        return KnownBlocks(
+            completed, after.token_ids, after.given, after.denoised, dict(self.columns)
+        )
 
     def step_decode(self, step: StepOutput) -> None:
         """Take over what `unmask` wrote. The rows in whose block nothing was masked before this
         step have had their commit forward, so they begin their next block."""
         assert self._after is not None, "unmask comes first"
         self._blocks = self._opened(self._after, self.complete)
-        self._after = self._commits = self._sent = None
+        self._final = self._after = self._commits = self._sent = None
 
 
 def _steps_so_far(seq: Sequence) -> int:

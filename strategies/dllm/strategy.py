@@ -120,6 +120,8 @@ class DLLMStrategy(BaseStrategy):
         self._completing = _FIRST_COMPLETING
         self._steps_per_block: Counter[int] = Counter()
         self._runner: ModelRunner | None = None
+        # Columns of context scope are read when a row ends, so its last block must be final then.
+        self._yields_final = False
         self._length = 0
         self._schedule: Tensor | None = None
         self._step_inputs: DLLMStepInputs | None = None
@@ -178,8 +180,10 @@ class DLLMStrategy(BaseStrategy):
         return seq.num_tokens // self._length * self._length, False
 
     def cache_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
-        """A row needs room for its current block to the end, even if the row ends within it."""
-        end = (num_tokens + pending) // self._length * self._length + self._length
+        """A row needs room for its current block to the end, even if the row ends within it. If
+        blocks are yielded one step late, the current one is one further than the tokens say."""
+        blocks = 2 if self._yields_final else 1
+        end = (num_tokens + pending) // self._length * self._length + blocks * self._length
         tokens: Ints = np.minimum(end, self.most_cache_tokens(max_tokens))
         return tokens
 
@@ -197,6 +201,7 @@ class DLLMStrategy(BaseStrategy):
 
     def attach(self, runners: Mapping[str, ModelRunner]) -> None:
         self._runner = runners[TARGET]
+        self._yields_final = bool(self._runner.caches.columns)
         if self._runner.states is not None:
             raise ValueError(
                 "strategy dllm reads a block several times before its tokens are known, and the "
@@ -204,7 +209,9 @@ class DLLMStrategy(BaseStrategy):
             )
 
     def propose(self, batch: DecodeBatch) -> None:
-        self.step_inputs.fuse(self._room(len(batch.places)) if self._fused else 0)
+        # A matcher must have committed a block before it goes on to the next one.
+        fused = self._fused and not (self._yields_final and batch.guide is not None)
+        self.step_inputs.fuse(self._room(len(batch.places)) if fused else 0)
         if batch.guide is not None:
             self.step_inputs.send_masked()
 
@@ -262,7 +269,8 @@ class DLLMStrategy(BaseStrategy):
 
         The step yields the tokens of the blocks that it completes, without those of the prompt, and
         of rows that conflict with their constraint the tokens known before the conflict. Other rows
-        yield no token.
+        yield no token. If the model records columns of context scope, a block's tokens are yielded
+        one step later, by the forward that makes its KV final.
         """
         state = self.step_inputs
         blocks, length = state.blocks, self._length
@@ -276,22 +284,28 @@ class DLLMStrategy(BaseStrategy):
         columns = {name: v.view(-1, length, *v.shape[1:]) for name, v in drawn.columns.items()}
         step_map = (blocks.steps + 1).unsqueeze(1).expand(-1, length).contiguous()
         columns[STEP_MAP.name] = step_map
-        complete, token_ids = state.unmask(transfer, drawn.token_ids.view(-1, length), columns)
+        known = state.unmask(transfer, drawn.token_ids.view(-1, length), columns)
+        if self._yields_final:
+            rows, known = state.final.rows, state.final
+            # A forward has then read all that is known of the block, and every later one reads it.
+            conflicts = None if conflicts is None else conflicts & ~transfer.any(1)
+        else:
+            rows = known.rows & ~broken
         # The tokens that a block yields begin behind those of the prompt.
-        offsets = torch.arange(length, device=blocks.given.device)
-        order = (blocks.given.unsqueeze(1) + offsets).clamp(max=length - 1)
-        num_tokens = torch.where(complete & ~broken, length - blocks.given, 0)
+        offsets = torch.arange(length, device=known.given.device)
+        order = (known.given.unsqueeze(1) + offsets).clamp(max=length - 1)
+        num_tokens = torch.where(rows, length - known.given, 0)
         if conflicts is not None:
             # A conflicting row ends with the known tokens at the beginning of its block.
-            known = (~blocks.masked | transfer).cumprod(1).sum(1)
+            first = (~blocks.masked | transfer).cumprod(1).sum(1)
             conflicts = conflicts & ~broken
-            num_tokens = torch.where(conflicts, known - blocks.given, num_tokens)
+            num_tokens = torch.where(conflicts, first - blocks.given, num_tokens)
         step = StepOutput(
             num_tokens=num_tokens.int(),
-            token_ids=token_ids.gather(1, order),
+            token_ids=known.token_ids.gather(1, order),
             failed=broken,
-            columns={name: _ordered(v, order) for name, v in state.columns.items()},
-            observed={_DENOISED: blocks.denoised + 1},
+            columns={name: _ordered(v, order) for name, v in known.columns.items()},
+            observed={_DENOISED: known.denoised},
             unread_tokens=length,
             conflicts=conflicts,
         )

@@ -7,6 +7,7 @@ import bench_engine
 import pytest
 import torch
 from bench_engine import Bench, by_batch, full_batch
+from expert_counts import expert_layers
 from kernel_profile import KernelTime, KernelWindow
 from workloads import requests
 
@@ -88,3 +89,30 @@ def test_groups_of_decode_steps() -> None:
         "33-64": PhaseSplit(3, 113, 6.0, 0.75),
     }
     assert full_batch([]) == PhaseSplit(0, 0, 0, 0)
+
+
+def test_steps_of_a_dense_model_touch_no_experts(bench: Bench) -> None:
+    assert bench.touched("smoke") == []
+    with pytest.raises(ValueError, match="no"):
+        Bench("tiny", EngineConfig(max_model_len=256, kv_cache_gib=0.01), DEVICE, uniform=True)
+
+
+def test_uniform_routing_touches_as_many_experts_as_chance() -> None:
+    config = EngineConfig(max_num_seqs=4, max_model_len=256, kv_cache_gib=0.01)
+    bench = Bench("tiny-moe", config, DEVICE, uniform=True)
+    bench.first_token(0.6)
+    prefill, decode = bench.touched("smoke")
+    assert (prefill.kind, decode.kind, decode.of) == ("prefill", "decode", 8)
+    assert prefill.experts == 8 and decode.rows <= 4
+    # 15 steps of 2 layers, of which each draws 2 of 8 for 16 tokens: padding is routed as well.
+    assert 7 < decode.experts <= 8
+
+
+def test_uniform_routing_is_another_at_each_call() -> None:
+    config = EngineConfig(max_num_seqs=4, max_model_len=256, kv_cache_gib=0.01)
+    bench = Bench("tiny-moe", config, DEVICE, uniform=True)
+    gate = expert_layers(bench.weights)[0].gate
+    x = torch.zeros((3, 64), device=DEVICE)
+    first, second = gate(x), gate(x)
+    assert first.shape == (3, 8) and first.dtype == torch.float32
+    assert not torch.equal(first, second)

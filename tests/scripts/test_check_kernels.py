@@ -3,7 +3,14 @@
 import ast
 from pathlib import Path
 
+import expert_products
+import pytest
+import torch
 from check_kernels import KERNELS, launched_kernels
+from expert_products import EXPERTS, HIDDEN, INNER, K, differences, token_counts
+
+from batchgen.kernels.moe.alignment_triton import FEW_SLOTS
+from batchgen.kernels.moe.tiles import TABLE, choose_tiles
 
 
 def launching_files() -> set[Path]:
@@ -25,3 +32,17 @@ def test_kernels_are_found_in_every_file_that_launches_some() -> None:
     names = {f"{module.__name__}.{name}" for module, name in found}
     assert "batchgen.kernels.attention.decode._decode_kernel" in names
     assert len(names) == len(found)
+
+
+def test_the_checked_experts_take_every_line_of_the_table_and_both_sorts() -> None:
+    weight = torch.empty((EXPERTS, 2 * INNER, HIDDEN), dtype=torch.bfloat16, device="meta")
+    slots = [tokens * K for tokens in token_counts()]
+    assert {choose_tiles(n, weight) for n in slots} == {tiles for _, tiles in TABLE}
+    assert min(slots) <= FEW_SLOTS < max(slots)
+
+
+def test_wrong_experts_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert not list(differences(2, torch.float32, device))
+    monkeypatch.setattr(expert_products, "grouped_mlp_triton", lambda x, *_, tiles: x)
+    assert list(differences(2, torch.float32, device))

@@ -8,6 +8,7 @@ from workloads import (
     PROMPT_VOCAB,
     WORKLOADS,
     BenchRequest,
+    expert_weights,
     floor_seconds,
     layer_params,
     requests,
@@ -63,6 +64,9 @@ def test_lengths_and_ids_are_in_their_ranges(name: str) -> None:
         ("qwen3-8b", "mixed", 14.4239, 2.5438),
         ("qwen3-8b", "decode", 26.6016, 0.8784),
         ("qwen3-8b", "prefill", 15.1433, 14.4089),
+        ("qwen3-30b-a3b", "mixed", 25.2376, 1.0338),
+        ("qwen3-30b-a3b", "decode", 31.4161, 0.3471),
+        ("qwen3-30b-a3b", "prefill", 6.8041, 6.1104),
     ],
 )
 def test_the_floor_is_that_of_the_comparison(
@@ -91,10 +95,27 @@ def test_the_floor_of_one_request_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> None:
     config = load_config(write_config(model, tmp_path / "new"))
-    diffusion = "sdar" in model
-    assert config.architecture == ("SDARForCausalLM" if diffusion else "Qwen3ForCausalLM")
+    diffusion, experts = "sdar" in model, "a3b" in model or "moe" in model
+    plain = "Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"
+    assert config.architecture == ("SDARForCausalLM" if diffusion else plain)
+    assert (expert_weights(config).layers > 0) == experts
     assert config.family_as(DenseConfig).qk_norm and (config.diffusion is not None) == diffusion
     assert config.family_as(DenseConfig).rope.rope_theta == 1e6
     longest = max(w.input_lens[1] + w.output_lens[1] for w in WORKLOADS.values())
     assert longest <= config.max_position_embeddings
     assert "tiny" in model or config.vocab_size >= PROMPT_VOCAB
+
+
+def test_the_floor_of_experts_by_hand(tmp_path: Path) -> None:
+    config = load_config(write_config("tiny-moe", tmp_path))
+    # A layer: attention as in the dense model, and a router to 8 experts of three products.
+    assert layer_params(config) == 2 * (64 * 192 + 64 * 8)
+    experts = expert_weights(config)
+    assert experts.of_token == 2 * 2 * 3 * 64 * 32
+    assert experts.touched(1) == 2 and experts.touched(2) == pytest.approx(2 + 2 * 6 / 8)
+    assert experts.read(1000) == pytest.approx(2 * 8 * 3 * 64 * 32)
+    load = [BenchRequest([1], 2), BenchRequest([1], 2)]
+    weights = layer_params(config) + 64 * 512 + experts.read(2)
+    kv_per_token = 2 * 2 * 2 * 16 * 2
+    slow_memory = floor_seconds(config, load, bandwidth=1.0, flops=1e30)
+    assert slow_memory.decode == pytest.approx(2 * weights + kv_per_token * (2 + 2))

@@ -105,6 +105,7 @@ class Generated:
         top_logprobs: of each token up to `params.top_logprobs` pairs of id and log-probability.
         confidences: what the unmasking saw of each token.
         steps: of each block, also of what was cut off, how many positions each step unmasked.
+        ids: the prompt and all blocks, also what was cut off.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -113,6 +114,7 @@ class Generated:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     steps: list[list[int]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     finish_reason: Literal["stop", "length", "constraint_conflict"] = "length"
 
     @property
@@ -147,6 +149,7 @@ def generate(
     assert most >= 1
     out = Generated()
     ids = list(prompt[: len(prompt) - len(prompt) % length])
+    out.ids = ids
     known = list(prompt[len(ids) :])  # the tail of the prompt, in the first block only
     while True:
         earlier = sum(count > 0 for block in out.steps for count in block)

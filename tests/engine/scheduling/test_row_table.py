@@ -151,6 +151,7 @@ class World:
             row = self.preempted.pop() if again else self.new_row()
             row.seq.status = SequenceStatus.RUNNING
             row.seq.prefill_yields = not row.seq.resumed
+            row.seq.num_prefill_tokens = row.seq.num_tokens - row.seq.resumed
             self.table.add(row.seq, reserved=17)
             row.device_tokens = len(row.output)
             self.running.append(row)

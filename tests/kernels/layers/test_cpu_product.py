@@ -11,7 +11,13 @@ from torch import Tensor
 
 from batchgen.kernels.attention import cpu_rows
 from batchgen.kernels.layers import cpu_product
-from batchgen.kernels.layers.cpu_product import CPUProduct, choose_product, keeps_bits
+from batchgen.kernels.layers import linear as linear_module
+from batchgen.kernels.layers.cpu_product import (
+    CPUProduct,
+    choose_product,
+    few_keep_bits,
+    keeps_bits,
+)
 from batchgen.kernels.layers.linear import MOST_ROWS, linear, pack_weight
 
 HALF = torch.linspace(-1, 1, 48 * 40).sin().view(48, 40)
@@ -138,3 +144,32 @@ def test_batched_products_that_change_are_found(monkeypatch: pytest.MonkeyPatch)
 def test_rows_of_batched_products() -> None:
     a, b = X[:, :64].reshape(2, 150, 64), X[:128, :40].reshape(2, 64, 40)
     torch.testing.assert_close(cpu_rows.row_batches(a, b), torch.bmm(a, b))
+
+
+@pytest.mark.parametrize("changes_below", [0, 2, 15])
+def test_few_rows_that_are_computed_otherwise_are_found(
+    changes_below: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return otherwise(x) if len(x) < changes_below else steady(x)
+
+    monkeypatch.setattr(linear_module, "_product", product)
+    assert few_keep_bits(WEIGHT, CPUProduct(False, 128)) == (changes_below == 0)
+    assert not few_keep_bits(WEIGHT, CPUProduct(False, None))
+
+
+def test_few_rows_are_filled_up_unless_that_is_switched_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append(len(x))
+        return F.linear(x, weight, bias)
+
+    monkeypatch.setattr(linear_module, "_product", product)
+    for rows in (1, 15, 16, 17, 40):
+        for pad_few in (True, False):
+            found = linear(X[:rows], WEIGHT, pad_few=pad_few)
+            torch.testing.assert_close(found, X[:rows] @ WEIGHT.T)
+    assert seen == [16, 1, 16, 15, 16, 16, 32, 32, 48, 48]

@@ -11,12 +11,14 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from batchgen.kernels.attention.rotary import apply_rotary
 from batchgen.kernels.layers.activation import (
+    add_gated,
     silu_and_mul,
     silu_and_mul_reference,
     silu_and_mul_triton,
 )
 from batchgen.kernels.layers.embedding import embedding_reference, embedding_triton
 from batchgen.kernels.layers.linear import add_linear_, pack_weight
+from batchgen.kernels.layers.plane import write_plane_reference, write_plane_triton
 from batchgen.kernels.layers.rms_norm import (
     rms_norm,
     rms_norm_reference,
@@ -183,3 +185,35 @@ def test_embedding_of_a_table_of_more_than_2_31_elements() -> None:
     ids = torch.randint(590_000, 600_000, (3000,), device=DEVICE)
     weight[590_000:].normal_()
     assert torch.equal(embedding_triton(ids, weight), weight[ids])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_gated_adds_a_gated_share(dtype: torch.dtype) -> None:
+    out, values, gate = (_random(*shape, dtype=dtype) for shape in ((7, 33), (7, 33), (7, 1)))
+    expected = out.double() + torch.sigmoid(gate.double()) * values.double()
+    found = add_gated(out, values, gate)
+    assert found is out
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), expected, rtol=2 * eps, atol=20 * eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+@pytest.mark.parametrize("tail", [(8,), (3, 2)])
+def test_a_plane_holds_the_values_at_the_slots(
+    dtype: torch.dtype, tokens: int, tail: tuple[int, ...]
+) -> None:
+    """In one of three layers, whose values are not neighbours; the others stay as they are."""
+    generator = torch.Generator().manual_seed(0)
+    most = 255 if dtype == torch.uint8 else 60000
+    values = torch.randint(most + 1, (tokens, *tail), generator=generator, dtype=torch.int32)
+    slots = torch.randperm(400, generator=generator)[:tokens]
+    plane = torch.full((400, 3, *tail), 77).to(dtype)
+    for write in (write_plane_reference, write_plane_triton):
+        ours = plane.clone().to(DEVICE)
+        write(ours[:, 1], slots.to(DEVICE), values.to(DEVICE))
+        found = ours.cpu().int()
+        assert torch.equal(found[slots, 1], values)
+        untouched = torch.ones(found.shape[:2], dtype=torch.bool)
+        untouched[slots, 1] = False
+        assert (found[untouched] == 77).all()

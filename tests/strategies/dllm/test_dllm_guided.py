@@ -20,12 +20,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 pytest.importorskip("xgrammar")
 
 from dllm_reference import Forward, Language, Options, generate, model_forward
 from engine_rows import expect_short_rows
+from routers import router_ids
 from schemas import SCHEMAS, random_schema
 from test_dllm import RULES, Request, check, run
 from test_grammar import END, PAD, PLAIN, TURN, WIDTH, compiler, ids, make_tokenizer
@@ -40,6 +41,7 @@ from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, Pre
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
+from batchgen.engine.models.moe import ROUTED_EXPERTS
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.strategies.dllm.strategy import DLLMStrategy
@@ -118,18 +120,24 @@ def make_engine(
     device: str = "cpu",
     favoured: tuple[str, ...] = FAVOURED,
     seed: int | None = None,
+    kind: str = "sdar",
+    context_columns: tuple[str, ...] = (),
     **config: Any,
 ) -> LLMEngine:
-    model = load_model(
-        tiny_model("sdar", **MODEL), device=torch.device(device), dtype=torch.float32
-    )
+    model = load_model(tiny_model(kind, **MODEL), device=torch.device(device), dtype=torch.float32)
     if seed is not None:
         torch.nn.init.normal_(model.lm_head.weight, std=0.2, generator=torch.manual_seed(seed))
     favour(model.lm_head, *favoured)
     config = {"max_model_len": 128, "kv_cache_gib": 0.02, **config}
     strategy = DLLMStrategy(length, **rule)
     return LLMEngine(
-        model, make_tokenizer(), (END,), strategy, EngineConfig(**config), compiler=compiler()
+        model,
+        make_tokenizer(),
+        (END,),
+        strategy,
+        EngineConfig(**config),
+        compiler=compiler(),
+        context_columns=context_columns,
     )
 
 
@@ -183,6 +191,43 @@ def test_rows_are_those_of_the_reference(
         if words is not None:
             ended = output.finish_reason == "stop"
             assert output.constraint_satisfied == (ended or words.complete(output.token_ids))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_keep_the_experts_of_their_final_blocks(
+    overlap: bool, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a block that a conflict cut short, of a forward that reads all its known tokens."""
+    expect_short_rows(monkeypatch)
+    length, rule = 8, RULES[4]
+    model = Qwen3MoeForCausalLM.from_pretrained(
+        tiny_model("qwen3_moe", vocab_size=WIDTH), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    favour(model.lm_head, *FAVOURED)
+    rows = [
+        (prompt, replace(params, columns=("step_map", ROUTED_EXPERTS)))
+        for prompt, params in requests(3, 14)
+    ]
+    engine = make_engine(
+        tiny_model, length, rule, kind="sdar_moe", context_columns=(ROUTED_EXPERTS,),
+        overlap=overlap, block_size=8, max_model_len=64, kv_cache_gib=0.00007,
+    )  # fmt: skip
+    options = Options(block_length=length, mask_token_id=MASK, eos=(END,), max_model_len=64, **rule)
+    conflicts = 0
+    for output, (prompt, params) in zip(run(engine, rows), rows, strict=True):
+        wanted = generate(
+            model_forward(model, length), prompt, params, options, language(params.constraint)
+        )
+        wanted.top_logprobs = [
+            (pairs + [(-1, -np.inf)] * params.top_logprobs)[: params.top_logprobs]
+            for pairs in wanted.top_logprobs
+        ]
+        check(output, wanted, params)
+        read = wanted.ids + [MASK] * (-len(wanted.ids) % length)
+        experts = router_ids(model, read, length)[: len(prompt) + len(output.token_ids) - 1]
+        assert output.columns[ROUTED_EXPERTS].tolist() == experts.tolist()
+        conflicts += len(read) > len(wanted.ids)
+    assert conflicts and engine.stats.preemptions
 
 
 def without_constraint(rows: list[Request]) -> list[int]:

@@ -1,0 +1,179 @@
+"""A mixture of experts: a feed-forward part in which each token goes through a few of many MLPs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from batchgen.engine.execution.forward_context import ForwardContext
+from batchgen.engine.layers.linear import CPUProducts, Linear, empty_parameter
+from batchgen.engine.layers.mlp import GatedMLP
+from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.outputs import OutputColumn
+from batchgen.kernels.layers.activation import add_gated
+from batchgen.kernels.layers.linear import pack_weight
+from batchgen.kernels.moe.experts import grouped_mlp
+from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
+from batchgen.kernels.moe.routing import route
+
+
+class Experts(nn.Module):
+    """E gated MLPs without biases, whose weights stand in one tensor for each kind of projection.
+
+    A checkpoint may hold each projection of each expert in a tensor of its own
+    (`experts.3.gate_proj.weight`), or those of all experts in one (`experts.gate_up_proj`
+    [E, 2·I, H] and `experts.down_proj` [E, H, I], with or without `.weight`).
+
+    Args:
+        num_experts: E.
+        hidden_size: H, the width of the hidden states.
+        intermediate_size: I, the width of one expert.
+        device: where the parameters are created.
+        dtype: the dtype of the parameters.
+    """
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self._inner = intermediate_size
+        wide, narrow = (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
+        self.gate_up_proj = empty_parameter(num_experts, *wide, device=device, dtype=dtype)
+        self.down_proj = empty_parameter(num_experts, *narrow, device=device, dtype=dtype)
+        self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Compute the sum [T, H] of what each token's experts make of it.
+
+        Args:
+            x: [T, H], the tokens.
+            ids: [T, k] int32, the experts of each token.
+            weights: [T, k] float32, the weight of each of them.
+        """
+        if self._packed is None:
+            return grouped_mlp(x, self.gate_up_proj, self.down_proj, ids, weights)
+        return grouped_mlp_cpu(x, *self._packed, ids, weights)
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield a slot for each projection of each expert, and those of all experts together."""
+        inner, down = self._inner, self.down_proj
+        pieces: dict[str, list[str]] = {"gate_up_proj": [], "down_proj": []}
+        for expert, (wide, narrow) in enumerate(zip(self.gate_up_proj, down, strict=True)):
+            parts = {"gate_proj": wide[:inner], "up_proj": wide[inner:], "down_proj": narrow}
+            for part, parameter in parts.items():
+                slot = WeightSlot.plain(f"{path}.{expert}.{part}.weight", parameter)
+                pieces["down_proj" if part == "down_proj" else "gate_up_proj"] += slot.pieces
+                yield slot
+        for whole, parameter in (("gate_up_proj", self.gate_up_proj), ("down_proj", down)):
+            for source in (f"{path}.{whole}", f"{path}.{whole}.weight"):
+                yield WeightSlot(parameter, tuple(pieces[whole]), (source,))
+
+    def pack(self, products: CPUProducts) -> None:
+        """Convert the loaded weights to the layout that was chosen for this CPU.
+
+        After that they cannot be loaded again. On a GPU they stay as they are.
+
+        Args:
+            products: chooses how to compute; shared by all layers of a model.
+        """
+        if self._packed is not None or self.gate_up_proj.device.type != "cpu":
+            return
+        self._packed = (
+            _packed(self.gate_up_proj, products),
+            _packed(self.down_proj, products),
+        )
+        del self.gate_up_proj, self.down_proj
+
+
+def _packed(weights: Tensor, products: CPUProducts) -> ExpertProducts:
+    """Lay out the weights [E, N, K] of all experts as it was chosen for one of them."""
+    product = products.choose(weights[0], None)
+    laid_out = [pack_weight(weight) if product.packed else weight for weight in weights]
+    return ExpertProducts(laid_out, product.most_rows, not products.takes_few(weights[0]))
+
+
+class SparseMoE(nn.Module):
+    """A feed-forward part of E experts, of which each token goes through k.
+
+    It computes residual + Σ_j w_j · expert_j(x). A router computes a logit for each expert, and a
+    softmax over all of them gives the experts of a token and their weights (Shazeer et al. 2017).
+    There may be a shared expert besides, which every token goes through: it adds
+    sigmoid(gate(x)) · shared(x) (Yang et al. 2024).
+
+    Args:
+        hidden_size: the width of the hidden states.
+        num_experts: E.
+        experts_per_token: k.
+        intermediate_size: the width of one expert.
+        renormalise: whether the k weights of a token are divided by their sum.
+        shared_size: the width of the shared expert; None if there is none.
+        column: the column that records the experts of each token, and the index of this layer
+            among those that it has values of.
+        device: where the parameters are created.
+        dtype: the dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        experts_per_token: int,
+        intermediate_size: int,
+        *,
+        renormalise: bool,
+        shared_size: int | None,
+        column: tuple[OutputColumn, int],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.experts_per_token, self.renormalise = experts_per_token, renormalise
+        self.column, self.index = column
+        self.gate = Linear(hidden_size, num_experts, bias=False, device=device, dtype=dtype)
+        self.experts = Experts(
+            num_experts, hidden_size, intermediate_size, device=device, dtype=dtype
+        )
+        self.shared_expert: GatedMLP | None = None
+        if shared_size is not None:
+            self.shared_expert = GatedMLP(
+                hidden_size, shared_size, bias=False, device=device, dtype=dtype
+            )
+            self.shared_expert_gate = Linear(hidden_size, 1, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
+        """Add the result for x [T, hidden_size] to `residual` [T, hidden_size] in place and return
+        it."""
+        ids, weights = route(self.gate(x), self.experts_per_token, renormalise=self.renormalise)
+        ctx.record(self.column, ids, self.index)
+        own = _own_tokens(x, ctx)
+        if own is None:
+            out = self.experts(x, ids, weights)
+        else:
+            out = torch.zeros_like(x)
+            out[own] = self.experts(x[own], ids[own], weights[own])
+        if self.shared_expert is not None:
+            out = add_gated(out, self.shared_expert.compute(x), self.shared_expert_gate(x))
+        return residual.add_(out)
+
+
+def _own_tokens(x: Tensor, ctx: ForwardContext) -> Tensor | None:
+    """[N] int64, the tokens that belong to rows; None if all do, or if nobody needs to know.
+
+    On a CPU forwards are filled up with tokens at KV slot 0, which no row owns. Going through
+    experts of their own they would take as long as those of the rows.
+    """
+    if x.is_cuda or len(x) != len(ctx.kv_slots):
+        return None
+    own = ctx.kv_slots.nonzero().squeeze(1)
+    return own if len(own) < len(x) else None

@@ -1,0 +1,206 @@
+"""The slots of all tokens sorted by expert, and cut into tiles of one expert each.
+
+A slot is one of the k choices of a token: slot t·k + j is choice j of token t. The grouped matrix
+products compute tiles of slots that share an expert. How many tiles there are is known on the
+device alone, so the products are launched for `most_tiles`, and programs past the real number end
+at once. Nothing here waits for the host, so a CUDA graph may contain it.
+
+Few slots are sorted in one launch, with a program for each expert that reads all ids. For many
+that would be too much reading, so they are cut into chunks: one launch counts each chunk's experts,
+one adds up the counts of the chunks before each, and one has a program for each chunk and a few
+experts. Both ways sort stably.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FEW_SLOTS = 4096
+"""Up to so many slots are sorted in one launch."""
+_BLOCK = 2048
+"""Ids that a program of an expert reads at a time."""
+_CHUNK = 4096
+"""Slots of a chunk."""
+_EXPERTS = 4
+"""Experts whose slots a program takes from its chunk."""
+_COUNTS = 4096
+"""Counts that are added up at a time."""
+_TILES = 16
+"""Tiles that a program writes."""
+
+TILE_ARGUMENTS = ["tile_experts_ptr", "tile_firsts_ptr", "tile_ends_ptr"]
+"""Arguments whose alignment must not make Triton compile a kernel again: it changes with the number
+of tokens."""
+
+
+class Alignment(NamedTuple):
+    """Slots by expert. All tensors are int32.
+
+    Attributes:
+        slots: [N] all slots, those of expert 0 first, in ascending order within an expert. Where a
+            slot stands here is its place.
+        tile_experts: [most_tiles] the expert of each tile.
+        tile_firsts: [most_tiles] the first place of each tile.
+        tile_ends: [most_tiles] the place after the last one of each tile.
+        num_tiles: [1] how many tiles there are; entries past them are not written.
+        block_m: the places of a tile, of which the last one of an expert may have fewer.
+    """
+
+    slots: Tensor
+    tile_experts: Tensor
+    tile_firsts: Tensor
+    tile_ends: Tensor
+    num_tiles: Tensor
+    block_m: int
+
+    @property
+    def most_tiles(self) -> int:
+        """The number of tiles for which the products are launched."""
+        return len(self.tile_experts)
+
+
+def bound_of_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
+    """Return the most tiles that this many slots can need, however they are routed."""
+    touched = min(num_slots, num_experts)
+    return (num_slots + touched * (block_m - 1)) // block_m
+
+
+def align(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
+    """Sort the slots by expert and cut them into tiles, in one launch or three.
+
+    Args:
+        ids: [T, k] int32, contiguous, each in [0, num_experts). This is not checked on a GPU.
+        num_experts: E.
+        block_m: the places of a tile.
+    """
+    assert ids.is_contiguous() and ids.dtype == torch.int32
+    num_slots, device = ids.numel(), ids.device
+    most = bound_of_tiles(num_slots, num_experts, block_m)
+    slots = torch.empty(num_slots, dtype=torch.int32, device=device)
+    tiles = torch.empty((3, most), dtype=torch.int32, device=device)
+    num_tiles = torch.empty(1, dtype=torch.int32, device=device)
+    found = Alignment(slots, tiles[0], tiles[1], tiles[2], num_tiles, block_m)
+    block_e = triton.next_power_of_2(num_experts)
+    if num_slots <= FEW_SLOTS:
+        _align_expert[(num_experts,)](
+            ids, *found[:-1], num_slots,
+            BLOCK_M=block_m, BLOCK_E=block_e,
+            BLOCK=min(_BLOCK, max(128, triton.next_power_of_2(num_slots))), num_warps=4,
+        )  # fmt: skip
+        return found
+    chunks = triton.cdiv(num_slots, _CHUNK)
+    counts, places = torch.empty((2, chunks, block_e), dtype=torch.int32, device=device)
+    _count_chunk[(chunks,)](ids, counts, num_slots, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=8)
+    _add_counts[(max(chunks, triton.cdiv(most, _TILES)),)](
+        counts, places, *found[1:-1], chunks,
+        BLOCK_M=block_m, BLOCK_E=block_e, COUNT_ROWS=max(1, _COUNTS // block_e), TILES=_TILES,
+        num_warps=8,
+    )  # fmt: skip
+    _place_chunk[(chunks * triton.cdiv(num_experts, _EXPERTS),)](
+        ids, places, slots, num_slots, num_experts, chunks,
+        BLOCK_E=block_e, CHUNK=_CHUNK, EXPERTS=_EXPERTS, num_warps=8,
+    )  # fmt: skip
+    return found
+
+
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
+def _align_expert(
+    ids_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, num_slots,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program writes the slots and the tiles of one expert."""
+    own = tl.program_id(0)
+    expert = tl.arange(0, BLOCK_E)
+    offset = tl.arange(0, BLOCK)
+    counts = tl.zeros([BLOCK_E], tl.int32)
+    for start in tl.range(0, num_slots, BLOCK):
+        inside = start + offset < num_slots
+        ids = tl.load(ids_ptr + start + offset, mask=inside, other=0)
+        counts += tl.histogram(ids, BLOCK_E, mask=inside)
+    first = tl.sum(tl.where(expert < own, counts, 0), axis=0)
+    end = first + tl.sum(tl.where(expert == own, counts, 0), axis=0)
+    place = first
+    for start in tl.range(0, num_slots, BLOCK):
+        slot = start + offset
+        mine = (tl.load(ids_ptr + slot, mask=slot < num_slots, other=-1) == own).to(tl.int32)
+        before = tl.cumsum(mine, axis=0) - mine
+        tl.store(slots_ptr + place + before, slot, mask=mine != 0)
+        place += tl.sum(mine, axis=0)
+    tile_counts = (counts + BLOCK_M - 1) // BLOCK_M
+    tile = tl.sum(tl.where(expert < own, tile_counts, 0), axis=0)
+    count = tl.cdiv(end - first, BLOCK_M)
+    for start in tl.range(0, count, BLOCK):
+        index = start + offset
+        begin = first + index * BLOCK_M
+        tl.store(tile_experts_ptr + tile + index, own, mask=index < count)
+        tl.store(tile_firsts_ptr + tile + index, begin, mask=index < count)
+        tl.store(tile_ends_ptr + tile + index, tl.minimum(begin + BLOCK_M, end), mask=index < count)
+    if own == tl.num_programs(0) - 1:
+        tl.store(num_tiles_ptr, tile + count)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _count_chunk(ids_ptr, counts_ptr, num_slots, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr):
+    """Each program counts the slots of each expert in one chunk."""
+    slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    inside = slot < num_slots
+    ids = tl.load(ids_ptr + slot, mask=inside, other=0)
+    counts = tl.histogram(ids, BLOCK_E, mask=inside)
+    tl.store(counts_ptr + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), counts)
+
+
+@triton.jit(do_not_specialize=["chunks"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
+def _add_counts(
+    counts_ptr, places_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, chunks,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, COUNT_ROWS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Each program writes where the slots of each expert in one chunk begin, and TILES tiles."""
+    own = tl.program_id(0)
+    expert = tl.arange(0, BLOCK_E)
+    counts = tl.zeros([BLOCK_E], tl.int32)
+    before = tl.zeros([BLOCK_E], tl.int32)
+    for start in tl.range(0, chunks, COUNT_ROWS):
+        chunk = start + tl.arange(0, COUNT_ROWS)[:, None]
+        source = counts_ptr + chunk * BLOCK_E + expert[None, :]
+        some = tl.load(source, mask=chunk < chunks, other=0)
+        counts += tl.sum(some, axis=0)
+        before += tl.sum(tl.where(chunk < own, some, 0), axis=0)
+    ends = tl.cumsum(counts, axis=0)
+    if own < chunks:
+        tl.store(places_ptr + own * BLOCK_E + expert, ends - counts + before)
+
+    tile_counts = (counts + BLOCK_M - 1) // BLOCK_M
+    tile_ends = tl.cumsum(tile_counts, axis=0)
+    total = tl.sum(tile_counts, axis=0)
+    tile = own * TILES + tl.arange(0, TILES)
+    of_tile = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+    chosen = expert[None, :] == of_tile[:, None]
+    index = tile - tl.sum(tl.where(chosen, (tile_ends - tile_counts)[None, :], 0), axis=1)
+    end = tl.sum(tl.where(chosen, ends[None, :], 0), axis=1)
+    begin = end - tl.sum(tl.where(chosen, counts[None, :], 0), axis=1) + index * BLOCK_M
+    tl.store(tile_experts_ptr + tile, of_tile, mask=tile < total)
+    tl.store(tile_firsts_ptr + tile, begin, mask=tile < total)
+    tl.store(tile_ends_ptr + tile, tl.minimum(begin + BLOCK_M, end), mask=tile < total)
+    if own == 0:
+        tl.store(num_tiles_ptr, total)
+
+
+@triton.jit(do_not_specialize=["num_slots", "experts", "chunks"])
+def _place_chunk(
+    ids_ptr, places_ptr, slots_ptr, num_slots, experts, chunks,
+    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Each program writes the slots of EXPERTS experts in one chunk."""
+    chunk = tl.program_id(0) % chunks
+    first_expert = tl.program_id(0) // chunks * EXPERTS
+    slot = chunk * CHUNK + tl.arange(0, CHUNK)
+    ids = tl.load(ids_ptr + slot, mask=slot < num_slots, other=-1)
+    for expert in tl.range(first_expert, tl.minimum(first_expert + EXPERTS, experts)):
+        mine = (ids == expert).to(tl.int32)
+        place = tl.load(places_ptr + chunk * BLOCK_E + expert) + tl.cumsum(mine, axis=0) - mine
+        tl.store(slots_ptr + place, slot, mask=mine != 0)

@@ -1,0 +1,47 @@
+"""The experts of a mixture: gated MLPs, of which each token goes through a few."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.layers.activation import silu_and_mul_reference
+from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
+from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
+
+
+def grouped_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Compute y_t = Σ_j w_tj · down_e · (silu(gate_e · x_t) · (up_e · x_t)) with e = ids[t, j].
+
+    The sum over j runs in the order of the k columns of `ids`, in float32. On a GPU the same call
+    gives the same bits every time.
+
+    Args:
+        x: [T, H], the tokens.
+        gate_up: [E, 2·I, H], the weights of each expert: the I rows of gate and then those of up.
+        down: [E, H, I].
+        ids: [T, k] int32, the experts of each token, all in [0, E).
+        weights: [T, k] float32. A NaN here or in x stays in its own row.
+
+    Returns:
+        [T, H], dtype of x.
+    """
+    if x.is_cuda:
+        return grouped_mlp_triton(x, gate_up, down, ids, weights)
+    products = ExpertProducts(gate_up.unbind()), ExpertProducts(down.unbind())
+    return grouped_mlp_cpu(x, *products, ids, weights)
+
+
+def grouped_mlp_reference(
+    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor:
+    """`grouped_mlp` in PyTorch, as plainly as it can be written."""
+    of_slots = x.new_empty((*ids.shape, x.shape[1]))
+    for expert in ids.unique().tolist():
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        inner = silu_and_mul_reference(x[token] @ gate_up[expert].t())
+        of_slots[token, slot] = inner @ down[expert].t()
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for values, weight in zip(of_slots.unbind(1), weights.unbind(1), strict=True):
+        out += values.float() * weight.unsqueeze(1)
+    return out.to(x.dtype)

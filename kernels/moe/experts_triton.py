@@ -1,0 +1,100 @@
+"""Experts as grouped matrix products, in Triton: sort the slots, two products, sum over slots.
+
+Each sum has a fixed order and nothing is added atomically: the same tokens give the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.moe.alignment_triton import align
+from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
+from batchgen.kernels.moe.tiles import Tiles, choose_tiles
+
+_CHUNK = 1024
+"""Columns of a token that a program adds up."""
+
+
+def grouped_mlp_triton(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    residual: Tensor | None = None,
+    *,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """`experts.grouped_mlp` in four launches, six if there are many tokens.
+
+    Args:
+        x: [T, H], the last axis contiguous.
+        gate_up: [E, 2·I, H], contiguous: the I rows of gate, then those of up.
+        down: [E, H, I], contiguous.
+        ids: [T, k] int32, contiguous, each in [0, E). This is not checked on a GPU.
+        weights: [T, k] float32, contiguous.
+        residual: [T, H], contiguous, to which the result is added in place, rounded once.
+        tiles: how the products are cut; None chooses from the table.
+
+    Returns:
+        [T, H], dtype of x: a new tensor, or `residual`.
+    """
+    tokens, hidden = x.shape
+    experts, inner, k = len(gate_up), down.shape[2], ids.shape[1]
+    assert gate_up.shape == (experts, 2 * inner, hidden) and gate_up.is_contiguous()
+    assert down.shape == (experts, hidden, inner) and down.is_contiguous()
+    assert x.dtype == gate_up.dtype == down.dtype and x.stride(1) == 1
+    assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
+    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    if residual is not None:
+        assert residual.shape == x.shape and residual.is_contiguous()
+        out = residual
+    if not tokens:
+        return out
+    tiles = tiles or choose_tiles(ids.numel(), gate_up)
+    alignment = align(ids, experts, tiles.block_m)
+    activated = torch.empty((tokens * k, inner), dtype=x.dtype, device=x.device)
+    gate_up_product(x, gate_up, alignment, tiles.gate_up, k, activated)
+    parts = torch.empty((tokens * k, hidden), dtype=x.dtype, device=x.device)
+    down_product(activated, down, weights, alignment, tiles.down, parts)
+    sum_slots(parts, out, add=residual is not None)
+    return out
+
+
+def sum_slots(parts: Tensor, out: Tensor, *, add: bool) -> None:
+    """Sum the k slots of each token in their order, in float32.
+
+    Args:
+        parts: [T·k, H], contiguous.
+        out: [T, H], contiguous; overwritten.
+        add: to what `out` holds.
+    """
+    tokens, hidden = out.shape
+    chunks = triton.cdiv(hidden, _CHUNK)
+    _sum_slots[(tokens * chunks,)](
+        parts, out, hidden, chunks,
+        K=len(parts) // tokens, ADD=add, BLOCK=min(_CHUNK, triton.next_power_of_2(hidden)),
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sum_slots(
+    parts_ptr, out_ptr, hidden, chunks,
+    K: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program adds up one chunk of columns of one token, in the order of its slots."""
+    token = (tl.program_id(0) // chunks).to(tl.int64)
+    column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
+    mask = column < hidden
+    source = parts_ptr + token * K * hidden + column
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(K):
+        total += tl.load(source + slot * hidden, mask=mask, other=0.0).to(tl.float32)
+    target = out_ptr + token * hidden + column
+    if ADD:
+        total += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=mask)

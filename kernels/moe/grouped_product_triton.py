@@ -1,0 +1,265 @@
+"""The two matrix products of experts, in Triton: a tile of places with the weights of its expert.
+
+The first product makes silu(gate) · up of each slot, in the order of places (see `Alignment`), so
+the rows of a tile lie side by side for the second one. That multiplies by the slot's weight and
+writes in the order of slots, in which a token's results lie side by side for their sum.
+
+A program computes BLOCK_M places times BLOCK_N columns. With few tokens the time is that of reading
+the weights. Then SWAP makes the weights the left operand: Hopper's matrix instructions take at
+least 64 rows on the left, but as few as 8 columns on the right. With TMA the weights are read by
+the copy engine, through a tensor descriptor. With HALVE a tile that at most half of its rows are
+for, which only the last one of an expert can be, is computed as one of half the rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
+from batchgen.kernels.moe.persistent_triton import persistent_down_product
+from batchgen.kernels.moe.tiles import ProductTiles
+
+
+def gate_up_product(
+    x: Tensor, weight: Tensor, alignment: Alignment, tiles: ProductTiles, k: int, out: Tensor
+) -> None:
+    """Compute silu(gate·x) · (up·x) of every slot, the products and the activation in float32.
+
+    Args:
+        x: [T, H], the last axis contiguous.
+        weight: [E, 2·I, H], contiguous: the I rows of an expert's gate, then those of its up.
+        alignment: of the T·k slots.
+        tiles: how the product is cut.
+        k: slots of a token.
+        out: [T·k, I], contiguous, in the order of places; overwritten.
+    """
+    inner, hidden = out.shape[1], x.shape[1]
+    grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
+    _gate_up[grid](
+        x, _operand(weight, tiles), out, *alignment[:-1],
+        x.stride(0), k, inner, hidden, **_options(alignment, tiles, hidden, x),
+    )  # fmt: skip
+
+
+def down_product(
+    x: Tensor,
+    weight: Tensor,
+    slot_weights: Tensor,
+    alignment: Alignment,
+    tiles: ProductTiles,
+    out: Tensor,
+) -> None:
+    """Compute slot weight · (down·x) of every slot, the products in float32.
+
+    Args:
+        x: [N, I], contiguous, in the order of places.
+        weight: [E, H, I], contiguous.
+        slot_weights: [N] float32, in the order of slots.
+        alignment: of the N slots.
+        tiles: how the product is cut.
+        out: [N, H], contiguous, in the order of slots; overwritten.
+    """
+    if tiles.persistent:
+        persistent_down_product(x, weight, slot_weights, alignment, tiles, out)
+        return
+    hidden, inner = out.shape[1], x.shape[1]
+    grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.block_n),)
+    _down[grid](
+        x, _operand(weight, tiles), slot_weights, out, *alignment[:-1],
+        hidden, inner, **_options(alignment, tiles, inner, x),
+    )  # fmt: skip
+
+
+def _operand(weight: Tensor, tiles: ProductTiles) -> Tensor | TensorDescriptor:
+    """The weights of all experts, one below another."""
+    rows = weight.view(-1, weight.shape[-1])
+    if not tiles.tma:
+        return rows
+    block = [tiles.block_n, tiles.block_k]
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), block)
+
+
+def _options(
+    alignment: Alignment, tiles: ProductTiles, depth: int, x: Tensor
+) -> dict[str, int | bool]:
+    return {
+        "BLOCK_M": alignment.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "EVEN_K": depth % tiles.block_k == 0,
+        "SWAP": tiles.swap,
+        "TMA": tiles.tma,
+        "HALVE": tiles.halve,
+        "INTERPRETED": not x.is_cuda,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
+@triton.jit
+def _weight_tile(
+    weight, first_row, row, k, depth,
+    EVEN_K: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Load rows of a weight [rows, depth] from column k on: BLOCK_K columns of them.
+
+    The rows are those from `first_row` on if TMA, else first_row + row.
+    """
+    if TMA:
+        tile = weight.load([first_row, k])
+    else:
+        column = k + tl.arange(0, BLOCK_K)
+        source = weight + (first_row.to(tl.int64) + row)[:, None] * depth + column[None, :]
+        if EVEN_K:
+            tile = tl.load(source)
+        else:
+            tile = tl.load(source, mask=(column < depth)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _add_product(acc, x, weight, SWAP: tl.constexpr, INTERPRETED: tl.constexpr):
+    """acc + x·weightᵀ, or the transpose of all that if SWAP."""
+    if INTERPRETED:  # which multiplies the bits of bfloat16 as integers
+        x = x.to(tl.float32)
+        weight = weight.to(tl.float32)
+    if SWAP:
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["slots_per_token"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
+def _gate_up(
+    x_ptr, weight, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr,
+    num_tiles_ptr, x_stride, slots_per_token, inner, hidden,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    columns = tl.cdiv(inner, BLOCK_N)
+    tile = tl.program_id(0) // columns
+    # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
+    num_tiles = tl.load(num_tiles_ptr)
+    expert = tl.load(tile_experts_ptr + tile)
+    first = tl.load(tile_firsts_ptr + tile)
+    end = tl.load(tile_ends_ptr + tile)
+    if tile >= num_tiles:
+        return
+    first_column = tl.program_id(0) % columns * BLOCK_N
+    if HALVE and end - first <= BLOCK_M // 2:
+        _gate_up_tile(
+            x_ptr, weight, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
+            slots_per_token, inner, hidden, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN_K, SWAP, TMA,
+            INTERPRETED,
+        )  # fmt: skip
+    else:
+        _gate_up_tile(
+            x_ptr, weight, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
+            slots_per_token, inner, hidden, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP, TMA,
+            INTERPRETED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gate_up_tile(
+    x_ptr, weight, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
+    slots_per_token, inner, hidden,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    place = first + tl.arange(0, BLOCK_M)
+    column = first_column + tl.arange(0, BLOCK_N)
+    # Rows past the end repeat the last one, and columns past the last one others: without masks.
+    slot = tl.load(slots_ptr + tl.minimum(place, end - 1))
+    row = column % inner
+    k = tl.arange(0, BLOCK_K)
+    x_source = x_ptr + (slot // slots_per_token).to(tl.int64)[:, None] * x_stride + k[None, :]
+    gate_row = expert * (2 * inner)
+    if TMA:
+        gate_row += first_column
+    up_row = gate_row + inner
+
+    gate = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, hidden, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_source + start)
+        else:
+            x = tl.load(x_source + start, mask=(start + k < hidden)[None, :], other=0.0)
+        weights = _weight_tile(weight, gate_row, row, start, hidden, EVEN_K, TMA, BLOCK_K)
+        gate = _add_product(gate, x, weights, SWAP, INTERPRETED)
+        weights = _weight_tile(weight, up_row, row, start, hidden, EVEN_K, TMA, BLOCK_K)
+        up = _add_product(up, x, weights, SWAP, INTERPRETED)
+
+    result = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
+    if SWAP:
+        result = tl.trans(result)
+    target = out_ptr + place.to(tl.int64)[:, None] * inner + column[None, :]
+    tl.store(target, result, mask=(place < end)[:, None] & (column < inner)[None, :])
+
+
+@triton.jit(do_not_specialize_on_alignment=TILE_ARGUMENTS)
+def _down(
+    x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
+    tile_ends_ptr, num_tiles_ptr, hidden, inner,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    columns = tl.cdiv(hidden, BLOCK_N)
+    tile = tl.program_id(0) // columns
+    # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
+    num_tiles = tl.load(num_tiles_ptr)
+    expert = tl.load(tile_experts_ptr + tile)
+    first = tl.load(tile_firsts_ptr + tile)
+    end = tl.load(tile_ends_ptr + tile)
+    if tile >= num_tiles:
+        return
+    first_column = tl.program_id(0) % columns * BLOCK_N
+    if HALVE and end - first <= BLOCK_M // 2:
+        _down_tile(
+            x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
+            hidden, inner, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN_K, SWAP, TMA, INTERPRETED,
+        )  # fmt: skip
+    else:
+        _down_tile(
+            x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
+            hidden, inner, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP, TMA, INTERPRETED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _down_tile(
+    x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
+    hidden, inner,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    place = first + tl.arange(0, BLOCK_M)
+    last = tl.minimum(place, end - 1)
+    column = first_column + tl.arange(0, BLOCK_N)
+    row = column % hidden
+    k = tl.arange(0, BLOCK_K)
+    x_source = x_ptr + last.to(tl.int64)[:, None] * inner + k[None, :]
+    first_row = expert * hidden
+    if TMA:
+        first_row += first_column
+
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, inner, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_source + start)
+        else:
+            x = tl.load(x_source + start, mask=(start + k < inner)[None, :], other=0.0)
+        weights = _weight_tile(weight, first_row, row, start, inner, EVEN_K, TMA, BLOCK_K)
+        acc = _add_product(acc, x, weights, SWAP, INTERPRETED)
+
+    slot = tl.load(slots_ptr + last)
+    if SWAP:
+        acc = tl.trans(acc)
+    result = (acc * tl.load(slot_weights_ptr + slot)[:, None]).to(out_ptr.dtype.element_ty)
+    target = out_ptr + slot.to(tl.int64)[:, None] * hidden + column[None, :]
+    tl.store(target, result, mask=(place < end)[:, None] & (column < hidden)[None, :])

@@ -1,0 +1,73 @@
+"""The second product of experts with programs that stay: each computes tile after tile, in Triton.
+
+A product of few steps spends much of its time on the first loads of a tile and on writing it. Here
+the two loops, over tiles and over steps, are one to the compiler, so the loads of the next tile run
+while the last one is written. Both operands are read by the copy engine: the rows of a tile lie
+side by side, and those past its end, which belong to another expert or are zeros, are not written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
+from batchgen.kernels.moe.tiles import ProductTiles
+
+_INTERPRETED_PROGRAMS = 3
+
+
+def persistent_down_product(
+    x: Tensor,
+    weight: Tensor,
+    slot_weights: Tensor,
+    alignment: Alignment,
+    tiles: ProductTiles,
+    out: Tensor,
+) -> None:
+    """`grouped_product_triton.down_product`, if all rows begin at multiples of 16 bytes."""
+    hidden, inner = out.shape[1], x.shape[1]
+    rows = weight.view(-1, inner)
+    programs = _INTERPRETED_PROGRAMS
+    if x.is_cuda:
+        programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    _down_tiles[(programs,)](
+        TensorDescriptor.from_tensor(x, [alignment.block_m, tiles.block_k]),
+        TensorDescriptor.from_tensor(rows, [tiles.block_n, tiles.block_k]),
+        slot_weights, out, *alignment[:-1], hidden, inner,
+        BLOCK_M=alignment.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
+        INTERPRETED=not x.is_cuda, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=TILE_ARGUMENTS)
+def _down_tiles(
+    x, weight, slot_weights_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
+    tile_ends_ptr, num_tiles_ptr, hidden, inner,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    columns = tl.cdiv(hidden, BLOCK_N)
+    total = tl.load(num_tiles_ptr) * columns
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=True):
+        tile = index // columns
+        first_column = index % columns * BLOCK_N
+        first_row = tl.load(tile_experts_ptr + tile) * hidden + first_column
+        first = tl.load(tile_firsts_ptr + tile)
+        end = tl.load(tile_ends_ptr + tile)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in tl.range(0, inner, BLOCK_K):
+            values = x.load([first, start])
+            weights = weight.load([first_row, start])
+            if INTERPRETED:  # which multiplies the bits of bfloat16 as integers
+                values = values.to(tl.float32)
+                weights = weights.to(tl.float32)
+            acc = tl.dot(values, tl.trans(weights), acc, input_precision="ieee")
+        place = first + tl.arange(0, BLOCK_M)
+        column = first_column + tl.arange(0, BLOCK_N)
+        slot = tl.load(slots_ptr + tl.minimum(place, end - 1))
+        result = (acc * tl.load(slot_weights_ptr + slot)[:, None]).to(out_ptr.dtype.element_ty)
+        target = out_ptr + slot.to(tl.int64)[:, None] * hidden + column[None, :]
+        tl.store(target, result, mask=(place < end)[:, None] & (column < hidden)[None, :])

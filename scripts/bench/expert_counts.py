@@ -1,0 +1,141 @@
+"""Routing in benchmarks of random weights: uniform if asked for, and the experts a step touches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from workloads import BenchRequest
+
+from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.execution.step_timing import StepTimer
+from batchgen.engine.layers.moe import SparseMoE
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.moe import MoEConfig
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.kernels.moe.routing import route
+from batchgen.strategies.ar.strategy import ARStrategy
+
+ROUTINGS = ("model", "uniform")
+"""Who chooses the experts: the model's own routers, or chance."""
+_PROMPT_TOKENS = 64
+_DECODE_STEPS = 16
+
+
+class UniformRouter(nn.Module):
+    """Takes the place of a router; its logits are random ones, others at each call.
+
+    They come from torch's generator of the device, whose state a CUDA graph advances at each
+    replay. The router's own product is computed all the same, since its time counts.
+    """
+
+    def __init__(self, router: nn.Module, num_experts: int) -> None:
+        super().__init__()
+        self.router, self.num_experts = router, num_experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [T, num_experts] float32 for x [T, hidden_size]."""
+        self.router(x)
+        return torch.rand((len(x), self.num_experts), device=x.device)
+
+
+def expert_layers(model: nn.Module) -> list[SparseMoE]:
+    """Return the parts of a model that have experts, in the order of its layers."""
+    return [module for module in model.modules() if isinstance(module, SparseMoE)]
+
+
+def route_uniformly(model: CausalLM) -> None:
+    """Let all tokens go to random experts from now on, in the same ways after every start.
+
+    Only a model whose weights are random should be treated so.
+
+    Raises:
+        ValueError: if the model has no experts.
+    """
+    layers = expert_layers(model)
+    if not layers:
+        raise ValueError("uniform routing is for models with experts, and this one has none")
+    torch.manual_seed(0)
+    num_experts = model.config.family_as(MoEConfig).num_experts
+    for layer in layers:
+        layer.add_module("gate", UniformRouter(layer.gate, num_experts))
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """The experts that the steps of one kind touched.
+
+    Attributes:
+        kind: "prefill", "decode" or "mixed".
+        steps: how many steps there were.
+        rows: the mean number of rows of a step.
+        experts: the mean number of distinct experts of a layer that a step's tokens went to.
+        of: how many experts a layer has.
+    """
+
+    kind: str
+    steps: int
+    rows: float
+    experts: float
+    of: int
+
+    def line(self) -> str:
+        return (
+            f"{self.kind} steps of {self.rows:.1f} rows touch {self.experts:.1f} of {self.of} "
+            "experts in a layer"
+        )
+
+
+def count_touched(
+    model: CausalLM, load: Sequence[BenchRequest], rows: int, kv_cache_gib: float
+) -> list[Touched]:
+    """Count the experts that some steps touch, in an engine beside the one that is timed.
+
+    Args:
+        model: with experts; random weights.
+        load: the requests of a workload; the first `rows` of them are run, their prompts and
+            outputs cut short, one step at a time and without CUDA graphs.
+        rows: how many.
+        kv_cache_gib: the size of the KV cache.
+    """
+    config = EngineConfig(
+        max_num_seqs=rows,
+        max_model_len=_PROMPT_TOKENS + _DECODE_STEPS + 1,
+        kv_cache_gib=kv_cache_gib,
+        prefix_caching=False,
+        cuda_graph=False,
+        overlap=False,
+    )
+    timer = StepTimer(model.device)
+    engine = LLMEngine(model, None, (), ARStrategy(), config, timer=timer)
+    timer.reset()
+    layers, touched = expert_layers(model), list[Tensor]()
+
+    def count(layer: nn.Module, _: object, logits: Tensor) -> None:
+        ids, _weights = route(logits, k, renormalise=False)
+        used = torch.zeros(logits.shape[1], device=logits.device)
+        touched.append(used.index_fill_(0, ids.flatten().long(), 1).sum())
+
+    family = model.config.family_as(MoEConfig)
+    k, experts = family.experts_per_token, family.num_experts
+    hooks = [layer.gate.register_forward_hook(count) for layer in layers]
+    params = SamplingParams(temperature=0.6, max_new_tokens=_DECODE_STEPS, ignore_eos=True)
+    for index, request in enumerate(load[:rows]):
+        prompt = request.prompt[:_PROMPT_TOKENS]
+        engine.add_request(str(index), prompt, replace(params, seed=index))
+    while engine.has_unfinished():
+        engine.step()
+    for hook in hooks:
+        hook.remove()
+    steps = timer.steps()
+    of_steps = torch.stack(touched).view(len(steps), len(layers)).mean(1).tolist()
+    found = []
+    for kind in dict.fromkeys(step.kind for step in steps):
+        own = [i for i, step in enumerate(steps) if step.kind == kind]
+        mean_rows = sum(steps[i].rows for i in own) / len(own)
+        mean_touched = sum(of_steps[i] for i in own) / len(own)
+        found.append(Touched(kind, len(own), mean_rows, mean_touched, experts))
+    return found

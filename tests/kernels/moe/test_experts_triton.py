@@ -1,0 +1,254 @@
+"""The grouped products against float64, over routings, shapes and ways to cut them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
+from batchgen.kernels.moe.tiles import ProductTiles, Tiles, choose_tiles
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAN = float("nan")
+
+# Hopper's wgmma takes over at 64 rows of the left operand, so these are all paths of the compiler.
+SMALL = [
+    Tiles(16, ProductTiles(16, 16, 4, 2), ProductTiles(32, 32, 4, 2)),
+    Tiles(16, ProductTiles(64, 32, 4, 3, swap=True), ProductTiles(64, 16, 4, 2, swap=True)),
+    Tiles(
+        16,
+        ProductTiles(64, 32, 4, 3, swap=True, tma=True),
+        ProductTiles(32, 32, 4, 3, swap=False, tma=True),
+    ),
+    Tiles(
+        32,
+        ProductTiles(16, 32, 4, 2, tma=True, halve=True),
+        ProductTiles(16, 16, 4, 2, halve=True),
+    ),
+    Tiles(
+        16,
+        ProductTiles(32, 16, 4, 2, tma=True),
+        ProductTiles(32, 16, 4, 2, tma=True, persistent=True),
+    ),
+]
+FLOAT32 = [SMALL[0], Tiles(32, *(p._replace(swap=True, halve=True) for p in SMALL[0][1:]))]
+
+
+@dataclass
+class Case:
+    """What the kernel takes, on DEVICE."""
+
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    ids: Tensor
+    weights: Tensor
+
+    @classmethod
+    def make(
+        cls, tokens: int, k: int, experts: int, hidden: int, inner: int, dtype: torch.dtype,
+        *, used: int = 10_000, gap: int = 0, seed: int = 0,
+    ) -> Case:  # fmt: skip
+        """Random numbers; x lies in a wider tensor with NaN in the `gap` columns before it. The
+        experts of a token are different ones of the first `used`."""
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=DEVICE)
+
+        x = torch.full((tokens, gap + hidden), NAN, device=DEVICE, dtype=dtype)[:, gap:]
+        x.copy_(normal(tokens, hidden))
+        scores = torch.rand(
+            (tokens, min(max(used, k), experts)), generator=generator, device=DEVICE
+        )
+        return cls(
+            x,
+            normal(experts, 2 * inner, hidden).div_(hidden**0.5).to(dtype),
+            normal(experts, hidden, inner).div_(inner**0.5).to(dtype),
+            scores.topk(k).indices.int(),
+            torch.rand((tokens, k), generator=generator, device=DEVICE),
+        )
+
+    def run(self, tiles: Tiles | None, residual: Tensor | None = None) -> Tensor:
+        return grouped_mlp_triton(
+            self.x, self.gate_up, self.down, self.ids, self.weights, residual, tiles=tiles
+        )
+
+    def reference(self) -> tuple[Tensor, Tensor]:
+        """The results [T, H] in float64, and for each token the sum of its slots' norms [T]."""
+        parts = torch.zeros((*self.ids.shape, self.x.shape[1]), dtype=torch.float64, device=DEVICE)
+        for expert in self.ids.unique().tolist():
+            chosen = self.ids == expert
+            x = self.x[chosen.nonzero()[:, 0]].double()
+            gate, up = (x @ self.gate_up[expert].double().T).chunk(2, -1)
+            parts[chosen] = (F.silu(gate) * up) @ self.down[expert].double().T
+        parts *= self.weights.double().unsqueeze(-1)
+        return parts.sum(1), parts.norm(dim=-1).sum(1)
+
+    def tolerance(self) -> float:
+        """How far a row may be from the reference, in units of the norms of its slots.
+
+        Three values are rounded to the dtype, one after another: what is between the products, each
+        slot's result, the sum. The interpreter rounds to bfloat16 by cutting off, an error of one
+        epsilon. The float32 sums of H and I products add an error that grows with their root.
+        """
+        depth = self.x.shape[1] + self.down.shape[2]
+        return 3 * torch.finfo(self.x.dtype).eps + math.sqrt(depth) * 2**-23
+
+
+def _assert_near(found: Tensor, case: Case) -> None:
+    expected, scale = case.reference()
+    assert found.shape == expected.shape and found.dtype == case.x.dtype
+    errors = (found.double() - expected).norm(dim=-1)
+    assert (errors <= case.tolerance() * scale).all(), (errors / scale).max()
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    tokens=st.integers(1, 12),
+    most=st.integers(1, 3),
+    experts=st.sampled_from([1, 3, 7]),
+    sizes=st.sampled_from([(16, 16), (48, 40), (40, 24), (72, 96)]),
+    dtype=st.sampled_from(DTYPES),
+    which=st.integers(0, 4),
+    gap=st.sampled_from([0, 8]),
+    used=st.sampled_from([1, 100]),
+)
+def test_experts_equal_the_reference(
+    tokens: int, most: int, experts: int, sizes: tuple[int, int], dtype: torch.dtype, which: int,
+    gap: int, used: int,
+) -> None:  # fmt: skip
+    k = min(most, experts)
+    case = Case.make(tokens, k, experts, *sizes, dtype, used=used, gap=gap)
+    tiles = FLOAT32[which % 2] if dtype == torch.float32 else SMALL[which]
+    _assert_near(case.run(tiles), case)
+
+
+@pytest.mark.parametrize("tiles", SMALL)
+def test_all_tokens_to_one_expert_fill_several_tiles(tiles: Tiles) -> None:
+    case = Case.make(2 * tiles.block_m + 3, 1, 4, 32, 32, torch.bfloat16, used=1)
+    assert (case.ids == 0).all()
+    _assert_near(case.run(tiles), case)
+
+
+@pytest.mark.parametrize("sizes", [(33, 20), (20, 33)])
+def test_sizes_that_no_vector_divides(sizes: tuple[int, int]) -> None:
+    case = Case.make(5, 2, 3, *sizes, torch.bfloat16)
+    tiles = choose_tiles(10, case.gate_up)
+    assert not (tiles.gate_up.tma or tiles.down.tma)
+    _assert_near(case.run(SMALL[0]), case)
+
+
+@pytest.mark.parametrize("tiles", SMALL)
+def test_nan_stays_in_its_token(tiles: Tiles) -> None:
+    # Tokens of one expert share tiles, in which 7 of them leave rows that are not computed for any.
+    case = Case.make(7, 2, 2, 40, 24, torch.bfloat16, used=2)
+    clean = case.run(tiles)
+    case.x[2, 5] = NAN
+    case.x[3, 0] = float("inf")
+    case.weights[6, 1] = NAN
+    spoiled = case.run(tiles)
+    kept = [0, 1, 4, 5]
+    assert torch.equal(spoiled[kept], clean[kept])
+    assert not spoiled[[2, 3, 6]].isfinite().any()
+
+
+def test_the_result_is_added_to_the_residual_in_place() -> None:
+    case = Case.make(5, 2, 3, 40, 24, torch.float32)
+    residual = torch.randn_like(case.x)
+    expected = residual + case.run(FLOAT32[0])
+    out = case.run(FLOAT32[0], residual)
+    assert out is residual
+    torch.testing.assert_close(out, expected)
+
+
+def test_slots_are_added_in_their_order() -> None:
+    # 1 is lost beside 2²⁵ unless the two that are large cancel first.
+    case = Case.make(1, 3, 3, 16, 16, torch.float32)
+    case.gate_up[:] = case.gate_up[0].clone()
+    case.down[:] = case.down[0].clone()
+    case.ids[:] = torch.tensor([[2, 0, 1]])
+    case.weights[:] = 1
+    one = case.run(FLOAT32[0]) / 3
+    for order in itertools.permutations((2.0**25, -(2.0**25), 1.0)):
+        case.weights[:] = torch.tensor([order])
+        out = case.run(FLOAT32[0])
+        if order[2] == 1:
+            torch.testing.assert_close(out, one)
+        else:
+            assert not torch.allclose(out, one)
+
+
+def test_no_tokens() -> None:
+    assert Case.make(0, 2, 3, 16, 16, torch.float32).run(None).shape == (0, 16)
+
+
+# --- real sizes, compiled -------------------------------------------------------------------------
+
+REAL = [(128, 8, 2048, 768), (256, 8, 2048, 512), (64, 6, 2048, 1408)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", REAL)
+@pytest.mark.parametrize("tokens", [1, 2, 16, 64, 256, 600, 1024, 2048, 4096])
+@pytest.mark.parametrize("used", [1, 10_000])
+def test_every_line_of_the_table(shape: tuple[int, int, int, int], tokens: int, used: int) -> None:
+    case = Case.make(tokens, shape[1], shape[0], *shape[2:], torch.bfloat16, used=used)
+    _assert_near(case.run(None), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", SMALL)
+def test_compiled_tiles(tiles: Tiles) -> None:
+    for tokens in (1, 100, 1000):
+        case = Case.make(tokens, 4, 60, 256, 192, torch.bfloat16, gap=8)
+        _assert_near(case.run(tiles), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    for tokens in (1, 300, 3000):
+        case = Case.make(tokens, 4, 60, 256, 200, dtype)
+        _assert_near(case.run(None), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [8, 256, 4096])
+def test_the_same_bits_from_run_to_run(tokens: int) -> None:
+    case = Case.make(tokens, 8, 128, 2048, 768, torch.bfloat16)
+    first = case.run(None)
+    for _ in range(20):
+        assert torch.equal(case.run(None), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [4, 256, 2048])
+def test_a_graph_follows_the_ids_it_finds(tokens: int) -> None:
+    """The number of tiles changes between replays, from one expert for all to a few for each."""
+    shape = (tokens, 8, 128, 512, 256, torch.bfloat16)
+    cases = [Case.make(*shape, used=used, seed=used) for used in (8, 20, 10_000)]
+    held = cases[0]
+    expected = []
+    for case in cases:
+        case.gate_up, case.down = held.gate_up, held.down
+        expected.append(case.run(None))
+    held = Case(held.x.clone(), held.gate_up, held.down, held.ids.clone(), held.weights.clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = held.run(None)
+    for case, result in [*zip(cases, expected, strict=True), (cases[0], expected[0])]:
+        held.x.copy_(case.x)
+        held.ids.copy_(case.ids)
+        held.weights.copy_(case.weights)
+        graph.replay()
+        assert torch.equal(out, result)
