@@ -120,7 +120,7 @@ def test_annotations_that_a_configuration_can_give(hint: Any, value: Any, expect
 @pytest.mark.parametrize(
     ("hint", "value", "message"),
     [
-        (list[int], 3, r"strategy\.x must be a list"),
+        (list[int], "a", r"strategy\.x.* must be an integer"),
         (tuple[int, str], [1], r"strategy\.x must be a list of 2 values"),
         (dict[str, int], {"a": "b"}, r"strategy\.x\.a must be an integer"),
         (dict[str, int], {1: 1}, r"strategy\.x must be a mapping of names"),
