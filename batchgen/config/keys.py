@@ -19,6 +19,7 @@ from batchgen.config.groups import (
     JobConfig,
     ModelGroup,
     OutputConfig,
+    ProgressConfig,
     SamplingConfig,
 )
 
@@ -34,6 +35,7 @@ _DECLARED: dict[str, Sequence[type]] = {
     "constraint": [*CONSTRAINT_KINDS.values()],
     "engine": [EngineGroup],
     "output": [OutputConfig],
+    "progress": [ProgressConfig],
 }
 """The classes whose fields are the keys of a group. Options of strategies are declared by classes
 that load torch; conf/strategy/ has their names and defaults."""
