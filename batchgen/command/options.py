@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,9 @@ FLAGS = {
     "--config-path": "",
     "--config-name": "",
     "--completion": "--completion bash, zsh or fish prints a script that completes keys",
+    "--hydra-help": "about Hydra, with whose launchers and sweepers jobs run: hydra/launcher=…",
+    "--info": "",
+    "--experimental-rerun": "",
 }
 """Option → what it does; empty for those that need no mention."""
 _SHORT = {
@@ -29,7 +33,10 @@ _SHORT = {
 _WITH_VALUE = {
     **{"--cfg": "job", "--config-dir": "a folder", "--config-path": "a folder"},
     **{"--config-name": "a name", "--completion": "bash, zsh or fish"},
+    **{"--info": "a subject", "--experimental-rerun": "a pickled configuration"},
 }
+_OF_HYDRA = re.compile(r"(\+\+|\+|~)?hydra[./@]")
+"""How arguments begin that set something of Hydra itself."""
 
 
 @dataclass
@@ -41,12 +48,14 @@ class Options:
         values: of the options that have one, as often as they are given.
         job_file: the file of the job; None without one.
         overrides: the arguments that are neither options nor a job file.
+        hydra: those that set something of Hydra itself, in its own grammar.
     """
 
     flags: set[str] = field(default_factory=set)
     values: dict[str, list[str]] = field(default_factory=dict)
     job_file: Path | None = None
     overrides: list[str] = field(default_factory=list)
+    hydra: list[str] = field(default_factory=list)
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
@@ -61,6 +70,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
         argument = rest.pop(0)
         if argument.startswith("-"):
             _take_option(options, argument, rest)
+        elif _OF_HYDRA.match(argument):
+            options.hydra.append(argument)
         elif _is_job_file(argument):
             if options.job_file is not None:
                 raise ConfigError(
@@ -77,6 +88,18 @@ def parse_options(arguments: Sequence[str]) -> Options:
     return options
 
 
+def asks_hydra(options: Options) -> bool:
+    """Whether Hydra itself has to answer: to run a job its way, or to tell something of itself.
+
+    A dry run and `--cfg job` show what a job is, which no launcher changes.
+    """
+    if options.values.get("--cfg", ["job"])[-1] in ("hydra", "all"):
+        return True
+    if options.flags & {"--hydra-help", "--info", "--experimental-rerun"}:
+        return True
+    return bool(options.hydra) and not options.flags & {"--cfg", "--dry-run"}
+
+
 def _take_option(options: Options, argument: str, rest: list[str]) -> None:
     name, equals, value = argument.partition("=")
     name = _SHORT.get(name, name)
@@ -84,6 +107,8 @@ def _take_option(options: Options, argument: str, rest: list[str]) -> None:
         raise ConfigError(_no_option(argument))
     if name in _WITH_VALUE:
         if not equals:
+            if name == "--info" and not (rest and rest[0].replace("-", "").isalpha()):
+                rest.insert(0, "all")
             if not rest:
                 raise ConfigError(f"{argument} needs a value: {_WITH_VALUE[name]}")
             value = rest.pop(0)

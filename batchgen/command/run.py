@@ -34,18 +34,14 @@ def compose_options(options: Options, overrides: Sequence[str]) -> Composed:
     Raises:
         ConfigError: a key or choice is unknown, or a text cannot be read.
     """
-    values, places = ({}, {}) if options.job_file is None else _job_file(options.job_file)
-    folders = [Path(folder).expanduser() for folder in options.values.get("--config-dir", [])]
-    for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError(f"--config-dir {folder}: there is no such folder")
-    return compose_groups(values, overrides, folders=folders, places=places)
+    values, places = job_file(options)
+    return compose_groups(values, overrides, folders=choice_folders(options), places=places)
 
 
 def show_config(options: Options) -> int:
     """Print the job as a job file; returns the exit code."""
     if options.values["--cfg"][-1] != "job":
-        raise ConfigError(f"--cfg {options.values['--cfg'][-1]}: write --cfg job")
+        raise ConfigError(f"--cfg {options.values['--cfg'][-1]}: write --cfg job, hydra or all")
     groups = compose_options(options, options.overrides).groups
     if "--resolve" in options.flags:
         groups = resolved(checked(groups))
@@ -53,7 +49,28 @@ def show_config(options: Options) -> int:
     return 0
 
 
-def _job_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def choice_folders(options: Options) -> list[Path]:
+    """The folders of the user with further choices.
+
+    Raises:
+        ConfigError: one is not there.
+    """
+    folders = [Path(folder).expanduser() for folder in options.values.get("--config-dir", [])]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir {folder}: there is no such folder")
+    return folders
+
+
+def job_file(options: Options) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of the job file and the places of its keys; both are empty without one.
+
+    Raises:
+        ConfigError: it is not there, or cannot be read.
+    """
+    path = options.job_file
+    if path is None:
+        return {}, {}
     if path.is_dir():
         if (path / "config.yaml").is_file():
             raise ConfigError(f"{path} is a folder: its job file is {path / 'config.yaml'}")

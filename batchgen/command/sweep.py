@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -26,6 +26,9 @@ from batchgen.config import JobConfig
 from batchgen.config.compose import checked
 from batchgen.config.keys import choice_values, choices
 from batchgen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override as HydraOverride
 
 _PARENT = Path("outputs/multirun")
 _ARGUMENTS = "sweep.yaml"
@@ -62,7 +65,7 @@ def run_sweep(options: Options, run: Callable[[JobConfig], int]) -> int:
     if all(job.refusal and job.refusal == jobs[0].refusal for job in jobs):
         raise ConfigError(jobs[0].refusal)
     if dated is not None and any(job.config is not None for job in jobs):
-        _record(dated, options)
+        record(dated, options)
     for number, job in enumerate(jobs, 1):
         print(f"── job {number} of {len(jobs)}: {job.name}", flush=True)
         if job.config is None:
@@ -72,7 +75,7 @@ def run_sweep(options: Options, run: Callable[[JobConfig], int]) -> int:
             job.code = run(job.config)
         if job.code > 128:  # a signal ends the sweep; after any other failure its next job runs
             break
-    print(_table(jobs))
+    print(table(jobs))
     return worst([job.code for job in jobs if job.code is not None])
 
 
@@ -96,20 +99,12 @@ def swept_values(argument: str) -> list[str] | None:
     Raises:
         ConfigError: it lists none that can be counted (`interval(0,1)`).
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+    override = swept(argument)
+    if override is None:
+        return None
     from hydra.core.override_parser.types import Glob
-    from hydra.errors import HydraException
 
-    key, equals, text = argument.partition("=")
-    if not equals or not ("," in text or "glob(" in text):
-        return None
-    try:
-        override = OverridesParser.create().parse_override(argument)
-    except HydraException:  # a text that Hydra does not know is what was typed
-        return None
-    if not override.is_sweep_override():
-        return None
-    value = override.value()
+    key, value = argument.partition("=")[0], override.value()
     if isinstance(value, Glob):
         return [f"{key}={name}" for name in value.filter(choices(key.lstrip("+")))]
     if not override.is_discrete_sweep():
@@ -117,25 +112,42 @@ def swept_values(argument: str) -> list[str] | None:
     return [f"{key}={one}" for one in override.sweep_string_iterator()]
 
 
+def swept(argument: str) -> HydraOverride | None:
+    """What Hydra reads in an argument that lists values, or a range of them; None for others."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    _, equals, text = argument.partition("=")
+    if not equals or not ("," in text or "glob(" in text):
+        return None
+    try:
+        override = OverridesParser.create().parse_override(argument)
+    except HydraException:  # a text that Hydra does not know is what was typed
+        return None
+    return override if override.is_sweep_override() else None
+
+
 def _jobs(options: Options) -> tuple[list[SweepJob], Path | None]:
     """The jobs of a sweep, and the folder of a sweep for which no output.dir is given."""
-    swept = [swept_values(argument) for argument in options.overrides]
+    values_of = [swept_values(argument) for argument in options.overrides]
     listed = [
-        values or [argument] for values, argument in zip(swept, options.overrides, strict=True)
+        values or [argument] for values, argument in zip(values_of, options.overrides, strict=True)
     ]
-    varied = [values is not None for values in swept]
-    own_dir = any(values and values[0].lstrip("+").startswith("output.dir=") for values in swept)
+    varied = [values is not None for values in values_of]
+    own_dir = any(
+        values and values[0].lstrip("+").startswith("output.dir=") for values in values_of
+    )
     names: list[str] = []
     jobs: list[SweepJob] = []
     dated: Path | None = None
     for overrides in itertools.product(*listed):
-        name = _folder_name(list(itertools.compress(overrides, varied)), names)
+        name = folder_name(list(itertools.compress(overrides, varied)), names)
         names.append(name)
         try:
             groups = compose_options(options, overrides).groups
             given = groups["output"]["dir"]
             if given == choice_values("output", "parquet")["dir"]:
-                dated = dated or _dated_folder(options)
+                dated = dated or dated_folder(options)
                 groups["output"]["dir"] = str(dated / name)
             elif not own_dir:
                 groups["output"]["dir"] = _own_folder(given, name, len(jobs))
@@ -154,7 +166,7 @@ def _own_folder(given: Any, name: str, number: int) -> Any:
     return numbered if "${" in given else str(Path(given) / name)
 
 
-def _dated_folder(options: Options) -> Path:
+def dated_folder(options: Options) -> Path:
     """The folder of a sweep without output.dir: an earlier one with the same arguments, or new."""
     arguments = _arguments(options)
     for path in sorted(_PARENT.glob(f"*/{_ARGUMENTS}"), reverse=True):
@@ -168,7 +180,7 @@ def _dated_folder(options: Options) -> Path:
     return folder
 
 
-def _record(folder: Path, options: Options) -> None:
+def record(folder: Path, options: Options) -> None:
     """Make the folder of a sweep, with the arguments by which the same command finds it again."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -181,10 +193,11 @@ def _record(folder: Path, options: Options) -> None:
 def _arguments(options: Options) -> list[str]:
     """What a sweep is known by."""
     file = [] if options.job_file is None else [str(options.job_file)]
-    return [*file, *options.values.get("--config-dir", []), *options.overrides]
+    folders = options.values.get("--config-dir", [])
+    return [*file, *folders, *options.overrides, *options.hydra]
 
 
-def _folder_name(overrides: Sequence[str], taken: Sequence[str]) -> str:
+def folder_name(overrides: Sequence[str], taken: Sequence[str]) -> str:
     """A short name, safe in every shell and file system, that no other job has."""
     parts = [re.sub(r"[^\w.+=-]+", "-", override).strip("-") for override in overrides]
     name = ",".join(parts) or "job"
@@ -194,7 +207,7 @@ def _folder_name(overrides: Sequence[str], taken: Sequence[str]) -> str:
     return name
 
 
-def _table(jobs: Sequence[SweepJob]) -> str:
+def table(jobs: Sequence[SweepJob]) -> str:
     """What became of each job, for people."""
     header = ("job", "exit", "rows", "errors", "tokens/s", "folder")
     rows = [header, *((job.name, *_facts(job)) for job in jobs)]

@@ -85,11 +85,7 @@ def compose_groups(
     Raises:
         ConfigError: a key or choice is unknown, or a text cannot be read.
     """
-    given = Given(folders, places or {})
-    given.add_values(values)
-    parsed = [parse_override(argument) for argument in overrides]
-    for override in parsed:
-        given.add_override(override)
+    given, parsed = collect(values, overrides, folders=folders, places=places)
     groups = _composed(given)
     for key, value in given.keys.items():
         _set(groups, given, key, value)
@@ -100,13 +96,32 @@ def compose_groups(
     return Composed(ordered, given.choices)
 
 
-def _composed(given: Given) -> dict[str, Any]:
-    """The groups with the choices that were made, or that follow from the keys that were given."""
+def collect(
+    values: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    folders: Sequence[Path] = (),
+    places: Mapping[str, str] | None = None,
+) -> tuple[Given, list[Override]]:
+    """What a user has said, with the choices that follow from it, and the arguments in parts.
+
+    Takes and raises what `compose_groups` does.
+    """
+    given = Given(folders, places or {})
+    given.add_values(values)
+    parsed = [parse_override(argument) for argument in overrides]
+    for override in parsed:
+        given.add_override(override)
     if not given.experiments:
         for group, named in given.named.items():
             if group not in given.choices and group not in given.whole:
                 if (choice := inferred_choice(group, named)) is not None:
                     given.choices[group] = choice
+    return given, parsed
+
+
+def _composed(given: Given) -> dict[str, Any]:
+    """The groups with their choices, before the keys are set."""
     overrides = [f"{group}={choice}" for group, choice in given.choices.items()]
     overrides += [f"+{EXPERIMENT}={name}" for name in given.experiments[:1]]
     if len(given.experiments) > 1:

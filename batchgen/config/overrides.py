@@ -80,8 +80,8 @@ def parse_override(argument: str) -> Override:
     sign, key, text = match.groups()
     if re.match(r"hydra\b", key):
         raise ConfigError(
-            f"{argument}: keys of Hydra itself mean nothing here: output.dir says where a job or a "
-            "sweep goes, and --config-dir where further choices lie"
+            f"{argument}: keys of Hydra itself are for the command line only: output.dir says "
+            "where a job goes"
         )
     return Override(argument, sign, key, text)
 

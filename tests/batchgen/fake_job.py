@@ -265,7 +265,7 @@ def outcome(request_id: str, prompt: list[int], params: SamplingParams) -> Reque
 
 
 def main(fields: str) -> int:
-    from batchgen.__main__ import report
+    from batchgen.command.job import report
 
     return report(lambda: FakeJob(**json.loads(fields)).run())
 

@@ -12,7 +12,7 @@ import pytest
 from real_job import ROWS, contents, overrides, run
 
 from batchgen import LLM, SamplingParams
-from batchgen.__main__ import report
+from batchgen.command.job import report
 from batchgen.errors import ConfigError
 from batchgen.fingerprint import derive_seed
 from batchgen.python.prompts import PromptIds, ReadPrompt

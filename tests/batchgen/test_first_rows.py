@@ -9,7 +9,7 @@ import pytest
 from fake_job import FakeEngine, FakeJob
 from output_rows import finished_row
 
-from batchgen.__main__ import report
+from batchgen.command.job import report
 from batchgen.engine.outputs import RequestError, RequestOutput
 from batchgen.first_rows import FIRST_ROWS, AllRowsFailed, FirstRows
 from batchgen.job import JobResult, run_job

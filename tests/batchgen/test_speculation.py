@@ -18,7 +18,7 @@ from real_job import VOCAB, overrides, run, save_tokenizer
 
 import batchgen.conf
 from batchgen import LLM, SamplingParams
-from batchgen.__main__ import report
+from batchgen.command.job import report
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.outputs import RequestOutput
