@@ -8,7 +8,6 @@ nothing could be checked, and 0 otherwise. Rows whose text was cut are counted a
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -21,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.command.verbs import Parser
 from batchgen.config import (
     AnyConstraintConfig,
     NoConstraintConfig,
@@ -111,7 +111,7 @@ def validate(folder: str | Path) -> Report:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. The arguments are those of the process, unless they
     are given."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="batchgen validate",
         description="Check every row of a finished job against its constraint.",
     )
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         report = validate(parser.parse_args(arguments).out)
     except (ConfigError, JobError) as error:
-        print(f"batchgen.validate: {error}", file=sys.stderr)
+        print(f"batchgen: {error}", file=sys.stderr)
         return 2
     print(report)
     return 1 if report.counts["invalid"] else 0

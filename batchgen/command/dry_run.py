@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config import COMMON_COLUMNS, JobConfig, NoConstraintConfig, SamplingConfig
+from batchgen.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,7 +61,8 @@ def show(config: JobConfig) -> int:
         answer before it reaches the model, else 0.
 
     Raises:
-        ConfigError: the job would be refused.
+        ConfigError: the job would be refused. If that is for what the output folder holds, it is
+            raised after all is printed.
     """
     model, data = config.model.path, config.dataset.path or config.dataset.kind
     print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
@@ -71,7 +73,10 @@ def show(config: JobConfig) -> int:
     opened = open_job(config)
     with closing(opened.parts(config, {})) as parts:
         prompt = fitted_prompt(config, parts)
-        folder = folder_state(config, opened)
+        try:
+            folder, refusal = folder_state(config, opened), None
+        except ConfigError as error:  # the prompts are worth a look all the same
+            folder, refusal = f"{config.output.dir}: refused", error
         seen = _show_rows(config, opened, prompt)
     if seen.signs:
         print("(␉ is a tab, · a space at the end of a line, other signs are control characters)\n")
@@ -87,6 +92,8 @@ def show(config: JobConfig) -> int:
     }
     for name, value in lines.items():
         print(f"{name:<10}  {value}")
+    if refusal is not None:
+        raise refusal
     print("Nothing was run: this was --dry-run.")
     return 3 if seen.errors else 0
 

@@ -13,8 +13,9 @@ from typing import Any, TextIO
 
 import pyarrow as pa
 
-from batchgen.command.job_rows import Parser, column_list, exit_code, open_job
+from batchgen.command.job_rows import column_list, exit_code, open_job
 from batchgen.command.row_json import json_readers, json_text
+from batchgen.command.verbs import Parser
 from batchgen.errors import ConfigError, JobError
 from batchgen.output.read_job import JobFolderReader
 from batchgen.paths import user_path

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from batchgen.command.conf_files import Entry, read_choice
+from batchgen.command.verbs import Parser
 from batchgen.config.compose import Composed, compose_groups
 from batchgen.config.given import CHOICE
 from batchgen.config.keys import choice_values, choices
@@ -31,14 +32,14 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: the file cannot be written, or an argument is wrong.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="batchgen init",
         description="Write a job file with all keys and what they mean.",
         epilog="batchgen init job.yaml model=hf model.path=Qwen/Qwen3-0.6B dataset=files",
     )
     parser.add_argument("file", help="where to write it")
     parser.add_argument(
-        "override", nargs="*", help="GROUP=CHOICE or KEY=VALUE, as for the job itself"
+        "override", nargs="*", default=[], help="GROUP=CHOICE or KEY=VALUE, as for the job itself"
     )
     given = parser.parse_args(arguments)
     _write(given.file, job_file_text(compose_groups({}, given.override), given.file))
@@ -82,6 +83,10 @@ def _write(path: str, text: str) -> None:
     except FileExistsError:
         raise ConfigError(
             f"{path} is there already and stays as it is: choose another name"
+        ) from None
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} cannot be written: there is no folder {Path(path).parent}"
         ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 from batchgen.errors import ConfigError, JobError
 from batchgen.output.read_job import JobFolderReader
 from batchgen.paths import user_path
-
-
-class Parser(ArgumentParser):
-    """A parser whose complaints look like those of the rest of the command."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog.partition(' ')[2]}: {message} ({self.prog} --help)")
 
 
 def open_job(given: str) -> JobFolderReader:

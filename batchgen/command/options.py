@@ -66,13 +66,14 @@ def parse_options(arguments: Sequence[str]) -> Options:
     """
     options = Options()
     rest = list(arguments)
+    helps = bool({"--help", "-h"} & set(arguments))
     while rest:
         argument = rest.pop(0)
         if argument.startswith("-"):
             _take_option(options, argument, rest)
         elif _OF_HYDRA.match(argument):
             options.hydra.append(argument)
-        elif _is_job_file(argument):
+        elif _is_job_file(argument, helps):
             if options.job_file is not None:
                 raise ConfigError(
                     f"there are two job files, {options.job_file} and {argument}: give one, and "
@@ -80,7 +81,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
                 )
             options.job_file = Path(argument).expanduser()
         else:
-            _check_no_verb(argument, arguments)
+            _check_no_verb(argument, helps)
             options.overrides.append(argument)
     if folders := options.values.get("--config-path"):
         name = options.values.get("--config-name", ["config"])[-1].removesuffix(".yaml")
@@ -130,13 +131,13 @@ def _no_option(argument: str) -> str:
     )
 
 
-def _check_no_verb(argument: str, arguments: Sequence[str]) -> None:
+def _check_no_verb(argument: str, helps: bool) -> None:
     """Refuse a verb that is misspelt, or does not come first.
 
     Raises:
         ConfigError: it is one.
     """
-    if not argument.isalpha() or {"--help", "-h"} & set(arguments):
+    if helps or not argument.isalpha():
         return
     from batchgen.config.keys import nearest
 
@@ -146,8 +147,14 @@ def _check_no_verb(argument: str, arguments: Sequence[str]) -> None:
         raise ConfigError(f"there is no verb {argument}: did you mean batchgen {guess}?")
 
 
-def _is_job_file(argument: str) -> bool:
-    """Whether an argument names a file: keys have no slash, and no key ends like a YAML file."""
+def _is_job_file(argument: str, helps: bool) -> bool:
+    """Whether an argument names a file: keys have no slash, and no key ends like a YAML file.
+
+    The name of a folder counts too, so that its refusal says where the job file of a folder is.
+    With `--help` a word is a group or a key.
+    """
     if "=" in argument or argument.startswith("+"):
         return False
-    return argument.endswith((".yaml", ".yml")) or "/" in argument
+    if argument.endswith((".yaml", ".yml")) or "/" in argument:
+        return True
+    return not helps and Path(argument).is_dir()

@@ -9,11 +9,12 @@ from itertools import islice
 from typing import Any
 
 from batchgen.command.follow import follow
-from batchgen.command.job_rows import Parser, column_list, exit_code, open_job
+from batchgen.command.job_rows import column_list, exit_code, open_job
 from batchgen.command.job_status import status_line
 from batchgen.command.row_json import json_text
 from batchgen.command.row_text import message_lines
 from batchgen.command.row_view import RowView, of_sample, terminal_width
+from batchgen.command.verbs import Parser
 from batchgen.errors import ConfigError
 from batchgen.output.read_job import JobFolderReader
 

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import NoReturn
+
+from batchgen.errors import ConfigError
+
+
+class Parser(ArgumentParser):
+    """A parser whose complaints look like those of the rest of the command."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog.partition(' ')[2]}: {message} ({self.prog} --help)")
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,7 @@ VERBS = {
 def run_verb(name: str, arguments: Sequence[str]) -> int:
     """Run a verb and return its exit code.
 
-    A verb's own parser ends the process on `--help` and on mistakes; here that is a code too.
+    A verb's own parser ends the process on `--help`; here that is a code too.
     """
     module = import_module(VERBS[name].module)
     try:

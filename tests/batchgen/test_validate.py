@@ -287,7 +287,7 @@ def test_what_is_no_finished_job_with_constraints(
     assert "is not complete" in refused(tmp_path / "half")
     capsys.readouterr()
     assert main([str(tmp_path / "half")]) == 2
-    assert capsys.readouterr().err.startswith("batchgen.validate: the job in ")
+    assert capsys.readouterr().err.startswith("batchgen: the job in ")
 
 
 def test_a_damaged_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
