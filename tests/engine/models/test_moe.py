@@ -231,6 +231,7 @@ def test_tokens_without_a_row_go_through_no_expert(tiny_model: TinyModel) -> Non
     x = torch.randn(5, 64)
     own = torch.tensor([7, 0, 3, 0, 0])
     with torch.inference_mode():
+        assert not moe(x, torch.zeros_like(x), ForwardContext((), own * 0, ())).any()
         found = moe(x, torch.zeros_like(x), ForwardContext((), own, ()))
         whole = moe(x, torch.zeros_like(x), ForwardContext((), torch.ones_like(own), ()))
     torch.testing.assert_close(found, whole * (own > 0).unsqueeze(1))
