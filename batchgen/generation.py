@@ -54,6 +54,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def max_num_seqs(self) -> int:
+        """The most requests that run at the same time."""
+        ...
+
+    @property
     def memory(self) -> "MemoryPlan":
         """How the device's memory is divided."""
         ...
@@ -154,7 +159,7 @@ class Generation:
         self._metrics = metrics
         self._engine = engine
         # Twice as many as can run: a step that finishes all running rows finds the next ones there.
-        self._window = 2 * config.engine.max_num_seqs
+        self._window = 2 * engine.max_num_seqs
         self._in_flight: dict[str, _Request] = {}
 
     def run(self, todo: Todo, signals: StopSignals, progress: Progress) -> bool:

@@ -177,6 +177,10 @@ class FakeEngine:
             request_id, prompt_token_ids, params, 1 + params.seed % 5
         )
 
+    @property
+    def max_num_seqs(self) -> int:
+        return self.job.max_num_seqs
+
     def close(self) -> None:
         self.closed = True
 
