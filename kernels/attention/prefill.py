@@ -40,15 +40,12 @@ class PrefillConfig:
         block_n: cached tokens of a tile of keys.
         num_warps: warps of a program.
         num_stages: depth of the pipeline of loads.
-        max_registers: of a thread, so that more programs share a multiprocessor; None is as many as
-            the compiler likes.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +240,6 @@ def paged_attention_prefill(
         INTERPRETED=not q.is_cuda,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        maxnreg=config.max_registers,
     )
     return out
 

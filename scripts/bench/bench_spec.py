@@ -109,7 +109,7 @@ class ReplayStrategy(ARSpecStrategy):
             # A hash of position and row, not a random number: the choice must cost nothing.
             mixed = ((positions * 7 + _keys(state).unsqueeze(1) * 13) * 2654435761) >> 12
             wrong = mixed % 1000 >= int(1000 * self._accuracy)
-            counts = torch.full_like(positions[:, 0], k, dtype=torch.int32)
+            counts = torch.full((len(positions),), k, dtype=torch.int32, device=positions.device)
             state.set_drafts(Drafts(right + wrong, counts))
 
     def _replay(
