@@ -60,6 +60,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def max_num_seqs(self) -> int:
+        """The most requests that run at the same time."""
+        ...
+
+    @property
     def memory(self) -> "MemoryPlan":
         """How the device's memory is divided."""
         ...
@@ -162,7 +167,7 @@ class Generation:
         stops = config.output.on_all_errors == "stop"
         self._first = FirstRows(enabled=stops and not metrics.attempt.rows_resumed)
         # Twice as many as can run: a step that finishes all running rows finds the next ones there.
-        self._window = 2 * config.engine.max_num_seqs
+        self._window = 2 * engine.max_num_seqs
         self._in_flight: dict[str, _Request] = {}
 
     def run(self, todo: Todo, signals: StopSignals, progress: Progress) -> bool:

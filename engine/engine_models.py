@@ -6,13 +6,15 @@ from collections import abc
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 
 from batchgen.engine.cache.memory_plan import ModelUse
 from batchgen.engine.cache.specs import StateSpec
+from batchgen.engine.engine_config import Sizes
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.outputs import OutputColumn
-from batchgen.engine.strategy import Head, Strategy
+from batchgen.engine.strategy import TARGET, Head, Strategy
 
 
 def model_uses(
@@ -105,3 +107,21 @@ def chunk_multiple(model: CausalLM) -> int:
     """
     specs = model.cache_specs
     return int(np.lcm.reduce([1, *(s.chunk_multiple for s in specs if isinstance(s, StateSpec))]))
+
+
+def sizes_of(target: CausalLM, strategy: Strategy) -> Sizes:
+    """Return what the defaults of the engine's settings depend on.
+
+    Args:
+        target: the model whose tokens are wanted.
+        strategy: the decoding paradigm.
+    """
+    device, itemsize = target.device, target.dtype.itemsize
+    return Sizes(
+        weights=target.num_parameters * itemsize,
+        weights_per_token=target.parameters_per_token * itemsize,
+        memory=torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
+        else 0,
+        width=max(strategy.models[TARGET].widths),
+    )

@@ -19,7 +19,7 @@ from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.guide import Guide
 from batchgen.engine.constraint.queue import CompileQueue
 from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.engine_models import chosen_columns, chunk_multiple, model_uses
+from batchgen.engine.engine_models import chosen_columns, chunk_multiple, model_uses, sizes_of
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.execution.prefill_inputs import block_tables, prefill_inputs, state_slots
@@ -137,15 +137,14 @@ class LLMEngine:
         max_model_len = strategy.model_len(longest, model.config)
         model.pack()
         columns = chosen_columns(model, context_columns)
-        weight_bytes = model.num_parameters * model.dtype.itemsize
-        self.config = config.resolve(model.device, weight_bytes, max_model_len)
+        self.config = config.resolve(model.device, sizes_of(model, strategy), max_model_len)
         self.vocab_size = model.vocab_size
         self.tokenizer = tokenizer
         self.strategy = strategy
         self.stats = EngineStats()
         self._timer = timer
         release_cached_memory(model.device)
-        limits = Limits(config.max_num_seqs, max_model_len, self.vocab_size, model.device)
+        limits = Limits(self.max_num_seqs, max_model_len, self.vocab_size, model.device)
         strategy.allocate(limits)
         uses = model_uses(model, others or {}, strategy, columns, max_model_len)
         self.memory: MemoryPlan = plan_memory(list(uses.values()), self.config)
@@ -155,7 +154,7 @@ class LLMEngine:
             config.block_size,
             # No row may share a block of the cache that ends inside a block of the attention.
             config.prefix_caching and config.block_size % self._block_length == 0,
-            StateSlots(config.max_num_seqs, self.memory.num_checkpoints)
+            StateSlots(self.max_num_seqs, self.memory.num_checkpoints)
             if model.has_row_states
             else None,
             multiple,
@@ -175,7 +174,7 @@ class LLMEngine:
         reader = ContextReader(self._runner.caches.columns, config.block_size)
         self.scheduler = Scheduler(
             self._block_manager,
-            config.max_num_seqs,
+            self.max_num_seqs,
             self.config.max_batched_tokens,
             # Prompts are read only beside decoding rows of one token each.
             self.config.chunk_tokens if 1 in strategy.models[TARGET].widths else 0,
@@ -204,6 +203,11 @@ class LLMEngine:
         if config.cuda_graph:
             runner.capture(use.graph_shapes(config))
         return runner
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The most rows in flight."""
+        return self.config.max_num_seqs
 
     @property
     def max_model_len(self) -> int:

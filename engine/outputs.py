@@ -169,8 +169,7 @@ class HostCopy:
         # element.
         parts = sorted(named.items(), key=lambda item: -item[1].itemsize)
         self._layout = [(key, _numpy_dtype(values.dtype), values.shape) for key, values in parts]
-        packed = torch.cat([values.contiguous().view(torch.uint8).flatten() for _, values in parts])
-        self._download = Download(packed)
+        self._download = Download(torch.cat([_bytes(values) for _, values in parts]))
 
     def wait(self) -> HostOutput:
         """Wait for the copy and return the step."""
@@ -192,6 +191,14 @@ class HostCopy:
             observed=kinds["observed"],
             unread_tokens=self._unread_tokens,
         )
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """The bytes of a tensor, one after another."""
+    # A tensor of one element is contiguous to torch whatever its strides are, but only a last
+    # stride of 1 lets it be viewed as bytes.
+    flat = values.contiguous().as_strided((values.numel(),), (1,))
+    return flat.view(torch.uint8)
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:

@@ -119,7 +119,7 @@ class ModelUse(NamedTuple):
             max_blocks=config.row_blocks,
             chunk_tokens=config.chunk_tokens,
             prefill_tokens=launch_bound_tokens(
-                len(model.cache_specs), model.num_parameters, config.max_batched_tokens
+                len(model.cache_specs), model.parameters_per_token, config.max_batched_tokens
             ),
             short_blocks=short_blocks if short_blocks < config.row_blocks else 0,
             widths=self.widths,

@@ -53,17 +53,21 @@ class Experts(nn.Module):
         self.down_proj = empty_parameter(num_experts, *narrow, device=device, dtype=dtype)
         self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
         """Compute the sum [T, H] of what each token's experts make of it.
 
         Args:
             x: [T, H], the tokens.
             ids: [T, k] int32, the experts of each token.
             weights: [T, k] float32, the weight of each of them.
+            residual: [T, H], to which the sum is added in place; None returns a new tensor.
         """
         if self._packed is None:
-            return grouped_mlp(x, self.gate_up_proj, self.down_proj, ids, weights)
-        return grouped_mlp_cpu(x, *self._packed, ids, weights)
+            return grouped_mlp(x, self.gate_up_proj, self.down_proj, ids, weights, residual)
+        out = grouped_mlp_cpu(x, *self._packed, ids, weights)
+        return out if residual is None else residual.add_(out)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield a slot for each projection of each expert, and those of all experts together."""
@@ -157,6 +161,9 @@ class SparseMoE(nn.Module):
         ids, weights = route(self.gate(x), self.experts_per_token, renormalise=self.renormalise)
         ctx.record(self.column, ids, self.index)
         own = _own_tokens(x, ctx)
+        if own is None and self.shared_expert is None:
+            added: Tensor = self.experts(x, ids, weights, residual)
+            return added
         if own is None:
             out = self.experts(x, ids, weights)
         else:

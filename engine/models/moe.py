@@ -93,6 +93,13 @@ class MoEForCausalLM(DenseForCausalLM):
         """The family's part of the configuration."""
         return self.config.family_as(MoEConfig)
 
+    @property
+    def parameters_per_token(self) -> int:
+        family = self.family
+        expert = 3 * self.config.hidden_size * family.expert_size
+        spared = (family.num_experts - family.experts_per_token) * expert
+        return self.num_parameters - len(family.moe_layers) * spared
+
     @classmethod
     def declared_columns(cls, config: ModelConfig) -> tuple[OutputColumn, ...]:
         family = config.family_as(MoEConfig)

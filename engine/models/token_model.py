@@ -44,6 +44,11 @@ class TokenModel(nn.Module, ABC):
     batch_dependence: str | None = None
 
     @property
+    def parameters_per_token(self) -> int:
+        """How many of the parameters a token goes through; fewer than all if there are experts."""
+        return self.num_parameters
+
+    @property
     @abstractmethod
     def cache_specs(self) -> Sequence[CacheSpec | None]:
         """What each layer keeps between forwards, in order; None for one that keeps nothing."""

@@ -24,7 +24,7 @@ FEW_SLOTS = 4096
 """Up to so many slots are sorted in one launch."""
 _BLOCK = 2048
 """Ids that a program of an expert reads at a time."""
-_CHUNK = 4096
+_CHUNK = 1024
 """Slots of a chunk."""
 _EXPERTS = 4
 """Experts whose slots a program takes from its chunk."""
@@ -95,7 +95,7 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
         return found
     chunks = triton.cdiv(num_slots, _CHUNK)
     counts, places = torch.empty((2, chunks, block_e), dtype=torch.int32, device=device)
-    _count_chunk[(chunks,)](ids, counts, num_slots, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=8)
+    _count_chunk[(chunks,)](ids, counts, num_slots, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=4)
     _add_counts[(max(chunks, triton.cdiv(most, _TILES)),)](
         counts, places, *found[1:-1], chunks,
         BLOCK_M=block_m, BLOCK_E=block_e, COUNT_ROWS=max(1, _COUNTS // block_e), TILES=_TILES,
@@ -103,7 +103,7 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
     )  # fmt: skip
     _place_chunk[(chunks * triton.cdiv(num_experts, _EXPERTS),)](
         ids, places, slots, num_slots, num_experts, chunks,
-        BLOCK_E=block_e, CHUNK=_CHUNK, EXPERTS=_EXPERTS, num_warps=8,
+        BLOCK_E=block_e, CHUNK=_CHUNK, EXPERTS=_EXPERTS, num_warps=4,
     )  # fmt: skip
     return found
 

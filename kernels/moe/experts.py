@@ -10,7 +10,14 @@ from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
 
 
-def grouped_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def grouped_mlp(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    residual: Tensor | None = None,
+) -> Tensor:
     """Compute y_t = Σ_j w_tj · down_e · (silu(gate_e · x_t) · (up_e · x_t)) with e = ids[t, j].
 
     The sum over j runs in the order of the k columns of `ids`, in float32. On a GPU the same call
@@ -22,14 +29,17 @@ def grouped_mlp(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: 
         down: [E, H, I].
         ids: [T, k] int32, the experts of each token, all in [0, E).
         weights: [T, k] float32. A NaN here or in x stays in its own row.
+        residual: [T, H], dtype of x, contiguous, to which the result is added in place; None adds
+            it to nothing.
 
     Returns:
-        [T, H], dtype of x.
+        [T, H], dtype of x: a new tensor, or `residual`.
     """
     if x.is_cuda:
-        return grouped_mlp_triton(x, gate_up, down, ids, weights)
+        return grouped_mlp_triton(x, gate_up, down, ids, weights, residual)
     products = ExpertProducts(gate_up.unbind()), ExpertProducts(down.unbind())
-    return grouped_mlp_cpu(x, *products, ids, weights)
+    out = grouped_mlp_cpu(x, *products, ids, weights)
+    return out if residual is None else residual.add_(out)
 
 
 def grouped_mlp_reference(

@@ -59,7 +59,7 @@ def _together(
             inner = silu_and_mul_reference(gate_up(x[pairs // ids.shape[1]], expert))
             of_pairs[pairs] = down(inner, expert)
     total = torch.zeros(x.shape, dtype=torch.float32)
-    of_slots = of_pairs.view(*ids.shape, -1).unbind(1)
+    of_slots = of_pairs.view(*ids.shape, x.shape[1]).unbind(1)
     for values, weight in zip(of_slots, weights.unbind(1), strict=True):
         # A fused product and sum may be rounded once for some elements and twice for others.
         total += values * weight.unsqueeze(1)

@@ -91,7 +91,7 @@ TABLE = (
         Tiles(64, ProductTiles(128, 64, 4, 4, tma=True), ProductTiles(128, 64, 4, 3, tma=True)),
     ),
     (
-        256,
+        128,
         Tiles(
             128,
             ProductTiles(128, 64, 8, 4, tma=True, halve=True),
@@ -103,7 +103,7 @@ TABLE = (
         Tiles(
             128,
             ProductTiles(128, 64, 8, 3, tma=True, halve=True),
-            ProductTiles(256, 64, 8, 3, tma=True, halve=True),
+            ProductTiles(256, 64, 8, 4, tma=True, persistent=True),
         ),
     ),
 )

@@ -96,10 +96,24 @@ class Bench:
     """
 
     def __init__(
-        self, model: str, config: EngineConfig, device: torch.device, *, uniform: bool = False
+        self,
+        model: str,
+        config: EngineConfig,
+        device: torch.device,
+        *,
+        uniform: bool = False,
+        columns: tuple[str, ...] = (),
     ) -> None:
-        """Make both; with `uniform` tokens go to random experts, not to those of the routers."""
-        self.device = device
+        """Make both.
+
+        Args:
+            model: key of `MODELS`.
+            config: the engine's settings.
+            device: where both are.
+            uniform: tokens go to random experts, not to those of the routers.
+            columns: the names of the output columns that every request asks for.
+        """
+        self.device, self._columns = device, columns
         start = time.perf_counter()
         self.weights = weights = dummy_model(model, device)
         self.model_config = weights.config
@@ -110,7 +124,16 @@ class Bench:
 
         start = time.perf_counter()
         self.timer = StepTimer(device)
-        self.engine = LLMEngine(weights, None, (), ARStrategy(), config, timer=self.timer)
+        own = {column.name for column in weights.declared_columns(weights.config)}
+        self.engine = LLMEngine(
+            weights,
+            None,
+            (),
+            ARStrategy(),
+            config,
+            timer=self.timer,
+            context_columns=[name for name in columns if name in own],
+        )
         self.synchronize()
         self.engine_seconds = time.perf_counter() - start
         resolved = self.engine.config
@@ -143,6 +166,7 @@ class Bench:
                 max_new_tokens=request.output_len,
                 ignore_eos=True,
                 seed=index,
+                columns=self._columns,
             )
             self.engine.add_request(str(index), request.prompt, params)
 
@@ -226,10 +250,16 @@ class Bench:
             peak_kv_usage=stats.peak_kv_usage,
         )
 
+    def free(self) -> None:
+        """Drop the engine, so that its memory is there for another one; no more runs after that."""
+        del self.engine
+        gc.collect()
+
     def touched(self, name: str) -> list[Touched]:
         """Count the experts that steps with the first rows of a workload touch.
 
-        The list is empty for a model without experts.
+        The list is empty for a model without experts. The memory may hold one engine alone, so
+        `free` comes first.
         """
         if not expert_layers(self.weights):
             return []

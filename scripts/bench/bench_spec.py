@@ -18,6 +18,7 @@ import gc
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -108,7 +109,7 @@ class ReplayStrategy(ARSpecStrategy):
             # A hash of position and row, not a random number: the choice must cost nothing.
             mixed = ((positions * 7 + _keys(state).unsqueeze(1) * 13) * 2654435761) >> 12
             wrong = mixed % 1000 >= int(1000 * self._accuracy)
-            counts = torch.full_like(positions[:, 0], k, dtype=torch.int32)
+            counts = torch.full((len(positions),), k, dtype=torch.int32, device=positions.device)
             state.set_drafts(Drafts(right + wrong, counts))
 
     def _replay(
@@ -143,7 +144,7 @@ def _keys(state: SpecStepInputs) -> Tensor:
 def run(
     engine: LLMEngine, name: str, prompts: Sequence[list[int]], params: SamplingParams
 ) -> tuple[Timing, dict[int, RequestOutput]]:
-    before = replace(engine.stats)
+    before, counted = engine.stats.decode_steps, Counter(engine.stats.counts)
     gc.collect()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -160,9 +161,10 @@ def run(
         len(prompts),
         seconds,
         sum(len(output.token_ids) for output in outputs.values()),
-        stats.decode_steps - before.decode_steps,
-        stats.counts["num_draft_tokens"] - before.counts.get("num_draft_tokens", 0),
-        stats.counts["num_accepted_tokens"] - before.counts.get("num_accepted_tokens", 0),
+        stats.decode_steps - before,
+        # Plain decoding counts neither.
+        stats.counts.get("num_draft_tokens", 0) - counted["num_draft_tokens"],
+        stats.counts.get("num_accepted_tokens", 0) - counted["num_accepted_tokens"],
     )
     return timing, outputs
 

@@ -5,7 +5,7 @@
         --profile trace.json.gz
     python scripts/bench/bench_throughput.py --model qwen3-8b --start-up
     python scripts/bench/bench_throughput.py --model qwen3-30b-a3b --workload mixed \\
-        --routing uniform
+        --routing uniform [--columns routed_experts]
 
 The weights are random, in bfloat16 (float32 on a CPU); EOS is ignored; there is one device. Printed
 beside the seconds are the physical floor of the work, with the rates of an H100 and with the rates
@@ -134,6 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=1, help="timed runs of each workload")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--routing", choices=ROUTINGS, default="model", help="who chooses experts")
+    parser.add_argument("--columns", default="", help="comma separated, of every request")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--profile", type=Path, help="after the runs; traces NAME.json or .json.gz")
     parser.add_argument(
@@ -170,13 +171,23 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**{name: value for name, value in options.items() if value is not None})
 
 
+def make_bench(arguments: argparse.Namespace, config: EngineConfig, device: torch.device) -> Bench:
+    return Bench(
+        arguments.model,
+        config,
+        device,
+        uniform=arguments.routing == "uniform",
+        columns=tuple(filter(None, arguments.columns.split(","))),
+    )
+
+
 def run_workloads(
     arguments: argparse.Namespace, config: EngineConfig, device: torch.device
 ) -> dict[str, Any]:
     here = measure_rates(device) if device.type == "cuda" else None
     if here:
         print(f"copy {here.bandwidth / 1e12:.3f} TB/s, matmul {here.flops / 1e12:.0f} TFLOP/s")
-    bench = Bench(arguments.model, config, device, uniform=arguments.routing == "uniform")
+    bench = make_bench(arguments, config, device)
     warm_up = bench.warm_up(arguments.workload, arguments.temperature)
     print(
         f"load {bench.load_seconds:.2f} s, engine {bench.engine_seconds:.2f} s, "
@@ -192,20 +203,24 @@ def run_workloads(
     if arguments.profile:
         for name in arguments.workload:
             bench.profile(name, arguments.temperature, arguments.profile, arguments.profile_after)
+    engine_config, memory = asdict(bench.engine.config), asdict(bench.engine.memory)
+    peak = torch.cuda.max_memory_reserved() if here else None
+    bench.free()
     touched = {name: bench.touched(name) for name in arguments.workload}
     for name, kinds in touched.items():
         for kind in kinds:
             print(f"{name}: {kind.line()}")
     return {
-        "engine_config": asdict(bench.engine.config),
+        "engine_config": engine_config,
         "routing": arguments.routing,
+        "columns": arguments.columns,
         "experts_touched": {name: [asdict(t) for t in kinds] for name, kinds in touched.items()},
-        "memory": asdict(bench.engine.memory),
+        "memory": memory,
         "rates": asdict(here) if here else None,
         "load_seconds": bench.load_seconds,
         "engine_seconds": bench.engine_seconds,
         "warm_up_seconds": warm_up,
-        "peak_memory_bytes": torch.cuda.max_memory_reserved() if here else None,
+        "peak_memory_bytes": peak,
         "runs": runs,
     }
 
@@ -214,7 +229,7 @@ def run_start_up(
     arguments: argparse.Namespace, config: EngineConfig, device: torch.device
 ) -> dict[str, Any]:
     imported = process_age()
-    bench = Bench(arguments.model, config, device, uniform=arguments.routing == "uniform")
+    bench = make_bench(arguments, config, device)
     built = process_age()
     bench.first_token(arguments.temperature)
     total = process_age()

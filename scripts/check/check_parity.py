@@ -66,16 +66,23 @@ def main() -> None:
 
 
 def hard_config(
-    model: CausalLM, prompts: list[list[int]], new_tokens: int, **options: int | bool
+    model: CausalLM,
+    prompts: list[list[int]],
+    new_tokens: int,
+    *,
+    max_num_seqs: int,
+    **options: bool,
 ) -> EngineConfig:
     """Configure small chunks, and a KV cache so small that rows preempt each other.
 
     It holds little more than the prompts of the rows in flight, two rows for each prompt.
     """
-    config = EngineConfig(max_batched_tokens=100, chunk_tokens=32, **options)  # type: ignore[arg-type]
+    config = EngineConfig(
+        max_num_seqs=max_num_seqs, max_batched_tokens=100, chunk_tokens=32, **options
+    )
     size = config.block_size
     blocks = [-(-len(prompt) // size) for prompt in prompts]
-    in_flight = min(config.max_num_seqs, 2 * len(prompts))
+    in_flight = min(max_num_seqs, 2 * len(prompts))
     longest = max(blocks) - (-new_tokens // size)
     num_blocks = 1 + max(longest, round(in_flight / 2 * (sum(blocks) / len(blocks) + 1)))
     per_block = size * paged_token_bytes(model.cache_specs, (), model.dtype)
@@ -90,7 +97,7 @@ def run(
 ) -> tuple[list[RequestOutput], EngineStats]:
     """Run the requests in a new engine; returns their outputs in order, and the statistics."""
     engine = opened.engine(model, ARStrategy(), config)
-    add_short_rows(engine, config.max_num_seqs, requests[0][0])
+    add_short_rows(engine, engine.max_num_seqs, requests[0][0])
     for index, (prompt, params) in enumerate(requests):
         engine.add_request(str(index), prompt, replace(params, seed=index))
     return finish(engine, len(requests)), engine.stats

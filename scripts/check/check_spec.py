@@ -258,7 +258,7 @@ class Check:
         )
         columns = tuple(column.name for column in strategy.columns)
         if config.chunk_tokens:
-            add_short_rows(engine, config.max_num_seqs, self.requests[0][0])
+            add_short_rows(engine, engine.max_num_seqs, self.requests[0][0])
         for index, (prompt, params) in enumerate(self.requests):
             engine.add_request(str(index), prompt, replace(params, columns=columns))
         return finish(engine, len(self.requests)), engine.stats

@@ -206,6 +206,10 @@ class FakeEngine:
     def num_running(self) -> int:
         return min(len(self._running), self.job.max_num_seqs)
 
+    @property
+    def max_num_seqs(self) -> int:
+        return self.job.max_num_seqs
+
     def close(self) -> None:
         self.closed = True
 

@@ -28,3 +28,15 @@ def test_names_of_columns_and_counts_are_free() -> None:
         np.testing.assert_array_equal(host.columns[name], np.full((2, 2), i + 0.5, np.float32))
         assert host.counts[name].tolist() == [i, 10 + i]
         assert host.observed[name].tolist() == [True, bool(i)]
+
+
+def test_one_row_of_a_strided_tensor_is_copied() -> None:
+    step = StepOutput(
+        torch.tensor([1], dtype=torch.int32),
+        torch.tensor([[7, 8, 9]])[:, 1:2],
+        torch.tensor([False]),
+        counts={"drafts": torch.tensor([[4, 5, 6]], dtype=torch.int32)[:, 1]},
+    )
+    host = HostCopy(step).wait()
+    assert host.token_ids.tolist() == [[8]]
+    assert host.counts["drafts"].tolist() == [5]

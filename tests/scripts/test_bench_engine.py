@@ -1,5 +1,6 @@
 """The runs of the throughput benchmark, on a model so small that they take no time."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from bench_engine import Bench, by_batch, full_batch
 from expert_counts import expert_layers
 from kernel_profile import KernelTime, KernelWindow
-from workloads import requests
+from workloads import BenchRequest, requests
 
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.step_timing import PhaseSplit, StepTime
@@ -101,6 +102,7 @@ def test_uniform_routing_touches_as_many_experts_as_chance() -> None:
     config = EngineConfig(max_num_seqs=4, max_model_len=256, kv_cache_gib=0.01)
     bench = Bench("tiny-moe", config, DEVICE, uniform=True)
     bench.first_token(0.6)
+    bench.free()
     prefill, decode = bench.touched("smoke")
     assert (prefill.kind, decode.kind, decode.of) == ("prefill", "decode", 8)
     assert prefill.experts == 8 and decode.rows <= 4
@@ -116,3 +118,18 @@ def test_uniform_routing_is_another_at_each_call() -> None:
     first, second = gate(x), gate(x)
     assert first.shape == (3, 8) and first.dtype == torch.float32
     assert not torch.equal(first, second)
+
+
+def test_requests_ask_for_columns() -> None:
+    config = EngineConfig(max_num_seqs=4, max_model_len=256, kv_cache_gib=0.01)
+    bench = Bench("tiny-moe", config, DEVICE, columns=("routed_experts",))
+    bench.add([BenchRequest([5, 6, 7], 2)], temperature=0.6)
+    (output,) = bench.finish()
+    assert output.columns["routed_experts"].shape == (4, 2, 2)
+
+
+def test_nothing_holds_an_engine_that_was_freed() -> None:
+    bench = Bench("tiny", EngineConfig(max_model_len=256, kv_cache_gib=0.01), DEVICE)
+    engine = weakref.ref(bench.engine)
+    bench.free()
+    assert engine() is None

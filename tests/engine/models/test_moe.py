@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.forward_context import ForwardContext
-from batchgen.engine.layers.moe import SparseMoE
+from batchgen.engine.layers.moe import Experts, SparseMoE
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_config, load_model
 from batchgen.engine.models.config import Diffusion
@@ -231,10 +231,38 @@ def test_tokens_without_a_row_go_through_no_expert(tiny_model: TinyModel) -> Non
     x = torch.randn(5, 64)
     own = torch.tensor([7, 0, 3, 0, 0])
     with torch.inference_mode():
+        assert not moe(x, torch.zeros_like(x), ForwardContext((), own * 0, ())).any()
         found = moe(x, torch.zeros_like(x), ForwardContext((), own, ()))
         whole = moe(x, torch.zeros_like(x), ForwardContext((), torch.ones_like(own), ()))
     torch.testing.assert_close(found, whole * (own > 0).unsqueeze(1))
     assert not found[own == 0].any()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_experts_add_to_a_residual_in_place(packed: bool, tiny_model: TinyModel) -> None:
+    model = load_model(tiny_model("qwen3_moe"), device=CPU)
+    if packed:
+        model.pack()
+    experts = next(module for module in model.modules() if isinstance(module, Experts))
+    x, residual = torch.randn(2, 5, 64)
+    ids, weights = torch.tensor([[0, 3]] * 5, dtype=torch.int32), torch.rand(5, 2)
+    with torch.inference_mode():
+        expected = residual + experts(x, ids, weights)
+        assert experts(x, ids, weights, residual) is residual
+    assert torch.equal(residual, expected)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe"])
+def test_a_token_goes_through_k_experts_of_a_layer(kind: str, tiny_model: TinyModel) -> None:
+    model = load_model(tiny_model(kind), device=CPU)
+    layers = [module for module in model.modules() if isinstance(module, SparseMoE)]
+    spared = 0
+    for layer in layers:
+        experts = list(layer.experts.parameters())
+        whole = sum(parameter.numel() for parameter in experts)
+        spared += whole - whole * layer.experts_per_token // len(experts[0])
+    assert layers and spared
+    assert model.parameters_per_token == model.num_parameters - spared
 
 
 def test_sdar_moe_is_qwen3_moe_under_a_block_mask(tiny_model: TinyModel) -> None:

@@ -1,0 +1,42 @@
+"""The defaults of an engine that depend on the model and the device."""
+
+import pytest
+import torch
+
+from batchgen.engine.engine_config import EngineConfig, Sizes
+
+GIB = 2**30
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+SPARSE = Sizes(57 * GIB, 6 * GIB, 140 * GIB, 1)
+DENSE = Sizes(15 * GIB, 15 * GIB, 140 * GIB, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "device", "rows", "tokens"),
+    [
+        (SPARSE, CUDA, 512, 16384),
+        (SPARSE._replace(width=4), CUDA, 256, 16384),
+        (SPARSE._replace(memory=80 * GIB), CUDA, 256, 8192),
+        (DENSE, CUDA, 256, 8192),
+        (SPARSE._replace(memory=0), CPU, 256, 2048),
+        (DENSE._replace(memory=0), CPU, 256, 2048),
+    ],
+)
+def test_batches_are_larger_where_rows_share_little(
+    sizes: Sizes, device: torch.device, rows: int, tokens: int
+) -> None:
+    config = EngineConfig().resolve(device, sizes, 1024)
+    assert (config.max_num_seqs, config.max_batched_tokens) == (rows, tokens)
+
+
+def test_what_the_user_says_holds() -> None:
+    config = EngineConfig(max_num_seqs=7, max_batched_tokens=99).resolve(CUDA, SPARSE, 1024)
+    assert (config.max_num_seqs, config.max_batched_tokens) == (7, 99)
+
+
+def test_only_large_models_read_prompts_beside_decoding_rows() -> None:
+    small = Sizes(GIB, GIB, 140 * GIB, 1)
+    assert EngineConfig().resolve(CUDA, DENSE, 1024).chunk_tokens == 256
+    assert EngineConfig().resolve(CUDA, small, 1024).chunk_tokens == 0
+    assert EngineConfig().resolve(CPU, DENSE._replace(memory=0), 1024).chunk_tokens == 0
+    assert EngineConfig(chunk_tokens=0).resolve(CUDA, DENSE, 1024).chunk_tokens == 0
