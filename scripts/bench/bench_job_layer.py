@@ -60,6 +60,7 @@ class InstantEngine:
         self.stats = Stats()
         self.memory = MemoryPlan(0, 0, 0, num_blocks=0, kv_tokens=0, total=None)
         self.batch_dependence: str | None = None
+        self.max_num_seqs = 256
         self.generated_tokens = 0
         self.resident: list[tuple[int, float]] = []
         self._per_step = per_step
