@@ -198,7 +198,7 @@ def _command_line(arguments: Sequence[str]) -> Iterator[None]:
 
 def _flags(options: Options) -> list[str]:
     """The options in Hydra's words."""
-    flags = [flag for flag in ("--multirun", "--hydra-help", "--resolve") if flag in options.flags]
+    flags = sorted(options.flags & {"--multirun", "--hydra-help", "--resolve"})
     for flag in ("--cfg", "--info", "--experimental-rerun"):
         flags += [f"{flag}={value}" for value in options.values.get(flag, ())[-1:]]
     folders = choice_folders(options)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString, RangeSweep
+from hydra.core.override_parser.types import IntervalSweep, Quote, QuotedString, RangeSweep
 from hydra.errors import HydraException
 
 from batchgen.command.options import Options
@@ -125,7 +125,9 @@ def _first(argument: str) -> str:
         if not values:
             raise ConfigError(f"{argument}: there is no such value")
         return values[0]
-    return f"{argument.partition('=')[0]}={override.value().start}"  # interval(START,END)
+    value = override.value()
+    assert isinstance(value, IntervalSweep)
+    return f"{argument.partition('=')[0]}={value.start}"
 
 
 def _fixed(options: Options, first: list[str], varied: list[str]) -> list[str]:
