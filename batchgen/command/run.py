@@ -13,6 +13,7 @@ from batchgen.config import JobConfig, resolved
 from batchgen.config.compose import Composed, checked, compose_groups
 from batchgen.config.job_file import read_job_file
 from batchgen.errors import ConfigError
+from batchgen.paths import user_path
 
 
 def composed(options: Options) -> JobConfig:
@@ -35,7 +36,7 @@ def compose_options(options: Options, overrides: Sequence[str]) -> Composed:
         ConfigError: a key or choice is unknown, or a text cannot be read.
     """
     values, places = ({}, {}) if options.job_file is None else _job_file(options.job_file)
-    folders = [Path(folder).expanduser() for folder in options.values.get("--config-dir", [])]
+    folders = [user_path(name, "--config-dir") for name in options.values.get("--config-dir", [])]
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"--config-dir {folder}: there is no such folder")
