@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import pyarrow as pa
 
 from batchgen.command.job_rows import column_list, exit_code, open_job
-from batchgen.command.row_json import json_readers, json_text
+from batchgen.command.row_json import json_readers, json_text, plain_text
 from batchgen.command.verbs import Parser
 from batchgen.errors import ConfigError, JobError
 from batchgen.output.read_job import JobFolderReader
@@ -95,13 +95,13 @@ def _jsonl(file: TextIO, columns: Sequence[str]) -> _Write:
 
 
 def _csv(file: TextIO, columns: Sequence[str]) -> _Write:
-    """A cell is the text itself, a number as Python writes it, `true` or `false`, else JSON."""
+    """A cell is the text itself, a number as Python writes it, else as `plain_text` has it."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(columns)
 
     def cell(value: Any) -> Any:
-        is_plain = isinstance(value, (str, int, float)) and not isinstance(value, bool)
-        return value if value is None or is_plain else json_text(value)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return value if value is None or is_number else plain_text(value)
 
     return lambda row: writer.writerow([cell(row[name]) for name in columns])
 
@@ -109,7 +109,7 @@ def _csv(file: TextIO, columns: Sequence[str]) -> _Write:
 def _txt(file: TextIO, columns: Sequence[str]) -> _Write:
     def write(row: Mapping[str, Any]) -> None:
         value = row[columns[0]]
-        text = "" if value is None else value if isinstance(value, str) else json_text(value)
+        text = "" if value is None else plain_text(value)
         print(text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r"), file=file)
 
     return write

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from batchgen.command.verbs import VERBS
 from batchgen.errors import ConfigError
+from batchgen.paths import short_user_path
 
 FLAGS = {
     "--help": "this help; --help GROUP, --help GROUP=CHOICE and --help KEY tell more",
@@ -79,13 +80,13 @@ def parse_options(arguments: Sequence[str]) -> Options:
                     f"there are two job files, {options.job_file} and {argument}: give one, and "
                     "what differs as key=value"
                 )
-            options.job_file = Path(argument).expanduser()
+            options.job_file = short_user_path(argument, "the job file")
         else:
             _check_no_verb(argument, helps)
             options.overrides.append(argument)
     if folders := options.values.get("--config-path"):
         name = options.values.get("--config-name", ["config"])[-1].removesuffix(".yaml")
-        options.job_file = Path(folders[-1]).expanduser() / f"{name}.yaml"
+        options.job_file = short_user_path(folders[-1], "--config-path") / f"{name}.yaml"
     return options
 
 

@@ -24,6 +24,12 @@ def json_text(value: Any) -> str:
         return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=_plain)
 
 
+def plain_text(value: Any) -> str:
+    """The JSON of a value; what JSON writes as a string (also a date) is without quotes."""
+    text = json_text(value)
+    return str(json.loads(text)) if text.startswith('"') else text
+
+
 def json_readers(schema: pa.Schema) -> dict[str, Callable[[Any], Any]]:
     """For each column that holds JSON as text, a function that reads a value of it back.
 

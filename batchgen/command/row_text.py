@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.command.row_json import json_text
+from batchgen.command.row_json import json_text, plain_text
 from batchgen.shorten import wrapped
 
 IN_HEADING = (
@@ -64,7 +64,7 @@ class RowText:
             return value.strip("\n")
         if isinstance(value, list) and not self.whole_lists and len(value) > _SHOWN_ITEMS:
             return f"{json_text(value[:_SHOWN_ITEMS])[:-1]}, … {len(value):,} in all]"
-        return json_text(value)
+        return plain_text(value)
 
 
 def heading(row: Mapping[str, Any]) -> str:

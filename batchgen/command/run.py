@@ -13,6 +13,7 @@ from batchgen.config import JobConfig, resolved
 from batchgen.config.compose import Composed, checked, compose_groups
 from batchgen.config.job_file import read_job_file
 from batchgen.errors import ConfigError
+from batchgen.paths import user_path
 
 
 def composed(options: Options) -> JobConfig:
@@ -55,7 +56,7 @@ def choice_folders(options: Options) -> list[Path]:
     Raises:
         ConfigError: one is not there.
     """
-    folders = [Path(folder).expanduser() for folder in options.values.get("--config-dir", [])]
+    folders = [user_path(name, "--config-dir") for name in options.values.get("--config-dir", [])]
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"--config-dir {folder}: there is no such folder")

@@ -103,7 +103,7 @@ class Manifest:
         """
         olds, news = self._compared(), new._compared()
         lines = [
-            f"{key}: {olds.get(key, '(not set)')} → {news.get(key, '(not set)')}"
+            _difference(key, olds.get(key, "(not set)"), news.get(key, "(not set)"))
             for key in dict.fromkeys([*olds, *news])
             if olds.get(key) != news.get(key)
         ]
@@ -171,13 +171,23 @@ class Manifest:
             first, last = _BLOCK * block, min(_BLOCK * (block + 1), rows) - 1
             where = f"the first row that differs is one of {first:,} to {last:,}"
         elif now < rows:
-            where = f"the rows from {_BLOCK * (now // _BLOCK):,} on have changed or are gone"
+            gone, same = rows - now, _BLOCK * (now // _BLOCK)
+            where = "1 row is gone" if gone == 1 else f"{gone:,} rows are gone"
+            where += f", the first {same:,} are the same" if same else ""
         else:
             return None
         return (
             f"dataset: {rows:,} rows → {now:,} rows; {where} (counted from 0; rows can be added at "
             "the end, those that were there must stay)"
         )
+
+
+def _difference(key: str, old: str, new: str) -> str:
+    line = f"{key}: {old} → {new}"
+    if key.startswith("fingerprint.") and key.endswith("model"):
+        name = key.removeprefix("fingerprint.")
+        return f"{name}: a different model, or its files have changed ({line})"
+    return line
 
 
 def _versions() -> dict[str, str]:

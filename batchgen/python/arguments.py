@@ -12,7 +12,7 @@ from batchgen.config.convert import convert
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.model.open_model import DtypeName
 from batchgen.python.names import Names
-from batchgen.python.params import SamplingParams
+from batchgen.python.params import PARAMETER_NAMES, SamplingParams
 from batchgen.python.vllm_names import (
     CALL_HARMLESS,
     CALL_REFUSED,
@@ -66,7 +66,10 @@ def arguments_of(function: str, given: Mapping[str, Any], others: Mapping[str, A
     Raises:
         ValueError: one of the others is unknown or refused.
     """
-    names = Names(function, given.keys(), CALL_SAME, CALL_REFUSED, CALL_HARMLESS)
+    elsewhere = {
+        name: f"write params=SamplingParams({name}=…)" for name in PARAMETER_NAMES - given.keys()
+    }
+    names = Names(function, given.keys(), CALL_SAME, elsewhere | CALL_REFUSED, CALL_HARMLESS)
     said = {name: value for name, value in given.items() if value is not None}
     return Arguments(**names.ours({**said, **others}))
 

@@ -117,7 +117,11 @@ class PromptIds:
         if prompt.kind == "ids":
             return cast("list[int]", prompt.value)
         if prompt.kind == "messages":
-            return self._chat.token_ids(cast("Row", _Row({_COLUMN: prompt.value})))
+            try:
+                return self._chat.token_ids(cast("Row", _Row({_COLUMN: prompt.value})))
+            except RequestError as error:  # here are no columns to speak of
+                message = str(error).removeprefix(f"column {_COLUMN!r}, ")
+                raise RequestError(error.type, message) from None
         assert self.tokenizer is not None
         # Without `verbose=False` it warns of long texts, which the engine refuses itself.
         return list(self.tokenizer.encode(prompt.value, verbose=False))

@@ -13,7 +13,7 @@ import pytest
 from datasets import Features, Value
 from datasets.features import Json, List
 
-from batchgen.command.row_json import json_readers, json_text
+from batchgen.command.row_json import json_readers, json_text, plain_text
 from batchgen.command.row_text import RowText
 from batchgen.dataset.stored_json import stored_field
 from batchgen.prompts.used_columns import used_columns
@@ -141,3 +141,19 @@ def test_json_that_was_stored_as_text_is_read_back() -> None:
 )  # fmt: skip
 def test_columns_that_a_prompt_uses(prompt: dict[str, Any], columns: list[str]) -> None:
     assert used_columns(prompt) == columns
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ('a "b"\n', 'a "b"\n'),
+        (datetime.date(2024, 1, 2), "2024-01-02"),
+        (datetime.datetime(2024, 1, 2, 3), "2024-01-02T03:00:00"),
+        (Decimal("1.10"), "1.10"),
+        (b"\x00\xff", "AP8="),
+        (True, "true"),
+        (["a"], '["a"]'),
+    ],
+)
+def test_text_of_a_value_has_no_quotes(value: Any, text: str) -> None:
+    assert plain_text(value) == text

@@ -121,6 +121,7 @@ def test_one_prompt_that_cannot_be_served(llm: LLM) -> None:
     assert output.error is not None and output.prompt_token_ids == LONG
     (output,) = llm.generate([{"content": "x"}], PARAMS)
     assert output.error is not None and output.error.type == "bad_messages"
+    assert str(output.error).startswith("message 0: ")
 
 
 def test_shapes_of_outputs(llm: LLM) -> None:
@@ -188,7 +189,8 @@ def test_the_bar(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"params": PARAMS, "sampling_params": SamplingParams()}, "mean the same and differ"),
         ({"lora_request": "x"}, "no LoRA adapters"),
         ({"chat_template_kwargs": {}}, "LLM.generate has no argument 'chat_template_kwargs'"),
-        ({"temperature": 1}, "has no argument 'temperature'"),
+        ({"temperature": 1}, "write params=SamplingParams(temperature=…)"),
+        ({"max_tokens": 1}, "write params=SamplingParams(max_tokens=…)"),
         ({"params": SamplingParams(columns="step_map")}, "no column 'step_map'"),
     ],
 )
