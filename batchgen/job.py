@@ -161,7 +161,13 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                 generation = Generation(
                     config, source, prompt, constraints, engine, writer, metrics
                 )
-                shown = Progress(total, writer.resumed, config.progress.show, parts.decode)
+                shown = Progress(
+                    total,
+                    writer.resumed,
+                    config.progress.show,
+                    parts.decode,
+                    resumed_errors=metrics.tally.totals.error_rows,
+                )
                 with closing(engine), shown as progress:
                     if not generation.run(todo, signals, progress):
                         return _stopped(writer, metrics, signals, folder.path)

@@ -38,6 +38,8 @@ class Progress:
         show_every: float = 0.0,
         decode: Callable[[list[int]], str] | None = None,
         stream: TextIO | None = None,
+        *,
+        resumed_errors: int = 0,
     ) -> None:
         """
         Args:
@@ -46,6 +48,7 @@ class Progress:
             show_every: seconds between two finished answers that are shown; 0 shows none.
             decode: the text of token ids, to show prompts; with None only answers are shown.
             stream: where to show it; None is stderr.
+            resumed_errors: how many of the resumed rows have an error.
         """
         self._stream = stream if stream is not None else sys.stderr
         self._is_terminal = self._stream.isatty()
@@ -65,6 +68,7 @@ class Progress:
         self._resumed = resumed
         self._total = total
         self._errors: Counter[str] = Counter()
+        self._resumed_errors = resumed_errors
         self._show_every = show_every
         self._decode = decode
         self._started = self._shown = self._answer_shown = time.monotonic()
@@ -120,7 +124,7 @@ class Progress:
         self._print(", ".join([f"{done} rows", *facts]))
 
     def _error_count(self) -> list[str]:
-        number = self._errors.total()
+        number = self._resumed_errors + self._errors.total()
         return [f"{number:,} error{'s' * (number > 1)}"] if number else []
 
     def _answer(self, row: FinishedRow) -> str:

@@ -113,10 +113,11 @@ def test_a_terminal_has_a_bar_with_the_same_facts(monkeypatch: pytest.MonkeyPatc
 
 def test_a_bar_without_a_total_counts() -> None:
     stream = Terminal()
-    with Progress(None, 5, stream=stream) as progress:
+    with Progress(None, 5, stream=stream, resumed_errors=1) as progress:
         progress.add([answered("b")])
         progress.show(5, 2)
     assert "6 rows, " in stream.getvalue() and "%" not in stream.getvalue()
+    assert "2 running, 1 error" in stream.getvalue()
 
 
 def test_every_few_seconds_one_finished_answer_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
