@@ -122,6 +122,9 @@ class Extract:
     def field_names(self) -> tuple[str, ...]:
         return ()
 
+    def prepare(self) -> None:
+        pass
+
     def apply(self, row: AnswerRow) -> dict[str, Any]:
         start, end = self._behind_reasoning(row.text)
         found = self._find(row.text[start:end])

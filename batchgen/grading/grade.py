@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any, Literal
 
@@ -21,7 +22,8 @@ from batchgen.grading.step import AnswerRow, Column, GradeFailure
 
 Method = Literal["integer", "math", "choice", "exact", "regex", "json_schema", "function"]
 METHODS = ("integer", "math", "choice", "exact", "regex", "json_schema", "function")
-_CHOICE = re.compile(r"\(?([A-Za-z])(?:[).:,].*)?", re.S)
+_LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
+_LETTER_FIRST = re.compile(r"\(?([A-Za-z])[).:,].*", re.S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,8 @@ class Grade:
             raise ConfigError(f"Grade: method must be among {', '.join(METHODS)}: {self.method!r}")
         if (self.method == "function") != (self.function is not None):
             raise ConfigError("Grade: function belongs to method=function: give both")
+        if self.method == "math" and find_spec("math_verify") is None:
+            raise ConfigError("Grade: method=math needs Math-Verify: pip install 'batchgen[math]'")
         if self.function is not None:
             object.__setattr__(self, "function", dict(self.function))
             _resolve(self.function.get("_target_"))
@@ -123,6 +127,10 @@ class Grade:
         if self.method == "choice" and self.choices is not None:
             names.append(self.choices)
         return tuple(names)
+
+    def prepare(self) -> None:
+        if self.method == "math":
+            same_math("x^2", "\\frac{y}{2}")  # the first call builds the parser
 
     def apply(self, row: AnswerRow) -> dict[str, Any]:
         answer = row.values.get(self.answer)
@@ -208,13 +216,15 @@ def normal_text(text: str, ignore_case: bool = False) -> str:
 
 
 def choice_letter(answer: str, choices: Sequence[str]) -> str:
-    """The letter that an answer names, alone (`b`, `(B)`) or before a text (`B. iron`), or the
-    letter of the choice whose text it is; else the answer's own text."""
+    """The letter that an answer names alone (`b`, `(B)`), or the letter of the choice whose text it
+    is, or the letter before a text (`B. iron`); else the answer's own text."""
     text = plain(answer)
+    if match := _LETTER.fullmatch(text):
+        return match[1].upper()
     for letter, choice in zip(LETTERS, choices, strict=False):
         if normal_text(text, True) == normal_text(plain(str(choice)), True):
             return letter
-    match = _CHOICE.fullmatch(text)
+    match = _LETTER_FIRST.fullmatch(text)
     return match[1].upper() if match else normal_text(text)
 
 

@@ -36,8 +36,8 @@ def same_math(target: str, answer: str) -> bool:
     time limit: call it in a process that can be killed.
 
     Raises:
-        GradeFailure: no parser reads the target, the comparison raised an error, the answer is too
-            long, or Math-Verify is not installed.
+        GradeFailure: no parser reads the target, the comparison raised an error, or the answer is
+            too long.
     """
     if normal_math(target) == normal_math(answer):
         return True
@@ -78,12 +78,8 @@ def _parsed_target(target: str) -> list[Any]:
 
 def _parsed(text: str) -> list[Any]:
     """What Math-Verify reads in a text: an expression of sympy, the text, or nothing."""
-    try:
-        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
-    except ImportError:
-        raise GradeFailure(
-            "failed", "Math-Verify is not installed: pip install 'batchgen[math]'"
-        ) from None
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
     # It would warn of what it cannot parse, once for each answer, and that it has no time limit.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)

@@ -71,6 +71,9 @@ class ParseScore:
     def field_names(self) -> tuple[str, ...]:
         return ()
 
+    def prepare(self) -> None:
+        pass
+
     def apply(self, row: AnswerRow) -> dict[str, Any]:
         values: tuple[Any, ...] = (None, None, None, None)
         for match in re.finditer(self.pattern, row.text):

@@ -92,6 +92,9 @@ class PostStep(Protocol):
     def field_names(self) -> tuple[str, ...] | None:
         """The fields that `apply` reads; None for all."""
 
+    def prepare(self) -> None:
+        """Import what `apply` needs, so that the first row does not take longer than the others."""
+
     def apply(self, row: AnswerRow) -> dict[str, Any]:
         """The values of the step's columns.
 
