@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from batchgen.engine.constraint.json_text import NotJson, parse_json
@@ -99,10 +99,14 @@ class Extract:
         if not 0 <= self.group <= groups:
             raise ConfigError(f"Extract: group {self.group}: the pattern has {groups} groups")
 
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        names = ("answer", "answer_start", "answer_end", "reasoning_end")
+        return tuple(self.prefix + name for name in names)
+
     @property
     def columns(self) -> tuple[Column, ...]:
-        names = ("answer", "answer_start", "answer_end", "reasoning_end")
-        answer, start, end, reasoning = (self.prefix + name for name in names)
+        answer, start, end, reasoning = self._names
         return (
             Column(answer, "string", "the answer that was found in text; null if there is none"),
             Column(start, "int32", f"where {answer} begins in text, in characters"),
@@ -132,7 +136,7 @@ class Extract:
         if found is not None:
             answer, (first, last) = found
             values = (answer, start + first, start + last, start)
-        return {c.name: value for c, value in zip(self.columns, values, strict=True)}
+        return dict(zip(self._names, values, strict=True))
 
     def _behind_reasoning(self, text: str) -> Span:
         start, end = 0, len(text)
@@ -149,22 +153,26 @@ class Extract:
 
     def _find(self, text: str) -> tuple[str, Span] | None:
         """The answer and its span in the text behind the reasoning."""
-        finders: dict[str, Callable[[str], Span | None]] = {
-            "boxed": lambda text: self._pick(boxes(text)),
-            "last_number": lambda text: self._pick([m.span() for m in _NUMBER.finditer(text)]),
-            "letter": self._letter,
-            "regex": self._regex,
-            "whole": lambda text: (0, len(text)),
-        }
         for method in self.methods:
             if method == "json_path":
                 if (found := self._json_path(text)) is not None:
                     return found
-            elif (span := finders[method](text)) is not None:
+            elif (span := self._span(method, text)) is not None:
                 span = stripped(text, span)
                 if span[0] < span[1]:
                     return text[slice(*span)], span
         return None
+
+    def _span(self, method: Method, text: str) -> Span | None:
+        if method == "boxed":
+            return self._pick(boxes(text))
+        if method == "last_number":
+            return self._pick([match.span() for match in _NUMBER.finditer(text)])
+        if method == "letter":
+            return self._letter(text)
+        if method == "regex":
+            return self._regex(text)
+        return 0, len(text)
 
     def _pick(self, spans: list[Span]) -> Span | None:
         if not spans:

@@ -12,7 +12,7 @@ Span = tuple[int, int]
 _BOX = r"\\(?:boxed|fbox)"
 _BRACES = re.compile(rf"(?P<open>{_BOX}[ \t]*\{{)|{_BOX}[ \t]+(?P<bare>[^\s{{}}$\\]+)|\\.|[{{}}]", re.S)
 _SIZES = re.compile(r"\\(?:left|right|bigg?|Bigg?|displaystyle)(?![A-Za-z])")
-_SPACES = re.compile(r"\\[,;:! ]|\\q?quad(?![A-Za-z])|~")
+_SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~")
 _FONTS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|bf|rm)\s*\{([^{}]*)\}")
 _NUMBER = re.compile(
     r"(?P<sign>[+-]*)(?P<whole>\d{1,3}(?:[ ,_']\d{3})+|\d+)?(?:\.(?P<decimals>\d*))?"
@@ -32,7 +32,10 @@ def boxes(text: str) -> list[Span]:
     """
     closed: list[tuple[int, int, int]] = []  # (where the command begins, content's start, its end)
     open_braces: list[tuple[int, int] | None] = []  # of boxes; None for any other brace
-    for match in _BRACES.finditer(text):
+    starts = [at for at in (text.find("\\boxed"), text.find("\\fbox")) if at >= 0]
+    if not starts:
+        return []
+    for match in _BRACES.finditer(text, min(starts)):
         if match["open"]:
             open_braces.append((match.start(), match.end()))
         elif match["bare"]:

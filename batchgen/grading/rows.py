@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -33,10 +34,20 @@ class StepChain:
                     f"post: two steps write the column {name!r}: give one of them a prefix"
                 )
 
-    @property
+    @cached_property
     def columns(self) -> tuple[Column, ...]:
         """What all steps write, and the error."""
         return (*(column for step in self.steps for column in step.columns), GRADE_ERROR)
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(column.name for column in self.columns)
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[PostStep, ...], tuple[PostStep, ...]]:
+        """The steps before the first one that needs a worker, and all from that one on."""
+        inside = tuple(takewhile(lambda step: not step.isolated, self.steps))
+        return inside, self.steps[len(inside) :]
 
     def start(self, text: str | None, fields: Mapping[str, Any]) -> tuple[_Values, AnswerRow | None]:
         """Run the first steps, up to the first that needs a worker.
@@ -48,13 +59,12 @@ class StepChain:
             The values of all columns, and the row for the steps that are left: without the text and
             the fields that these do not read. None if nothing is left to do.
         """
-        values: _Values = dict.fromkeys(column.name for column in self.columns)
+        values: _Values = dict.fromkeys(self._names)
         if text is None:
             return values, None
-        inside = list(takewhile(lambda step: not step.isolated, self.steps))
+        inside, left = self._parts
         made = run_steps(inside, AnswerRow(text, fields, {}))
         values |= made
-        left = self.steps[len(inside) :]
         if not left or made.get(GRADE_ERROR.name) is not None:
             return values, None
         needed = [step.field_names for step in left]
@@ -66,8 +76,7 @@ class StepChain:
 
     def finish(self, row: AnswerRow) -> _Values:
         """Run the steps that `start` has left."""
-        inside = list(takewhile(lambda step: not step.isolated, self.steps))
-        return run_steps(self.steps[len(inside) :], row)
+        return run_steps(self._parts[1], row)
 
     def prepare(self) -> None:
         for step in self.steps:
