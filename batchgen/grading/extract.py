@@ -111,7 +111,9 @@ class Extract:
             Column(answer, "string", "the answer that was found in text; null if there is none"),
             Column(start, "int32", f"where {answer} begins in text, in characters"),
             Column(end, "int32", f"where {answer} ends in text, in characters"),
-            Column(reasoning, "int32", "where the reasoning ends in text, in characters; 0 if none"),
+            Column(
+                reasoning, "int32", "where the reasoning ends in text, in characters; 0 if none"
+            ),
         )
 
     @property
@@ -189,7 +191,9 @@ class Extract:
         labelled = re.compile(_LABEL + _BEFORE_LETTER + letter)
         if span := self._pick([m.span(1) for m in labelled.finditer(text)]):
             return span
-        alone = re.compile(rf"[\s*_$({{\[]{{0,8}}(?:\\text\{{)?[\s(]{{0,4}}{letter}(?=[\s*_$)}}\].:,]*\Z|[)\].:])")
+        alone = re.compile(
+            rf"[\s*_$({{\[]{{0,8}}(?:\\text\{{)?[\s(]{{0,4}}{letter}(?=[\s*_$)}}\].:,]*\Z|[)\].:])"
+        )
         boxed = (alone.match(text, *box) for box in boxes(text))
         if span := self._pick([m.span(1) for m in boxed if m]):
             return span

@@ -182,7 +182,9 @@ class Grade:
                 raise GradeFailure("bad_target", f"the target {target!r} is no whole number")
             return given == wanted, normal_text(answer) if given is None else given
         if self.method == "math":
-            return same_math(target, answer), normal_math(answer)
+            right = same_math(target, answer)
+            # All ways to write the right answer are one answer where votes are counted.
+            return right, normal_math(target if right else answer)
         if self.method == "choice":
             texts = fields.get(self.choices) if self.choices is not None else None
             key = choice_letter(answer, texts or ())
@@ -194,7 +196,9 @@ class Grade:
         try:
             pattern = re.compile(target, flags)
         except re.error as error:
-            raise GradeFailure("bad_target", f"the target is no regular expression: {error}") from None
+            raise GradeFailure(
+                "bad_target", f"the target is no regular expression: {error}"
+            ) from None
         return pattern.fullmatch(answer.strip()) is not None, given
 
     def _call(self, answer: Any, target: str | None, row: AnswerRow) -> float:

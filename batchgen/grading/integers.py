@@ -7,7 +7,9 @@ import re
 from batchgen.grading.latex import plain
 
 _CURRENCY = re.compile(r"\\?[$€£¥₹]|\\(?:euro|pounds)(?![A-Za-z])")
-_UNIT = re.compile(r"\s*(?:\\?%|\^?\s*\\?circ|\^\{\s*\\circ\s*\}|°|\\degree)?\s*(?P<words>[^\W\d_][^\d\\{}=+*^<>|!()]*)?")
+_UNIT = re.compile(
+    r"\s*(?:\\?%|\^?\s*\\?circ|\^\{\s*\\circ\s*\}|°|\\degree)?\s*(?P<words>[^\W\d_][^\d\\{}=+*^<>|!()]*)?"
+)
 _NO_UNIT = re.compile(r"[xyznkieπ]|.*\b(?:or|and)\b.*", re.S)
 _INTEGER = re.compile(
     r"(?P<sign>[+-]?)\s*(?P<whole>\d{1,3}(?:,\d{3})+|\d{1,3}(?:[ _'\u202f]\d{3})+|\d+)"

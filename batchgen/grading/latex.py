@@ -10,16 +10,22 @@ Span = tuple[int, int]
 """Where a part of a text begins and ends, in characters."""
 
 _BOX = r"\\(?:boxed|fbox)"
-_BRACES = re.compile(rf"(?P<open>{_BOX}[ \t]*\{{)|{_BOX}[ \t]+(?P<bare>[^\s{{}}$\\]+)|\\.|[{{}}]", re.S)
+_BRACES = re.compile(
+    rf"(?P<open>{_BOX}[ \t]*\{{)|{_BOX}[ \t]+(?P<bare>[^\s{{}}$\\]+)|\\.|[{{}}]", re.S
+)
 _SIZES = re.compile(r"\\(?:left|right|bigg?|Bigg?|displaystyle)(?![A-Za-z])")
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~")
-_FONTS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|bf|rm)\s*\{([^{}]*)\}")
+_FONTS = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|bf|rm)\s*\{([^{}]*)\}"
+)
 _NUMBER = re.compile(
     r"(?P<sign>[+-]*)(?P<whole>\d{1,3}(?:[ ,_']\d{3})+|\d+)?(?:\.(?P<decimals>\d*))?"
     r"(?:/(?P<below>\d+))?",
     re.A,
 )
-_FRACTION = re.compile(r"([+-]?)\\[dtc]?frac\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))", re.A)
+_FRACTION = re.compile(
+    r"([+-]?)\\[dtc]?frac\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))", re.A
+)
 _MOST_DIGITS = 4000  # Python reads no longer integers
 
 

@@ -214,7 +214,9 @@ class WorkerPool(Generic[A, R]):
                 if worker.connection.poll():  # it has answered meanwhile
                     self._read(worker, waiting, done)
                 else:
-                    failure = GradeFailure("timeout", f"longer than {self._limit(worker):g} seconds")
+                    failure = GradeFailure(
+                        "timeout", f"longer than {self._limit(worker):g} seconds"
+                    )
                     self._give_up(worker, failure, waiting, done)
 
     def _limit(self, worker: _Worker[A]) -> float:

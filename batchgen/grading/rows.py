@@ -49,7 +49,9 @@ class StepChain:
         inside = tuple(takewhile(lambda step: not step.isolated, self.steps))
         return inside, self.steps[len(inside) :]
 
-    def start(self, text: str | None, fields: Mapping[str, Any]) -> tuple[_Values, AnswerRow | None]:
+    def start(
+        self, text: str | None, fields: Mapping[str, Any]
+    ) -> tuple[_Values, AnswerRow | None]:
         """Run the first steps, up to the first that needs a worker.
 
         Args:

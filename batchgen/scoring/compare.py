@@ -166,11 +166,11 @@ def _same_questions(a: Marks, b: Marks, mean: float) -> Interval | None:
     if left is None or right is None:
         return None
     se = math.hypot(left.se, right.se)
-    reach = t_quantile((1 + LEVEL) / 2, 1e6) * se
+    reach = t_quantile((1 + LEVEL) / 2, math.inf) * se
     return Interval(mean, se, mean - reach, mean + reach)
 
 
 def _normal_p(mean: float, se: float) -> float:
     if se == 0:
         return float(mean == 0)
-    return 2 * t_cdf(-abs(mean) / se, 1e9)
+    return 2 * t_cdf(-abs(mean) / se, math.inf)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchgen.scoring.marks import Floats, Ints, Marks
+from batchgen.scoring.metrics import avg_at
 from batchgen.scoring.random_bits import random_below
 from batchgen.scoring.student_t import t_cdf, t_quantile
 
@@ -96,7 +97,7 @@ def bootstrap_interval(values: Floats, clusters: Ints, seed: int = 0) -> Interva
     drawn = random_below(count, seed, (_DRAWS, count))
     means = mean + sums[drawn].sum(1) / sizes[drawn].sum(1)
     z = math.sqrt(count / (count - 1)) * t_quantile((1 + LEVEL) / 2, count - 1)
-    tail = t_cdf(-z, 1e9)  # of a normal distribution
+    tail = t_cdf(-z, math.inf)  # of a normal distribution
     low, high = (float(bound) for bound in np.quantile(means, [tail, 1 - tail]))
     return Interval(mean, float(means.std(ddof=1)), low, high)
 
@@ -112,16 +113,14 @@ def same_questions_interval(marks: Marks) -> Interval | None:
         None if no question has two marks.
     """
     counts = marks.num_samples
-    counts = counts[counts > 0]
-    rows = [row[np.isfinite(row)] for row in marks.marks]
-    rows = [row for row in rows if len(row)]
-    several = [len(row) > 1 for row in rows]
-    if not any(several):
+    counts, means = counts[counts > 0], avg_at(marks)[counts > 0]
+    if not (counts > 1).any():
         return None
-    variances = np.array([row.var(ddof=1) if len(row) > 1 else np.nan for row in rows])
-    variances[~np.array(several)] = np.nanmean(variances)
-    mean = float(np.mean([row.mean() for row in rows]))
-    se = math.sqrt(float((variances / counts).sum())) / len(rows)
+    squares = np.nansum(np.square(marks.marks), 1)[marks.num_samples > 0] - counts * means**2
+    variances = np.maximum(squares, 0.0) / np.maximum(counts - 1, 1)
+    variances[counts == 1] = variances[counts > 1].mean()
+    mean = float(means.mean())
+    se = math.sqrt(float((variances / counts).sum())) / len(counts)
     reach = t_quantile((1 + LEVEL) / 2, float((counts - 1).sum())) * se
     return Interval(mean, se, max(0.0, mean - reach), min(1.0, mean + reach))
 

@@ -26,7 +26,9 @@ def random_signs(seed: int, shape: tuple[int, ...], start: int = 0) -> npt.NDArr
     return (words >> np.uint64(63)).astype(np.int8) * np.int8(2) - np.int8(1)
 
 
-def random_below(n: int, seed: int, shape: tuple[int, ...], start: int = 0) -> npt.NDArray[np.int64]:
+def random_below(
+    n: int, seed: int, shape: tuple[int, ...], start: int = 0
+) -> npt.NDArray[np.int64]:
     """Integers from 0 to n − 1, equally likely up to n / 2**32, for n < 2**31."""
     words = random_words(seed, shape, start) >> np.uint64(32)
     return ((words * np.uint64(n)) >> np.uint64(32)).astype(np.int64)

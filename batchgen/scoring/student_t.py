@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+_NORMAL = 1e7
+"""From so many degrees of freedom on, the normal distribution is nearer than the arithmetic."""
+
 
 def t_cdf(t: float, df: float) -> float:
     """P(T ≤ t) for Student's t with `df` > 0 degrees of freedom."""
+    if df >= _NORMAL:
+        return math.erfc(-t / math.sqrt(2)) / 2
     if t < 0:
         return 1 - t_cdf(-t, df)
     return 1 - _beta(df / (df + t * t), df / 2, 0.5) / 2
