@@ -60,7 +60,6 @@ class OrderChoices:
         choices_column: the column that holds a list of all choices.
         target_column: with `choices_column`, the column that holds the letter or the position (from
             0) of the right one.
-        drop: choices with this text are left out, such as "N/A". Letters count the others.
         order: `given` keeps the order. `rotated` begins with choice (row_index + 1) mod n, which is
             how OpenCompass orders GPQA. `shuffled` follows from the text of `key_column`, so it is
             the same wherever the row stands.
@@ -72,7 +71,6 @@ class OrderChoices:
     columns: tuple[str, ...] = ()
     choices_column: str | None = None
     target_column: str | None = None
-    drop: str | None = None
     order: Literal["given", "rotated", "shuffled"] = "given"
     key_column: str | None = None
 
@@ -128,7 +126,7 @@ class OrderChoices:
                 f"column {self.target_column!r} must be the letter or the position of one of "
                 f"{len(given)} choices, got {target!r}"
             )
-        return [choice for choice in given if choice != self.drop], given[at]
+        return given, given[at]
 
     @staticmethod
     def _value(fields: Mapping[str, Any], name: str) -> Any:
