@@ -135,6 +135,11 @@ class Grader:
         if self._pool is not None:
             self._pool.close()
 
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the workers that run now."""
+        return [] if self._pool is None else self._pool.pids
+
     def grade(self, rows: Iterable[tuple[str | None, Mapping[str, Any]]]) -> Iterator[_Values]:
         """The values of the chain's columns for each row, in order, while rows come.
 

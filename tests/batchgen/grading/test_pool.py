@@ -34,7 +34,23 @@ def alive(pid: int) -> bool:
 
 
 def test_each_misfortune_costs_its_own_item(pool: Pool) -> None:
-    items = [1, "hang", 2, "kill", 3, "memory", 4, "raise", 5, "exit", 6, "typed", 7, "hang in C", 8]
+    items = [
+        1,
+        "hang",
+        2,
+        "kill",
+        3,
+        "memory",
+        4,
+        "raise",
+        5,
+        "exit",
+        6,
+        "typed",
+        7,
+        "hang in C",
+        8,
+    ]
     wanted = [2, "timeout", 4, "crash", 6, "memory", 8, "failed", 10, "crash", 12, "no_target", 14]
     found = list(pool.map(items))
     assert kinds(found) == [*wanted, "timeout", 16]

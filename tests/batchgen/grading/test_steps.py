@@ -172,7 +172,20 @@ def test_boxes_of_any_text_are_balanced_and_apart() -> None:
         assert all(a[1] <= b[0] for a, b in zip(found, found[1:], strict=False))
 
 
-HOSTILE = ["\\boxed{", "{", "\\text{", "answer ", "1,", "-", "$", "```json\n", "score: ", "\\ ", "(", "9"]
+HOSTILE = [
+    "\\boxed{",
+    "{",
+    "\\text{",
+    "answer ",
+    "1,",
+    "-",
+    "$",
+    "```json\n",
+    "score: ",
+    "\\ ",
+    "(",
+    "9",
+]
 
 
 @pytest.mark.timeout(120)  # quadratic time would be hours
