@@ -27,7 +27,6 @@ _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from batchgen.grading.worker import main; main()"
 )
-_END = object()
 _BATCH_SECONDS = 0.05
 """A worker gets about as many items at once as it finishes in this time."""
 _MOST_AT_ONCE = 64
@@ -157,10 +156,11 @@ class WorkerPool(Generic[A, R]):
         try:
             while more or given < read:
                 while more and read - given < self._window and len(waiting) < _MOST_AT_ONCE:
-                    item = next(items, _END)
-                    if item is _END:
+                    try:
+                        item = next(items)
+                    except StopIteration:
                         more = False
-                        continue
+                        break
                     if isinstance(item, Ready):
                         done[read] = item.result
                     else:

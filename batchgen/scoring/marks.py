@@ -93,11 +93,11 @@ class Marks:
     @property
     def num_samples(self) -> Ints:
         """[Q]: how many samples of a question have a mark."""
-        return np.isfinite(self.marks).sum(1)
+        return np.isfinite(self.marks).sum(1, dtype=np.int64)
 
     def has(self, kind: str) -> Bools:
         """[Q, K]: which samples are no_answer, truncated, error or grade_error."""
-        return (self.kinds & _KINDS[kind]) != 0
+        return np.not_equal(self.kinds & _KINDS[kind], 0)
 
     def select(self, questions: Sequence[int] | Ints) -> Marks:
         """The same table with these questions only, in this order."""

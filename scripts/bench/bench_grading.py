@@ -4,8 +4,8 @@
 
 The answers stand at the end of texts of about 1,100 characters. Printed are the microseconds of one
 answer and the answers of a second, by the clock and by the time that processors spent, which other
-programs on the machine disturb less. The mathematics is a mix of equal texts, equal values and wrong
-answers; the rate is given for workers that have started.
+programs on the machine disturb less. The mathematics is a mix of equal texts, equal values and
+wrong answers; the rate is given for workers that have started.
 """
 
 import argparse

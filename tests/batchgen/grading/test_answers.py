@@ -10,6 +10,7 @@ import yaml
 from batchgen.grading.extract import Extract
 from batchgen.grading.grade import Grade
 from batchgen.grading.rows import Grader
+from batchgen.grading.step import PostStep
 
 GROUPS = yaml.safe_load(Path(__file__).with_name("answers.yaml").read_text())
 
@@ -43,7 +44,7 @@ def test_answers_get_the_verdict_that_a_person_gave(group: dict[str, Any]) -> No
         for target, text, _ in group["rows"]
     ]
     slow = any("timeout" in wanted for _, _, wanted in group["rows"])
-    steps = [Extract(**group["extract"]), Grade(**group["grade"])]
+    steps: list[PostStep] = [Extract(**group["extract"]), Grade(**group["grade"])]
     with Grader(steps, workers=1, seconds=2.0 if slow else 60.0, memory_bytes=2 << 30) as grader:
         graded = list(grader.grade(rows))
     found = {}

@@ -1,4 +1,4 @@
-"""The exams' experiments: the prompts and targets of their definitions, from the hub and from files."""
+"""The exams' experiments: prompts and targets of their definitions, from the hub and from files."""
 
 from pathlib import Path
 from pkgutil import resolve_name

@@ -4,6 +4,7 @@ import pickle
 import random
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -117,7 +118,7 @@ def test_rows_with_an_error_have_no_mark_and_no_grade_error() -> None:
 
 
 def test_rows_come_in_order_whether_a_worker_has_seen_them_or_not() -> None:
-    steps = [Extract(), Grade(method="regex")]
+    steps: list[PostStep] = [Extract(), Grade(method="regex")]
     rows: list[tuple[str | None, dict[str, str]]] = [
         (None if i % 3 == 0 else f"\\boxed{{{i}}}", {"target": f"{i - i % 2}"}) for i in range(300)
     ]
@@ -169,7 +170,7 @@ def test_boxes_of_any_text_are_balanced_and_apart() -> None:
         text = "".join(draw.choices(PIECES, k=draw.randrange(1, 14)))
         found = boxes(text)
         assert all(text[start:end].strip() for start, end in found)
-        assert all(a[1] <= b[0] for a, b in zip(found, found[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in pairwise(found))
 
 
 HOSTILE = [

@@ -29,7 +29,8 @@ def run(rows: Floats, ids: str | None = None, cluster_of: int | None = None) -> 
 def two_runs(n: int, k: int, seed: int = 0) -> tuple[Floats, Floats]:
     rng = np.random.default_rng(seed)
     p = rng.beta(4, 1, (n, 1))
-    return (rng.random((n, k)) < p) * 1.0, (rng.random((n, k)) < np.minimum(p + 0.05, 1)) * 1.0
+    a, b = rng.random((n, k)) < p, rng.random((n, k)) < np.minimum(p + 0.05, 1)
+    return a.astype(np.float64), b.astype(np.float64)
 
 
 def test_paired_figures_are_those_of_a_paired_t_test() -> None:

@@ -73,7 +73,7 @@ def test_population_interval_is_the_delta_method_on_log_odds() -> None:
     found = population_interval(values, np.arange(40))
     assert found is not None
     mean, se = values.mean(), stats.sem(values)
-    assert (found.estimate, found.se) == (pytest.approx(mean), pytest.approx(se))
+    assert found.estimate == pytest.approx(mean) and found.se == pytest.approx(se)
     reach = stats.t.ppf(0.975, 39) * se / (mean * (1 - mean))
     odds = math.log(mean / (1 - mean))
     assert found.low == pytest.approx(stats.logistic.cdf(odds - reach))
@@ -202,7 +202,7 @@ def test_same_questions_interval_holds_the_truth_in_95_of_100_cases(
     p = rng.beta(a, b, n)
     held, times = 0, 600
     for _ in range(times):
-        rows = (rng.random((n, k)) < p[:, None]) * 1.0
+        rows = (rng.random((n, k)) < p[:, None]).astype(np.float64)
         ids = tuple(map(str, range(n)))
         codes = np.zeros((n, k), np.int64)
         marks = Marks(ids, rows, codes, codes, codes == 0, (None,) * n, np.arange(n))

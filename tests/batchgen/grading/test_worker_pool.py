@@ -73,7 +73,7 @@ def test_the_first_item_of_a_new_process_has_the_same_limit() -> None:
 
 def test_large_items_and_results_pass(pool: Pool) -> None:
     items = ["large", "x" * 3_000_000] * 8
-    assert [len(result) for result in pool.map(items)] == [3_000_000, 6_000_000] * 8
+    assert [len(str(result)) for result in pool.map(items)] == [3_000_000, 6_000_000] * 8
 
 
 def test_it_reads_no_more_than_its_window_ahead() -> None:
