@@ -93,11 +93,13 @@ class Marks:
     @property
     def num_samples(self) -> Ints:
         """[Q]: how many samples of a question have a mark."""
-        return np.isfinite(self.marks).sum(1, dtype=np.int64)
+        counts: Ints = np.isfinite(self.marks).sum(1, dtype=np.int64)
+        return counts
 
     def has(self, kind: str) -> Bools:
         """[Q, K]: which samples are no_answer, truncated, error or grade_error."""
-        return np.not_equal(self.kinds & _KINDS[kind], 0)
+        found: Bools = np.not_equal(self.kinds & _KINDS[kind], 0)
+        return found
 
     def select(self, questions: Sequence[int] | Ints) -> Marks:
         """The same table with these questions only, in this order."""
