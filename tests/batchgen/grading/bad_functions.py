@@ -11,8 +11,7 @@ from batchgen.grading.step import GradeFailure
 def double(item: Any) -> Any:
     """Twice the item, or what the item asks for."""
     if item == "hang":
-        while True:
-            pass
+        time.sleep(10**6)
     if item == "hang in C":
         return pow(7, 10**9)
     if item == "kill":

@@ -1,5 +1,6 @@
 """The exams' experiments: prompts and targets of their definitions, from the hub and from files."""
 
+from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -30,6 +31,7 @@ HUB = {
 }
 
 
+@cache
 def composed(name: str, *overrides: str) -> tuple[JobConfig, dict[str, Any]]:
     """The job of an exam, and the parts of it that are about rows, post steps and scores."""
     with initialize_config_module("batchgen.conf", version_base="1.3"):

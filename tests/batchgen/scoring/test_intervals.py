@@ -167,7 +167,7 @@ def coverage(draw: Draw, interval: Callable[[Floats], Interval | None], times: i
     ],
 )
 def test_population_interval_holds_the_truth_in_95_of_100_cases(draw: Draw) -> None:
-    found = coverage(draw, lambda v: population_interval(v, np.arange(len(v))), 1500)
+    found = coverage(draw, lambda v: population_interval(v, np.arange(len(v))), 1200)
     assert 0.93 <= found <= 0.97
 
 
@@ -188,8 +188,8 @@ def test_clustered_interval_holds_the_truth_in_95_of_100_cases() -> None:
 
 @pytest.mark.parametrize("draw", [beta_binomial(30, 32, 5, 5), beta_binomial(30, 8, 1.6, 0.4)])
 def test_bootstrap_interval_holds_the_truth_in_95_of_100_cases(draw: Draw) -> None:
-    found = coverage(draw, lambda v: bootstrap_interval(v, np.arange(len(v))), 500)
-    assert 0.925 <= found <= 0.975  # 500 cases: one standard error is 0.01
+    found = coverage(draw, lambda v: bootstrap_interval(v, np.arange(len(v))), 300)
+    assert 0.92 <= found <= 0.98  # 300 cases: one standard error is 0.013
 
 
 @pytest.mark.parametrize(
