@@ -21,6 +21,7 @@ from batchgen.config import (
 )
 from batchgen.constraint.row_constraints import RowConstraints
 from batchgen.dataset.row_digest import rows_digest
+from batchgen.dataset.row_steps import SteppedSource
 from batchgen.dataset.source import Row, RowSource
 from batchgen.engine.outputs import OutputColumn, RowCount
 from batchgen.engine.strategy import Strategy
@@ -59,7 +60,7 @@ class JobParts:
         close: ends what was opened and works in the background.
     """
 
-    source: RowSource
+    source: RowSource | SteppedSource
     prompt: Prompt
     bos_id: int | None
     max_model_len: int
@@ -236,6 +237,8 @@ def fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[in
         )
 
     def token_ids(row: Row) -> list[int]:
+        if row.failure is not None:
+            raise row.failure
         ids = parts.prompt.token_ids(row)
         return fit_prompt(ids, room, config.prompt.too_long, parts.bos_id)
 

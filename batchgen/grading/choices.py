@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from batchgen.errors import ConfigError
+from batchgen.grading.step import Column
 
 T = TypeVar("T")
 
@@ -17,6 +18,35 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 class BadChoices(Exception):
     """A row whose choices cannot be read. The message says which column is wrong."""
+
+
+class RowStep(Protocol):
+    """A step that adds columns to a row of the data set before its prompt is made.
+
+    Steps are frozen dataclasses. The same options, `version` and row give the same values.
+    """
+
+    @property
+    def version(self) -> int:
+        """Grows when the same options may give other values than before."""
+
+    @property
+    def writes(self) -> tuple[Column, ...]:
+        """What the step adds."""
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        """The columns that a row must have."""
+
+    def apply(self, row_index: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of the step's columns.
+
+        Args:
+            row_index: the row's position in the data set, from 0.
+
+        Raises:
+            BadChoices: the row lacks what the step needs.
+        """
 
 
 def rotate_choices(choices: Sequence[T], by: int) -> list[T]:
@@ -88,6 +118,14 @@ class OrderChoices:
             raise ConfigError(
                 f"OrderChoices: order must be given, rotated or shuffled, got {self.order!r}"
             )
+
+    @property
+    def writes(self) -> tuple[Column, ...]:
+        """What the step adds."""
+        return (
+            Column("choices", "strings", "the choices in the order in which the prompt has them"),
+            Column("target", "string", "the letter of the right choice"),
+        )
 
     @property
     def field_names(self) -> tuple[str, ...]:

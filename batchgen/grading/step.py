@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Kind = Literal["string", "int32", "float64", "error"]
-"""The types of columns; `error` is a struct of `type` and `message`, as in the rows of a job."""
+Kind = Literal["string", "strings", "int32", "float64", "error"]
+"""The types of columns; `strings` is a list of texts, and `error` a struct of `type` and `message`,
+as in the rows of a job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ def arrow_schema(columns: Sequence[Column]) -> pa.Schema:
     error = pa.struct([("type", pa.string()), ("message", pa.string())])
     types = {
         "string": pa.string(),
+        "strings": pa.list_(pa.string()),
         "int32": pa.int32(),
         "float64": pa.float64(),
         "error": error,
