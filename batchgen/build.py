@@ -171,6 +171,7 @@ def open_job(config: JobConfig) -> OpenedJob:
     _check_parsed(config, model.tokenizer)
     # After all that is checked without it: it takes seconds to load datasets and pyarrow.
     from batchgen.dataset.source import open_dataset
+    from batchgen.job_grades import check_scored
 
     source: RowSource | SteppedSource = open_dataset(config.dataset)
     if config.rows:
@@ -178,6 +179,7 @@ def open_job(config: JobConfig) -> OpenedJob:
 
         source = SteppedSource(source, row_steps(config.rows))
     check_fields(post, source.schema.names)
+    check_scored(config.post, config.score, source.schema.names)
     prompt = build_prompt(
         config.prompt,
         model.tokenizer,
