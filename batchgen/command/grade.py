@@ -56,10 +56,9 @@ def _grade(arguments: Sequence[str]) -> int:
             "take those of a ready job with +experiment=NAME"
         )
     from batchgen.job_grades import check_scored, save_scores, score
-    from batchgen.output.lock import FolderLock
 
     check_scored(config.post, config.score, job.columns)
-    with FolderLock(job.path / ".lock"):
+    with job.locked():
         count = job.grades.make(
             config.post, job.text_column, workers=given.workers, seconds=given.seconds
         )

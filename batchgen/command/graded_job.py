@@ -13,6 +13,7 @@ from batchgen.errors import ConfigError
 if TYPE_CHECKING:
     from batchgen.config import ScoreConfig, StepConfig
     from batchgen.grading.job_grades import JobGrades
+    from batchgen.output.lock import FolderLock
 
 _KEYS = ("post", "score", "experiment")
 
@@ -44,6 +45,19 @@ class GradedJob:
         from batchgen.grading.job_grades import JobGrades
 
         return JobGrades(self.path)
+
+    def locked(self) -> FolderLock:
+        """A lock on the folder, in which grades or scores are to be written.
+
+        Raises:
+            ConfigError: a job runs there, or the folder cannot be written.
+        """
+        from batchgen.output.lock import FolderLock
+
+        try:
+            return FolderLock(self.path / ".lock")
+        except OSError as error:
+            raise ConfigError(f"{self.given} cannot be written: {error.strerror}") from None
 
     @property
     def text_column(self) -> str:

@@ -38,12 +38,11 @@ def _score(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     job = GradedJob(given.out)
     config = scoring(job, given.override)
-    from batchgen.output.lock import FolderLock
     from batchgen.scoring.job_score import job_score, save_score
     from batchgen.scoring.table import score_lines, table
 
     scores = job_score(job.path, config.score)
-    with FolderLock(job.path / ".lock"):
+    with job.locked():
         save_score(job.path, scores)
     print(
         json.dumps(scores, indent=2, ensure_ascii=False)
