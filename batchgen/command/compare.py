@@ -47,7 +47,7 @@ def _compare(arguments: Sequence[str]) -> int:
         "--rows", type=int, default=SHOWN, help=f"flipped rows to list; default: {SHOWN}"
     )
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     if given.rows < 0:
         raise ConfigError(f"compare --rows must be at least 0, got {given.rows}")
     jobs = GradedJob(given.a), GradedJob(given.b)
@@ -117,7 +117,8 @@ def _listed(flipped: Sequence[Question], rows: int) -> list[str]:
 
 
 def _alone(found: Comparison) -> str:
-    return f"; {len(found.only_a):,} only in A, {len(found.only_b):,} only in B"
+    alone = {"A": len(found.only_a), "B": len(found.only_b)}
+    return "".join(f", {number:,} only in {job}" for job, number in alone.items() if number)
 
 
 def _points(interval: Interval) -> str:

@@ -43,7 +43,7 @@ def _grade(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="for an answer in a worker; default: 10"
     )
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     if given.workers is not None and given.workers < 1:
         raise ConfigError(f"grade --workers must be at least 1, got {given.workers}")
     if not given.seconds > 0:

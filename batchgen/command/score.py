@@ -35,7 +35,7 @@ def _score(arguments: Sequence[str]) -> int:
         help="score.subset=…, score.cluster=…, score.ks=…",
     )
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     job = GradedJob(given.out)
     config = scoring(job, given.override)
     from batchgen.scoring.job_score import job_score, save_score

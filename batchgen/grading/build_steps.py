@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from pkgutil import resolve_name
 from typing import Any
 
@@ -37,7 +39,7 @@ def post_steps(configs: Sequence[StepConfig]) -> tuple[PostStep, ...]:
 
 
 def described(
-    configs: Sequence[StepConfig], steps: Sequence[PostStep] | Sequence[RowStep]
+    configs: Sequence[StepConfig], steps: Sequence[PostStep | RowStep]
 ) -> list[dict[str, Any]]:
     """Each step's class, options and version as plain values: what its columns follow from."""
     return [
@@ -71,7 +73,8 @@ def _made(key: str, number: int, config: StepConfig, members: Sequence[str]) -> 
         raise ConfigError(f"{target} is not there: {error}") from None
     if not isinstance(cls, type):
         raise ConfigError(f"{target} is no class")
-    if lacks := [name for name in members if not hasattr(cls, name)]:
+    declared = {field.name for field in dataclasses.fields(cls)} if is_dataclass(cls) else set()
+    if lacks := [name for name in members if name not in declared and not hasattr(cls, name)]:
         raise ConfigError(f"{target} is no step of {key}: the class has no {', '.join(lacks)}")
     options = strategy_options(cls, config.options, place)
     try:

@@ -44,7 +44,7 @@ def job_targets(job: Path) -> dict[str, str]:
     Raises:
         ConfigError, JobError: as of `job_marks`.
     """
-    targets = {}
+    targets: dict[str, str] = {}
     for _, grades in _tables(job, ()):
         if _TARGET in grades.column_names:
             pairs = zip(grades["row_id"].to_pylist(), grades[_TARGET].to_pylist(), strict=True)
