@@ -37,6 +37,7 @@ from batchgen.engine.scheduling.stopping import decode
 from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError
 from batchgen.fingerprint import fingerprint_files, fingerprint_text
+from batchgen.grading.build_steps import check_fields, described, post_steps, row_steps
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.model.source import model_files
@@ -46,6 +47,7 @@ from batchgen.strategies.base.strategy import BaseStrategy
 if TYPE_CHECKING:
     import torch
 
+    from batchgen.dataset.row_steps import SteppedSource
     from batchgen.dataset.source import RowSource
     from batchgen.job import JobParts
 
@@ -74,7 +76,7 @@ class OpenedJob:
     strategy: Strategy
     context_columns: Sequence[OutputColumn]
     compiler: GrammarCompiler | None
-    source: RowSource
+    source: RowSource | SteppedSource
     prompt: Prompt
     dtype: torch.dtype
     max_model_len: int
@@ -117,6 +119,8 @@ class OpenedJob:
         if (constraint := config.params.constraint) is not None:
             # The configuration is compared without the order of keys, in which the row writes them.
             found["constraint"] = fingerprint_text(constraint.text)
+        for step in described(config.rows, row_steps(config.rows)):
+            found[f"version of {step['_target_']}"] = str(step["version"])
         return found
 
     def _build_engine(self, config: JobConfig) -> LLMEngine:
@@ -149,6 +153,7 @@ def open_job(config: JobConfig) -> OpenedJob:
         ConfigError: a user's mistake in any of them.
     """
     strategy = build_strategy(config.strategy)
+    post = post_steps(config.post)
     with _named("model"):
         model = open_model(config.model.path, config.model.revision, config.model.load_format)
     with _named("strategy"):
@@ -166,8 +171,15 @@ def open_job(config: JobConfig) -> OpenedJob:
     _check_parsed(config, model.tokenizer)
     # After all that is checked without it: it takes seconds to load datasets and pyarrow.
     from batchgen.dataset.source import open_dataset
+    from batchgen.job_grades import check_scored
 
-    source = open_dataset(config.dataset)
+    source: RowSource | SteppedSource = open_dataset(config.dataset)
+    if config.rows:
+        from batchgen.dataset.row_steps import SteppedSource
+
+        source = SteppedSource(source, row_steps(config.rows))
+    check_fields(post, source.schema.names)
+    check_scored(config.post, config.score, source.schema.names)
     prompt = build_prompt(
         config.prompt,
         model.tokenizer,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.config import JobConfig
 from batchgen.constraint.row_constraints import RowConstraints
+from batchgen.dataset.row_steps import SteppedSource
 from batchgen.dataset.source import Row, RowSource
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.outputs import RequestError, RequestOutput
@@ -87,7 +88,7 @@ class Todo:
             iterator is at its end.
     """
 
-    def __init__(self, source: RowSource, writer: OutputWriter) -> None:
+    def __init__(self, source: RowSource | SteppedSource, writer: OutputWriter) -> None:
         self._writer = writer
         self.num_rows = writer.num_leading_rows
         self._rows = source.rows(self.num_rows)
@@ -145,7 +146,7 @@ class Generation:
     def __init__(
         self,
         config: JobConfig,
-        source: RowSource,
+        source: RowSource | SteppedSource,
         prompt: Callable[[Row], list[int]],
         constraints: RowConstraints,
         engine: Engine,

@@ -21,12 +21,14 @@ from batchgen.config import (
 )
 from batchgen.constraint.row_constraints import RowConstraints
 from batchgen.dataset.row_digest import rows_digest
+from batchgen.dataset.row_steps import SteppedSource
 from batchgen.dataset.source import Row, RowSource
 from batchgen.engine.outputs import OutputColumn, RowCount
 from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError, JobError
 from batchgen.first_rows import AllRowsFailed
 from batchgen.generation import Engine, Generation, Todo
+from batchgen.job_grades import graded_card, save_scores, scores_of
 from batchgen.output.dataset_card import dataset_card, unfinished_card
 from batchgen.output.job_folder import JobFolder
 from batchgen.output.manifest import ROWS, Manifest, write_atomic
@@ -59,7 +61,7 @@ class JobParts:
         close: ends what was opened and works in the background.
     """
 
-    source: RowSource
+    source: RowSource | SteppedSource
     prompt: Prompt
     bos_id: int | None
     max_model_len: int
@@ -114,9 +116,9 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
     with StopSignals() as signals, closing(parts):
         try:
             return _run(config, parts, signals)
-        except JobStopped:
+        except JobStopped as stopped:
             assert signals.received is not None
-            message = f"Stopped before the first row. {_resume(folder)}"
+            message = f"{stopped or 'Stopped before the first row.'} {_resume(folder)}"
             return JobResult(0, signals.received, message)
 
 
@@ -144,7 +146,8 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
         todo = Todo(source, writer)
         is_done = todo.is_empty()
         if is_done and metrics.was_complete:
-            return _already_complete(config, parts, folder)
+            signals.deferred = True
+            return _already_complete(config, parts, folder, signals)
         total = None if source.num_rows is None else source.num_rows * samples
         metrics.attempt.rows_total = total
         with _recorded(metrics, folder.path):
@@ -173,7 +176,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                         return _stopped(writer, metrics, signals, folder.path)
             signals.deferred = True
             writer.finish(todo.num_rows)
-            return _complete(config, parts, folder, schema, metrics)
+            return _complete(config, parts, folder, schema, metrics, signals)
 
 
 def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
@@ -242,6 +245,8 @@ def fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[in
         )
 
     def token_ids(row: Row) -> list[int]:
+        if row.failure is not None:
+            raise row.failure
         ids = parts.prompt.token_ids(row)
         return fit_prompt(ids, room, config.prompt.too_long, parts.bos_id)
 
@@ -296,23 +301,30 @@ def _complete(
     folder: JobFolder,
     schema: OutputSchema,
     metrics: Metrics,
+    signals: StopSignals,
 ) -> JobResult:
+    metrics.score = scores_of(folder.path, config, signals)
     metrics.tally = _count_shards(config, parts, folder)
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
     path = str(folder.path)
     card = dataset_card(resolved(config), fingerprints, schema.arrow, totals, path)
-    write_atomic(folder.path / "README.md", card)
+    write_atomic(folder.path / "README.md", graded_card(card, folder.path))
     metrics.save("complete")
     folder.remove_journal()
-    message = summary(totals, path, metrics, parts.strategy)
+    message = summary(totals, path, metrics, parts.strategy, metrics.score)
     return JobResult(totals.error_rows, None, message)
 
 
-def _already_complete(config: JobConfig, parts: JobParts, folder: JobFolder) -> JobResult:
+def _already_complete(
+    config: JobConfig, parts: JobParts, folder: JobFolder, signals: StopSignals
+) -> JobResult:
     folder.remove_journal()
+    score = scores_of(folder.path, config, signals)
+    if config.post:
+        save_scores(folder.path, score)
     totals = _count_shards(config, parts, folder).totals
     message = "This job is complete already; nothing was computed.\n"
-    table = summary(totals, str(folder.path), strategy=parts.strategy)
+    table = summary(totals, str(folder.path), strategy=parts.strategy, score=score)
     return JobResult(totals.error_rows, None, message + table)
 
 

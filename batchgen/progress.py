@@ -6,13 +6,14 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from tqdm import tqdm
 
 from batchgen.command.row_text import row_name
 from batchgen.duration import duration
 from batchgen.output.dataset_card import how_to_read
+from batchgen.scoring.table import score_lines
 from batchgen.shorten import beginning, end
 
 if TYPE_CHECKING:
@@ -169,12 +170,14 @@ def summary(
     folder: str,
     metrics: Metrics | None = None,
     strategy: Hooks | None = None,
+    score: Mapping[str, Any] | None = None,
 ) -> str:
     """The table at the end of a job.
 
     Args:
         metrics: of this attempt, if it was the one that completed the job.
         strategy: has lines of its own to add.
+        score: what the job's marks come to, if it has some.
     """
     lines = [
         ("rows", f"{totals.rows:,}"),
@@ -188,6 +191,8 @@ def summary(
     if strategy is not None:
         stats = {} if metrics is None else metrics.attempt.engine.get("strategy", {})
         lines += strategy.summary(totals.counts, stats, totals.generated_tokens)
+    if score is not None:
+        lines += score_lines(score)
     if metrics is not None:
         attempt = metrics.attempt
         if attempt.rows_resumed:

@@ -13,7 +13,7 @@ from batchgen.command.conf_files import Entry, read_choice
 from batchgen.command.verbs import Parser
 from batchgen.config.compose import Composed, compose_groups
 from batchgen.config.given import CHOICE
-from batchgen.config.keys import choice_values, choices
+from batchgen.config.keys import STEP_LISTS, choice_values, choices
 from batchgen.errors import ConfigError
 from batchgen.paths import user_path
 
@@ -51,6 +51,10 @@ def job_file_text(composed: Composed, file: str) -> str:
     """The text of a job file: all keys of the chosen groups, with the comments of conf/."""
     parts = [_HEAD.format(file=file)]
     for group, values in composed.groups.items():
+        if group in STEP_LISTS:
+            if values:
+                parts.append(yaml.safe_dump({group: values}, sort_keys=False, allow_unicode=True))
+            continue
         name = composed.choices[group]
         choice = read_choice(group, name)
         others = [other for other in choices(group) if other != name]

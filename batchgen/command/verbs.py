@@ -38,6 +38,9 @@ VERBS = {
     "init": Verb("batchgen.command.init", "FILE", "write a commented job file"),
     "show": Verb("batchgen.command.show", "OUT", "print rows of a job, also while it runs"),
     "export": Verb("batchgen.command.export", "OUT", "write a job's rows as JSON lines or CSV"),
+    "grade": Verb("batchgen.command.grade", "OUT", "grade a job's answers, without the model"),
+    "score": Verb("batchgen.command.score", "OUT", "score a graded job, with intervals"),
+    "compare": Verb("batchgen.command.compare", "A B", "compare the scores of two jobs by row"),
     "validate": Verb("batchgen.validate", "OUT", "check the rows of a finished job again"),
 }
 

@@ -22,6 +22,8 @@ from batchgen.config.groups import (
     OutputConfig,
     ProgressConfig,
     SamplingConfig,
+    ScoreConfig,
+    StepConfig,
     StrategyConfig,
 )
 from batchgen.config.load import constraint_config, growing, identity, load_config, resolved
@@ -51,6 +53,8 @@ __all__ = [
     "ProgressConfig",
     "PromptConfig",
     "SamplingConfig",
+    "ScoreConfig",
+    "StepConfig",
     "StrategyConfig",
     "TextPromptConfig",
     "TokensPromptConfig",

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from batchgen.config.choices import inferred_choice
 from batchgen.config.given import Given
 from batchgen.config.groups import JobConfig
-from batchgen.config.keys import EXPERIMENT, GROUPS
+from batchgen.config.keys import EXPERIMENT, GROUPS, PARTS, STEP_LISTS
 from batchgen.config.load import load_config
 from batchgen.config.overrides import Override, parse_override
 from batchgen.errors import ConfigError
@@ -29,8 +29,8 @@ def compose(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConf
     Args:
         values: the job as a job file has it. A key is a group with its choice ("model": "hf"), a
             group with its keys ("model": {"path": "…"}, and "choice": "hf" among them if need be),
-            or one key with its full name ("sampling.n": 4). What is not given is as it is for the
-            command without arguments.
+            one key with its full name ("sampling.n": 4), or a list of steps ("post": […]). What is
+            not given is as it is for the command without arguments.
         overrides: arguments `key=value` as on the command line; they go before `values`. A choice
             among them replaces all that `values` says of its group.
 
@@ -90,9 +90,10 @@ def compose_groups(
     for key, value in given.keys.items():
         _set(groups, given, key, value)
     for override in parsed:
-        if override.names or override.sign == "~":
+        if override.group not in STEP_LISTS and (override.names or override.sign == "~"):
             _apply(groups, given, override)
-    ordered = {name: groups[name] for name in [*GROUPS, *groups] if name in groups}
+    groups |= given.steps
+    ordered = {name: groups[name] for name in [*PARTS, *groups] if name in groups}
     return Composed(ordered, given.choices)
 
 

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.choices import inferred_choice
-from batchgen.config.keys import EXPERIMENT, GROUPS, all_keys, choices, nearest, nearest_key
+from batchgen.config.keys import (
+    EXPERIMENT,
+    GROUPS,
+    STEP_LISTS,
+    all_keys,
+    choices,
+    nearest,
+    nearest_key,
+)
 from batchgen.config.overrides import Override, unknown_group, unknown_key
 from batchgen.errors import ConfigError
 
@@ -28,6 +36,7 @@ class Given:
         experiments: the ready jobs to start from.
         keys: full name → value, from the job file.
         whole: groups that are taken as they are given, without a choice.
+        steps: name of a list of steps → its steps.
         named: group → the names of the keys that are given for it, on the command line too.
     """
 
@@ -37,6 +46,7 @@ class Given:
     experiments: list[str] = field(default_factory=list)
     keys: dict[str, Any] = field(default_factory=dict)
     whole: dict[str, dict[str, Any]] = field(default_factory=dict)
+    steps: dict[str, Any] = field(default_factory=dict)
     named: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def at(self, key: str) -> str:
@@ -50,6 +60,8 @@ class Given:
             if key == EXPERIMENT:
                 for name in value if isinstance(value, list) else [value]:
                     self.experiments.append(self._known(key, name, self.at(key)))
+            elif group in STEP_LISTS:
+                self._add_steps(str(key), value, self.at(str(key)))
             elif group not in GROUPS:
                 if key not in _OF_OLD_FILES:
                     raise ConfigError(self.at(str(key)) + unknown_group(group or repr(key)))
@@ -59,6 +71,15 @@ class Given:
                 self._add_group(group, dict(value))
             elif value is not None:
                 self.choices[group] = self._known(group, value, self.at(key))
+
+    def _add_steps(self, key: str, value: Any, start: str) -> None:
+        if key not in STEP_LISTS:
+            name = key.partition(".")[0]
+            raise ConfigError(
+                f"{start}{name} is a list of steps and has no keys: give all of it, "
+                f"{name}=[{{_target_: …, KEY: VALUE}}, …]"
+            )
+        self.steps[key] = value
 
     def _add_group(self, group: str, values: dict[str, Any]) -> None:
         if CHOICE in values:
@@ -79,6 +100,9 @@ class Given:
 
     def add_override(self, override: Override) -> None:
         group, start = override.group, f"{override.argument}: "
+        if group in STEP_LISTS:
+            self._add_steps(override.key, None if override.sign == "~" else override.value(), start)
+            return
         if group not in (*GROUPS, EXPERIMENT):
             raise ConfigError(start + _unknown(override))
         if override.names:

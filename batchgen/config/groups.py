@@ -151,17 +151,51 @@ class ProgressConfig:
         _check(0 <= self.show < math.inf, "progress.show", allowed, self.show)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConfig:
+    """One entry of `rows` or `post`.
+
+    Attributes:
+        target: the import path of its class, which users write as `_target_`.
+        options: all other keys of the entry, which are arguments of the class.
+    """
+
+    target: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreConfig:
+    """How the marks of `post` steps become scores."""
+
+    subset: str | None = None
+    cluster: str | None = None
+    ks: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        ks = self.ks
+        _check(ks is None or (bool(ks) and min(ks) >= 1), "score.ks", "numbers from 1 on", ks)
+
+
 @dataclass(frozen=True, kw_only=True)  # no slots: `params` is kept in the object's __dict__
 class JobConfig:
-    """The whole configuration of one job: a field for each group, and what follows from several."""
+    """The whole configuration of one job: a field for each group, and what follows from several.
+
+    Attributes:
+        rows: steps that add columns to a row of the data set before its prompt is made.
+        post: steps that make columns of a finished row, such as its mark.
+    """
 
     model: ModelGroup
     dataset: DatasetConfig
+    rows: tuple[StepConfig, ...] = ()
     prompt: PromptConfig
     sampling: SamplingConfig
     strategy: StrategyConfig
     constraint: ConstraintConfig = field(default_factory=NoConstraintConfig)
     engine: EngineGroup
+    post: tuple[StepConfig, ...] = ()
+    score: ScoreConfig = field(default_factory=ScoreConfig)
     output: OutputConfig
     progress: ProgressConfig = field(default_factory=ProgressConfig)
 

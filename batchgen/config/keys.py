@@ -21,9 +21,14 @@ from batchgen.config.groups import (
     OutputConfig,
     ProgressConfig,
     SamplingConfig,
+    ScoreConfig,
 )
 
-GROUPS = tuple(field.name for field in dataclasses.fields(JobConfig))
+STEP_LISTS = ("rows", "post")
+"""The keys of a job that are no groups: each is a list of steps `{_target_: …, KEY: VALUE}`."""
+PARTS = tuple(field.name for field in dataclasses.fields(JobConfig))
+"""The groups and the lists of steps, in the order in which a job file has them."""
+GROUPS = tuple(name for name in PARTS if name not in STEP_LISTS)
 EXPERIMENT = "experiment"
 """The group of ready jobs, each of which chooses in all other groups."""
 
@@ -34,6 +39,7 @@ _DECLARED: dict[str, Sequence[type]] = {
     "sampling": [SamplingConfig],
     "constraint": [*CONSTRAINT_KINDS.values()],
     "engine": [EngineGroup],
+    "score": [ScoreConfig],
     "output": [OutputConfig],
     "progress": [ProgressConfig],
 }

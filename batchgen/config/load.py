@@ -26,8 +26,11 @@ from batchgen.config.groups import (
     ProgressConfig,
     PromptConfig,
     SamplingConfig,
+    ScoreConfig,
+    StepConfig,
     StrategyConfig,
 )
+from batchgen.config.keys import STEP_LISTS
 from batchgen.errors import ConfigError
 
 _NOT_DECIDING = {
@@ -59,21 +62,27 @@ def load_config(cfg: DictConfig) -> JobConfig:
     names = [f.name for f in dataclasses.fields(JobConfig)]
     # The config.yaml of a job from before there were these groups does not have them.
     groups.setdefault("constraint", {"kind": "none"})
-    groups.setdefault("progress", {})
+    for name in ("progress", "score"):
+        groups.setdefault(name, {})
+    for name in STEP_LISTS:
+        groups.setdefault(name, [])
     check_keys(groups, known=names, required=names, prefix="")
     for name in names:
-        if not isinstance(groups[name], dict):
+        if name not in STEP_LISTS and not isinstance(groups[name], dict):
             raise ConfigError(
                 f"{name} must be a group of keys, got {groups[name]!r}: see conf/{name}/"
             )
     return JobConfig(
         model=build(ModelGroup, groups["model"], "model"),
         dataset=build(DatasetConfig, groups["dataset"], "dataset"),
+        rows=_build_steps(groups["rows"], "rows"),
         prompt=_build_prompt(groups["prompt"]),
         sampling=build(SamplingConfig, groups["sampling"], "sampling"),
         strategy=_build_strategy(groups["strategy"]),
         constraint=constraint_config(groups["constraint"]),
         engine=build(EngineGroup, groups["engine"], "engine"),
+        post=_build_steps(groups["post"], "post"),
+        score=build(ScoreConfig, groups["score"], "score"),
         output=build(OutputConfig, groups["output"], "output"),
         progress=build(ProgressConfig, groups["progress"], "progress"),
     )
@@ -93,15 +102,16 @@ def constraint_config(values: dict[str, Any]) -> ConstraintConfig:
     return build(CONSTRAINT_KINDS[kind], with_contents(values), "constraint")
 
 
-def resolved(config: JobConfig) -> dict[str, dict[str, Any]]:
+def resolved(config: JobConfig) -> dict[str, Any]:
     """The configuration as plain values, under the keys that users write."""
     groups = dataclasses.asdict(config)
-    strategy = groups["strategy"]
-    groups["strategy"] = {"_target_": strategy["target"], **strategy["options"]}
+    groups["strategy"] = _with_target(groups["strategy"])
+    for name in STEP_LISTS:
+        groups[name] = [_with_target(step) for step in groups[name]]
     return {name: _plain(group) for name, group in groups.items()}
 
 
-def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str, Any]:
     """The part of `resolved` that decides what is in the output files.
 
     Two jobs with the same identity, model files and data write the same rows, as far as both have
@@ -118,7 +128,11 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
     groups["strategy"] = {k: v for k, v in groups["strategy"].items() if k not in fingerprinted}
     for name, keys in _NOT_DECIDING.items():
         groups[name] = {key: value for key, value in groups[name].items() if key not in keys}
-    del groups["progress"]
+    if not config.rows:
+        del groups["rows"]
+    # What becomes of finished rows does not change them.
+    for name in ("post", "score", "progress"):
+        del groups[name]
     return groups
 
 
@@ -140,6 +154,28 @@ def _build_strategy(values: dict[str, Any]) -> StrategyConfig:
     target = convert(values["_target_"], str, "strategy._target_")
     options = {str(key): value for key, value in values.items() if key != "_target_"}
     return StrategyConfig(target=target, options=options)
+
+
+def _build_steps(values: Any, key: str) -> tuple[StepConfig, ...]:
+    """The steps of one of STEP_LISTS."""
+    form = f"{key} must be a list of steps such as [{{_target_: package.module.Class}}]"
+    if not isinstance(values, list | None):
+        raise ConfigError(f"{form}, got {values!r}")
+    steps = []
+    for number, step in enumerate(values or ()):
+        if not isinstance(step, dict):
+            raise ConfigError(f"{form}, got {step!r} in it")
+        prefix = f"{key}[{number}]."
+        check_keys(step, known=list(step), required=["_target_"], prefix=prefix)
+        target = convert(step["_target_"], str, f"{prefix}_target_")
+        options = {str(name): value for name, value in step.items() if name != "_target_"}
+        steps.append(StepConfig(target=target, options=options))
+    return tuple(steps)
+
+
+def _with_target(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A class and its options as users write them."""
+    return {"_target_": values["target"], **values["options"]}
 
 
 def _plain(value: Any) -> Any:

@@ -36,11 +36,13 @@ class Row:
         id: the value of `dataset.id_column` as text, or the index if there is no such column.
         fields: the values of its columns. Dates are datetimes, labels are numbers, and JSON is
             parsed. Images, audio and the like are left out.
+        failure: why the row can have no prompt, if a step of `rows` failed in it.
     """
 
     index: int
     id: str
     fields: dict[str, Any]
+    failure: RequestError | None = None
 
 
 def open_dataset(config: DatasetConfig) -> RowSource:

@@ -61,15 +61,20 @@ and the command that started the job goes on with it.
 def how_to_read(folder: str) -> dict[str, str]:
     """For each of the common readers the line that reads the rows of a job's folder."""
     data = f"{folder.rstrip('/')}/data"
-    shards = f"'{data}/*.parquet'"
-    if "=" in data:  # duckdb takes such folders for columns
-        shards = f"read_parquet({shards}, hive_partitioning=false)"
     return {
         "datasets": f'load_dataset("{folder}", split="train")',
         "pandas": f'pd.read_parquet("{data}")',
         "polars": f'pl.read_parquet("{data}")',
-        "duckdb": f"SELECT * FROM {shards}",
+        "duckdb": f"SELECT * FROM {_in_duckdb(data)}",
     }
+
+
+def _in_duckdb(folder: str) -> str:
+    """All Parquet files of a folder, as a table in duckdb."""
+    shards = f"'{folder}/*.parquet'"
+    if "=" in folder:  # duckdb takes such folders for columns
+        return f"read_parquet({shards}, hive_partitioning=false)"
+    return shards
 
 
 def _header() -> str:
@@ -93,7 +98,7 @@ def unfinished_card(folder: str) -> str:
 
 def _reading(folder: str) -> list[str]:
     lines = [f"- {name}: `{line}`" for name, line in how_to_read(folder).items()]
-    return ["## How to read it", "", *lines]
+    return [_HOW_TO_READ, "", *lines]
 
 
 def dataset_card(
@@ -147,6 +152,49 @@ def dataset_card(
             _MADE_FROM,
         ]
     )
+
+
+_GRADES = "## Grades"
+_HOW_TO_READ = "## How to read it"
+
+
+def grades_section(schema: pa.Schema, folder: str) -> str:
+    """What a card says of the files in `grades`.
+
+    Args:
+        schema: of these files.
+        folder: the path of the job's folder.
+    """
+    keys = ("row_id", "row_index", "sample_index")
+    columns = [
+        f"| `{field.name}` | `{field.type}` | {_meta(field, 'meaning')} |"
+        for field in schema
+        if field.name not in keys
+    ]
+    data, grades = (_in_duckdb(f"{folder.rstrip('/')}/{name}") for name in ("data", "grades"))
+    return "\n".join(
+        [
+            _GRADES,
+            "",
+            "`grades/` has a row for each row of `data/`, in the same order and in files of the "
+            "same names; `grades/steps.json` says which steps made them. Rows and grades belong "
+            "together by `row_id` and `sample_index`:",
+            "",
+            f"- duckdb: `SELECT * FROM {data} JOIN {grades} USING ({', '.join(keys)})`",
+            "",
+            "| column | type | meaning |",
+            "|---|---|---|",
+            *columns,
+            "",
+            "",
+        ]
+    )
+
+
+def with_grades(card: str, section: str) -> str:
+    """A card with this section about grades, in the place of one that it may have."""
+    before, _, after = card.partition(_HOW_TO_READ)
+    return before.partition(_GRADES)[0] + section + _HOW_TO_READ + after
 
 
 def _rows(totals: Totals) -> list[str]:

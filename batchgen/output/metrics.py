@@ -189,6 +189,7 @@ class Metrics:
         tally: of the rows that are finished, those of earlier attempts too.
         in_flight: how many rows run in the engine, without those that wait for their turn.
         was_complete: whether an earlier attempt completed the job.
+        score: what the job's marks come to, as of `batchgen.scoring.score`; None without marks.
     """
 
     def __init__(self, path: Path, rows_resumed: int, tally: Tally) -> None:
@@ -200,6 +201,7 @@ class Metrics:
         self.in_flight = 0
         self._earlier: list[dict[str, Any]] = []
         self.was_complete = False
+        self.score: Mapping[str, Any] | None = None
         if path.exists():
             earlier = json.loads(path.read_text(encoding="utf-8"))
             self._earlier = earlier["attempts"]
@@ -235,6 +237,8 @@ class Metrics:
             summary[key] = round(sum(attempt[key] for attempt in attempts), 3)
         tokens = sum(attempt["generated_tokens"] for attempt in attempts)
         summary["tokens_per_s"] = round(tokens / max(summary["generate_s"], 1e-3), 1)
+        if self.score is not None:
+            summary["score"] = self.score
         summary["attempts"] = attempts
         write_atomic(self._path, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
 

@@ -168,7 +168,7 @@ class ChatPrompt:
     def text(self, row: Row) -> str:
         column = self._config.messages_column
         if self._user is not None:
-            messages = [{"role": "user", "content": self._user.render(row.fields)}]
+            messages = [{"role": "user", "content": self._user.render(row.fields, row.index)}]
         else:
             assert column is not None
             value = value_at(row.fields, self._path)
@@ -180,7 +180,9 @@ class ChatPrompt:
                     f"the row's messages have a system message of their own ({column}): set "
                     "prompt.system=null, or take it out of the row",
                 )
-            messages.insert(0, {"role": "system", "content": self._system.render(row.fields)})
+            messages.insert(
+                0, {"role": "system", "content": self._system.render(row.fields, row.index)}
+            )
         try:
             with template_errors("the model's chat template"):
                 return self._render(messages)
@@ -253,7 +255,7 @@ class TextPrompt:
         return _tokenize(self._tokenizer, text, add_special_tokens=self._add_special_tokens)
 
     def text(self, row: Row) -> str:
-        return self._text.render(row.fields)
+        return self._text.render(row.fields, row.index)
 
 
 class TokensPrompt(Prompt):

@@ -31,7 +31,8 @@ class _NullOutput(Exception):
 
 
 class RowTemplate:
-    """A template that sees the columns of a row as variables, and all of them as `row`.
+    """A template that sees the columns of a row as variables, all of them as `row`, and as
+    `row_index` the row's position in the data set, from 0.
 
     It runs in Jinja's sandbox, which keeps it from Python's internals, from changing the row, and
     from ranges of more than 100,000. Nothing is escaped for HTML, `tojson` writes plain JSON, and
@@ -62,7 +63,7 @@ class RowTemplate:
         except TemplateError as error:  # an unknown filter or test
             raise ConfigError(f"{key}: {error.message}") from None
         self._names = sorted(meta.find_undeclared_variables(tree) - set(env.globals))
-        optional = _optional(tree) | {"row"}
+        optional = _optional(tree) | {"row", "row_index"}
         for name in self._names:
             if name not in columns and name not in optional:
                 raise ConfigError(
@@ -74,8 +75,12 @@ class RowTemplate:
         """Whether the text can differ from row to row."""
         return bool(self._names)
 
-    def render(self, fields: Mapping[str, Any]) -> str:
+    def render(self, fields: Mapping[str, Any], row_index: int = 0) -> str:
         """The text for one row.
+
+        Args:
+            fields: its columns.
+            row_index: its position in the data set.
 
         Raises:
             RequestError: the template cannot be filled. Its type is missing_field or
@@ -83,14 +88,18 @@ class RowTemplate:
         """
         try:
             with template_errors(self._key):
-                return self._template.render({"row": fields, **fields})
+                return self._template.render({"row": fields, "row_index": row_index, **fields})
         except UndefinedError as error:
             has = ", ".join(fields)
             raise RequestError(
                 "missing_field", f"{self._key}: {error.message}; the row has {has}"
             ) from None
         except _NullOutput:
-            null = [name for name in self._names if name != "row" and fields.get(name) is None]
+            null = [
+                name
+                for name in self._names
+                if name not in ("row", "row_index") and fields.get(name) is None
+            ]
             raise RequestError(
                 "missing_field",
                 f"{self._key} prints a value that is null ({', '.join(null) or 'see the row'}): "

@@ -13,7 +13,7 @@ from batchgen.config import JobConfig, resolved
 from batchgen.config.choices import inferred_choice
 from batchgen.config.compose import compose, compose_groups
 from batchgen.config.job_file import read_job_file
-from batchgen.config.keys import EXPERIMENT, GROUPS, choices, edit_distance, nearest_key
+from batchgen.config.keys import EXPERIMENT, GROUPS, PARTS, choices, edit_distance, nearest_key
 from batchgen.errors import ConfigError
 
 
@@ -125,7 +125,7 @@ def test_the_config_of_an_output_is_the_job(tmp_path: Path) -> None:
     job.run()
     values, _ = read_job_file(tmp_path / "out/config.yaml")
     assert compose(values) == job.config()
-    assert list(values) == list(GROUPS)
+    assert list(values) == list(PARTS)
 
 
 def test_the_config_of_an_older_output_is_a_job() -> None:
@@ -171,4 +171,4 @@ def test_nearest_key(typed: str, meant: str | None) -> None:
 def test_types_of_the_class_and_yaml_agree() -> None:
     """All keys of the dataclasses are in conf/, so that each can be set and explained."""
     groups = compose_groups({}).groups
-    assert list(groups) == [*GROUPS] == list(JobConfig.__dataclass_fields__)
+    assert list(groups) == [*PARTS] == list(JobConfig.__dataclass_fields__)

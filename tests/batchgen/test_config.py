@@ -140,8 +140,8 @@ ERRORS: list[tuple[str, list[str], str]] = [
     (
         "unknown group",
         ["+constraints={}"],
-        "constraints is not a key: choose among model, dataset, prompt, sampling, strategy, "
-        "constraint, engine, output, progress",
+        "constraints is not a key: choose among model, dataset, rows, prompt, sampling, strategy, "
+        "constraint, engine, post, score, output, progress",
     ),
     ("group gone", ["~engine"], "engine is missing: set it with engine=…"),
     ("key gone", ["~output.dir"], "output.dir is missing: set it with output.dir=…"),

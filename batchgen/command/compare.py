@@ -1,0 +1,141 @@
+"""`batchgen compare A B`: two graded jobs of one exam, question by question."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from batchgen.command.graded_job import GradedJob, scoring
+from batchgen.command.job_rows import Parser, exit_code
+from batchgen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from batchgen.scoring.compare import Comparison, Question
+    from batchgen.scoring.intervals import Interval
+
+SHOWN = 10
+_ABOUT = """\
+Compare two graded jobs over the questions that both have. Jobs whose prompts or targets differ are
+refused, because their scores are not of one exam; --anyway compares them and says what differs.
+
+Differences are B minus A, in points (percent of the questions); intervals are of 95%. "New
+questions" tells whether B would be better at other questions of the kind, "same questions" whether
+anything but chance changed in these; the latter needs several samples. p is that of a sign-flip
+permutation test. The smallest difference that would be noticed (5%, in four of five cases) is of
+new questions.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb and return its exit code."""
+    return exit_code(lambda: _compare(arguments))
+
+
+def _compare(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        prog="batchgen compare", description=_ABOUT, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("a", metavar="A", help="output.dir of the first job")
+    parser.add_argument("b", metavar="B", help="output.dir of the second job")
+    parser.add_argument("override", metavar="KEY=VALUE", nargs="*", help="score.cluster=… of both")
+    parser.add_argument("--anyway", action="store_true", help="compare other exams, too")
+    parser.add_argument(
+        "--rows", type=int, default=SHOWN, help=f"flipped rows to list; default: {SHOWN}"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+    given = parser.parse_intermixed_args(arguments)
+    if given.rows < 0:
+        raise ConfigError(f"compare --rows must be at least 0, got {given.rows}")
+    jobs = GradedJob(given.a), GradedJob(given.b)
+    from batchgen.scoring.compare import compare
+    from batchgen.scoring.job_score import job_marks
+
+    marks = [job_marks(job.path, scoring(job, given.override).score) for job in jobs]
+    found = _differences(jobs)
+    if found and not given.anyway:
+        raise ConfigError(
+            f"{given.a} and {given.b} are not one exam: {'; '.join(found)}: --anyway compares them"
+        )
+    comparison = compare(*marks)
+    if given.json:
+        print(json.dumps(_plain({**asdict(comparison), "differs": list(found)}), indent=2))
+        return 0
+    if found:
+        print("Not one exam:", *found, sep="\n  ")
+    print(_text(comparison, given.rows))
+    return 0
+
+
+def _differences(jobs: Sequence[GradedJob]) -> tuple[str, ...]:
+    """What makes two jobs different exams, a sentence each."""
+    from batchgen.command.asked import prompt_digests
+    from batchgen.scoring.compare import Exam, exam_differences
+    from batchgen.scoring.job_score import job_targets
+
+    prompts = prompt_digests(jobs)
+    targets = [job_targets(job.path) for job in jobs]
+    exams = [Exam(p, t) for p, t in zip(prompts, targets, strict=True)]
+    return exam_differences(*exams)
+
+
+def _text(found: Comparison, rows: int) -> str:
+    from batchgen.scoring.table import table
+
+    questions = (*found.wins, *found.ties, *found.losses)
+    count = len(questions)
+    a, b = (sum(getattr(q, side) for q in questions) / count for side in "ab")
+    lines = [
+        ("questions", f"{count:,} in both{_alone(found)}"),
+        ("A", f"{100 * a:.1f}%"),
+        ("B", f"{100 * b:.1f}%"),
+        ("B − A", f"{_points(found.difference)}, p {_p(found.p)} (new questions)"),
+    ]
+    if found.same_questions is not None:
+        p = found.same_questions_p
+        assert p is not None
+        lines.append(("", f"{_points(found.same_questions)}, p {_p(p)} (same questions)"))
+    if not math.isnan(found.detectable):
+        lines.append(("noticeable", f"differences of {100 * found.detectable:.1f} points or more"))
+    wins, ties, losses = (f"{len(x):,}" for x in (found.wins, found.ties, found.losses))
+    lines.append(("rows", f"B is better in {wins}, equal in {ties}, worse in {losses}"))
+    text = [table(lines)]
+    for what, flipped in (("better", found.wins), ("worse", found.losses)):
+        if flipped and rows:
+            text += ["", f"B is {what} in:", *_listed(flipped, rows)]
+    return "\n".join(text)
+
+
+def _listed(flipped: Sequence[Question], rows: int) -> list[str]:
+    lines = [f"  {q.row_id}  {100 * q.a:.1f}% → {100 * q.b:.1f}%" for q in flipped[:rows]]
+    if len(flipped) > rows:
+        lines.append(f"  … {len(flipped) - rows:,} more: --rows N shows them")
+    return lines
+
+
+def _alone(found: Comparison) -> str:
+    alone = {"A": len(found.only_a), "B": len(found.only_b)}
+    return "".join(f", {number:,} only in {job}" for job, number in alone.items() if number)
+
+
+def _points(interval: Interval) -> str:
+    if math.isnan(interval.se):
+        return f"{100 * interval.estimate:+.1f} points"
+    low, high = 100 * interval.low, 100 * interval.high
+    return f"{100 * interval.estimate:+.1f} points, {low:+.1f} to {high:+.1f}"
+
+
+def _p(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"= {value:.3f}"
+
+
+def _plain(value: Any) -> Any:
+    """The value with null for NaN, as JSON has none."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

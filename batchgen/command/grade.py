@@ -1,0 +1,72 @@
+"""`batchgen grade OUT [post=…]`: grades the rows of a complete job, without its model."""
+
+from __future__ import annotations
+
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Sequence
+
+from batchgen.command.graded_job import GradedJob, scoring
+from batchgen.command.job_rows import Parser, exit_code
+from batchgen.errors import ConfigError
+
+_ABOUT = """\
+Run the job's `post` steps, or other ones, over the rows of a complete job. The grades go to
+OUT/grades; the rows stay as they are. Rows that have these grades already are not graded again, so
+the same command goes on with what was stopped.
+
+  batchgen grade OUT
+  batchgen grade OUT +experiment=gsm8k
+  batchgen grade OUT 'post=[{_target_: batchgen.grading.extract.Extract, methods: [boxed]},
+                            {_target_: batchgen.grading.grade.Grade, method: math}]'
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb and return its exit code."""
+    return exit_code(lambda: _grade(arguments))
+
+
+def _grade(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        prog="batchgen grade", description=_ABOUT, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", metavar="OUT", help="the job's output.dir")
+    parser.add_argument(
+        "override",
+        metavar="KEY=VALUE",
+        nargs="*",
+        help="post=…, score.…=… or +experiment=…; default: as in OUT/config.yaml",
+    )
+    parser.add_argument(
+        "--workers", type=int, help="processes for steps that may hang; default: one on each core"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="for an answer in a worker; default: 10"
+    )
+    given = parser.parse_intermixed_args(arguments)
+    if given.workers is not None and given.workers < 1:
+        raise ConfigError(f"grade --workers must be at least 1, got {given.workers}")
+    if not given.seconds > 0:
+        raise ConfigError(f"grade --seconds must be above 0, got {given.seconds:g}")
+    job = GradedJob(given.out)
+    config = scoring(job, given.override)
+    if not config.post:
+        raise ConfigError(
+            f"the job in {given.out} has no `post` steps: give some with post=[{{_target_: …}}] or "
+            "take those of a ready job with +experiment=NAME"
+        )
+    from batchgen.job_grades import check_scored, save_scores, score
+
+    check_scored(config.post, config.score, job.columns)
+    with job.locked():
+        count = job.grades.make(
+            config.post, job.text_column, workers=given.workers, seconds=given.seconds
+        )
+        scores = score(job.path, config.score)
+        save_scores(job.path, scores)
+    print(f"{count:,} rows graded" if count else "All rows have these grades already.")
+    if scores is not None:
+        from batchgen.scoring.table import score_lines, table
+
+        print(table(score_lines(scores)))
+    return 0

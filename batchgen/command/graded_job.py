@@ -1,0 +1,119 @@
+"""What the verbs `grade`, `score` and `compare` share: a complete job, and how it is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from batchgen.command.job_rows import open_job
+from batchgen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from batchgen.config import ScoreConfig, StepConfig
+    from batchgen.grading.job_grades import JobGrades
+    from batchgen.output.lock import FolderLock
+
+_KEYS = ("post", "score", "experiment")
+
+
+class GradedJob:
+    """A complete job, which may have grades.
+
+    Attributes:
+        given: its folder as the user named it.
+        path: its folder.
+    """
+
+    def __init__(self, given: str) -> None:
+        """
+        Raises:
+            ConfigError: the folder is not one of a job, or the job is not complete.
+        """
+        self.given = given
+        self._reader = open_job(given)
+        self.path = self._reader.path
+        status = self._reader.metrics.get("status", "stopped")
+        if status != "complete":
+            raise ConfigError(
+                f"the job in {given} is not complete ({status}): run its command again first"
+            )
+
+    @property
+    def grades(self) -> JobGrades:
+        from batchgen.grading.job_grades import JobGrades
+
+        return JobGrades(self.path)
+
+    def locked(self) -> FolderLock:
+        """A lock on the folder, in which grades or scores are to be written.
+
+        Raises:
+            ConfigError: a job runs there, or the folder cannot be written.
+        """
+        from batchgen.output.lock import FolderLock
+
+        try:
+            return FolderLock(self.path / ".lock")
+        except OSError as error:
+            raise ConfigError(f"{self.given} cannot be written: {error.strerror}") from None
+
+    @property
+    def text_column(self) -> str:
+        return self._reader.text_column
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The job's configuration, as in its config.yaml."""
+        return self._reader.config
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Those of the job's manifest."""
+        found: dict[str, str] = self._reader.manifest["fingerprints"]
+        return found
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """The columns of its rows."""
+        schema = self._reader.schema
+        return [] if schema is None else list(schema.names)
+
+    def rows(self, columns: Sequence[str]) -> Any:
+        """Its rows with some columns."""
+        return self._reader.rows(columns)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a job is graded and scored."""
+
+    post: tuple[StepConfig, ...]
+    score: ScoreConfig
+
+
+def scoring(job: GradedJob, overrides: Sequence[str]) -> Scoring:
+    """The `post` steps and the group `score` of a job, with what the user gives in their place.
+
+    Args:
+        overrides: arguments `post=…`, `score.KEY=…`, and `+experiment=NAME`, which takes both from
+            a ready job.
+
+    Raises:
+        ConfigError: an argument is another one, or a value is wrong.
+    """
+    from batchgen.config.compose import checked, compose_groups
+    from batchgen.config.overrides import parse_override
+
+    groups = [parse_override(argument).group for argument in overrides]
+    for group, argument in zip(groups, overrides, strict=True):
+        if group not in _KEYS:
+            raise ConfigError(
+                f"{argument}: here only post=…, score.KEY=… and +experiment=… can be given"
+            )
+    values: dict[str, Any] = {}
+    if "experiment" not in groups:
+        values = {key: job.config[key] for key in ("post", "score") if key in job.config}
+    config = checked(compose_groups(values, overrides).groups)
+    return Scoring(config.post, config.score)

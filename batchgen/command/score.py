@@ -1,0 +1,52 @@
+"""`batchgen score OUT`: the scores of a graded job."""
+
+from __future__ import annotations
+
+import json
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Sequence
+
+from batchgen.command.graded_job import GradedJob, scoring
+from batchgen.command.job_rows import Parser, exit_code
+
+_ABOUT = """\
+Score the marks of a graded job, and store the scores in its metrics.json. The intervals are of 95%:
+for new questions of the same kind, and for the same questions asked again.
+
+  batchgen score OUT
+  batchgen score OUT score.subset=category score.ks=1,4
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb and return its exit code."""
+    return exit_code(lambda: _score(arguments))
+
+
+def _score(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        prog="batchgen score", description=_ABOUT, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", metavar="OUT", help="the job's output.dir")
+    parser.add_argument(
+        "override",
+        metavar="KEY=VALUE",
+        nargs="*",
+        help="score.subset=…, score.cluster=…, score.ks=…",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+    given = parser.parse_intermixed_args(arguments)
+    job = GradedJob(given.out)
+    config = scoring(job, given.override)
+    from batchgen.scoring.job_score import job_score, save_score
+    from batchgen.scoring.table import score_lines, table
+
+    scores = job_score(job.path, config.score)
+    with job.locked():
+        save_score(job.path, scores)
+    print(
+        json.dumps(scores, indent=2, ensure_ascii=False)
+        if given.json
+        else table(score_lines(scores))
+    )
+    return 0

@@ -1,0 +1,85 @@
+"""A data set with the columns that the steps of `rows` add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+from datasets import Features
+
+from batchgen.dataset.source import Row, RowSource
+from batchgen.engine.outputs import RequestError
+from batchgen.errors import ConfigError
+from batchgen.grading.choices import BadChoices, RowStep
+from batchgen.grading.step import arrow_schema
+
+
+@dataclass(frozen=True, slots=True)
+class SteppedRow(Row):
+    """A row with the columns of the steps in `fields`.
+
+    Attributes:
+        given: the row as the data set has it.
+    """
+
+    given: Row = field(kw_only=True)
+
+
+class SteppedSource:
+    """A `RowSource` whose rows went through steps, one after the other.
+
+    A column that a step writes takes the place of one of the data set with the same name. A row in
+    which a step fails has none of the steps' columns, and its `failure` says why; so it becomes an
+    error row (bad_choices).
+
+    The fingerprint is that of the data set: the steps are part of the job's configuration.
+    """
+
+    def __init__(self, source: RowSource, steps: Sequence[RowStep]) -> None:
+        """
+        Raises:
+            ConfigError: a step reads a column that neither the data set nor a step before has.
+        """
+        self._source, self._steps = source, tuple(steps)
+        made = arrow_schema([column for step in steps for column in step.writes])
+        self._made = {column.name: column for column in made}
+        known = list(source.features)
+        for number, step in enumerate(steps):
+            for name in step.field_names:
+                if name not in known:
+                    raise ConfigError(
+                        f"rows[{number}]: {type(step).__name__} reads the column {name!r}, which "
+                        f"the data set does not have: choose among {', '.join(known)}"
+                    )
+            known += [column.name for column in step.writes]
+        added = Features.from_arrow_schema(pa.schema(list(self._made.values())))
+        self.features = Features({**source.features, **added})
+        self.columns = tuple(self.features)
+        kept = [column for column in source.schema if column.name not in self._made]
+        self.schema = pa.schema([*kept, *self._made.values()])
+        self.num_rows = source.num_rows
+        self.fingerprint = source.fingerprint
+
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        """As of `RowSource`, with the columns of the steps."""
+        for row in self._source.rows(start):
+            fields, failure = row.fields, None
+            try:
+                for step in self._steps:
+                    fields = fields | step.apply(row.index, fields)
+            except BadChoices as error:
+                fields, failure = row.fields, RequestError("bad_choices", str(error))
+            yield SteppedRow(row.index, row.id, fields, failure, given=row)
+
+    def passthrough(self, row: Row) -> dict[str, Any]:
+        """As of `RowSource`; the steps' columns are null in a row in which a step failed."""
+        assert isinstance(row, SteppedRow)
+        values = self._source.passthrough(row.given)
+        ok = row.failure is None
+        return values | {name: row.fields[name] if ok else None for name in self._made}
+
+    def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
+        """The rows as the data set has them, as of `RowSource`."""
+        return self._source.tables(stop, size)

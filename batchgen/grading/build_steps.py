@@ -1,0 +1,89 @@
+"""Makes the steps of the keys `rows` and `post`, which a configuration names by their classes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from pkgutil import resolve_name
+from typing import Any
+
+from batchgen.config import StepConfig, strategy_options
+from batchgen.errors import ConfigError
+from batchgen.grading.choices import RowStep
+from batchgen.grading.rows import StepChain
+from batchgen.grading.step import PostStep
+
+_OF_ROWS = ("version", "writes", "field_names", "apply")
+_OF_POST = ("version", "columns", "isolated", "reads_text", "field_names", "prepare", "apply")
+
+
+def row_steps(configs: Sequence[StepConfig]) -> tuple[RowStep, ...]:
+    """The steps of `rows`.
+
+    Raises:
+        ConfigError: a class is not there or is no such step, or it does not take its options.
+    """
+    return tuple(_made("rows", number, step, _OF_ROWS) for number, step in enumerate(configs))
+
+
+def post_steps(configs: Sequence[StepConfig]) -> tuple[PostStep, ...]:
+    """The steps of `post`.
+
+    Raises:
+        ConfigError: as of `row_steps`; or two steps write the same column.
+    """
+    steps = tuple(_made("post", number, step, _OF_POST) for number, step in enumerate(configs))
+    StepChain(steps)  # it refuses columns that are there twice
+    return steps
+
+
+def described(
+    configs: Sequence[StepConfig], steps: Sequence[PostStep | RowStep]
+) -> list[dict[str, Any]]:
+    """Each step's class, options and version as plain values: what its columns follow from."""
+    return [
+        {"_target_": config.target, "version": step.version, **_plain(config.options)}
+        for config, step in zip(configs, steps, strict=True)
+    ]
+
+
+def check_fields(steps: Sequence[PostStep], columns: Sequence[str]) -> None:
+    """Check that the rows of a job's output have the columns that its `post` steps read.
+
+    Raises:
+        ConfigError: they lack one.
+    """
+    for number, step in enumerate(steps):
+        for name in step.field_names or ():
+            if name not in columns:
+                raise ConfigError(
+                    f"post[{number}]: {type(step).__name__} reads the column {name!r}, which the "
+                    f"rows of the output do not have: choose among {', '.join(columns)}, or have "
+                    "it copied (dataset.columns)"
+                )
+
+
+def _made(key: str, number: int, config: StepConfig, members: Sequence[str]) -> Any:
+    place = f"{key}[{number}]"
+    target = f"{place}._target_: {config.target}"
+    try:
+        cls = resolve_name(config.target)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{target} is not there: {error}") from None
+    if not isinstance(cls, type):
+        raise ConfigError(f"{target} is no class")
+    declared = {field.name for field in dataclasses.fields(cls)} if is_dataclass(cls) else set()
+    if lacks := [name for name in members if name not in declared and not hasattr(cls, name)]:
+        raise ConfigError(f"{target} is no step of {key}: the class has no {', '.join(lacks)}")
+    options = strategy_options(cls, config.options, place)
+    try:
+        return cls(**options)
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,253 @@
+"""The step that finds the answer in what a model wrote, and says where it stands."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from batchgen.engine.constraint.json_text import NotJson, parse_json
+from batchgen.errors import ConfigError
+from batchgen.grading.latex import Span, boxes, stripped
+from batchgen.grading.step import AnswerRow, Column
+
+Method = Literal["boxed", "last_number", "letter", "regex", "json_path", "whole"]
+METHODS = ("boxed", "last_number", "letter", "regex", "json_path", "whole")
+Which = Literal["first", "last"]
+
+_NUMBER = re.compile(
+    r"(?<![\w.])(?:(?<![\w)\]}.])[-−+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.A
+)
+# Quantifiers over overlapping characters are bounded, so that no text takes quadratic time.
+_BEFORE_LETTER = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{|[\s*_:\"'$({\[]){0,12}"
+_LABEL = (
+    r"\b(?:[Aa]nswer|ANSWER|[Cc]hoice|CHOICE|[Oo]ption|OPTION)\b[\s*_]{0,4}(?:is\b|IS\b|[:=：])?"
+)
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+_FENCE = re.compile(r"```(?:json)?[ \t]{0,8}\n(.*?)```", re.S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extract:
+    r"""Finds the answer in the text of a row.
+
+    First the reasoning is cut off: what stands up to the last `reasoning_end`, and what stands from
+    an unclosed `reasoning_start` on. Then the methods are tried in turn; the first that finds
+    something wins.
+
+    - `boxed`: the content of a box (`\boxed{…}`).
+    - `last_number`: a number with its sign, thousands and decimals.
+    - `letter`: one of `letters` after a label ("Answer: C", "the answer is (C)"), else in a box,
+      else at the start of the answer ("C", "(C)", "C. because").
+    - `regex`: group `group` of `pattern`.
+    - `json_path`: the value at `path`, such as `$.result[0].answer`, in the JSON that the answer
+      is or holds. Strings are taken as they are, other values as JSON text. Its span is that of the
+      whole JSON.
+    - `whole`: all of it.
+
+    Attributes:
+        methods: one of these or several.
+        which: whether the first or the last match counts, where there are several.
+        reasoning_required: a text without `reasoning_end` has no answer. For models whose chat
+            template begins the reasoning, so that a text that was cut has no mark in it.
+        prefix: put before the names of the columns.
+    """
+
+    version = 1
+
+    methods: tuple[Method, ...] = ("boxed",)
+    which: Which = "last"
+    reasoning_start: str | None = "<think>"
+    reasoning_end: str | None = "</think>"
+    reasoning_required: bool = False
+    letters: str = "ABCD"
+    pattern: str | None = None
+    group: int = 1
+    path: str | None = None
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "methods", tuple(self.methods))
+        for method in self.methods:
+            if method not in METHODS:
+                raise ConfigError(
+                    f"Extract: methods must be among {', '.join(METHODS)}, got {method!r}"
+                )
+        if not self.methods:
+            raise ConfigError(f"Extract: methods is empty: choose among {', '.join(METHODS)}")
+        if self.which not in ("first", "last"):
+            raise ConfigError(f"Extract: which must be first or last, got {self.which!r}")
+        if ("regex" in self.methods) != (self.pattern is not None):
+            raise ConfigError("Extract: pattern belongs to the method regex: give both")
+        if ("json_path" in self.methods) != (self.path is not None):
+            raise ConfigError("Extract: path belongs to the method json_path: give both")
+        if not re.fullmatch(r"[A-Z]+", self.letters):
+            raise ConfigError(f"Extract: letters must be letters A to Z, got {self.letters!r}")
+        self._check_pattern()
+        if self.path is not None:
+            _steps(self.path)
+
+    def _check_pattern(self) -> None:
+        if self.pattern is None:
+            return
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ConfigError(f"Extract: pattern is no regular expression: {error}") from None
+        if not 0 <= self.group <= groups:
+            raise ConfigError(f"Extract: group {self.group}: the pattern has {groups} groups")
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        names = ("answer", "answer_start", "answer_end", "reasoning_end")
+        return tuple(self.prefix + name for name in names)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        answer, start, end, reasoning = self._names
+        return (
+            Column(answer, "string", "the answer that was found in text; null if there is none"),
+            Column(start, "int32", f"where {answer} begins in text, in characters"),
+            Column(end, "int32", f"where {answer} ends in text, in characters"),
+            Column(
+                reasoning, "int32", "where the reasoning ends in text, in characters; 0 if none"
+            ),
+        )
+
+    @property
+    def isolated(self) -> bool:
+        return "regex" in self.methods
+
+    @property
+    def reads_text(self) -> bool:
+        return True
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        return ()
+
+    def prepare(self) -> None:
+        pass
+
+    def apply(self, row: AnswerRow) -> dict[str, Any]:
+        start, end = self._behind_reasoning(row.text)
+        found = self._find(row.text[start:end])
+        values: tuple[Any, ...] = (None, None, None, start)
+        if found is not None:
+            answer, (first, last) = found
+            values = (answer, start + first, start + last, start)
+        return dict(zip(self._names, values, strict=True))
+
+    def _behind_reasoning(self, text: str) -> Span:
+        start, end = 0, len(text)
+        if self.reasoning_end is not None:
+            at = text.rfind(self.reasoning_end)
+            if at >= 0:
+                start = at + len(self.reasoning_end)
+            elif self.reasoning_required:
+                return end, end
+        if self.reasoning_start is not None:
+            at = text.find(self.reasoning_start, start)
+            end = at if at >= 0 else end
+        return start, end
+
+    def _find(self, text: str) -> tuple[str, Span] | None:
+        """The answer and its span in the text behind the reasoning."""
+        for method in self.methods:
+            if method == "json_path":
+                if (found := self._json_path(text)) is not None:
+                    return found
+            elif (span := self._span(method, text)) is not None:
+                span = stripped(text, span)
+                if span[0] < span[1]:
+                    return text[slice(*span)], span
+        return None
+
+    def _span(self, method: Method, text: str) -> Span | None:
+        if method == "boxed":
+            return self._pick(boxes(text))
+        if method == "last_number":
+            return self._pick([match.span() for match in _NUMBER.finditer(text)])
+        if method == "letter":
+            return self._letter(text)
+        if method == "regex":
+            return self._regex(text)
+        return 0, len(text)
+
+    def _pick(self, spans: list[Span]) -> Span | None:
+        if not spans:
+            return None
+        return spans[0] if self.which == "first" else spans[-1]
+
+    def _regex(self, text: str) -> Span | None:
+        assert self.pattern is not None
+        spans = [m.span(self.group) for m in re.finditer(self.pattern, text)]
+        return self._pick([span for span in spans if span[0] >= 0])
+
+    def _letter(self, text: str) -> Span | None:
+        letter = rf"([{self.letters}])(?![A-Za-z0-9'])"
+        labelled = re.compile(_LABEL + _BEFORE_LETTER + letter)
+        if span := self._pick([m.span(1) for m in labelled.finditer(text)]):
+            return span
+        alone = re.compile(
+            rf"[\s*_$({{\[]{{0,8}}(?:\\text\{{)?[\s(]{{0,4}}{letter}(?=[\s*_$)}}\].:,]*\Z|[)\].:])"
+        )
+        boxed = (alone.match(text, *box) for box in boxes(text))
+        if span := self._pick([m.span(1) for m in boxed if m]):
+            return span
+        match = alone.match(text)
+        return match.span(1) if match else None
+
+    def _json_path(self, text: str) -> tuple[str, Span] | None:
+        assert self.path is not None
+        found = _json_in(text)
+        if found is None:
+            return None
+        value, span = found
+        for key in _steps(self.path):
+            if isinstance(key, int) and isinstance(value, list) and key < len(value):
+                value = value[key]
+            elif isinstance(key, str) and isinstance(value, dict) and key in value:
+                value = value[key]
+            else:
+                return None
+        if value is None:
+            return None
+        return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)), span
+
+
+def _json_in(text: str) -> tuple[Any, Span] | None:
+    """The JSON value that a text is, that its last fenced block holds, or that begins with its
+    first brace; and where it stands."""
+    spans = [stripped(text, (0, len(text)))]
+    spans += [stripped(text, match.span(1)) for match in _FENCE.finditer(text)][-1:]
+    for span in spans:
+        try:
+            return parse_json(text[slice(*span)]), span
+        except (NotJson, ValueError, RecursionError):
+            continue
+    start = text.find("{")
+    if start < 0:
+        return None
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
+    return value, (start, end)
+
+
+def _steps(path: str) -> list[str | int]:
+    """The keys and positions of a path such as `$.a.b[0]`.
+
+    Raises:
+        ConfigError: it is no such path.
+    """
+    at, steps = 1, []
+    while path.startswith("$") and (match := _STEP.match(path, at)):
+        steps.append(match[1] if match[1] is not None else int(match[2]))
+        at = match.end()
+    if not path.startswith("$") or at != len(path):
+        raise ConfigError(f"Extract: path must be like $.a.b[0], got {path!r}")
+    return steps

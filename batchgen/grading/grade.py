@@ -1,0 +1,280 @@
+"""The step that compares the extracted answer with the row's target."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pkgutil import resolve_name
+from typing import Any, Literal
+
+from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.constraint.json_schema.validator import make_validator
+from batchgen.engine.constraint.json_text import NotJson, parse_json, parse_unique_json
+from batchgen.errors import ConfigError
+from batchgen.grading.choices import LETTERS
+from batchgen.grading.integers import normal_integer
+from batchgen.grading.latex import plain
+from batchgen.grading.math_answers import normal_math, same_math
+from batchgen.grading.step import AnswerRow, Column, GradeFailure
+
+Method = Literal["integer", "math", "choice", "exact", "regex", "json_schema", "function"]
+METHODS = ("integer", "math", "choice", "exact", "regex", "json_schema", "function")
+_LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
+_LETTER_FIRST = re.compile(r"\(?([A-Za-z])[).:,].*", re.S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grade:
+    """Marks the answer of a row: 1 if it is right, 0 if it is wrong or there is none.
+
+    - `integer`: both are the same whole number, as `normal_integer` reads them.
+    - `math`: Math-Verify finds them equal (needs the extra `math`).
+    - `choice`: the answer is the letter of the target, or the text of that choice.
+    - `exact`: the same text, apart from white space at the ends and runs of it.
+    - `regex`: the target is a regular expression that matches the whole answer.
+    - `json_schema`: the answer is JSON that is valid against `schema`, or against the target.
+    - `function`: what `function` returns: true or false, or a number from 0 to 1.
+
+    Attributes:
+        answer: the column with the answer, which an earlier step wrote.
+        target: the column with what is right.
+        target_pattern: a regular expression; the last match of its group 1 in the column is the
+            target. GSM8K has its targets at the end of a text.
+        choices: for `choice`, the column with the texts of the choices; null takes letters only.
+        ignore_case: for `exact` and `regex`.
+        schema: for `json_schema`, as JSON text or a mapping; null takes the target.
+        function: `_target_` is the import path of a function, which is called with the keyword
+            arguments answer (None if there is none), target, text and fields, and with the other
+            keys of this mapping.
+        prefix: put before the names of the columns.
+    """
+
+    version = 1
+
+    method: Method
+    answer: str = "answer"
+    target: str = "target"
+    target_pattern: str | None = None
+    choices: str | None = "choices"
+    ignore_case: bool = False
+    schema: str | Mapping[str, Any] | None = None
+    function: Mapping[str, Any] | None = None
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(f"Grade: method must be among {', '.join(METHODS)}: {self.method!r}")
+        if (self.method == "function") != (self.function is not None):
+            raise ConfigError("Grade: function belongs to method=function: give both")
+        if self.method == "math" and find_spec("math_verify") is None:
+            raise ConfigError("Grade: method=math needs Math-Verify: pip install 'batchgen[math]'")
+        if self.function is not None:
+            object.__setattr__(self, "function", dict(self.function))
+            _resolve(self.function.get("_target_"))
+        if self.schema is not None:
+            if self.method != "json_schema":
+                raise ConfigError("Grade: schema belongs to method=json_schema")
+            try:
+                make_validator(_schema(self.schema))
+            except (ConstraintError, ValueError) as error:
+                raise ConfigError(f"Grade: schema: {error}") from None
+        if self.target_pattern is not None:
+            try:
+                groups = re.compile(self.target_pattern).groups
+            except re.error as error:
+                raise ConfigError(f"Grade: target_pattern: {error}") from None
+            if groups < 1:
+                raise ConfigError("Grade: target_pattern must have a group: put it in parentheses")
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        answer, target = self.answer, self.target
+        return (
+            Column(
+                self.prefix + "mark",
+                "float64",
+                f"1 if {answer} is right, 0 if it is wrong or missing ({self.method}); null if "
+                "that is not known",
+            ),
+            Column(
+                self.prefix + "answer_key",
+                "string",
+                f"{answer} in a normal form, in which votes are counted; null if there is none",
+            ),
+            Column(
+                self.prefix + "graded_against",
+                "string",
+                f"what {answer} was compared with, from {target}; null if nothing",
+            ),
+        )
+
+    @property
+    def isolated(self) -> bool:
+        return self.method in ("math", "regex", "json_schema", "function")
+
+    @property
+    def reads_text(self) -> bool:
+        return self.method == "function"
+
+    @property
+    def field_names(self) -> tuple[str, ...] | None:
+        if self.method == "function":
+            return None
+        names = [self.target]
+        if self.method == "choice" and self.choices is not None:
+            names.append(self.choices)
+        return tuple(names)
+
+    def prepare(self) -> None:
+        if self.method == "math":
+            same_math("x^2", "\\frac{y}{2}")  # the first call builds the parser
+
+    def apply(self, row: AnswerRow) -> dict[str, Any]:
+        answer = row.values.get(self.answer)
+        target = self._target(row.fields)
+        if self.method == "function":
+            mark, key = self._call(answer, target, row), answer
+        elif answer is None:
+            mark, key = 0.0, None
+        else:
+            right, key = self._compare(str(answer), target, row.fields)
+            mark = float(right)
+        return {
+            self.prefix + "mark": mark,
+            self.prefix + "answer_key": key,
+            self.prefix + "graded_against": target,
+        }
+
+    def _target(self, fields: Mapping[str, Any]) -> str | None:
+        """The text of the target; None where the method needs none.
+
+        Raises:
+            GradeFailure: the row has none.
+        """
+        value = fields.get(self.target)
+        if value is None:
+            if self.method == "function" or self.schema is not None:
+                return None
+            raise GradeFailure("no_target", f"the row has no value in column {self.target!r}")
+        text = str(value)
+        if self.target_pattern is not None:
+            found = [match[1] for match in re.finditer(self.target_pattern, text)]
+            if not found or found[-1] is None:
+                raise GradeFailure(
+                    "no_target", f"column {self.target!r}: target_pattern does not match it"
+                )
+            text = found[-1].strip()
+        return text
+
+    def _compare(
+        self, answer: str, target: str | None, fields: Mapping[str, Any]
+    ) -> tuple[bool, str | None]:
+        """Whether the answer is right, and its normal form."""
+        if self.method == "json_schema":
+            return _valid_json(answer, self.schema if self.schema is not None else target)
+        assert target is not None
+        if self.method == "integer":
+            wanted, given = normal_integer(target), normal_integer(answer)
+            if wanted is None:
+                raise GradeFailure("bad_target", f"the target {target!r} is no whole number")
+            return given == wanted, normal_text(answer) if given is None else given
+        if self.method == "math":
+            right = same_math(target, answer)
+            # All ways to write the right answer are one answer where votes are counted.
+            return right, normal_math(target if right else answer)
+        if self.method == "choice":
+            texts = fields.get(self.choices) if self.choices is not None else None
+            key = choice_letter(answer, texts or ())
+            return key == choice_letter(target, texts or ()), key
+        given = normal_text(answer, self.ignore_case)
+        if self.method == "exact":
+            return given == normal_text(target, self.ignore_case), given
+        flags = re.IGNORECASE if self.ignore_case else 0
+        try:
+            pattern = re.compile(target, flags)
+        except re.error as error:
+            raise GradeFailure(
+                "bad_target", f"the target is no regular expression: {error}"
+            ) from None
+        return pattern.fullmatch(answer.strip()) is not None, given
+
+    def _call(self, answer: Any, target: str | None, row: AnswerRow) -> float:
+        assert self.function is not None
+        options = {key: value for key, value in self.function.items() if key != "_target_"}
+        call = _resolve(self.function["_target_"])
+        mark = call(answer=answer, target=target, text=row.text, fields=row.fields, **options)
+        if not isinstance(mark, bool | int | float) or not 0 <= mark <= 1:
+            raise GradeFailure(
+                "failed", f"the function returned {mark!r}: it must be a number from 0 to 1"
+            )
+        return float(mark)
+
+
+def normal_text(text: str, ignore_case: bool = False) -> str:
+    """The text with single spaces for white space, and none at its ends."""
+    joined = " ".join(text.split())
+    return joined.casefold() if ignore_case else joined
+
+
+def choice_letter(answer: str, choices: Sequence[str]) -> str:
+    """The letter that an answer names alone (`b`, `(B)`), or the letter of the choice whose text it
+    is, or the letter before a text (`B. iron`); else the answer's own text."""
+    text = plain(answer)
+    if match := _LETTER.fullmatch(text):
+        return match[1].upper()
+    for letter, choice in zip(LETTERS, choices, strict=False):
+        if normal_text(text, True) == normal_text(plain(str(choice)), True):
+            return letter
+    match = _LETTER_FIRST.fullmatch(text)
+    return match[1].upper() if match else normal_text(text)
+
+
+def _valid_json(answer: str, schema: Any) -> tuple[bool, str]:
+    try:
+        validator = _validator(schema if isinstance(schema, str) else repr_json(schema))
+    except (ConstraintError, ValueError) as error:
+        raise GradeFailure("bad_target", f"not a JSON Schema: {error}") from None
+    try:
+        value = parse_json(answer)
+    except NotJson:
+        return False, normal_text(answer)
+    return validator.is_valid(value), repr_json(value)
+
+
+@lru_cache(maxsize=64)
+def _validator(schema: str) -> Any:
+    return make_validator(parse_unique_json(schema))
+
+
+def repr_json(value: Any) -> str:
+    """JSON text in a normal form: sorted keys, no spaces."""
+    import json
+
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def _schema(given: str | Mapping[str, Any]) -> Any:
+    return parse_unique_json(given) if isinstance(given, str) else dict(given)
+
+
+def _resolve(path: Any) -> Callable[..., Any]:
+    """The function that a user names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not isinstance(path, str) or "." not in path:
+        raise ConfigError(
+            f"Grade: function._target_ must be the import path of a function, got {path!r}"
+        )
+    try:
+        found = resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"Grade: function._target_: {path} cannot be imported: {error}") from None
+    if not callable(found):
+        raise ConfigError(f"Grade: function._target_: {path} is no function")
+    resolved: Callable[..., Any] = found
+    return resolved

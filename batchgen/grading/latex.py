@@ -1,0 +1,114 @@
+"""Text of answers without what only lays it out, and the boxes that answers stand in."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+Span = tuple[int, int]
+"""Where a part of a text begins and ends, in characters."""
+
+_BOX = r"\\(?:boxed|fbox)"
+_BRACES = re.compile(
+    rf"(?P<open>{_BOX}[ \t]*\{{)|{_BOX}[ \t]+(?P<bare>[^\s{{}}$\\]+)|\\.|[{{}}]", re.S
+)
+_SIZES = re.compile(r"\\(?:left|right|bigg?|Bigg?|displaystyle)(?![A-Za-z])")
+_SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~")
+_FONTS = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|bf|rm)\s*\{([^{}]*)\}"
+)
+_NUMBER = re.compile(
+    r"(?P<sign>[+-]*)(?P<whole>\d{1,3}(?:[ ,_']\d{3})+|\d+)?(?:\.(?P<decimals>\d*))?"
+    r"(?:/(?P<below>\d+))?",
+    re.A,
+)
+_FRACTION = re.compile(
+    r"([+-]?)\\[dtc]?frac\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))", re.A
+)
+_MOST_DIGITS = 4000  # Python reads no longer integers
+
+
+def boxes(text: str) -> list[Span]:
+    r"""The contents of all boxes (`\boxed{…}`, `\fbox{…}`, `\boxed 5`), from left to right.
+
+    A box inside another counts as a part of the outer one, unless it is all that the outer one
+    holds; then it alone counts. A box without its closing brace is none, and neither is an empty
+    one. Takes time in proportion to the text.
+    """
+    closed: list[tuple[int, int, int]] = []  # (where the command begins, content's start, its end)
+    open_braces: list[tuple[int, int] | None] = []  # of boxes; None for any other brace
+    starts = [at for at in (text.find("\\boxed"), text.find("\\fbox")) if at >= 0]
+    if not starts:
+        return []
+    for match in _BRACES.finditer(text, min(starts)):
+        if match["open"]:
+            open_braces.append((match.start(), match.end()))
+        elif match["bare"]:
+            closed.append((match.start(), *match.span("bare")))
+        elif match[0] == "{":
+            open_braces.append(None)
+        elif match[0] == "}" and open_braces and (box := open_braces.pop()):
+            begin, start, end = *box, match.start()
+            inner = None
+            while closed and closed[-1][0] > begin:
+                inner = closed.pop()
+            if inner and not (text[start : inner[0]] + text[inner[2] + 1 : end]).strip():
+                closed.append(inner)
+            elif text[start:end].strip():
+                closed.append((begin, start, end))
+    return [(start, end) for _, start, end in closed]
+
+
+def stripped(text: str, span: Span) -> Span:
+    """A span without the white space at its two ends."""
+    part = text[span[0] : span[1]]
+    start = span[0] + len(part) - len(part.lstrip())
+    return start, start + len(part.strip())
+
+
+def plain(answer: str) -> str:
+    r"""An answer without what does not change its meaning.
+
+    Gone are dollar signs around it, `\left` and other sizes, spaces of LaTeX, fonts (`\text{A}`),
+    a full stop at the end and wrappers such as `\(…\)`. Full-width digits and the sign − become
+    plain ones.
+    """
+    text = unicodedata.normalize("NFKC", answer).replace("−", "-").replace("–", "-").strip()
+    text = _SIZES.sub("", text.replace("{,}", ","))
+    text = _SPACES.sub(" ", text)
+    for _ in range(4):  # fonts inside fonts
+        text, found = _FONTS.subn(r"\1", text)
+        if not found:
+            break
+    text = text.strip().strip("*").strip()
+    for left, right in (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")):
+        if len(text) >= len(left + right) and text.startswith(left) and text.endswith(right):
+            text = text[len(left) : -len(right)].strip()
+    return text.removesuffix(".").strip()
+
+
+def number(text: str) -> Fraction | None:
+    r"""The number that a plain text says, exactly: `-3`, `1,000`, `2.50`, `3/4`, `\frac{3}{4}`.
+
+    Returns None for anything else, and for numbers of more digits than Python reads.
+    """
+    text = text.strip()
+    if len(text) > _MOST_DIGITS:
+        return None
+    if match := _FRACTION.fullmatch(text):
+        sign, above, above_digit, below, below_digit = match.groups()
+        if int(below or below_digit) == 0:
+            return None
+        value = Fraction(int(above or above_digit), int(below or below_digit))
+        return -value if sign == "-" else value
+    match = _NUMBER.fullmatch(text)
+    if match is None or (match["whole"] is None and not match["decimals"]) or match["below"] == "0":
+        return None
+    whole = re.sub(r"\D", "", match["whole"] or "0")
+    value = Fraction(f"{whole}.{match['decimals'] or 0}")
+    if match["below"]:
+        if int(match["below"]) == 0:
+            return None
+        value /= int(match["below"])
+    return -value if match["sign"].count("-") % 2 else value

@@ -1,0 +1,121 @@
+"""What a post step is: a frozen set of options, columns that it declares, and a pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Kind = Literal["string", "strings", "int32", "float64", "error"]
+"""The types of columns; `strings` is a list of texts, and `error` a struct of `type` and `message`,
+as in the rows of a job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column that a step writes. Every value may be null.
+
+    Attributes:
+        meaning: what the reader of the file is told of it.
+    """
+
+    name: str
+    kind: Kind
+    meaning: str
+
+
+GRADE_ERROR = Column(
+    "grade_error",
+    "error",
+    "why the answer has no grade (timeout, crash, memory, failed, too_long, no_target, "
+    "bad_target); null if it has one or the row itself has an error",
+)
+"""The one column that stands beside those of all steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRow:
+    """A finished row as a step sees it.
+
+    Attributes:
+        text: what the model wrote.
+        fields: the row's columns: those of the data set and those of row steps.
+        values: what the steps before have made of the row, by name of the column.
+    """
+
+    text: str
+    fields: Mapping[str, Any]
+    values: Mapping[str, Any]
+
+
+class GradeFailure(Exception):
+    """A row that cannot be graded. That says nothing about whether its answer is right.
+
+    Attributes:
+        type: a word for machines, such as no_target; the message is for people.
+    """
+
+    def __init__(self, type: str, message: str) -> None:
+        super().__init__(message)
+        self.type = type
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.type, str(self))
+
+
+class PostStep(Protocol):
+    """A step that makes columns from a finished row.
+
+    Steps are frozen dataclasses that can be pickled. The same options, `version` and row give the
+    same values in any process.
+    """
+
+    @property
+    def version(self) -> int:
+        """Grows when the same options may give other values than before."""
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """What the step writes."""
+
+    @property
+    def isolated(self) -> bool:
+        """Whether `apply` may hang or crash, and so must run in a worker process."""
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether `apply` reads `AnswerRow.text`, which can be long."""
+
+    @property
+    def field_names(self) -> tuple[str, ...] | None:
+        """The fields that `apply` reads; None for all."""
+
+    def prepare(self) -> None:
+        """Import what `apply` needs, so that the first row does not take longer than the others."""
+
+    def apply(self, row: AnswerRow) -> dict[str, Any]:
+        """The values of the step's columns.
+
+        Raises:
+            GradeFailure: the row cannot be graded.
+        """
+
+
+def arrow_schema(columns: Sequence[Column]) -> pa.Schema:
+    """The Arrow schema of columns; the metadata of a field says what it means."""
+    import pyarrow as pa
+
+    error = pa.struct([("type", pa.string()), ("message", pa.string())])
+    types = {
+        "string": pa.string(),
+        "strings": pa.list_(pa.string()),
+        "int32": pa.int32(),
+        "float64": pa.float64(),
+        "error": error,
+    }
+    return pa.schema(
+        [pa.field(c.name, types[c.kind], metadata={"meaning": c.meaning}) for c in columns]
+    )

@@ -1,0 +1,85 @@
+"""Grades and scores of a job whose rows are all there, and what its folder's files say of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from batchgen.config import JobConfig, ScoreConfig, StepConfig
+from batchgen.errors import ConfigError
+from batchgen.grading.job_grades import JobGrades
+from batchgen.output.dataset_card import grades_section, with_grades
+from batchgen.output.manifest import write_atomic
+from batchgen.signals import JobStopped, StopSignals
+
+
+def scores_of(folder: Path, config: JobConfig, signals: StopSignals) -> dict[str, Any] | None:
+    """Grade the rows of a job as its configuration says, and score them.
+
+    Returns:
+        The scores; None if no step gives marks.
+
+    Raises:
+        ConfigError: a step or a column is wrong.
+        JobError: a shard is damaged, or the grades cannot be written.
+        JobStopped: a signal came before all rows were graded. What is graded stays.
+    """
+    if not config.post:
+        return None
+    print("grading …", file=sys.stderr, flush=True)
+    text = config.output.text_column
+    made = JobGrades(folder).make(config.post, text, stop=lambda: signals.received is not None)
+    if made is None:
+        raise JobStopped("Stopped while the rows were graded; all of them are done.")
+    return score(folder, config.score)
+
+
+def score(folder: Path, config: ScoreConfig) -> dict[str, Any] | None:
+    """The scores of a graded job; None if its grades have no marks.
+
+    Raises:
+        ConfigError: rows lack grades, or a column is not there.
+        JobError: a file is damaged.
+    """
+    # numpy is needed from here on, and not by a job without marks.
+    from batchgen.scoring.job_score import has_marks, job_score
+
+    return job_score(folder, config) if has_marks(folder) else None
+
+
+def save_scores(folder: Path, scores: Mapping[str, Any] | None) -> None:
+    """Write scores into metrics.json, and what the columns of the grades are into README.md.
+
+    Raises:
+        JobError: a file cannot be written.
+    """
+    from batchgen.scoring.job_score import save_score
+
+    save_score(folder, scores)
+    path = folder / "README.md"
+    write_atomic(path, graded_card(path.read_text(encoding="utf-8"), folder))
+
+
+def graded_card(card: str, folder: Path) -> str:
+    """The data set card with a section about the grades, if the job has some."""
+    schema = JobGrades(folder).schema()
+    return card if schema is None else with_grades(card, grades_section(schema, str(folder)))
+
+
+def check_scored(post: Sequence[StepConfig], config: ScoreConfig, columns: Sequence[str]) -> None:
+    """Check before a job runs that it can be scored when it ends.
+
+    Args:
+        columns: of the output.
+
+    Raises:
+        ConfigError: a column of the group `score` is not among them.
+    """
+    for key, name in {"subset": config.subset, "cluster": config.cluster}.items():
+        if post and name is not None and name not in columns:
+            raise ConfigError(
+                f"score.{key}: the rows of the output have no column {name!r}: choose among "
+                f"{', '.join(columns)}, or have it copied (dataset.columns)"
+            )

@@ -1,0 +1,34 @@
+"""Random numbers as a function of what they are for: no generator, no state."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def random_words(seed: int, shape: tuple[int, ...], start: int = 0) -> npt.NDArray[np.uint64]:
+    """Independent 64-bit words, numbers `start` and following of the sequence of a seed.
+
+    They are those of SplitMix64 (Steele, Lea and Flood 2014): a mix of seed + number · step.
+    """
+    numbers = np.arange(start + 1, start + 1 + int(np.prod(shape)), dtype=np.uint64)
+    words = np.uint64(seed % 2**64) + numbers * _STEP
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (words ^ (words >> np.uint64(31))).reshape(shape)
+
+
+def random_signs(seed: int, shape: tuple[int, ...], start: int = 0) -> npt.NDArray[np.int8]:
+    """−1 and +1, equally likely."""
+    words = random_words(seed, shape, start)
+    return (words >> np.uint64(63)).astype(np.int8) * np.int8(2) - np.int8(1)
+
+
+def random_below(
+    n: int, seed: int, shape: tuple[int, ...], start: int = 0
+) -> npt.NDArray[np.int64]:
+    """Integers from 0 to n − 1, equally likely up to n / 2**32, for n < 2**31."""
+    words = random_words(seed, shape, start) >> np.uint64(32)
+    return ((words * np.uint64(n)) >> np.uint64(32)).astype(np.int64)

@@ -1,0 +1,210 @@
+"""The steps' options, columns and errors; the table answers.yaml has what they say of texts."""
+
+import pickle
+import random
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from batchgen.errors import ConfigError
+from batchgen.grading.extract import Extract
+from batchgen.grading.grade import Grade, choice_letter
+from batchgen.grading.integers import normal_integer
+from batchgen.grading.latex import boxes, number, plain
+from batchgen.grading.parse_score import ParseScore
+from batchgen.grading.rows import Grader, StepChain
+from batchgen.grading.step import AnswerRow, GradeFailure, PostStep, arrow_schema
+
+FUNCTION = {"_target_": "bad_functions.mark", "bonus": 0.5}
+STEPS: list[PostStep] = [
+    Extract(methods=["letter", "regex"], pattern="x(.)"),  # type: ignore[arg-type]
+    Grade(method="function", function=FUNCTION, prefix="own_"),
+    Grade(method="json_schema", schema={"type": "object"}),
+    ParseScore(low=1, high=5, prefix="judge_"),
+]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: type(step).__name__)
+def test_steps_can_be_pickled_and_declare_what_they_write(step: PostStep) -> None:
+    assert pickle.loads(pickle.dumps(step)) == step
+    row = AnswerRow("Answer: C", {"target": "C", "x": 1}, {"answer": "{}"})
+    values = step.apply(row)
+    assert list(values) == [column.name for column in step.columns]
+    schema = arrow_schema(step.columns)
+    batch = pa.RecordBatch.from_pylist([values], schema=schema)
+    assert batch.to_pylist() == [values]
+    assert all(field.metadata[b"meaning"] for field in schema)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Extract(methods=("box",)), "methods must be among"),  # type: ignore[arg-type]
+        (lambda: Extract(methods=()), "methods is empty"),
+        (lambda: Extract(methods=("regex",)), "pattern belongs"),
+        (lambda: Extract(pattern="x"), "pattern belongs"),
+        (lambda: Extract(methods=("regex",), pattern="("), "no regular expression"),
+        (lambda: Extract(methods=("regex",), pattern="x"), "group 1"),
+        (lambda: Extract(methods=("json_path",), path="a.b"), "must be like"),
+        (lambda: Extract(methods=("json_path",), path="$.a[x]"), "must be like"),
+        (lambda: Extract(letters="a-d"), "letters A to Z"),
+        (lambda: Extract(which="all"), "first or last"),  # type: ignore[arg-type]
+        (lambda: Grade(method="sum"), "method must be among"),  # type: ignore[arg-type]
+        (lambda: Grade(method="function"), "function belongs"),
+        (lambda: Grade(method="function", function={"_target_": "f"}), "import path"),
+        (lambda: Grade(method="function", function={"_target_": "os.no"}), "cannot be imported"),
+        (lambda: Grade(method="function", function={"_target_": "os.sep"}), "no function"),
+        (lambda: Grade(method="exact", schema="{}"), "schema belongs"),
+        (lambda: Grade(method="json_schema", schema="{"), "schema"),
+        (lambda: Grade(method="json_schema", schema={"type": "x"}), "not a valid JSON Schema"),
+        (lambda: Grade(method="exact", target_pattern="x"), "must have a group"),
+        (lambda: Grade(method="exact", target_pattern="("), "target_pattern"),
+        (lambda: ParseScore(low=2, high=2), "low must be below high"),
+        (lambda: ParseScore(pattern="x"), "must have a group"),
+        (lambda: ParseScore(pattern="("), "no regular expression"),
+        (lambda: StepChain((Extract(), Extract())), "write the column 'answer'"),
+    ],
+)
+def test_mistakes_in_options_are_refused(make: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make()
+
+
+def test_math_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchgen.grading.grade.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'batchgen\[math\]'"):
+        Grade(method="math")
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Score: 7", 7.0),
+        ("The rating is **8.5**/10", 8.5),
+        ("Score: 3. On reflection, score: [[9]]", 9.0),
+        ('{"score": 4}', 4.0),
+        ("Score: 70", None),
+        ("Score: 3, then score: 70", 3.0),
+        ("Very good", None),
+        ("score" + " " * 100_000 + "7", None),
+    ],
+)
+def test_scores_of_judges(text: str, score: float | None) -> None:
+    values = ParseScore().apply(AnswerRow(text, {}, {}))
+    assert values["score"] == score
+    assert values["mark"] == (None if score is None else pytest.approx(score / 10))
+    if score is not None:
+        assert float(text[values["score_start"] : values["score_end"]]) == score
+
+
+def test_a_function_of_the_user_gets_everything_and_gives_marks() -> None:
+    step = Grade(method="function", function=FUNCTION)
+    rows = [("\\boxed{5}", {"target": "5", "x": x}) for x in (1, 2)]
+    with Grader([Extract(), step], workers=1) as grader:
+        assert [values["mark"] for values in grader.grade(rows)] == [0.5, 0.0]
+    odd = Grade(method="function", function={"_target_": "bad_functions.no_mark"})
+    with pytest.raises(GradeFailure, match="number from 0 to 1"):
+        odd.apply(AnswerRow("", {}, {}))
+
+
+def test_rows_with_an_error_have_no_mark_and_no_grade_error() -> None:
+    with Grader([Extract(), Grade(method="integer")]) as grader:
+        (values,) = grader.grade([(None, {"target": "5"})])
+    assert set(values.values()) == {None} and "grade_error" in values
+
+
+def test_rows_come_in_order_whether_a_worker_has_seen_them_or_not() -> None:
+    steps: list[PostStep] = [Extract(), Grade(method="regex")]
+    rows: list[tuple[str | None, dict[str, str]]] = [
+        (None if i % 3 == 0 else f"\\boxed{{{i}}}", {"target": f"{i - i % 2}"}) for i in range(300)
+    ]
+    with Grader(steps, workers=2) as grader:
+        marks = [values["mark"] for values in grader.grade(rows)]
+    assert marks == [None if i % 3 == 0 else float(i % 2 == 0) for i in range(300)]
+
+
+def test_workers_get_no_long_text_that_they_do_not_need() -> None:
+    chain = StepChain((Extract(), Grade(method="regex")))
+    _, row = chain.start("x" * 1000 + "\\boxed{1}", {"target": "1", "other": "y" * 1000})
+    assert row is not None and row.text == "" and dict(row.fields) == {"target": "1"}
+
+
+def test_votes_for_the_right_answer_are_one() -> None:
+    pytest.importorskip("math_verify")
+    step = Grade(method="math")
+    keys = [
+        step.apply(AnswerRow("", {"target": "\\frac{1}{2}"}, {"answer": answer}))["answer_key"]
+        for answer in ("1/2", "0.5", "\\dfrac12", "2")
+    ]
+    assert keys == ["\\frac{1}{2}"] * 3 + ["2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1/2", "1/2"), ("-0.5", "-1/2"), ("1,000.5", "2001/2"), ("\\frac12", "1/2"), ("--3", "3")],
+)
+def test_numbers(text: str, value: str) -> None:
+    assert str(number(text)) == value
+
+
+@pytest.mark.parametrize("text", ["", ".", "1/0", "\\frac{1}{0}", "x", "1e5", "9" * 5000, "1 2"])
+def test_what_is_no_number(text: str) -> None:
+    assert number(text) is None
+
+
+def test_a_letter_wins_over_the_text_of_another_choice() -> None:
+    assert choice_letter("b", ["x", "y", "b"]) == "B"
+    assert choice_letter("bb", ["x", "y", "BB"]) == "C"
+
+
+PIECES = ["\\boxed{", "\\fbox{", "{", "}", "\\", "\\\\", "1", " ", "\\{", "$", "\n", "\\boxed "]
+
+
+def test_boxes_of_any_text_are_balanced_and_apart() -> None:
+    draw = random.Random(0)
+    for _ in range(3000):
+        text = "".join(draw.choices(PIECES, k=draw.randrange(1, 14)))
+        found = boxes(text)
+        assert all(text[start:end].strip() for start, end in found)
+        assert all(a[1] <= b[0] for a, b in pairwise(found))
+
+
+HOSTILE = [
+    "\\boxed{",
+    "{",
+    "\\text{",
+    "answer ",
+    "1,",
+    "-",
+    "$",
+    "```json\n",
+    "score: ",
+    "\\ ",
+    "(",
+    "9",
+]
+
+
+@pytest.mark.timeout(120)  # quadratic time would be hours
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_no_text_takes_long(piece: str) -> None:
+    """Steps that run in the job's own process must take time in proportion to the text."""
+    text = piece * (200_000 // len(piece))
+    Extract(methods=("boxed", "letter", "last_number", "whole")).apply(AnswerRow(text, {}, {}))
+    ParseScore().apply(AnswerRow(text, {}, {}))
+    normal_integer(text)
+    plain(text)
+
+
+def test_nothing_heavy_is_imported() -> None:
+    program = (
+        "import sys, batchgen.grading.rows, batchgen.grading.extract, batchgen.grading.grade, "
+        "batchgen.grading.parse_score, batchgen.grading.choices; "
+        "print({'torch', 'numpy', 'pyarrow', 'sympy', 'hydra'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr

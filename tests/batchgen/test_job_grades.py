@@ -1,0 +1,173 @@
+"""Grades of a job: made when it ends, once and for all rows; what a kill or new rows change."""
+
+import json
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fake_job import FakeJob
+from forked import fork_server
+
+from batchgen.config import ScoreConfig, StepConfig
+from batchgen.errors import ConfigError
+from batchgen.grading.job_grades import JobGrades
+from batchgen.job import run_job
+
+EXTRACT = StepConfig(
+    target="batchgen.grading.extract.Extract", options={"methods": ["last_number"]}
+)
+GRADE = StepConfig(
+    target="batchgen.grading.grade.Grade", options={"method": "integer", "target": "number"}
+)
+ANSWERS = tuple((f"so {n}", "stop" if n % 3 else "length", None) for n in range(10))
+
+
+def job(path: Path, **fields: Any) -> FakeJob:
+    return FakeJob(str(path), rows=40, samples=2, rows_per_shard=7, answers=ANSWERS, **fields)
+
+
+def run(fake: FakeJob, *post: StepConfig, **score: Any) -> int:
+    config = replace(fake.config(), post=post, score=ScoreConfig(**score))
+    return run_job(config, fake.parts()).exit_code
+
+
+def tables(path: Path) -> tuple[pa.Table, pa.Table]:
+    rows, grades = (
+        pa.concat_tables(pq.read_table(file) for file in sorted((path / name).glob("part-*")))
+        for name in ("data", "grades")
+    )
+    return rows, grades
+
+
+def test_a_job_ends_with_grades_and_scores(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(job(out), EXTRACT, GRADE) == 3
+    rows, grades = tables(out)
+    for name in ("row_id", "row_index", "sample_index"):
+        assert rows[name].equals(grades[name])
+    for row, grade in zip(rows.to_pylist(), grades.to_pylist(), strict=True):
+        failed = row["error"] is not None
+        assert grade["answer"] == (None if failed else row["text"].removeprefix("so "))
+        right = None if failed else float(grade["answer"] == str(row["number"]))
+        assert (grade["mark"], grade["grade_error"]) == (right, None)
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["status"] == "complete"
+    errors = sum(error is not None for error in rows["error"].to_pylist())
+    assert metrics["score"]["rates"]["error"] == errors / 80
+    assert metrics["score"]["samples"] == 80
+    steps = JobGrades(out).steps
+    assert steps is not None and [step["version"] for step in steps] == [1, 1]
+    card = (out / "README.md").read_text()
+    assert card.count("## Grades") == 1 and "| `mark` | `double` |" in card
+
+
+def test_grades_are_no_part_of_the_job(tmp_path: Path) -> None:
+    """A job that is complete gets grades, other ones and none without computing a row again."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    fake = job(out, log=str(log))
+    run(fake)
+    computed = log.read_text()
+    assert not (out / "grades").exists()
+    run(fake, EXTRACT)
+    assert tables(out)[1].column_names[3:] == [
+        *("answer", "answer_start", "answer_end", "reasoning_end", "grade_error"),
+    ]
+    assert "score" not in json.loads((out / "metrics.json").read_text())
+    run(fake, EXTRACT, GRADE, subset="tags")
+    assert set(json.loads((out / "metrics.json").read_text())["score"]["subsets"]) == {
+        *("[]", "['a']", "['a', 'a']"),
+    }
+    before = {path.name: path.stat().st_ino for path in (out / "grades").iterdir()}
+    run(fake, EXTRACT, GRADE)
+    assert {path.name: path.stat().st_ino for path in (out / "grades").iterdir()} == before
+    run(fake)
+    assert tables(out)[1].num_rows == 80 and log.read_text() == computed
+
+
+def test_rows_that_are_computed_again_are_graded_again(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(replace(job(out), rows=20), EXTRACT, GRADE)
+    part = out / "grades/part-00000.parquet"
+    before, old = part.stat().st_ino, tables(out)[1]
+    run(replace(job(out), rows=20, retry_errors=True, bad=False), EXTRACT, GRADE)
+    assert part.stat().st_ino != before
+    rows, grades = tables(out)
+    assert old["mark"].null_count and not grades["mark"].null_count
+    assert rows["row_id"].equals(grades["row_id"])
+
+
+def test_grades_of_other_rows_or_steps_are_not_taken(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    grades = JobGrades(out)
+    run(job(out))
+    with pytest.raises(ConfigError, match="has no grades: `batchgen grade"):
+        grades.finished()
+    assert grades.make([EXTRACT, GRADE], "text") == 80
+    assert len(grades.finished()) == 6
+    (out / "grades/part-00002.parquet").unlink()
+    with pytest.raises(ConfigError, match="1 of 6 shards"):
+        grades.finished()
+    assert grades.make([EXTRACT, GRADE], "text") == 14
+    assert grades.make([EXTRACT, GRADE], "text") == 0
+    assert grades.make([EXTRACT], "text", stop=lambda: True) is None
+    with pytest.raises(ConfigError, match="6 of 6 shards"):
+        grades.finished()
+
+
+def test_a_column_that_the_rows_lack_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(job(out), EXTRACT)
+    wrong = StepConfig(target=GRADE.target, options={"method": "integer", "target": "xyz"})
+    with pytest.raises(ConfigError, match=r"post\[1\]: Grade reads the column 'xyz'"):
+        JobGrades(out).make([EXTRACT, wrong], "text")
+    assert len(JobGrades(out).finished()) == 6
+
+
+def _grade(out: str, log: str, isolated: bool) -> None:
+    slow = StepConfig(target="slow_grade.SlowMark", options={"log": log, "isolated": isolated})
+    JobGrades(Path(out)).make([EXTRACT, slow], "text", workers=2)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("isolated", "most"), [(False, 20), (True, 3)])
+def test_killed_again_and_again_while_grading(tmp_path: Path, isolated: bool, most: int) -> None:
+    """Every row has its grade exactly once, and parts that were finished stay."""
+    rng = random.Random(0)
+    out, log = tmp_path / "out", tmp_path / "log"
+    log.touch()
+    run(job(out, bad=False))
+    data = {path.name: path.read_bytes() for path in (out / "data").iterdir()}
+    context, kills = fork_server(), 0
+    finished: dict[str, int] = {}
+    while True:
+        process = context.Process(target=_grade, args=(str(out), str(log), isolated))
+        process.start()
+        if kills < most:
+            before = log.stat().st_size
+            deadline = time.monotonic() + 60
+            while process.is_alive() and log.stat().st_size == before:
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            time.sleep(rng.uniform(0, 0.08))
+            process.kill()
+        process.join(60)
+        now = {path.name: path.stat().st_ino for path in (out / "grades").glob("part-*")}
+        assert now.items() >= finished.items()
+        finished = now
+        if process.exitcode != -signal.SIGKILL:
+            break
+        kills += 1
+    assert process.exitcode == 0 and kills >= min(most, 4)
+    assert len(JobGrades(out).finished()) == 6
+    rows, grades = tables(out)
+    for name in ("row_id", "sample_index"):
+        assert rows[name].equals(grades[name])
+    assert grades["mark"].to_pylist() == [0.5] * 80
+    assert {path.name: path.read_bytes() for path in (out / "data").iterdir()} == data
