@@ -173,11 +173,12 @@ def open_job(config: JobConfig) -> OpenedJob:
     from batchgen.dataset.source import open_dataset
     from batchgen.job_grades import check_scored
 
-    source: RowSource | SteppedSource = open_dataset(config.dataset)
+    data = open_dataset(config.dataset)
+    source: RowSource | SteppedSource = data
     if config.rows:
         from batchgen.dataset.row_steps import SteppedSource
 
-        source = SteppedSource(source, row_steps(config.rows))
+        source = SteppedSource(data, row_steps(config.rows))
     check_fields(post, source.schema.names)
     check_scored(config.post, config.score, source.schema.names)
     prompt = build_prompt(

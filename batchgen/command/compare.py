@@ -54,13 +54,13 @@ def _compare(arguments: Sequence[str]) -> int:
     from batchgen.scoring.compare import compare
     from batchgen.scoring.job_score import job_marks
 
-    marks = [job_marks(job.path, scoring(job, given.override).score) for job in jobs]
+    a, b = (job_marks(job.path, scoring(job, given.override).score) for job in jobs)
     found = _differences(jobs)
     if found and not given.anyway:
         raise ConfigError(
             f"{given.a} and {given.b} are not one exam: {'; '.join(found)}: --anyway compares them"
         )
-    comparison = compare(*marks)
+    comparison = compare(a, b)
     if given.json:
         print(json.dumps(_plain({**asdict(comparison), "differs": list(found)}), indent=2))
         return 0

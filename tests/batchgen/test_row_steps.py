@@ -12,7 +12,7 @@ from batchgen.dataset.source import Row, open_dataset
 from batchgen.errors import ConfigError
 from batchgen.grading.choices import OrderChoices
 
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"q": "1?", "right": "yes", "wrong": "no", "choices": "old"},
     {"q": "2?", "right": "no", "wrong": None, "choices": "old"},
     {"q": "3?", "right": "a", "wrong": "b", "choices": "old"},
