@@ -10,7 +10,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from batchgen.command.graded_job import GradedJob, scoring
-from batchgen.command.verbs import Parser, exit_code
+from batchgen.command.job_rows import exit_code
+from batchgen.command.verbs import Parser
 from batchgen.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from batchgen.command.graded_job import GradedJob, scoring
-from batchgen.command.verbs import Parser, exit_code
+from batchgen.command.job_rows import exit_code
+from batchgen.command.verbs import Parser
 from batchgen.errors import ConfigError
 
 _ABOUT = """\

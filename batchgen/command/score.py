@@ -7,7 +7,8 @@ from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from batchgen.command.graded_job import GradedJob, scoring
-from batchgen.command.verbs import Parser, exit_code
+from batchgen.command.job_rows import exit_code
+from batchgen.command.verbs import Parser
 
 _ABOUT = """\
 Score the marks of a graded job, and store the scores in its metrics.json. The intervals are of 95%:
