@@ -47,7 +47,7 @@ sampling: {choice: sample, stop: ["\\n\\n", "}"]}
     [
         [],
         ["model.path=~/a b", r"prompt.user={{ q }}, (a) \n\\theta 'x'", "sampling.stop=END"],
-        ["experiment=gsm8k_eval", "model=hf", "model.path=m", "dataset.limit=5"],
+        ["experiment=gsm8k", "model=hf", "model.path=m", "dataset.limit=5"],
         ["constraint.pattern=\\d+'\"", "output.dir=o/${sampling.seed}", "sampling.seed=4"],
         ["prompt.template_kwargs={enable_thinking: false}", "prompt.template_kwargs.b=2"],
         ["+prompt.template_kwargs.c=x", "sampling=sample", "sampling.temperature=0.5"],

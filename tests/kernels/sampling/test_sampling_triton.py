@@ -116,6 +116,7 @@ shapes = st.tuples(
 )
 few = settings(max_examples=settings().max_examples // 10, deadline=None)
 fewer = settings(few, max_examples=settings().max_examples // 16)
+fewest = settings(few, max_examples=settings().max_examples // 33)
 tiles = st.sampled_from([TILES, Tiles(4, 1024, 512), Tiles(16, 32, 64)])
 """The real ones, and some that take many groups, and loops over them, at these sizes."""
 
@@ -220,7 +221,7 @@ def filter_options(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @given(shapes, st.integers(0, 3), st.sampled_from([0.01, 1.0, 3.0, 30.0]), tiles)
-@fewer
+@fewest
 def test_thresholds_keep_what_the_reference_keeps(
     shape: tuple[int, int, int, torch.dtype], gap: int, spread: float, tiles: Tiles
 ) -> None:
