@@ -112,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. The arguments are those of the process, unless they
     are given."""
     parser = Parser(
-        prog="batchgen validate",
-        description="Check every row of a finished job against its constraint.",
+        "validate",
+        "Check every row of a finished job against its constraint.",
     )
     parser.add_argument("out", help="the job's output.dir")
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -37,9 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _compare(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        prog="batchgen compare", description=_ABOUT, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = Parser("compare", _ABOUT)
     parser.add_argument("a", metavar="A", help="output.dir of the first job")
     parser.add_argument("b", metavar="B", help="output.dir of the second job")
     parser.add_argument("override", metavar="KEY=VALUE", nargs="*", help="score.cluster=… of both")

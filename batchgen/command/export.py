@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import sys
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,11 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _export(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        prog="batchgen export",
-        description=_ABOUT,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = Parser("export", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument(
         "--format", choices=[*_WRITERS], help="default: by the file's name, or jsonl"

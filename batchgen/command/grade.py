@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from batchgen.command.graded_job import GradedJob, scoring
@@ -28,9 +27,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _grade(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        prog="batchgen grade", description=_ABOUT, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = Parser("grade", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument(
         "override",

@@ -33,8 +33,8 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: the file cannot be written, or an argument is wrong.
     """
     parser = Parser(
-        prog="batchgen init",
-        description="Write a job file with all keys and what they mean.",
+        "init",
+        "Write a job file with all keys and what they mean.",
         epilog="batchgen init job.yaml model=hf model.path=Qwen/Qwen3-0.6B dataset=files",
     )
     parser.add_argument("file", help="where to write it")

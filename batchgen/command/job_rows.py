@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from batchgen.command.job import refusal
 from batchgen.errors import ConfigError, JobError
 from batchgen.output.read_job import JobFolderReader
 from batchgen.paths import user_path
@@ -44,8 +45,7 @@ def exit_code(work: Callable[[], int]) -> int:
         code = work()
         sys.stdout.flush()
     except (ConfigError, JobError) as error:
-        print(f"batchgen: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return refusal(error)
     except BrokenPipeError:
         # What is left in the buffer would raise once more when Python closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from batchgen.command.graded_job import GradedJob, scoring
@@ -25,9 +24,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _score(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        prog="batchgen score", description=_ABOUT, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = Parser("score", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument(
         "override",

@@ -30,8 +30,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="batchgen show",
-        description="Print rows of a job: while it runs, after it was stopped or killed, or later.",
+        "show",
+        "Print rows of a job: while it runs, after it was stopped or killed, or later.",
     )
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     what = parser.add_mutually_exclusive_group()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, HelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,7 +12,19 @@ from batchgen.errors import ConfigError
 
 
 class Parser(ArgumentParser):
-    """A parser whose complaints look like those of the rest of the command."""
+    """A parser whose complaints look like those of the rest of the command.
+
+    Args:
+        verb: whose arguments it reads.
+        about: what the verb does. Several lines stay as they are written.
+        epilog: what `--help` ends with.
+    """
+
+    def __init__(self, verb: str, about: str, epilog: str | None = None) -> None:
+        formatter = RawDescriptionHelpFormatter if "\n" in about else HelpFormatter
+        super().__init__(
+            prog=f"batchgen {verb}", description=about, epilog=epilog, formatter_class=formatter
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog.partition(' ')[2]}: {message} ({self.prog} --help)")

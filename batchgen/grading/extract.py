@@ -11,7 +11,7 @@ from typing import Any, Literal
 from batchgen.engine.constraint.json_text import NotJson, parse_json
 from batchgen.errors import ConfigError
 from batchgen.grading.latex import Span, boxes, stripped
-from batchgen.grading.step import AnswerRow, Column
+from batchgen.grading.step import AnswerRow, Column, TextStep
 
 Method = Literal["boxed", "last_number", "letter", "regex", "json_path", "whole"]
 METHODS = ("boxed", "last_number", "letter", "regex", "json_path", "whole")
@@ -30,7 +30,7 @@ _FENCE = re.compile(r"```(?:json)?[ \t]{0,8}\n(.*?)```", re.S)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extract:
+class Extract(TextStep):
     r"""Finds the answer in the text of a row.
 
     First the reasoning is cut off: what stands up to the last `reasoning_end`, and what stands from
@@ -119,17 +119,6 @@ class Extract:
     @property
     def isolated(self) -> bool:
         return "regex" in self.methods
-
-    @property
-    def reads_text(self) -> bool:
-        return True
-
-    @property
-    def field_names(self) -> tuple[str, ...]:
-        return ()
-
-    def prepare(self) -> None:
-        pass
 
     def apply(self, row: AnswerRow) -> dict[str, Any]:
         start, end = self._behind_reasoning(row.text)

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchgen.errors import ConfigError
 from batchgen.grading.latex import number
-from batchgen.grading.step import AnswerRow, Column
+from batchgen.grading.step import AnswerRow, Column, TextStep
 
 _LABELLED = (
     r"(?i:\b(?:score|rating|grade|mark)\b)[\s*_\"']{0,4}(?:is\b|[:=])?[\s*_\"'\[(]{0,6}"
@@ -17,7 +17,7 @@ _LABELLED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParseScore:
+class ParseScore(TextStep):
     """Reads a score between `low` and `high` from the text of a judge.
 
     The last match of `pattern` counts; the default finds "Score: 7", "rating is **7**" and
@@ -62,17 +62,6 @@ class ParseScore:
     @property
     def isolated(self) -> bool:
         return self.pattern != _LABELLED
-
-    @property
-    def reads_text(self) -> bool:
-        return True
-
-    @property
-    def field_names(self) -> tuple[str, ...]:
-        return ()
-
-    def prepare(self) -> None:
-        pass
 
     def apply(self, row: AnswerRow) -> dict[str, Any]:
         values: tuple[Any, ...] = (None, None, None, None)

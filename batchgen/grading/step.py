@@ -119,3 +119,18 @@ def arrow_schema(columns: Sequence[Column]) -> pa.Schema:
     return pa.schema(
         [pa.field(c.name, types[c.kind], metadata={"meaning": c.meaning}) for c in columns]
     )
+
+
+class TextStep:
+    """What steps have in common that read a row's text alone and need no preparation."""
+
+    @property
+    def reads_text(self) -> bool:
+        return True
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        return ()
+
+    def prepare(self) -> None:
+        pass
