@@ -11,6 +11,11 @@ result depends neither on the batch nor on how its row was cut into chunks (chun
 of positions, if `block_length` is above 1). The PyTorch reference is `attention.paged_attention`
 on a CPU.
 
+Most of the time would go to reading keys and values from the pages, address by address, for every
+tile of queries again. Where the new tokens are many for the context (`does_gathering_pay`), one
+launch copies the keys and values of all rows out of the pages, and the copy engine reads whole
+tiles of the copies. The tiles, and what is computed of them, are the same, so the bits are.
+
 A KV block is `block_size` slots of the cache. A block of positions is `block_length` positions that
 see each other (block diffusion); a length of 1 means causal attention.
 """
@@ -21,13 +26,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from batchgen.kernels.attention.gather import (
+    GatherPlan,
+    does_gathering_pay,
+    gather_context,
+    plan_gather,
+    upload,
+)
 from batchgen.kernels.attention.kv_cache import KVCache
 
 
@@ -60,6 +73,8 @@ class PrefillPlan:
         num_rows: B.
         group: query heads per KV head.
         config: the sizes that the tiles were cut for.
+        gather: how keys and values are copied out of the pages before they are read; None reads
+            them from the pages.
     """
 
     tiles: Tensor
@@ -67,6 +82,7 @@ class PrefillPlan:
     num_rows: int
     group: int
     config: PrefillConfig
+    gather: GatherPlan | None = None
 
 
 def _config(head_dim: int, itemsize: int, group: int) -> PrefillConfig:
@@ -74,14 +90,15 @@ def _config(head_dim: int, itemsize: int, group: int) -> PrefillConfig:
 
     They must not depend on the batch, since a token's result must have the same bits in any batch.
     """
-    # These are the largest tiles that the compiler for sm_90 keeps in registers without spills.
-    # float32 does not run on tensor cores, so the operands of its products need registers too.
+    # float32 does not run on tensor cores, so the operands of its products need registers.
+    # For 16 bits these were the fastest on an H200 (scripts/bench/bench_attention.py --sweep).
     if itemsize == 4:
-        block_m, block_n, num_stages = 32, 16, 2
+        config = PrefillConfig(32, 16, 8, 2)
+    elif head_dim <= 128:
+        config = PrefillConfig(64, 64, 4, 3)
     else:
-        block_m, block_n, num_stages = 128, 32, 3
-    block_m = max(block_m, triton.next_power_of_2(group))
-    return PrefillConfig(block_m, block_n, 8 if itemsize == 4 or head_dim > 128 else 4, num_stages)
+        config = PrefillConfig(128, 64, 8, 2)
+    return replace(config, block_m=max(config.block_m, triton.next_power_of_2(group)))
 
 
 def plan_prefill(
@@ -95,6 +112,7 @@ def plan_prefill(
     context_lens: Sequence[int] | None = None,
     tiles: Tensor | None = None,
     config: PrefillConfig | None = None,
+    gather: bool | None = None,
 ) -> PrefillPlan:
     """Cut the queries of B rows into tiles.
 
@@ -102,21 +120,27 @@ def plan_prefill(
         query_lens: [B] new tokens of each row; 0 is allowed.
         device: where the forward runs.
         num_heads, num_kv_heads, head_dim, dtype: the shape and dtype of the queries and the cache.
-        context_lens: as for `cut_tiles`.
+        context_lens: as for `cut_tiles`. Only if they are known can the context be gathered.
         tiles: the result of `cut_tiles` or `cut_equal_tiles`, on `device`; None cuts them here.
+            With given ones nothing is gathered, because they may be written only when a captured
+            graph is replayed.
         config: sizes of the kernel; None chooses them by the shape.
+        gather: copy the contexts out of the pages first, which needs `context_lens` and a head_dim
+            that is a power of two; None does it where it is faster.
 
     Raises:
         ValueError: if the heads of a group do not fit into a tile of `config`.
     """
     group = num_heads // num_kv_heads
     config = config or _config(head_dim, dtype.itemsize, group)
+    if gather is None:
+        on_gpu = torch.device(device).type == "cuda" and dtype.itemsize == 2
+        known = tiles is None and context_lens is not None
+        gather = on_gpu and known and does_gathering_pay(query_lens, context_lens, head_dim)
     if tiles is None:
-        tiles = cut_tiles(query_lens, _tile_tokens(config, group), context_lens)
-        device = torch.device(device)
-        if device.type == "cuda":
-            tiles = tiles.pin_memory().to(device, non_blocking=True)
-    return PrefillPlan(tiles, sum(query_lens), len(query_lens), group, config)
+        tiles = upload(cut_tiles(query_lens, _tile_tokens(config, group), context_lens), device)
+    gather_plan = plan_gather(context_lens, device) if gather else None
+    return PrefillPlan(tiles, sum(query_lens), len(query_lens), group, config, gather_plan)
 
 
 def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -216,20 +240,31 @@ def paged_attention_prefill(
     if not num_tokens:
         return out
     config = plan.config
+    key: Tensor | TensorDescriptor = cache.key
+    value: Tensor | TensorDescriptor = cache.value
+    tables, table_stride, gathered = block_tables, block_tables.stride(0), 0
+    if plan.gather is not None:
+        tile = [config.block_n, head_dim]
+        keys, values = gather_context(cache, block_tables, plan.gather)
+        key = TensorDescriptor.from_tensor(keys, tile)
+        value = TensorDescriptor.from_tensor(values, tile)
+        tables, table_stride, gathered = plan.gather.places, 1, plan.gather.num_tokens
     _prefill_kernel[(num_kv_heads * len(plan.tiles),)](
         q,
-        cache.key,
-        cache.value,
+        key,
+        value,
         out,
         positions,
-        block_tables,
+        tables,
         plan.tiles,
-        block_tables.stride(0),
+        table_stride,
         q.stride(0),
         cache.key.stride(0),
+        gathered,
         scale * math.log2(math.e),
         block_length,
         BLOCKED=block_length > 1,
+        GATHERED=plan.gather is not None,
         NUM_HEADS=num_heads,
         GROUP=plan.group,
         HEAD_DIM=head_dim,
@@ -276,33 +311,40 @@ def _attend_tile(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
+    GATHERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add one tile of keys, the positions from `start` to start + BLOCK_N - 1, to a query tile.
 
-    With MASKED each query sees only the keys up to its `last_seen` [BLOCK_M], and those from
-    `limit` on are not loaded; without it every query sees all keys of the tile.
+    With MASKED each query sees only the keys up to its `last_seen` [BLOCK_M]; without it every
+    query sees all keys of the tile. Of what is loaded past `limit`, values are finite.
 
-    `block` [BLOCK_N] are the KV blocks of the keys. Those of the next tile are loaded here and
-    returned: if the loads of keys waited for a load in the same iteration, Triton's pipeline would
-    not start them an iteration or more before their use.
+    With GATHERED, `table` is where the row begins among the copies that `key` and `value` describe;
+    a tile may reach into those of other rows. Else `block` [BLOCK_N] are the KV blocks of the keys.
+    Those of the next tile are loaded here and returned: if the loads of keys waited for a load in
+    the same iteration, Triton's pipeline would not start them an iteration or more before their
+    use.
     """
     n = start + tl.arange(0, BLOCK_N)
-    dim = tl.arange(0, BLOCK_D)
-    slot = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
-    place = slot[:, None] * HEAD_DIM + dim[None, :]
-    n_next = n + BLOCK_N
-    block = tl.load(table + n_next // BLOCK_SIZE, mask=n_next < limit, other=0)
-    if MASKED:
-        loaded = (n < limit)[:, None] & (dim < HEAD_DIM)[None, :]
-        k = tl.load(key + place, mask=loaded, other=0.0)
-        v = tl.load(value + place, mask=loaded, other=0.0)
-    elif BLOCK_D != HEAD_DIM:
-        k = tl.load(key + place, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-        v = tl.load(value + place, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    if GATHERED:
+        k = key.load([table + start, 0])
+        v = value.load([table + start, 0])
     else:
-        k = tl.load(key + place)
-        v = tl.load(value + place)
+        dim = tl.arange(0, BLOCK_D)
+        slot = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
+        place = slot[:, None] * HEAD_DIM + dim[None, :]
+        n_next = n + BLOCK_N
+        block = tl.load(table + n_next // BLOCK_SIZE, mask=n_next < limit, other=0)
+        if MASKED:
+            loaded = (n < limit)[:, None] & (dim < HEAD_DIM)[None, :]
+            k = tl.load(key + place, mask=loaded, other=0.0)
+            v = tl.load(value + place, mask=loaded, other=0.0)
+        elif BLOCK_D != HEAD_DIM:
+            k = tl.load(key + place, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+            v = tl.load(value + place, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        else:
+            k = tl.load(key + place)
+            v = tl.load(value + place)
     score = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), INTERPRETED)
     if MASKED:
         # Masked before the scaling: so the fused multiply-subtract below rounds as without MASKED.
@@ -315,11 +357,11 @@ def _attend_tile(
     return acc, peak, total, block
 
 
-@triton.jit(do_not_specialize=["table_stride", "block_length"])
+@triton.jit(do_not_specialize=["table_stride", "num_gathered", "block_length"])
 def _prefill_kernel(
     q_ptr,
-    key_ptr,
-    value_ptr,
+    key,
+    value,
     out_ptr,
     positions_ptr,
     tables_ptr,
@@ -327,9 +369,11 @@ def _prefill_kernel(
     table_stride,
     q_stride,
     head_stride,
+    num_gathered,
     scale_log2,
     block_length,
     BLOCKED: tl.constexpr,
+    GATHERED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -368,20 +412,24 @@ def _prefill_kernel(
     q = tl.load(q_ptr + q_place[:, None] + dim[None, :], mask=inside, other=0.0)
 
     table = tables_ptr + row * table_stride
-    key = key_ptr + kv_head.to(tl.int64) * head_stride
-    value = value_ptr + kv_head.to(tl.int64) * head_stride
+    n = tl.arange(0, BLOCK_N)
+    if GATHERED:
+        table = kv_head * num_gathered + tl.load(table)
+        block = n
+    else:
+        key += kv_head.to(tl.int64) * head_stride
+        value += kv_head.to(tl.int64) * head_stride
+        block = tl.load(table + n // BLOCK_SIZE, mask=n < limit, other=0)
     full = common // BLOCK_N * BLOCK_N
 
     # Every query sees position 0, so its `top` is finite after the first tile of keys.
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    n = tl.arange(0, BLOCK_N)
-    block = tl.load(table + n // BLOCK_SIZE, mask=n < limit, other=0)
     for start in tl.range(0, full, BLOCK_N):
         acc, top, total, block = _attend_tile(
             acc, top, total, q, key, value, table, block, start, None, limit, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, INTERPRETED,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, GATHERED, INTERPRETED,
         )  # fmt: skip
     # This is loaded only here because the loop above has no registers to spare.
     last_seen = tl.load(positions_ptr + first + token, mask=token < size, other=0).to(tl.int32)
@@ -391,7 +439,7 @@ def _prefill_kernel(
     for start in tl.range(full, limit, BLOCK_N):
         acc, top, total, block = _attend_tile(
             acc, top, total, q, key, value, table, block, start, last_seen, limit, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, INTERPRETED,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, GATHERED, INTERPRETED,
         )  # fmt: skip
 
     out_place = (first + token) * (NUM_HEADS * HEAD_DIM) + head
