@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -77,9 +77,11 @@ class JobGrades:
         found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["steps"]
         return found
 
-    def parts(self) -> Iterator[Part]:
-        """A part for each shard of the job, in order."""
+    def parts(self, shards: Collection[int] | None = None) -> Iterator[Part]:
+        """A part for each shard of the job, or for those of these numbers, in order."""
         for number, shard in shard_files(self.job / "data").items():
+            if shards is not None and number not in shards:
+                continue
             with shard.open("rb") as file:
                 digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
             yield Part(shard, shard_path(self.path, number), digest.hexdigest())
@@ -109,6 +111,7 @@ class JobGrades:
         configs: Sequence[StepConfig],
         text_column: str,
         *,
+        shards: Collection[int] | None = None,
         stop: Callable[[], bool] = lambda: False,
         workers: int | None = None,
         seconds: float = 10.0,
@@ -118,6 +121,7 @@ class JobGrades:
         Args:
             configs: the steps.
             text_column: the column of generated text.
+            shards: the numbers of the shards to grade; None for all.
             stop: whether to leave off; it is asked after every row.
             workers: how many processes for steps that need them; None for one on each core.
             seconds: the longest time that a worker may take for a row.
@@ -132,7 +136,7 @@ class JobGrades:
         steps = post_steps(configs)
         _check_names(StepChain(steps))
         made = described(configs, steps)
-        pending = [part for part in self.parts() if not part.is_made_by(_text(made))]
+        pending = [part for part in self.parts(shards) if not part.is_made_by(_text(made))]
         if not pending and self.steps == made:
             return 0
         if pending:
@@ -141,7 +145,8 @@ class JobGrades:
             self.path.mkdir(exist_ok=True)
         except OSError as error:
             raise unwritable(self.path, error) from error
-        write_atomic(self.path / _STEPS, json.dumps({"steps": made}, indent=2) + "\n")
+        if self.steps != made:
+            write_atomic(self.path / _STEPS, json.dumps({"steps": made}, indent=2) + "\n")
         count = workers or len(os.sched_getaffinity(0))
         with Grader(steps, workers=count, seconds=seconds) as grader:
             return _Run(grader, _text(made), text_column, stop).grade(pending)

@@ -17,6 +17,7 @@ from forked import fork_server
 
 from batchgen.config import ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
+from batchgen.grading.background import grading_beside
 from batchgen.grading.job_grades import JobGrades
 from batchgen.job import run_job
 
@@ -128,6 +129,37 @@ def test_a_column_that_the_rows_lack_is_refused_before_anything_changes(tmp_path
     with pytest.raises(ConfigError, match=r"post\[1\]: Grade reads the column 'xyz'"):
         JobGrades(out).make([EXTRACT, wrong], "text")
     assert len(JobGrades(out).finished()) == 6
+
+
+def test_shards_are_graded_while_the_job_goes_on(tmp_path: Path) -> None:
+    """A process beside the job writes the same parts; killed at any time it leaves the rest."""
+    out = tmp_path / "out"
+    run(job(out))
+    with grading_beside(out, (EXTRACT, GRADE), "text") as beside:
+        assert beside is not None
+        beside.finish(lambda: False)
+        assert len(list((out / "grades").glob("part-*"))) == 6
+    parts = {path: path.stat().st_ino for path in (out / "grades").glob("part-*")}
+    assert JobGrades(out).make([EXTRACT, GRADE], "text") == 0
+    assert {path: path.stat().st_ino for path in parts} == parts
+    rows, grades = tables(out)
+    assert grades["row_id"].equals(rows["row_id"])
+
+    for part in sorted(parts)[1:]:
+        part.unlink()
+    with pytest.raises(KeyError), grading_beside(out, (EXTRACT, GRADE), "text") as beside:
+        raise KeyError
+    assert JobGrades(out).make([EXTRACT, GRADE], "text") == 80 - 14
+
+
+def test_what_fails_beside_the_job_is_told_when_it_ends(tmp_path: Path) -> None:
+    out, wrong = tmp_path / "out", replace(GRADE, options={**GRADE.options, "target": "tagret"})
+    run(job(out))
+    with grading_beside(out, (EXTRACT, wrong), "text") as beside:
+        assert beside is not None
+        beside.finish(lambda: False)
+    with pytest.raises(ConfigError, match="tagret"):
+        JobGrades(out).make([EXTRACT, wrong], "text")
 
 
 def _grade(out: str, log: str, isolated: bool) -> None:
