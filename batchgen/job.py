@@ -151,7 +151,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
             return _already_complete(config, parts, folder, signals)
         total = None if source.num_rows is None else source.num_rows * samples
         metrics.attempt.rows_total = total
-        beside = grading_beside(folder.path, () if is_done else config.post, output.text_column)
+        beside = grading_beside(folder.path, config, needed=not is_done)
         with _recorded(metrics, folder.path), beside as grading:
             if not is_done:
                 write_atomic(folder.path / "README.md", unfinished_card(str(folder.path)))

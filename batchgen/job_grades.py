@@ -43,7 +43,7 @@ def scores_of(
     if beside is not None:
         beside.finish(stop)
     # It grades what is left, and says what is wrong if the process beside the job has failed.
-    made = JobGrades(folder).make(config.post, text, stop=stop)
+    made = JobGrades(folder).make(config.post, text, config.score, stop=stop)
     if made is None:
         raise JobStopped("Stopped while the rows were graded; all of them are done.")
     return score(folder, config.score)

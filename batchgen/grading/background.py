@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from batchgen.config import StepConfig
+from batchgen.config import JobConfig, ScoreConfig, StepConfig
 from batchgen.errors import ConfigError, JobError
 from batchgen.grading.worker import die_with
 
@@ -40,18 +40,18 @@ class Beside:
 
     Args:
         job: the folder of the job.
-        post: the steps.
-        text_column: the column of generated text.
+        config: of the job; it has steps.
     """
 
-    def __init__(self, job: Path, post: Sequence[StepConfig], text_column: str) -> None:
+    def __init__(self, job: Path, config: JobConfig) -> None:
         self._job = job
         setup = {
             "path": sys.path,
             "parent": os.getpid(),
             "job": str(job),
-            "post": [asdict(step) for step in post],
-            "text_column": text_column,
+            "post": [asdict(step) for step in config.post],
+            "score": asdict(config.score),
+            "text_column": config.output.text_column,
         }
         # Where the process fails, the end of the job says why. Ctrl-C is for the job alone.
         self._process = subprocess.Popen(
@@ -92,17 +92,15 @@ class Beside:
 
 
 @contextlib.contextmanager
-def grading_beside(
-    job: Path, post: Sequence[StepConfig], text_column: str
-) -> Iterator[Beside | None]:
-    """Grade shards while the job goes on in the body; None if there are no steps.
+def grading_beside(job: Path, config: JobConfig, *, needed: bool) -> Iterator[Beside | None]:
+    """Grade shards while the job goes on in the body; None if it is not needed or has no steps.
 
     The process ends with the body, at once if the body raises.
     """
-    if not post:
+    if not needed or not config.post:
         yield None
         return
-    beside = Beside(job, post, text_column)
+    beside = Beside(job, config)
     try:
         yield beside
     finally:
@@ -117,10 +115,10 @@ def main() -> None:
     os.nice(_NICE)
     steps = [StepConfig(**step) for step in setup["post"]]
     with contextlib.suppress(ConfigError, JobError):
-        _serve(Path(setup["job"]), steps, setup["text_column"])
+        _serve(Path(setup["job"]), steps, setup["text_column"], ScoreConfig(**setup["score"]))
 
 
-def _serve(job: Path, post: Sequence[StepConfig], text_column: str) -> None:
+def _serve(job: Path, post: Sequence[StepConfig], text_column: str, config: ScoreConfig) -> None:
     while not any((job / "data").glob("part-*")):  # nothing is imported before there is work
         if _input_ends():
             return
@@ -133,7 +131,7 @@ def _serve(job: Path, post: Sequence[StepConfig], text_column: str) -> None:
         ended = _input_ends()
         new = set(shard_files(job / "data")) - done
         if new:
-            JobGrades(job).make(post, text_column, shards=new)
+            JobGrades(job).make(post, text_column, config, shards=new)
             done |= new
 
 

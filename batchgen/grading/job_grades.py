@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.command.row_json import json_readers
-from batchgen.config import StepConfig
+from batchgen.config import ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
 from batchgen.grading.build_steps import check_fields, described, post_steps
 from batchgen.grading.rows import Grader, StepChain
@@ -110,21 +110,19 @@ class JobGrades:
         self,
         configs: Sequence[StepConfig],
         text_column: str,
+        config: ScoreConfig,
         *,
         shards: Collection[int] | None = None,
         stop: Callable[[], bool] = lambda: False,
-        workers: int | None = None,
-        seconds: float = 10.0,
     ) -> int | None:
         """Grade all rows that have no such grades yet.
 
         Args:
             configs: the steps.
             text_column: the column of generated text.
+            config: how many processes run steps that need them, and for how long at most.
             shards: the numbers of the shards to grade; None for all.
             stop: whether to leave off; it is asked after every row.
-            workers: how many processes for steps that need them; None for one on each core.
-            seconds: the longest time that a worker may take for a row.
 
         Returns:
             How many rows were graded; None if it was stopped.
@@ -147,8 +145,8 @@ class JobGrades:
             raise unwritable(self.path, error) from error
         if self.steps != made:
             write_atomic(self.path / _STEPS, json.dumps({"steps": made}, indent=2) + "\n")
-        count = workers or len(os.sched_getaffinity(0))
-        with Grader(steps, workers=count, seconds=seconds) as grader:
+        count = config.workers or len(os.sched_getaffinity(0))
+        with Grader(steps, workers=count, seconds=config.seconds) as grader:
             return _Run(grader, _text(made), text_column, stop).grade(pending)
 
     def schema(self) -> pa.Schema | None:
