@@ -190,7 +190,7 @@ def _kinds(samples: pa.Table) -> Ints:
     error, grade_error, key = (
         samples[name].is_valid().to_numpy() for name in ("error", "grade_error", "key")
     )
-    kinds = _KINDS["truncated"] * samples["truncated"].to_numpy().astype(np.int64)
+    kinds: Ints = _KINDS["truncated"] * samples["truncated"].to_numpy().astype(np.int64)
     kinds += _KINDS["error"] * error
     kinds += _KINDS["grade_error"] * (grade_error & ~error)
     kinds += _KINDS["no_answer"] * ~(key | error | grade_error)
