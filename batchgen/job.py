@@ -28,6 +28,7 @@ from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError, JobError
 from batchgen.first_rows import AllRowsFailed
 from batchgen.generation import Engine, Generation, Todo
+from batchgen.grading.background import Beside, grading_beside
 from batchgen.job_grades import graded_card, save_scores, scores_of
 from batchgen.output.dataset_card import dataset_card, unfinished_card
 from batchgen.output.job_folder import JobFolder
@@ -150,7 +151,8 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
             return _already_complete(config, parts, folder, signals)
         total = None if source.num_rows is None else source.num_rows * samples
         metrics.attempt.rows_total = total
-        with _recorded(metrics, folder.path):
+        beside = grading_beside(folder.path, config, needed=not is_done)
+        with _recorded(metrics, folder.path), beside as grading:
             if not is_done:
                 write_atomic(folder.path / "README.md", unfinished_card(str(folder.path)))
                 engine = parts.build_engine()
@@ -176,7 +178,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                         return _stopped(writer, metrics, signals, folder.path)
             signals.deferred = True
             writer.finish(todo.num_rows)
-            return _complete(config, parts, folder, schema, metrics, signals)
+            return _complete(config, parts, folder, schema, metrics, signals, grading)
 
 
 def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
@@ -302,8 +304,9 @@ def _complete(
     schema: OutputSchema,
     metrics: Metrics,
     signals: StopSignals,
+    grading: Beside | None,
 ) -> JobResult:
-    metrics.score = scores_of(folder.path, config, signals)
+    metrics.score = scores_of(folder.path, config, signals, grading)
     metrics.tally = _count_shards(config, parts, folder)
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
     path = str(folder.path)

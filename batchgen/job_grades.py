@@ -9,14 +9,20 @@ from typing import Any
 
 from batchgen.config import JobConfig, ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
+from batchgen.grading.background import Beside
 from batchgen.grading.job_grades import JobGrades
 from batchgen.output.dataset_card import grades_section, with_grades
 from batchgen.output.manifest import write_atomic
 from batchgen.signals import JobStopped, StopSignals
 
 
-def scores_of(folder: Path, config: JobConfig, signals: StopSignals) -> dict[str, Any] | None:
+def scores_of(
+    folder: Path, config: JobConfig, signals: StopSignals, beside: Beside | None = None
+) -> dict[str, Any] | None:
     """Grade the rows of a job as its configuration says, and score them.
+
+    Args:
+        beside: what has graded shards while the job went on; it is waited for.
 
     Returns:
         The scores; None if no step gives marks.
@@ -30,7 +36,14 @@ def scores_of(folder: Path, config: JobConfig, signals: StopSignals) -> dict[str
         return None
     print("grading …", file=sys.stderr, flush=True)
     text = config.output.text_column
-    made = JobGrades(folder).make(config.post, text, stop=lambda: signals.received is not None)
+
+    def stop() -> bool:
+        return signals.received is not None
+
+    if beside is not None:
+        beside.finish(stop)
+    # It grades what is left, and says what is wrong if the process beside the job has failed.
+    made = JobGrades(folder).make(config.post, text, config.score, stop=stop)
     if made is None:
         raise JobStopped("Stopped while the rows were graded; all of them are done.")
     return score(folder, config.score)

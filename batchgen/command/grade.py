@@ -35,17 +35,7 @@ def _grade(arguments: Sequence[str]) -> int:
         nargs="*",
         help="post=…, score.…=… or +experiment=…; default: as in OUT/config.yaml",
     )
-    parser.add_argument(
-        "--workers", type=int, help="processes for steps that may hang; default: one on each core"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="for an answer in a worker; default: 10"
-    )
     given = parser.parse_intermixed_args(arguments)
-    if given.workers is not None and given.workers < 1:
-        raise ConfigError(f"grade --workers must be at least 1, got {given.workers}")
-    if not given.seconds > 0:
-        raise ConfigError(f"grade --seconds must be above 0, got {given.seconds:g}")
     job = GradedJob(given.out)
     config = scoring(job, given.override)
     if not config.post:
@@ -57,9 +47,7 @@ def _grade(arguments: Sequence[str]) -> int:
 
     check_scored(config.post, config.score, job.columns)
     with job.locked():
-        count = job.grades.make(
-            config.post, job.text_column, workers=given.workers, seconds=given.seconds
-        )
+        count = job.grades.make(config.post, job.text_column, config.score)
         scores = score(job.path, config.score)
         save_scores(job.path, scores)
     print(f"{count:,} rows graded" if count else "All rows have these grades already.")

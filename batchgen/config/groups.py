@@ -166,14 +166,20 @@ class StepConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreConfig:
-    """How the marks of `post` steps become scores."""
+    """How `post` steps run, and how their marks become scores."""
 
+    workers: int | None = None
+    seconds: float = 10.0
     subset: str | None = None
     cluster: str | None = None
     ks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         ks = self.ks
+        workers = self.workers
+        allowed = "null (one on each core) or a number from 1 on"
+        _check(workers is None or workers >= 1, "score.workers", allowed, workers)
+        _check(0 < self.seconds < math.inf, "score.seconds", "a number above 0", self.seconds)
         _check(ks is None or (bool(ks) and min(ks) >= 1), "score.ks", "numbers from 1 on", ks)
 
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.command.row_json import json_readers
-from batchgen.config import StepConfig
+from batchgen.config import ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
 from batchgen.grading.build_steps import check_fields, described, post_steps
 from batchgen.grading.rows import Grader, StepChain
@@ -77,9 +77,11 @@ class JobGrades:
         found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["steps"]
         return found
 
-    def parts(self) -> Iterator[Part]:
-        """A part for each shard of the job, in order."""
+    def parts(self, shards: Collection[int] | None = None) -> Iterator[Part]:
+        """A part for each shard of the job, or for those of these numbers, in order."""
         for number, shard in shard_files(self.job / "data").items():
+            if shards is not None and number not in shards:
+                continue
             with shard.open("rb") as file:
                 digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
             yield Part(shard, shard_path(self.path, number), digest.hexdigest())
@@ -108,19 +110,19 @@ class JobGrades:
         self,
         configs: Sequence[StepConfig],
         text_column: str,
+        config: ScoreConfig,
         *,
+        shards: Collection[int] | None = None,
         stop: Callable[[], bool] = lambda: False,
-        workers: int | None = None,
-        seconds: float = 10.0,
     ) -> int | None:
         """Grade all rows that have no such grades yet.
 
         Args:
             configs: the steps.
             text_column: the column of generated text.
+            config: how many processes run steps that need them, and for how long at most.
+            shards: the numbers of the shards to grade; None for all.
             stop: whether to leave off; it is asked after every row.
-            workers: how many processes for steps that need them; None for one on each core.
-            seconds: the longest time that a worker may take for a row.
 
         Returns:
             How many rows were graded; None if it was stopped.
@@ -132,7 +134,7 @@ class JobGrades:
         steps = post_steps(configs)
         _check_names(StepChain(steps))
         made = described(configs, steps)
-        pending = [part for part in self.parts() if not part.is_made_by(_text(made))]
+        pending = [part for part in self.parts(shards) if not part.is_made_by(_text(made))]
         if not pending and self.steps == made:
             return 0
         if pending:
@@ -141,9 +143,10 @@ class JobGrades:
             self.path.mkdir(exist_ok=True)
         except OSError as error:
             raise unwritable(self.path, error) from error
-        write_atomic(self.path / _STEPS, json.dumps({"steps": made}, indent=2) + "\n")
-        count = workers or len(os.sched_getaffinity(0))
-        with Grader(steps, workers=count, seconds=seconds) as grader:
+        if self.steps != made:
+            write_atomic(self.path / _STEPS, json.dumps({"steps": made}, indent=2) + "\n")
+        count = config.workers or len(os.sched_getaffinity(0))
+        with Grader(steps, workers=count, seconds=config.seconds) as grader:
             return _Run(grader, _text(made), text_column, stop).grade(pending)
 
     def schema(self) -> pa.Schema | None:

@@ -32,7 +32,7 @@ def main() -> None:
     # Ctrl-C reaches the whole process group. The parent decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent, memory_bytes, function, prepare = pickle.loads(setup)
-    _die_with(parent)
+    die_with(parent)
     if prepare is not None:
         prepare()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -63,7 +63,7 @@ def _answer(connection: Connection[Any, Any], function: Callable[[Any], Any], it
     return True
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Let the kernel kill this process when its parent ends, even if a call never returns.
 
     Linux only; elsewhere a worker ends when it next reads from its parent.

@@ -47,7 +47,8 @@ class Comparison:
             differing clusters and else from 20,000 seeded draws.
         same_questions_p: of a test with `same_questions`; None without it.
         detectable: the smallest true difference that a comparison like this one would notice (at
-            5%) in four of five cases.
+            5%) in four of five cases. NaN where there is one cluster, or no question differs: how
+            far differences scatter is then not known.
         wins, ties, losses: the questions that B answers better, equally and worse than A; wins and
             losses with the largest difference first.
         only_a, only_b: ids of questions that one run has no mark for.
@@ -92,7 +93,7 @@ def compare(a: Marks, b: Marks, seed: int = 0) -> Comparison:
         same_questions=same,
         p=sign_flip_p(differences, left.clusters, seed),
         same_questions_p=None if same is None else _normal_p(mean, same.se),
-        detectable=(t + t_quantile(POWER, df)) * se if df else math.nan,
+        detectable=(t + t_quantile(POWER, df)) * se if df and se else math.nan,
         wins=tuple(questions[i] for i in order if differences[i] > 0),
         ties=tuple(questions[i] for i in order if differences[i] == 0),
         losses=tuple(questions[i] for i in order if differences[i] < 0),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.config import ScoreConfig
@@ -15,7 +16,7 @@ from batchgen.errors import ConfigError
 from batchgen.grading.job_grades import JobGrades, Part
 from batchgen.output.manifest import write_atomic
 from batchgen.output.shards import damaged, read_columns
-from batchgen.scoring.marks import Marks, Sample
+from batchgen.scoring.marks import SAMPLES, Marks
 from batchgen.scoring.score import score
 
 _MARK, _ANSWER_KEY, _TARGET = "mark", "answer_key", "graded_against"
@@ -35,7 +36,7 @@ def job_marks(job: Path, config: ScoreConfig) -> Marks:
             `config`.
         JobError: a file is damaged.
     """
-    return Marks.of(_samples(job, config))
+    return Marks.of_table(_samples(job, config))
 
 
 def job_targets(job: Path) -> dict[str, str]:
@@ -76,49 +77,41 @@ def save_score(job: Path, scores: Mapping[str, Any] | None) -> None:
     write_atomic(path, json.dumps(metrics, indent=2, ensure_ascii=False) + "\n")
 
 
-def _samples(job: Path, config: ScoreConfig) -> Iterator[Sample]:
+def _samples(job: Path, config: ScoreConfig) -> pa.Table:
+    """What scoring needs of all rows, with the columns `SAMPLES`."""
     named = {"score.subset": config.subset, "score.cluster": config.cluster}
+    found = []
     for rows, grades in _tables(job, tuple(named.items())):
         if _MARK not in grades.column_names:
             raise ConfigError(
                 f"the grades of {job} have no column {_MARK!r}: add a step that gives marks, such "
                 "as batchgen.grading.grade.Grade"
             )
-        marks = grades[_MARK].to_pylist()
         # A judge's score has no answer to vote with, but a row that has one is not without answer.
-        keys = (
-            grades[_ANSWER_KEY].to_pylist()
-            if _ANSWER_KEY in grades.column_names
-            else [None if mark is None else f"{mark:g}" for mark in marks]
-        )
-        subsets, clusters = (
-            [None] * len(marks) if name is None else rows[name].to_pylist()
-            for name in named.values()
-        )
-        columns = zip(
-            rows["row_id"].to_pylist(),
-            rows["sample_index"].to_pylist(),
-            marks,
-            keys,
-            rows["finish_reason"].to_pylist(),
-            rows["error"].to_pylist(),
-            grades["grade_error"].to_pylist(),
-            subsets,
-            clusters,
-            strict=True,
-        )
-        for row_id, sample, mark, key, reason, error, failure, subset, cluster in columns:
-            yield Sample(
-                row_id,
-                sample,
-                mark,
-                key,
-                truncated=reason == "length",
-                error=None if error is None else error["type"],
-                grade_error=None if failure is None else failure["type"],
-                subset=None if subset is None else str(subset),
-                cluster=None if cluster is None else str(cluster),
-            )
+        key = grades[_ANSWER_KEY if _ANSWER_KEY in grades.column_names else _MARK]
+        columns = {
+            "row_id": rows["row_id"],
+            "sample_index": rows["sample_index"],
+            "mark": grades[_MARK],
+            "key": key,
+            "truncated": pc.fill_null(pc.equal(rows["finish_reason"], "length"), False),
+            "error": pc.struct_field(rows["error"], "type"),
+            "grade_error": pc.struct_field(grades["grade_error"], "type"),
+            "subset": _names(rows, config.subset),
+            "cluster": _names(rows, config.cluster),
+        }
+        found.append(pa.table({name: columns[name].cast(kind) for name, kind in SAMPLES.items()}))
+    return pa.concat_tables(found)
+
+
+def _names(rows: pa.Table, column: str | None) -> pa.Array | pa.ChunkedArray:
+    """The names of subsets or clusters; all null without a column for them."""
+    if column is None:
+        return pa.nulls(len(rows), pa.string())
+    if pa.types.is_string(rows[column].type):
+        return rows[column]
+    values = rows[column].to_pylist()
+    return pa.array([None if value is None else str(value) for value in values], pa.string())
 
 
 def _tables(

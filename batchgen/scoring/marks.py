@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from batchgen.errors import ConfigError
 
@@ -17,6 +18,7 @@ Ints = npt.NDArray[np.int64]
 
 NO_KEY = -1
 """Stands for the key of a sample that has no answer."""
+_NOTHING = "there are no graded rows to score"
 _KINDS = {"no_answer": 1, "truncated": 2, "error": 4, "grade_error": 8}
 
 
@@ -43,6 +45,20 @@ class Sample(NamedTuple):
     grade_error: str | None = None
     subset: str | None = None
     cluster: str | None = None
+
+
+SAMPLES = {
+    "row_id": pa.string(),
+    "sample_index": pa.int64(),
+    "mark": pa.float64(),
+    "key": pa.string(),
+    "truncated": pa.bool_(),
+    "error": pa.string(),
+    "grade_error": pa.string(),
+    "subset": pa.string(),
+    "cluster": pa.string(),
+}
+"""The fields of `Sample` as columns of a table."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,20 +91,37 @@ class Marks:
         Raises:
             ConfigError: there is no sample, one comes twice, or a mark is not from 0 to 1.
         """
-        rows: dict[str, dict[int, Sample]] = {}
-        for sample in samples:
-            if sample.sample_index in rows.setdefault(sample.row_id, {}):
-                raise ConfigError(
-                    f"row {sample.row_id!r} has sample {sample.sample_index} twice: score one job"
-                )
-            if sample.mark is not None and not 0 <= sample.mark <= 1:
-                raise ConfigError(
-                    f"row {sample.row_id!r} has the mark {sample.mark}: marks are from 0 to 1"
-                )
-            rows[sample.row_id][sample.sample_index] = sample
-        if not rows:
-            raise ConfigError("there are no graded rows to score")
-        return _table(rows)
+        columns = zip(*samples, strict=True)
+        given = dict(zip(Sample._fields, columns, strict=False))
+        if not given:
+            raise ConfigError(_NOTHING)
+        table = {name: pa.array(given[name], kind) for name, kind in SAMPLES.items()}
+        return Marks.of_table(pa.table(table, schema=pa.schema(SAMPLES.items())))
+
+    @staticmethod
+    def of_table(samples: pa.Table) -> Marks:
+        """The table of samples that are rows in any order, with the columns `SAMPLES`.
+
+        Raises:
+            ConfigError: as of `of`.
+        """
+        if not len(samples):
+            raise ConfigError(_NOTHING)
+        names, question = _numbers(samples["row_id"])
+        index = samples["sample_index"].to_numpy()
+        mark = samples["mark"].to_numpy()
+        for place in np.flatnonzero((mark < 0) | (mark > 1)):
+            raise ConfigError(
+                f"row {names[question[place]]!r} has the mark {mark[place]}: marks are from 0 to 1"
+            )
+        place = question * (1 + int(index.max())) + index
+        first = np.unique(place, return_index=True)[1]
+        if len(first) < len(place):
+            again = np.setdiff1d(np.arange(len(place)), first)[0]
+            raise ConfigError(
+                f"row {names[question[again]]!r} has sample {index[again]} twice: score one job"
+            )
+        return _table(samples, names, question, index, mark)
 
     @property
     def num_samples(self) -> Ints:
@@ -123,38 +156,42 @@ class Marks:
         return {name: self.select(places[name]) for name in sorted(places)}
 
 
-def _table(rows: Mapping[str, Mapping[int, Sample]]) -> Marks:
-    width = 1 + max(index for samples in rows.values() for index in samples)
-    shape = (len(rows), width)
+def _table(
+    samples: pa.Table, names: Sequence[str], question: Ints, index: Ints, mark: Floats
+) -> Marks:
+    shape = (len(names), 1 + int(index.max()))
     marks, present = np.full(shape, np.nan), np.zeros(shape, np.bool_)
     keys, kinds = np.full(shape, NO_KEY), np.zeros(shape, np.int64)
-    clusters = np.zeros(len(rows), np.int64)
-    numbers: dict[Any, int] = {}
-    for place, (row_id, samples) in enumerate(rows.items()):
-        named: dict[str, int] = {}
-        for index, sample in samples.items():
-            present[place, index] = True
-            if sample.mark is not None:
-                marks[place, index] = sample.mark
-            if sample.key is not None:
-                keys[place, index] = named.setdefault(sample.key, len(named))
-            kinds[place, index] = _kind(sample)
-        cluster = next(iter(samples.values())).cluster
-        # A question alone is a cluster of its own; its name cannot be that of a real cluster.
-        name = (row_id,) if cluster is None else cluster
-        clusters[place] = numbers.setdefault(name, len(numbers))
-    subsets = tuple(next(iter(samples.values())).subset for samples in rows.values())
-    return Marks(tuple(rows), marks, keys, kinds, present, subsets, clusters)
+    at = (question, index)
+    present[at] = True
+    marks[at] = mark
+    keys[at] = _numbers(samples["key"])[1]
+    kinds[at] = _kinds(samples)
+    # The first sample of a question says what the question belongs to.
+    first = np.unique(question, return_index=True)[1]
+    subsets = samples["subset"].take(pa.array(first)).to_pylist()
+    _, clusters = _numbers(samples["cluster"].take(pa.array(first)))
+    alone = clusters == NO_KEY
+    clusters[alone] = len(names) + np.flatnonzero(alone)  # a cluster of its own
+    return Marks(tuple(names), marks, keys, kinds, present, tuple(subsets), clusters)
 
 
-def _kind(sample: Sample) -> int:
-    kind = 0
-    if sample.error is not None:
-        kind |= _KINDS["error"]
-    elif sample.grade_error is not None:
-        kind |= _KINDS["grade_error"]
-    elif sample.key is None:
-        kind |= _KINDS["no_answer"]
-    if sample.truncated:
-        kind |= _KINDS["truncated"]
-    return kind
+def _numbers(values: pa.ChunkedArray) -> tuple[list[str], Ints]:
+    """The different texts in the order in which they come first, and the number of each value's
+    text; `NO_KEY` for null."""
+    encoded = values.combine_chunks().dictionary_encode()
+    numbers = encoded.indices.fill_null(NO_KEY).to_numpy().astype(np.int64)
+    return encoded.dictionary.to_pylist(), numbers
+
+
+def _kinds(samples: pa.Table) -> Ints:
+    """Of each sample a sum of the values of `_KINDS`. An error of the row hides one of the grader,
+    and both that there is no answer."""
+    error, grade_error, key = (
+        samples[name].is_valid().to_numpy() for name in ("error", "grade_error", "key")
+    )
+    kinds: Ints = _KINDS["truncated"] * samples["truncated"].to_numpy().astype(np.int64)
+    kinds += _KINDS["error"] * error
+    kinds += _KINDS["grade_error"] * (grade_error & ~error)
+    kinds += _KINDS["no_answer"] * ~(key | error | grade_error)
+    return kinds

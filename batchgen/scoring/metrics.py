@@ -7,6 +7,8 @@ question [Q], NaN where there are fewer than k samples with a mark; the metric i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from batchgen.scoring.marks import NO_KEY, Floats, Ints, Marks
@@ -44,23 +46,31 @@ def maj_at(marks: Marks, k: int) -> Floats:
     full run of k (0 to k−1, k to 2k−1, …) is one vote, and the votes' mean counts.
     """
     assert k >= 1
+    if marks.marks.shape[1] == k == 1:  # one vote
+        voted = np.where(marks.keys[:, 0] == NO_KEY, 0.0, marks.marks[:, 0])
+        return np.where(marks.num_samples == 1, voted, np.nan)
     values = np.full(len(marks.row_ids), np.nan)
-    for question, (row, n) in enumerate(_rows(marks)):
-        marked = np.isfinite(row)
-        mine, keys = row[marked], marks.keys[question][marked]
-        votes = [_vote(mine[i : i + k], keys[i : i + k]) for i in range(0, n - k + 1, k)]
+    # Plain lists: a question has few samples, for which numpy takes ten times as long.
+    rows = zip(marks.marks.tolist(), marks.keys.tolist(), strict=True)
+    for question, (row, keys) in enumerate(rows):
+        pairs = [(mark, key) for mark, key in zip(row, keys, strict=True) if mark == mark]
+        votes = [_vote(pairs[i : i + k]) for i in range(0, len(pairs) - k + 1, k)]
         if votes:
-            values[question] = np.mean(votes)
+            values[question] = sum(votes) / len(votes)
     return values
 
 
-def _vote(marks: Floats, keys: Ints) -> float:
-    voting = keys != NO_KEY
-    if not voting.any():
+def _vote(pairs: Sequence[tuple[float, int]]) -> float:
+    """The mark of the answer that most samples give, of (mark, answer) of each."""
+    of_answer: dict[int, list[float]] = {}
+    for mark, key in pairs:
+        if key != NO_KEY:
+            of_answer.setdefault(key, []).append(mark)
+    if not of_answer:
         return 0.0
-    answers, counts = np.unique(keys[voting], return_counts=True)
-    winners = answers[counts == counts.max()]
-    return float(np.mean([marks[keys == winner].mean() for winner in winners]))
+    most = max(map(len, of_answer.values()))
+    winners = [sum(given) / most for given in of_answer.values() if len(given) == most]
+    return sum(winners) / len(winners)
 
 
 def _passed(marks: Marks) -> tuple[Ints, Ints]:
@@ -75,8 +85,3 @@ def _all_of(chosen: Ints, n: Ints, k: int) -> Floats:
     for i in range(k):
         ratio *= np.maximum(chosen - i, 0) / np.maximum(n - i, 1)
     return ratio
-
-
-def _rows(marks: Marks) -> list[tuple[Floats, int]]:
-    """Each question's marks and how many there are."""
-    return list(zip(marks.marks, map(int, marks.num_samples), strict=True))

@@ -1,11 +1,12 @@
 """Time the job layer and watch its memory: `run_job` with an engine that costs nothing.
 
-    python scripts/bench/bench_job_layer.py [--rows 200000]
+    python scripts/bench/bench_job_layer.py [--rows 200000] [--grade]
 
 A data set of that many rows is written as JSONL and streamed from there. Prompts are ready-made
 token ids, so the figures contain neither tokenizing nor a model. Printed are the resident memory at
 10% and at 100% of the rows, and the microseconds per row of everything but the engine: reading,
 requests, journal and shards. The exit code is 1 if the memory grew by more than 10% in between.
+With --grade the job runs once more with integer grades, and what these add is printed.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from batchgen.config import (
     ModelGroup,
     OutputConfig,
     SamplingConfig,
+    StepConfig,
     StrategyConfig,
     TextPromptConfig,
 )
@@ -38,7 +40,13 @@ from batchgen.prompts.prompts import Prompt
 
 PROMPT = list(range(1000, 1100))
 TOKENS = list(range(2000, 2100))
-TEXT = "an answer of some length " * 16
+TEXT = "an answer of some length " * 16 + r"\boxed{14}"
+GRADES = (
+    StepConfig(target="batchgen.grading.extract.Extract"),
+    StepConfig(
+        target="batchgen.grading.grade.Grade", options={"method": "integer", "target": "answer"}
+    ),
+)
 LOGPROBS = {"logprobs": np.linspace(-3, 0, len(TOKENS), dtype=np.float32)}
 
 
@@ -98,7 +106,8 @@ class ReadyPrompt(Prompt):
         return PROMPT
 
 
-def run(folder: Path, rows: int, per_step: int) -> None:
+def run(folder: Path, rows: int, per_step: int, post: tuple[StepConfig, ...] = ()) -> float:
+    """Run one job and return its seconds."""
     path = folder / "rows.jsonl"
     with path.open("w") as file:
         for i in range(rows):
@@ -111,7 +120,8 @@ def run(folder: Path, rows: int, per_step: int) -> None:
         sampling=SamplingConfig(max_new_tokens=len(TOKENS)),
         strategy=StrategyConfig(target="none.Strategy"),
         engine=EngineGroup(),
-        output=OutputConfig(dir=str(folder / "out"), columns=("logprobs",)),
+        output=OutputConfig(dir=str(folder / ("graded" if post else "out")), columns=("logprobs",)),
+        post=post,
     )
     engine = InstantEngine(per_step)
     parts = JobParts(
@@ -135,12 +145,14 @@ def run(folder: Path, rows: int, per_step: int) -> None:
     print(f"the job layer costs {seconds / rows * 1e6:.0f} us per row")
     if peak > 1.1 * early:
         raise SystemExit("memory is not flat: more than 10% above that of the first tenth")
+    return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Cost and memory of the job layer.")
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--per-step", type=int, default=32, help="rows that finish in a step")
+    parser.add_argument("--grade", action="store_true", help="time integer grades, too")
     args = parser.parse_args()
     # Memory is read about every 1000 rows, and once at least in the first tenth of them.
     least = 10 * (1000 + args.per_step)
@@ -148,7 +160,10 @@ def main() -> None:
         parser.error(f"--rows must be at least {least}, or there is no figure at 10% of them")
     folder = Path(tempfile.mkdtemp(prefix="bench_job_layer"))
     try:
-        run(folder, args.rows, args.per_step)
+        seconds = run(folder, args.rows, args.per_step)
+        if args.grade:
+            added = run(folder, args.rows, args.per_step, GRADES) / seconds - 1
+            print(f"integer grades and their score add {added:.1%}")
     finally:
         shutil.rmtree(folder)
 

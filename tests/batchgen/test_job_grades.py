@@ -17,6 +17,7 @@ from forked import fork_server
 
 from batchgen.config import ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
+from batchgen.grading.background import grading_beside
 from batchgen.grading.job_grades import JobGrades
 from batchgen.job import run_job
 
@@ -109,14 +110,14 @@ def test_grades_of_other_rows_or_steps_are_not_taken(tmp_path: Path) -> None:
     run(job(out))
     with pytest.raises(ConfigError, match="has no grades: `batchgen grade"):
         grades.finished()
-    assert grades.make([EXTRACT, GRADE], "text") == 80
+    assert grades.make([EXTRACT, GRADE], "text", ScoreConfig()) == 80
     assert len(grades.finished()) == 6
     (out / "grades/part-00002.parquet").unlink()
     with pytest.raises(ConfigError, match="1 of 6 shards"):
         grades.finished()
-    assert grades.make([EXTRACT, GRADE], "text") == 14
-    assert grades.make([EXTRACT, GRADE], "text") == 0
-    assert grades.make([EXTRACT], "text", stop=lambda: True) is None
+    assert grades.make([EXTRACT, GRADE], "text", ScoreConfig()) == 14
+    assert grades.make([EXTRACT, GRADE], "text", ScoreConfig()) == 0
+    assert grades.make([EXTRACT], "text", ScoreConfig(), stop=lambda: True) is None
     with pytest.raises(ConfigError, match="6 of 6 shards"):
         grades.finished()
 
@@ -126,13 +127,46 @@ def test_a_column_that_the_rows_lack_is_refused_before_anything_changes(tmp_path
     run(job(out), EXTRACT)
     wrong = StepConfig(target=GRADE.target, options={"method": "integer", "target": "xyz"})
     with pytest.raises(ConfigError, match=r"post\[1\]: Grade reads the column 'xyz'"):
-        JobGrades(out).make([EXTRACT, wrong], "text")
+        JobGrades(out).make([EXTRACT, wrong], "text", ScoreConfig())
     assert len(JobGrades(out).finished()) == 6
+
+
+def test_shards_are_graded_while_the_job_goes_on(tmp_path: Path) -> None:
+    """A process beside the job writes the same parts; killed at any time it leaves the rest."""
+    out = tmp_path / "out"
+    run(job(out))
+    config = replace(job(out).config(), post=(EXTRACT, GRADE))
+    with grading_beside(out, config, needed=True) as beside:
+        assert beside is not None
+        beside.finish(lambda: False)
+        assert len(list((out / "grades").glob("part-*"))) == 6
+    parts = {path: path.stat().st_ino for path in (out / "grades").glob("part-*")}
+    assert JobGrades(out).make([EXTRACT, GRADE], "text", ScoreConfig()) == 0
+    assert {path: path.stat().st_ino for path in parts} == parts
+    rows, grades = tables(out)
+    assert grades["row_id"].equals(rows["row_id"])
+
+    for part in sorted(parts)[1:]:
+        part.unlink()
+    with pytest.raises(KeyError), grading_beside(out, config, needed=True):
+        raise KeyError
+    assert JobGrades(out).make([EXTRACT, GRADE], "text", ScoreConfig()) == 80 - 14
+
+
+def test_what_fails_beside_the_job_is_told_when_it_ends(tmp_path: Path) -> None:
+    out, wrong = tmp_path / "out", replace(GRADE, options={**GRADE.options, "target": "tagret"})
+    run(job(out))
+    config = replace(job(out).config(), post=(EXTRACT, wrong))
+    with grading_beside(out, config, needed=True) as beside:
+        assert beside is not None
+        beside.finish(lambda: False)
+    with pytest.raises(ConfigError, match="tagret"):
+        JobGrades(out).make([EXTRACT, wrong], "text", ScoreConfig())
 
 
 def _grade(out: str, log: str, isolated: bool) -> None:
     slow = StepConfig(target="slow_grade.SlowMark", options={"log": log, "isolated": isolated})
-    JobGrades(Path(out)).make([EXTRACT, slow], "text", workers=2)
+    JobGrades(Path(out)).make([EXTRACT, slow], "text", ScoreConfig(workers=2))
     os._exit(0)
 
 

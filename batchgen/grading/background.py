@@ -1,0 +1,140 @@
+"""A process that grades the shards of a job while the job goes on.
+
+    python -c PROGRAM SETUP      (see `grading_beside`)
+
+It only does early what `JobGrades.make` would do at the end of the job, part by part. So it may be
+killed at any time, and whatever it could not do, its failures too, is left to that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from batchgen.config import JobConfig, ScoreConfig, StepConfig
+from batchgen.errors import ConfigError, JobError
+from batchgen.grading.worker import die_with
+
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; "
+    "from batchgen.grading.background import main; main()"
+)
+_POLL_SECONDS = 1.0
+_STOP_SECONDS = 0.2
+_FEW = 2
+"""Shards that the job grades itself when it ends."""
+_NICE = 10
+"""A model on the same CPU goes first."""
+
+
+class Beside:
+    """A process that grades shards as they are published.
+
+    Args:
+        job: the folder of the job.
+        config: of the job; it has steps.
+    """
+
+    def __init__(self, job: Path, config: JobConfig) -> None:
+        self._job = job
+        setup = {
+            "path": sys.path,
+            "parent": os.getpid(),
+            "job": str(job),
+            "post": [asdict(step) for step in config.post],
+            "score": asdict(config.score),
+            "text_column": config.output.text_column,
+        }
+        # Where the process fails, the end of the job says why. Ctrl-C is for the job alone.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, json.dumps(setup)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def finish(self, stop: Callable[[], bool]) -> None:
+        """Let it grade all shards that are there, and wait for its end, or until `stop()`.
+
+        Where few shards are left it is ended, because their grades cost less than its start.
+        """
+        from batchgen.grading.job_grades import GRADES
+        from batchgen.output.shards import shard_files
+
+        grades = self._job / GRADES
+        graded = shard_files(grades) if grades.is_dir() else {}
+        left = set(shard_files(self._job / "data")) - set(graded)
+        if len(left) <= _FEW:
+            self.kill()
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        while not stop():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_SECONDS)
+                return
+
+    def kill(self) -> None:
+        """End it at once. May be called again, and after `finish`."""
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+@contextlib.contextmanager
+def grading_beside(job: Path, config: JobConfig, *, needed: bool) -> Iterator[Beside | None]:
+    """Grade shards while the job goes on in the body; None if it is not needed or has no steps.
+
+    The process ends with the body, at once if the body raises.
+    """
+    if not needed or not config.post:
+        yield None
+        return
+    beside = Beside(job, config)
+    try:
+        yield beside
+    finally:
+        beside.kill()
+
+
+def main() -> None:
+    """Grade shards until standard input ends, then those that are left."""
+    setup = json.loads(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with(setup["parent"])
+    os.nice(_NICE)
+    steps = [StepConfig(**step) for step in setup["post"]]
+    with contextlib.suppress(ConfigError, JobError):
+        _serve(Path(setup["job"]), steps, setup["text_column"], ScoreConfig(**setup["score"]))
+
+
+def _serve(job: Path, post: Sequence[StepConfig], text_column: str, config: ScoreConfig) -> None:
+    while not any((job / "data").glob("part-*")):  # nothing is imported before there is work
+        if _input_ends():
+            return
+    from batchgen.grading.job_grades import JobGrades
+    from batchgen.output.shards import shard_files
+
+    done: set[int] = set()
+    ended = False
+    while not ended:
+        ended = _input_ends()
+        new = set(shard_files(job / "data")) - done
+        if new:
+            JobGrades(job).make(post, text_column, config, shards=new)
+            done |= new
+
+
+def _input_ends() -> bool:
+    """Wait a while for the end of standard input."""
+    return bool(select.select([sys.stdin], [], [], _POLL_SECONDS)[0])
