@@ -76,12 +76,12 @@ def delta_prefill_triton(
     shape = {
         "KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim, "BLOCK_K": block_k, "CHUNK": CHUNK,
+        "PRECISION": "tf32x3" if wide else None, "INTERPRETED": not inputs.qkv.is_cuda,
     }  # fmt: skip
     _delta_chunks[(chunks, value_heads)](
         *inputs, matrices, vectors, rows.positions, rows.starts, inputs.qkv.stride(0),
         inputs.a.stride(0), inputs.b.stride(0), batch, NORM_EPS, key_dim**-0.5,
-        ROWS=triton.next_power_of_2(batch), PRECISION="tf32x3" if wide else None,
-        SOLVE="tf32x3" if wide else "tf32", num_warps=tiles.chunk_warps, **shape,
+        ROWS=triton.next_power_of_2(batch), num_warps=tiles.chunk_warps, **shape,
     )  # fmt: skip
     snapshots = rows.slots if rows.snapshots is None else rows.snapshots
     blocks = triton.cdiv(value_dim, block_v)
@@ -89,10 +89,18 @@ def delta_prefill_triton(
         inputs.qkv, matrices, vectors, out, state, rows.slots, rows.positions, rows.starts,
         snapshots, inputs.qkv.stride(0), state.stride(0),
         SNAPSHOTS=0 if rows.snapshots is None else rows.snapshots.shape[1], BLOCK_V=block_v,
-        BLOCKS=blocks, PRECISION="tf32x3" if wide else None, STAGES=tiles.scan_stages,
+        BLOCKS=blocks, STAGES=tiles.scan_stages,
         num_warps=tiles.scan_warps, **shape,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _product(a, b, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """a·b in float32."""
+    if INTERPRETED:  # which multiplies the bits of bfloat16 as integers
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -101,7 +109,7 @@ def _delta_chunks(
     starts_ptr, qkv_stride, a_stride, b_stride, num_rows, eps, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, SOLVE: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Each program computes T, P and the vectors c, r, w of one chunk and value head."""
     index, head = tl.program_id(0), tl.program_id(1)
@@ -134,15 +142,10 @@ def _delta_chunks(
     since = tl.where(i >= j, total[:, None] - total[None, :], float("-inf"))
     decays = tl.exp(since) * key_norm[None, :]
     keys_across = tl.trans(key)
-    scores = tl.dot(query, keys_across, input_precision=PRECISION) * query_norm[:, None] * decays
-    system = tl.dot(key, keys_across, input_precision=PRECISION)
-    system = tl.where(i > j, system * (strength * key_norm)[:, None] * decays, 0.0)
-    inverse = _inverse_of_one_plus(system, i, j, SOLVE, CHUNK)
-
+    scores = _product(query, keys_across, PRECISION, INTERPRETED) * query_norm[:, None] * decays
     item = index.to(tl.int64) * VALUE_HEADS + head
     matrix = matrices_ptr + item * (2 * CHUNK * CHUNK) + i * CHUNK + j
     dtype = matrices_ptr.dtype.element_ty
-    tl.store(matrix, (inverse * strength[None, :]).to(dtype))
     tl.store(matrix + CHUNK * CHUNK, scores.to(dtype))
     vector = vectors_ptr + item * (4 * CHUNK) + place
     since_start = tl.exp(total)
@@ -151,19 +154,28 @@ def _delta_chunks(
     tl.store(vector + 2 * CHUNK, tl.exp(whole - total) * key_norm)
     tl.store(vector + 3 * CHUNK, tl.exp(whole + total * 0.0))
 
+    system = _product(key, keys_across, PRECISION, INTERPRETED)
+    system = tl.where(i > j, system * (strength * key_norm)[:, None] * decays, 0.0)
+    inverse = _inverse_of_one_plus(system, i, j, PRECISION, INTERPRETED)
+    tl.store(matrix, (inverse * strength[None, :]).to(dtype))
+
 
 @triton.jit
-def _inverse_of_one_plus(system, i, j, SOLVE: tl.constexpr, CHUNK: tl.constexpr):
-    """(I + A)⁻¹ for a matrix A [CHUNK, CHUNK] that is zero on and above its diagonal.
+def _inverse_of_one_plus(system, i, j, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """(I + A)⁻¹ for a matrix A [64, 64] that is zero on and above its diagonal.
 
     Blocks on the diagonal are solved first, of 2, 4, … rows: [[L, 0], [E, M]]⁻¹ is
-    [[L⁻¹, 0], [−M⁻¹·E·L⁻¹, M⁻¹]].
+    [[L⁻¹, 0], [−M⁻¹·E·L⁻¹, M⁻¹]]. No element of any of these matrices exceeds 1, because each is a
+    product of keys with keys from which other keys were taken out. So float16, which is as precise
+    as tf32, does for factors unless the model is in float32.
     """
+    factor: tl.constexpr = tl.float16 if PRECISION is None else tl.float32
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, system, 0.0)
     for step in tl.static_range(1, 6):
         corner = (i >> (step + 1) == j >> (step + 1)) & (i >> step != j >> step)
-        below = tl.dot(tl.where(corner, system, 0.0), inverse, input_precision=SOLVE)
-        inverse -= tl.dot(inverse, below, input_precision=SOLVE)
+        edge, around = tl.where(corner, system, 0.0).to(factor), inverse.to(factor)
+        below = _product(edge, around, PRECISION, INTERPRETED)
+        inverse -= _product(around, below.to(factor), PRECISION, INTERPRETED)
     return inverse
 
 
@@ -174,7 +186,7 @@ def _delta_scan(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     SNAPSHOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V value channels of one head through the chunks of one row."""
     block = tl.program_id(0) % BLOCKS
@@ -221,15 +233,15 @@ def _delta_scan(
         to_state, decay = tl.load(vector + 2 * CHUNK + place), tl.load(vector + 3 * CHUNK)
 
         factor = state.to(dtype)
-        known = tl.dot(key, factor, input_precision=PRECISION) * from_state[:, None]
+        known = _product(key, factor, PRECISION, INTERPRETED) * from_state[:, None]
         missed = (v.to(tl.float32) - known).to(dtype)
-        update = tl.dot(solve, missed, input_precision=PRECISION)
-        out = tl.dot(query, factor, input_precision=PRECISION) * to_query[:, None]
-        out += tl.dot(scores, update.to(dtype), input_precision=PRECISION)
+        update = _product(solve, missed, PRECISION, INTERPRETED)
+        out = _product(query, factor, PRECISION, INTERPRETED) * to_query[:, None]
+        out += _product(scores, update.to(dtype), PRECISION, INTERPRETED)
         written = out_ptr + token[:, None] * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM
         tl.store(written + value[None, :], out.to(dtype), mask=in_values)
         change = (update * to_state[:, None]).to(dtype)
-        state = state * decay + tl.dot(tl.trans(key), change, input_precision=PRECISION)
+        state = state * decay + _product(tl.trans(key), change, PRECISION, INTERPRETED)
         for n in tl.static_range(SNAPSHOTS):
             entry = snapshots_ptr + (row * SNAPSHOTS + n) * 2
             if tl.load(entry) == last - start:

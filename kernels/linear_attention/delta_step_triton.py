@@ -149,7 +149,10 @@ def _delta_step(
     a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
     source = qkv_ptr + row * WIDTH * qkv_stride + key_head * KEY_DIM + channel
     values = qkv_ptr + row * WIDTH * qkv_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
-    a_source, b_source = a_ptr + row * WIDTH * a_stride + head, b_ptr + row * WIDTH * b_stride + head
+    a_source, b_source = (
+        a_ptr + row * WIDTH * a_stride + head,
+        b_ptr + row * WIDTH * b_stride + head,
+    )
     if WIDTH > 0:
         query, key, v, a, b = _load_token(
             source, values, a_source, b_source, is_key, is_value, KEY_HEADS * KEY_DIM
