@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from delta_cases import Shape, plain_row, prefill_rows, step_rows, take
+from delta_cases import Shape, inputs_on_cpu, plain_row, prefill_on_cpu, prefill_rows, take
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
@@ -23,13 +25,8 @@ SHAPE = Shape(key_heads=2, value_heads=4, key_dim=16, value_dim=24)
 LARGE = Shape(key_heads=1, value_heads=2, key_dim=128, value_dim=128)
 
 
-def on_cpu(inputs: DeltaInputs) -> DeltaInputs:
-    return DeltaInputs(*(x.cpu() for x in inputs))
-
-
-def rows_on_cpu(*args: object, **kwargs: object) -> PrefillRows:
-    rows = prefill_rows(*args, **kwargs)  # type: ignore[arg-type]
-    return PrefillRows(*(x.cpu() if isinstance(x, Tensor) else x for x in rows))
+def rows_on_cpu(*args: Any, **kwargs: Any) -> PrefillRows:
+    return prefill_on_cpu(prefill_rows(*args, **kwargs))
 
 
 class Recurrence:
@@ -42,8 +39,7 @@ class Recurrence:
         self.folds, self.half = (torch.zeros(1 + rows, dtype=torch.int32) for _ in range(2))
 
     def step(self, inputs: DeltaInputs, slots: list[int], width: int) -> Tensor:
-        rows = step_rows(slots, self.folds, self.half, width)
-        rows = StepRows(rows.slots.cpu(), self.folds, self.half, width)
+        rows = StepRows(torch.tensor(slots), self.folds, self.half, width)
         return delta_step_reference(inputs, self.state, self.records, rows)
 
     def accept(self, slot: int, count: int) -> None:
@@ -78,7 +74,7 @@ def theirs(inputs: DeltaInputs, shape: Shape, chunked: bool) -> tuple[Tensor, Te
 
 @pytest.mark.parametrize("shape", [SHAPE, LARGE])
 def test_both_forms_are_those_of_transformers(shape: Shape) -> None:
-    inputs, tokens = on_cpu(shape.inputs(140)), 140
+    inputs, tokens = inputs_on_cpu(shape.inputs(140)), 140
     state = shape.state(2).cpu()
     chunked = delta_prefill_reference(inputs, state, rows_on_cpu([tokens])), state[1]
     steps = Recurrence(shape, 1).run(inputs, [(1, 1)] * tokens)
@@ -88,7 +84,7 @@ def test_both_forms_are_those_of_transformers(shape: Shape) -> None:
 
 
 def test_both_forms_are_the_definition() -> None:
-    inputs, tokens = on_cpu(SHAPE.inputs(70, seed=3)), 70
+    inputs, tokens = inputs_on_cpu(SHAPE.inputs(70, seed=3)), 70
     start = torch.randn(SHAPE.state(1)[0].shape, generator=torch.Generator().manual_seed(0))
     expected = plain_row(inputs, start)
     recurrence, state = Recurrence(SHAPE, 1), SHAPE.state(2).cpu()
@@ -100,7 +96,7 @@ def test_both_forms_are_the_definition() -> None:
 
 
 def test_steps_of_any_width_have_the_same_bits() -> None:
-    inputs = on_cpu(SHAPE.inputs(30))
+    inputs = inputs_on_cpu(SHAPE.inputs(30))
     expected = Recurrence(SHAPE, 1).run(inputs, [(1, 1)] * 20)
     for cuts in ([(5, 5)] * 4, [(3, 1), (4, 2), (5, 0), (5, 5), (1, 1), (2, 2)] + [(3, 3)] * 3):
         found = Recurrence(SHAPE, 1).run(inputs, cuts)
@@ -109,7 +105,7 @@ def test_steps_of_any_width_have_the_same_bits() -> None:
 
 @pytest.mark.parametrize("cut", [64, 128])
 def test_a_prefill_that_is_cut_at_multiples_of_64_has_the_same_bits(cut: int) -> None:
-    inputs, tokens = on_cpu(SHAPE.inputs(150)), 150
+    inputs, tokens = inputs_on_cpu(SHAPE.inputs(150)), 150
     whole, parts = SHAPE.state(3).cpu(), SHAPE.state(3).cpu()
     snapshots = [[(cut, 2), (0, 0)]]
     expected = delta_prefill_reference(inputs, whole, rows_on_cpu([tokens], None, None, snapshots))
@@ -125,7 +121,7 @@ def test_a_prefill_that_is_cut_at_multiples_of_64_has_the_same_bits(cut: int) ->
 @pytest.mark.parametrize("shape", [SHAPE, Shape(1, 1, 8, 8), LARGE])
 def test_a_row_has_the_same_bits_alone_and_among_others(shape: Shape) -> None:
     lengths, slots = [3, 66, 10, 1], [2, 4, 1, 3]
-    inputs, among = on_cpu(shape.inputs(80)), shape.state(5).cpu()
+    inputs, among = inputs_on_cpu(shape.inputs(80)), shape.state(5).cpu()
     found = delta_prefill_reference(inputs, among, rows_on_cpu(lengths, None, slots))
     start = 0
     for length, slot in zip(lengths, slots, strict=True):
@@ -134,7 +130,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(shape: Shape) -> None:
         assert torch.equal(found[own], expected) and torch.equal(among[slot], alone[1])
     together, single = Recurrence(shape, 16), [Recurrence(shape, 1) for _ in range(16)]
     for step, slots in enumerate(([*range(1, 17)], [3, 9, 1], [7, 3, 16, 1, 9])):
-        inputs = on_cpu(shape.inputs(2 * len(slots), seed=step))
+        inputs = inputs_on_cpu(shape.inputs(2 * len(slots), seed=step))
         found = together.step(inputs, slots, 2)
         for i, slot in enumerate(slots):
             own = slice(2 * i, 2 * i + 2)
@@ -147,7 +143,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(shape: Shape) -> None:
 def test_long_rows_do_not_drift(tokens: int) -> None:
     """The two forms stay as close to each other as those of transformers, to the last token."""
     shape = Shape(1, 1, 16, 16)
-    inputs, state = on_cpu(shape.inputs(tokens)), shape.state(2).cpu()
+    inputs, state = inputs_on_cpu(shape.inputs(tokens)), shape.state(2).cpu()
     chunked = delta_prefill_reference(inputs, state, rows_on_cpu([tokens])), state[1]
     steps = Recurrence(shape, 1, most=32).run(inputs, [(32, 32)] * (tokens // 32))
     ours = [(a - b).norm() for a, b in zip(chunked, steps, strict=True)]
