@@ -142,7 +142,7 @@ def test_rows_that_lose_their_caches(
     rows = [([3 + (i + 2) * j % 125 for j in range(30 + 9 * i)], params) for i in range(6)]
     engine = make_engine(load(folder), max_batched_tokens=64, kv_cache_gib=cache_gib(folder, 256))
     check(alone, rows, run(engine, rows))
-    assert engine.stats.preemptions > 2
+    assert engine.stats.preemptions > 1
 
 
 def test_drafts_that_fall_anywhere_are_taken_back(alone: Alone, folder: Path) -> None:
