@@ -49,7 +49,7 @@ def checked_messages(value: Any, column: str, roles: tuple[str, ...]) -> list[di
         where = f"column {column!r}, message {position}"
         if (kind := _other_part(content)) is not None:
             raise RequestError(
-                "bad_messages", f"{where}: its content has a part of type {kind}: rows are text only"
+                "bad_messages", f"{where}: content has a part of type {kind}: rows are text only"
             )
         if not isinstance(role, str) or not isinstance(content, str):
             raise RequestError(

@@ -1,4 +1,4 @@
-"""A job with a hybrid model whose checkpoint has a vision tower: rows of text, and one that is not."""
+"""Jobs with a hybrid model whose checkpoint has a vision tower: rows of text, and an image."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def test_a_row_with_an_image_is_an_error_row(
         assert row["error"] is None and row["token_ids"]
         tokens = len(row["prompt_token_ids"]) + len(row["token_ids"])
         assert len(row["routed_experts"]) == tokens - 1
-    memory = json.loads((tmp_path / "out_rows" / "metrics.json").read_text())["attempts"][-1]["memory"]
+    memory = json.loads((tmp_path / "out_rows" / "metrics.json").read_text())["attempts"][-1][
+        "memory"
+    ]
     assert memory["row_states"] > 0 and memory["checkpoints"] > 0
 
     (row, *_) = pq.read_table(tmp_path / "out_images" / "data", partitioning=None).to_pylist()
