@@ -97,11 +97,13 @@ class BlockManager:
         """Find the longest cached prefix of the tokens that the row has to prefill.
 
         If the prefill must yield a token, the prefix leaves out at least the last token, so that a
-        forward has a token to compute.
+        forward has a token to compute. With recurrent layers it ends within the prompt.
         """
         if not self.prefix_caching:
             return Prefix([])
         tokens = seq.num_prefill_tokens - seq.prefill_yields
+        if self.states is not None:
+            tokens = min(tokens, seq.num_prompt_tokens)
         digests = self._hashes(seq, tokens // self.block_size)
         found = list(takewhile(lambda b: b is not None, map(self._published.get, digests)))
         blocks = [block for block in found if block is not None]
@@ -221,6 +223,10 @@ class BlockManager:
         """
         if not self.prefix_caching:
             return
+        if self.states is not None:
+            # A recurrent layer may read tokens of a prompt otherwise than generated ones, and then
+            # rounds otherwise. A row that has generated tokens in its prompt must not see that.
+            num_tokens = min(num_tokens, seq.num_prompt_tokens)
         full = num_tokens // self.block_size
         if full <= seq.num_published_blocks:
             return
