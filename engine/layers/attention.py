@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -9,15 +13,21 @@ from batchgen.engine.cache.specs import CacheSpec, KVSpec
 from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.linear import Linear, MergedLinear
 from batchgen.engine.layers.norm import RMSNorm
+from batchgen.engine.layers.rotary import rotary_order
 from batchgen.kernels.attention.attention import paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.qkv import prepare_qkv
+from batchgen.kernels.layers.activation import mul_sigmoid
 
 
 class Attention(nn.Module):
     """Causal grouped-query self-attention with rotary embedding, added to the residual.
 
     Grouped-query attention is from Ainslie et al. 2023, rotary embedding from Su et al. 2021.
+
+    With an output gate, the projection to queries makes a gate of the same size beside them, and
+    what attention yields is multiplied by sigmoid(gate) before the output projection (Qiu et al.
+    2025, arXiv 2505.06708).
 
     Args:
         layer: the layer's index, under which it finds its cache.
@@ -27,6 +37,10 @@ class Attention(nn.Module):
         output_bias: whether the output projection has a bias.
         norm_eps: the epsilon of an RMSNorm over the head_dim values of each query and key head;
             None if there is no such norm.
+        rotary_dim: how many of the first values of a head are rotated; None means all.
+        output_gate: whether there is an output gate. Checkpoints hold its weight in that of
+            `q_proj`: for each head the rows of the query, then those of the gate.
+        zero_centred: checkpoints hold the weights of the norms minus 1 (`RMSNorm`).
         device: where the parameters are created.
         dtype: the dtype of the parameters.
     """
@@ -40,6 +54,9 @@ class Attention(nn.Module):
         qkv_bias: bool,
         output_bias: bool,
         norm_eps: float | None,
+        rotary_dim: int | None = None,
+        output_gate: bool = False,
+        zero_centred: bool = False,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -48,21 +65,30 @@ class Attention(nn.Module):
         self.shape = shape
         self.cache_spec: CacheSpec | None = shape
         self.scale = shape.head_dim**-0.5
+        heads, head_dim = shape.num_heads, shape.head_dim
+        order = rotary_order(head_dim, rotary_dim or head_dim)
+        self._gate_size = heads * head_dim if output_gate else 0
         parts = {
-            "q_proj": shape.num_heads * shape.head_dim,
-            "k_proj": shape.num_kv_heads * shape.head_dim,
-            "v_proj": shape.num_kv_heads * shape.head_dim,
+            "q_proj": heads * head_dim + self._gate_size,
+            "k_proj": shape.num_kv_heads * head_dim,
+            "v_proj": shape.num_kv_heads * head_dim,
         }
-        self.qkv_proj = MergedLinear(hidden_size, parts, bias=qkv_bias, device=device, dtype=dtype)
-        self.o_proj = Linear(
-            parts["q_proj"], hidden_size, bias=output_bias, device=device, dtype=dtype
-        )
+        arrange: dict[str, Callable[[Tensor], Tensor]] = {}
+        if output_gate:
+            arrange["q_proj"] = partial(_gate_first, heads=heads, order=order)
+        elif order is not None:
+            arrange["q_proj"] = partial(_ordered, order=order)
+        if order is not None:
+            arrange["k_proj"] = partial(_ordered, order=order)
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.qkv_proj = MergedLinear(hidden_size, parts, bias=qkv_bias, arrange=arrange, **where)
+        self.o_proj = Linear(heads * head_dim, hidden_size, bias=output_bias, **where)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.norm_eps = 0.0 if norm_eps is None else norm_eps
         if norm_eps is not None:
-            self.q_norm = RMSNorm(shape.head_dim, norm_eps, device=device, dtype=dtype)
-            self.k_norm = RMSNorm(shape.head_dim, norm_eps, device=device, dtype=dtype)
+            norm = partial(RMSNorm, head_dim, norm_eps, zero_centred=zero_centred, order=order)
+            self.q_norm, self.k_norm = norm(**where), norm(**where)
 
     def forward(
         self,
@@ -79,8 +105,9 @@ class Attention(nn.Module):
         """
         assert cos_sin is not None
         cache = ctx.cache(self.layer, KVCache)
+        gate, qkv = self.qkv_proj(hidden).tensor_split([self._gate_size], dim=1)
         q = prepare_qkv(
-            self.qkv_proj(hidden),
+            qkv,
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
             self.norm_eps,
@@ -93,5 +120,27 @@ class Attention(nn.Module):
         attention = ctx.attention
         if outputs is not None:
             q, residual, attention = q[outputs.index], residual[outputs.index], outputs.attention
+            gate = gate[outputs.index]
         attended = paged_attention(q, cache, attention, self.scale).flatten(1)
+        if self._gate_size:
+            attended = mul_sigmoid(attended, gate)
         return self.o_proj.add_to(residual, attended)
+
+
+def _ordered(rows: Tensor, order: Tensor) -> Tensor:
+    """Put the rows [heads · head_dim, …] of each head in this order [head_dim]."""
+    return rows.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+
+
+def _gate_first(rows: Tensor, heads: int, order: Tensor | None) -> Tensor:
+    """Put the gates of all heads before all queries.
+
+    Args:
+        rows: [heads · 2 · head_dim, …], for each head the rows of the query, then those of the
+            gate.
+        heads: the number of heads.
+        order: the order of a query's rows, as for `_ordered`; None leaves them as they are.
+    """
+    query, gate = rows.unflatten(0, (heads, 2, -1)).unbind(1)
+    query = query.flatten(0, 1)
+    return torch.cat((gate.flatten(0, 1), query if order is None else _ordered(query, order)))

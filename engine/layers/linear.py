@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +102,17 @@ class MergedLinear(Linear):
 
     A checkpoint may hold each projection in a tensor of its own, or all of them in one tensor under
     the name of this module. Both can be loaded.
+
+    Args:
+        in_features: the length of x.
+        parts: maps the name of each projection in checkpoints to its number of output features, in
+            the order in which the output has them.
+        bias: whether the projections have a bias.
+        arrange: maps the names of projections whose output features stand in another order in
+            checkpoints to what puts them in order: it takes a checkpoint's weight or bias, with the
+            features on the first axis, and returns one of the same shape.
+        device: where the parameters are created.
+        dtype: the dtype of the parameters.
     """
 
     def __init__(
@@ -112,21 +123,25 @@ class MergedLinear(Linear):
         bias: bool,
         device: torch.device,
         dtype: torch.dtype,
+        arrange: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
-        """Make the layer.
-
-        Args:
-            parts: maps the name of each projection in checkpoints to its number of output features,
-                in the order in which the output has them.
-        """
         super().__init__(in_features, sum(parts.values()), bias=bias, device=device, dtype=dtype)
         self.parts = dict(parts)
+        self._arrange = dict(arrange or {})
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield a weight slot for each projection, and one for all of them together."""
         parent = path.rpartition(".")[0]
         for kind, parameter in self.named_parameters(recurse=False):
-            names = tuple(f"{parent}.{part}.{kind}" for part in self.parts)
+            names = [f"{parent}.{part}.{kind}" for part in self.parts]
             slices = parameter.split(list(self.parts.values()))
-            yield from map(WeightSlot.plain, names, slices)
-            yield WeightSlot(parameter, names, (f"{path}.{kind}",))
+            for part, name, values in zip(self.parts, names, slices, strict=True):
+                yield WeightSlot(values, (name,), (name,), self._arranged(part, name))
+            if not self._arrange:
+                yield WeightSlot(parameter, tuple(names), (f"{path}.{kind}",))
+
+    def _arranged(self, part: str, name: str) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
+        """Return what makes the values of a projection from the checkpoint's tensor of this name;
+        None if they stand there as they are."""
+        arrange = self._arrange.get(part)
+        return None if arrange is None else lambda tensors: arrange(tensors[name])

@@ -13,12 +13,36 @@ from batchgen.kernels.layers.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight, over the last axis (Zhang & Sennrich 2019)."""
+    """x / sqrt(mean(x²) + eps) · weight, over the last axis (Zhang & Sennrich 2019).
 
-    def __init__(self, size: int, eps: float, *, device: torch.device, dtype: torch.dtype) -> None:
+    Args:
+        size: the length of the last axis.
+        eps: added to the mean square.
+        device: where the parameter is created.
+        dtype: the dtype of the values that are normalised, and of the weight.
+        zero_centred: checkpoints hold the weight minus 1, and the product with the weight is
+            computed in float32. The parameter is then the weight itself in float32, because 1 + w
+            would lose digits of w in a narrower dtype.
+        order: the order in which the layer has the values of a checkpoint's weight, as indices
+            among these; None means the same order.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        zero_centred: bool = False,
+        order: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = empty_parameter(size, device=device, dtype=dtype)
+        self._shift, self._order = int(zero_centred), order
+        self.weight = empty_parameter(
+            size, device=device, dtype=torch.float32 if zero_centred else dtype
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., size]; the result has the same shape and dtype."""
@@ -26,4 +50,13 @@ class RMSNorm(nn.Module):
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slot of the weight, which is 1 in a model without a checkpoint."""
-        yield WeightSlot.plain(f"{path}.weight", self.weight, dummy=1.0)
+        name = f"{path}.weight"
+        if not self._shift and self._order is None:
+            yield WeightSlot.plain(name, self.weight, dummy=1.0)
+        else:
+            yield WeightSlot(self.weight, (name,), (name,), lambda w: self._own(w[name]), dummy=1.0)
+
+    def _own(self, weight: Tensor) -> Tensor:
+        """Make the parameter's values of a checkpoint's weight."""
+        ordered = weight if self._order is None else weight[self._order]
+        return ordered.to(self.weight.dtype) + self._shift

@@ -150,15 +150,21 @@ class RotaryTable:
     """The cosines and sines of all positions below `num_positions`, which all layers share.
 
     The table is computed on the CPU, so that every device reads the same bits.
+
+    Args:
+        rope: the variant of rotary embedding.
+        rotary_dim: R, how many values of a head are rotated; all of them in most models.
+        num_positions: the number of positions in the table.
+        device: where the table is kept.
     """
 
     def __init__(
-        self, rope: DefaultRope, head_dim: int, num_positions: int, device: torch.device
+        self, rope: DefaultRope, rotary_dim: int, num_positions: int, device: torch.device
     ) -> None:
         angles = torch.outer(
-            torch.arange(num_positions, device="cpu").float(), rope.inv_freq(head_dim)
+            torch.arange(num_positions, device="cpu").float(), rope.inv_freq(rotary_dim)
         )
-        table = torch.empty(num_positions, head_dim, device="cpu")
+        table = torch.empty(num_positions, rotary_dim, device="cpu")
         cos, sin = table.chunk(2, dim=-1)
         torch.cos(angles, out=cos).mul_(rope.attention_scaling)
         torch.sin(angles, out=sin).mul_(rope.attention_scaling)
@@ -168,6 +174,25 @@ class RotaryTable:
         """Look up positions [T] int64.
 
         Returns:
-            [T, head_dim] float32: head_dim/2 cosines, then head_dim/2 sines.
+            [T, R] float32: R/2 cosines, then R/2 sines.
         """
         return self._table[positions]
+
+
+def rotary_order(head_dim: int, rotary_dim: int) -> Tensor | None:
+    """Return the order that a head's values take, if only the first of them are rotated.
+
+    Checkpoints of such models pair value i with value i + rotary_dim/2, and the values after the
+    first `rotary_dim` have no partner. The kernels pair value i with i + head_dim/2 in every model
+    and rotate the first rotary_dim/2 pairs. Queries and keys may have any common order, because
+    only their products are used.
+
+    Returns:
+        [head_dim] int64 on the CPU: which of the checkpoint's values stands at each place; None if
+        the order is the same.
+    """
+    if rotary_dim == head_dim:
+        return None
+    places = torch.arange(head_dim, device="cpu")
+    rotated, rest = places[:rotary_dim].chunk(2), places[rotary_dim:].chunk(2)
+    return torch.cat((rotated[0], rest[0], rotated[1], rest[1]))

@@ -141,21 +141,27 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor]], path: Path) ->
     waiting: dict[int, dict[str, Tensor]] = defaultdict(dict)
     filled: set[str] = set()
     unexpected: list[str] = []
-    for name, tensor in weights:
+    skipped: set[str] = set()
+    for given, tensor in weights:
+        if (part := model.skipped_part(given)) is not None:
+            skipped.add(part)
+            continue
+        name = model.piece_name(given)
         found = by_source.pop(name, [])
         if not found and not model.is_derived(name):
-            unexpected.append(name)
+            unexpected.append(given)
         for slot in found:
             sources = waiting[id(slot)]
             sources[name] = tensor
             if len(sources) == len(slot.sources):
                 if twice := filled.intersection(slot.pieces):
-                    raise ValueError(f"{path}: {name} holds {min(twice)}, which came before")
+                    raise ValueError(f"{path}: {given} holds {min(twice)}, which came before")
                 try:
                     slot.fill(waiting.pop(id(slot)))
                 except ValueError as error:
                     raise ValueError(f"{path}: {error}") from None
                 filled.update(slot.pieces)
+    model.skipped_parts = tuple(sorted(skipped))
     missing = {piece for slot in slots for piece in slot.pieces} - filled
     for problem, names in (("missing", missing), ("unexpected", unexpected)):
         if names:

@@ -76,6 +76,7 @@ class CausalLM(TokenModel):
     Attributes:
         heads: maps the name of each wanted head to a model that continues from this model's hidden
             states.
+        skipped_parts: the parts of the checkpoint that were not loaded, in words for the user.
     """
 
     is_diffusion: ClassVar[bool] = False
@@ -92,6 +93,7 @@ class CausalLM(TokenModel):
         super().__init__()
         self.config = config
         self.device, self.dtype = device, dtype
+        self.skipped_parts: tuple[str, ...] = ()
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.model = Decoder(
             Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype),
@@ -190,6 +192,18 @@ class CausalLM(TokenModel):
         for name, head in self.heads.items():
             slots += weight_slots(head, name)
         return slots
+
+    def piece_name(self, name: str) -> str:
+        """Return what the weight slots call a checkpoint's tensor of this name.
+
+        Models whose checkpoints put something before the names override this.
+        """
+        return name
+
+    def skipped_part(self, name: str) -> str | None:
+        """Return the part of the checkpoint that a tensor belongs to, in words for the user, if
+        this part is not loaded; None if the tensor belongs to the model."""
+        return None
 
     def is_derived(self, name: str) -> bool:
         """Whether a checkpoint's tensor of this name can be ignored.

@@ -131,13 +131,7 @@ def common_config(
         ValueError: the checkpoint needs something that the engine does not have, which the message
             names.
     """
-    if hf.to_dict().get("quantization_config") is not None:
-        raise ValueError(
-            "the checkpoint is quantized (quantization_config), which is not supported; use the "
-            "original weights or a GGUF file"
-        )
-    if not isinstance(hf.dtype, torch.dtype | None):
-        raise ValueError(f"dtype {hf.dtype!r} is not one that torch has")
+    refuse_quantised(hf)
     return ModelConfig(
         architecture=architecture,
         hidden_size=hf.hidden_size,
@@ -145,9 +139,33 @@ def common_config(
         vocab_size=hf.vocab_size,
         max_position_embeddings=extended_positions(rope, hf.max_position_embeddings),
         tie_word_embeddings=hf.tie_word_embeddings,
-        dtype=hf.dtype or torch.float32,
+        dtype=own_dtype(hf),
         family=family,
     )
+
+
+def refuse_quantised(hf: PretrainedConfig) -> None:
+    """Check that a checkpoint's weights are not quantised.
+
+    Raises:
+        ValueError: they are.
+    """
+    if hf.to_dict().get("quantization_config") is not None:
+        raise ValueError(
+            "the checkpoint is quantized (quantization_config), which is not supported; use the "
+            "original weights or a GGUF file"
+        )
+
+
+def own_dtype(hf: PretrainedConfig) -> torch.dtype:
+    """Return the dtype of a checkpoint's weights; float32 if its configuration does not say.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    if not isinstance(hf.dtype, torch.dtype | None):
+        raise ValueError(f"dtype {hf.dtype!r} is not one that torch has")
+    return hf.dtype or torch.float32
 
 
 def extended_positions(rope: DefaultRope, max_position_embeddings: int) -> int:

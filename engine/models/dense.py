@@ -147,6 +147,8 @@ def dense_config(
     qkv_bias: bool,
     output_bias: bool,
     mlp_bias: bool,
+    rope: DefaultRope | None = None,
+    intermediate_size: int | None = None,
 ) -> ModelConfig:
     """Make the configuration of a dense decoder from that of transformers.
 
@@ -157,6 +159,8 @@ def dense_config(
         qkv_bias: the projections to queries, keys and values have a bias.
         output_bias: attention's output projection has a bias.
         mlp_bias: the projections of the MLP have a bias.
+        rope: the variant of rotary embedding; None makes it from the configuration.
+        intermediate_size: the width of the MLP; None takes it from the configuration.
 
     Raises:
         ValueError: the checkpoint needs something that the engine does not have, which the message
@@ -164,12 +168,12 @@ def dense_config(
     """
     if hf.hidden_act != "silu":
         raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
-    rope = rope_from_parameters(hf.rope_parameters)
+    rope = rope or rope_from_parameters(hf.rope_parameters)
     family = DenseConfig(
         num_heads=hf.num_attention_heads,
         num_kv_heads=hf.num_key_value_heads,
         head_dim=head_dim,
-        intermediate_size=hf.intermediate_size,
+        intermediate_size=intermediate_size or hf.intermediate_size,
         rms_norm_eps=hf.rms_norm_eps,
         rope=rope,
         qkv_bias=qkv_bias,

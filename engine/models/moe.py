@@ -135,25 +135,40 @@ def moe_config(
     Raises:
         ValueError: the configuration of the experts makes no sense.
     """
-    # transformers renamed the field in 5.23, and a version before that knows the new name as one
-    # which is none of its own.
-    num_experts: int = hf.to_dict().get("num_local_experts", hf.num_experts)
-    check_positive(decoder_sparse_step=hf.decoder_sparse_step)
-    layers = tuple(
-        index
-        for index in range(hf.num_hidden_layers)
-        if index not in hf.mlp_only_layers
-        and num_experts > 0
-        and (index + 1) % hf.decoder_sparse_step == 0
-    )
     family = dense.family_as(DenseConfig)
     moe = MoEConfig(
         **{field.name: getattr(family, field.name) for field in fields(DenseConfig)},
-        moe_layers=layers,
-        num_experts=num_experts,
+        moe_layers=sparse_layers(hf),
+        num_experts=num_experts(hf),
         experts_per_token=hf.num_experts_per_tok,
         expert_size=hf.moe_intermediate_size,
         renormalise=hf.norm_topk_prob,
         shared_size=shared_size,
     )
     return replace(dense, family=moe)
+
+
+def sparse_layers(hf: PretrainedConfig) -> tuple[int, ...]:
+    """Return the indices of the layers that have experts, as Qwen's models configure them.
+
+    Raises:
+        ValueError: the step between such layers is not positive.
+    """
+    check_positive(decoder_sparse_step=hf.decoder_sparse_step)
+    return tuple(
+        index
+        for index in range(hf.num_hidden_layers)
+        if index not in hf.mlp_only_layers
+        and num_experts(hf) > 0
+        and (index + 1) % hf.decoder_sparse_step == 0
+    )
+
+
+def num_experts(hf: PretrainedConfig) -> int:
+    """Return the number of experts in a layer that has some.
+
+    transformers renamed the field in 5.23, and a version before that knows the new name as one
+    which is none of its own.
+    """
+    count: int = hf.to_dict().get("num_local_experts", hf.num_experts)
+    return count

@@ -30,6 +30,11 @@ MODELS: Mapping[str, ModelEntry] = {
     "Qwen3ForCausalLM": ModelEntry("batchgen.engine.models.qwen3", gguf="qwen3"),
     "Qwen2MoeForCausalLM": ModelEntry("batchgen.engine.models.qwen2_moe"),
     "Qwen3MoeForCausalLM": ModelEntry("batchgen.engine.models.qwen3_moe"),
+    "Qwen3NextForCausalLM": ModelEntry("batchgen.engine.models.qwen3_next"),
+    "Qwen3_5ForCausalLM": ModelEntry("batchgen.engine.models.qwen3_5"),
+    "Qwen3_5ForConditionalGeneration": ModelEntry("batchgen.engine.models.qwen3_5"),
+    "Qwen3_5MoeForCausalLM": ModelEntry("batchgen.engine.models.qwen3_5_moe"),
+    "Qwen3_5MoeForConditionalGeneration": ModelEntry("batchgen.engine.models.qwen3_5_moe"),
     "SDARForCausalLM": ModelEntry("batchgen.engine.models.sdar"),
     "SDARMoeForCausalLM": ModelEntry("batchgen.engine.models.sdar_moe"),
 }

@@ -39,10 +39,11 @@ def prepare_qkv(
     Args:
         qkv: [T, (num_heads + 2 · num_kv_heads) · D]: the heads of q, then of k, then of v. D is
             even, and the last axis is contiguous.
-        q_weight, k_weight: [D], dtype of qkv, the weights of the RMS norms; both None if the model
-            has no such norm.
+        q_weight, k_weight: [D], dtype of qkv or float32, the weights of the RMS norms; both None
+            if the model has no such norm.
         eps: what the norms add to the mean square.
-        cos_sin: [T, D] float32, the D/2 cosines and then the D/2 sines of each token's angles.
+        cos_sin: [T, R] float32, the R/2 cosines and then the R/2 sines of each token's angles,
+            where R is at most D. `apply_rotary` says which values they rotate.
         cache: the KV cache of this layer. Values that are not finite are stored as `KVCache`
             describes.
         slots: [T] int64, the KV slot of each token. If several tokens share a slot, as padding
@@ -94,6 +95,7 @@ def prepare_qkv_triton(
     assert cache.key.is_contiguous() and cache.value.is_contiguous()
     assert qkv.stride(1) == 1 and cos_sin.is_contiguous() and slots.is_contiguous()
     assert (q_weight is None) == (k_weight is None)
+    assert cos_sin.shape[1] <= head_dim
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     half = triton.next_power_of_2(head_dim // 2)
     most = max(1, _TILE // half)
@@ -105,7 +107,7 @@ def prepare_qkv_triton(
         qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
         cos_sin, q, cache.key, cache.value, slots, qkv.stride(0), cache.key.stride(0), eps,
         NORM=q_weight is not None, HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_dim, HALF=half,
-        Q_BLOCK=q_block, KV_BLOCK=kv_block, Q_GROUPS=q_groups, GROUPS=groups,
+        ROTARY=cos_sin.shape[1], Q_BLOCK=q_block, KV_BLOCK=kv_block, Q_GROUPS=q_groups, GROUPS=groups,
         # Without fused multiply-add the rotation has the bits of the reference.
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -117,7 +119,7 @@ def _prepare_qkv(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, q_ptr, key_ptr, value_ptr, slots_ptr,
     qkv_stride, cache_stride, eps,
     NORM: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    HALF: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
+    HALF: tl.constexpr, ROTARY: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
     Q_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Each program takes one group of query heads, or of KV heads, of one token.
@@ -127,9 +129,11 @@ def _prepare_qkv(
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
     column = tl.arange(0, HALF)[None, :]
-    inside = column < D // 2
-    cos = tl.load(cos_sin_ptr + token * D + column, mask=inside, other=0.0)
-    sin = tl.load(cos_sin_ptr + token * D + D // 2 + column, mask=inside, other=0.0)
+    # Pairs without an angle stay as they are: their cosine is 1.
+    turned = column < ROTARY // 2
+    angles = cos_sin_ptr + token * ROTARY + column
+    cos = tl.load(angles, mask=turned, other=1.0)
+    sin = tl.load(angles + ROTARY // 2, mask=turned, other=0.0)
     source = qkv_ptr + token * qkv_stride
     if group < Q_GROUPS:
         _query_heads(
@@ -210,8 +214,9 @@ def _norm(first, second, weight_ptr, eps, column, D: tl.constexpr):
     wide1, wide2 = first.to(tl.float32), second.to(tl.float32)
     mean = tl.sum(wide1 * wide1 + wide2 * wide2, axis=1) / D
     scale = tl.rsqrt(mean + eps)[:, None]
-    normed1 = (wide1 * scale).to(dtype).to(tl.float32) * weight1
-    normed2 = (wide2 * scale).to(dtype).to(tl.float32) * weight2
+    rounded = weight_ptr.dtype.element_ty
+    normed1 = (wide1 * scale).to(rounded).to(tl.float32) * weight1
+    normed2 = (wide2 * scale).to(rounded).to(tl.float32) * weight2
     return normed1.to(dtype), normed2.to(dtype)
 
 

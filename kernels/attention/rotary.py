@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate each pair (x[i], x[i + D/2]) of every head by the i-th angle of its token.
 
+    If there are fewer angles than pairs, the pairs after the last angle stay as they are.
+
     Args:
         q: [T, num_heads, D].
         k: [T, num_kv_heads, D].
-        cos_sin: [T, D] float32, the D/2 cosines and then the D/2 sines of each token's angles.
+        cos_sin: [T, R] float32, the R/2 cosines and then the R/2 sines of each token's angles. R is
+            at most D.
 
     Returns:
         The rotated q and k, with their shapes and dtypes. The arithmetic is float32.
     """
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    if missing := (q.shape[-1] - cos_sin.shape[-1]) // 2:
+        cos, sin = F.pad(cos, (0, missing), value=1.0), F.pad(sin, (0, missing))
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 

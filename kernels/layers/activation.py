@@ -1,4 +1,4 @@
-"""The gated activation between the two projections of an MLP, and the gate of a shared expert."""
+"""Gates: between the two projections of an MLP, of a shared expert, and of attention's output."""
 
 from __future__ import annotations
 
@@ -50,6 +50,26 @@ def add_gated(out: Tensor, values: Tensor, gate: Tensor) -> Tensor:
     return out.add_(values * sigmoid)
 
 
+def mul_sigmoid(values: Tensor, gate: Tensor) -> Tensor:
+    """Compute values · sigmoid(gate) in float32.
+
+    Args:
+        values: [T, D], contiguous.
+        gate: [T, D]; the last axis is contiguous.
+
+    Returns:
+        [T, D], dtype of values.
+    """
+    run = mul_sigmoid_triton if values.is_cuda else mul_sigmoid_reference
+    return run(values, gate)
+
+
+def mul_sigmoid_reference(values: Tensor, gate: Tensor) -> Tensor:
+    """`mul_sigmoid` in PyTorch."""
+    # As with silu, torch.sigmoid may use two ways to compute exp.
+    return (values.float() / torch.exp(-gate.float()).add_(1)).to(values.dtype)
+
+
 def silu_and_mul_triton(gate_up: Tensor) -> Tensor:
     """`silu_and_mul` in one launch."""
     rows, width = gate_up.shape
@@ -75,3 +95,29 @@ def _silu_and_mul(gate_up_ptr, out_ptr, stride, size, CHUNKS: tl.constexpr, BLOC
     dtype = out_ptr.dtype.element_ty
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     tl.store(out_ptr + row * size + column, (silu * up).to(dtype), mask=mask)
+
+
+def mul_sigmoid_triton(values: Tensor, gate: Tensor) -> Tensor:
+    """`mul_sigmoid` in one launch."""
+    rows, size = values.shape
+    assert values.is_contiguous() and gate.stride(1) == 1 and gate.shape == values.shape
+    out = torch.empty_like(values)
+    chunks = triton.cdiv(size, _CHUNK)
+    _mul_sigmoid[(rows * chunks,)](
+        values, gate, out, gate.stride(0), size, CHUNKS=chunks, BLOCK=_CHUNK, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _mul_sigmoid(
+    values_ptr, gate_ptr, out_ptr, stride, size, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Each program computes one chunk of columns of one row."""
+    row = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    column = tl.program_id(0) % CHUNKS * BLOCK + tl.arange(0, BLOCK)
+    mask = column < size
+    values = tl.load(values_ptr + row * size + column, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    result = values / (1.0 + tl.exp(-gate))
+    tl.store(out_ptr + row * size + column, result.to(out_ptr.dtype.element_ty), mask=mask)

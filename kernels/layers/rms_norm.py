@@ -16,12 +16,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: [D], [T, D] or [T, H, D]; the last axis is contiguous.
-        weight: [D], dtype of x.
+        weight: [D], dtype of x or float32.
         eps: added to the mean square.
 
     Returns:
         A contiguous tensor with the shape and dtype of x. The mean and the division are computed in
-        float32; the product with the weight is in the dtype of x, as in the training of the models.
+        float32; the product with the weight is in the dtype of the weight. That is as the models
+        were trained: some round to their dtype before the product, some only after it.
     """
     run = rms_norm_triton if x.is_cuda else rms_norm_reference
     return run(x, weight, eps)
@@ -31,7 +32,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm` in PyTorch, for any device and any number of axes."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,7 +70,7 @@ def _rms_norm(
     source = x_ptr + row // inner * x_outer + row % inner * x_inner + column
     x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
-    dtype = out_ptr.dtype.element_ty
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)
-    normed = (x * scale[:, None]).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * size + column, (normed * weight).to(dtype), mask=mask)
+    normed = (x * scale[:, None]).to(weight_ptr.dtype.element_ty).to(tl.float32)
+    result = (normed * weight).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * size + column, result, mask=mask)

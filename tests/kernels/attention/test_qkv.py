@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -45,8 +46,11 @@ def make_case(
     norm: bool,
     cache_dtype: torch.dtype | None = None,
     gap: int = 0,
+    rotary_dim: int | None = None,
+    wide_norm: bool = False,
 ) -> Case:
-    """Random tokens at random slots; `gap` columns of NaN between the rows of qkv."""
+    """Random tokens at random slots; `gap` columns of NaN between the rows of qkv. With `wide_norm`
+    the weights of the norms are in float32."""
     generator = torch.Generator().manual_seed(tokens + 31 * heads + head_dim)
 
     def random(*shape: int) -> Tensor:
@@ -55,12 +59,12 @@ def make_case(
     width = (heads + 2 * kv_heads) * head_dim
     wide = torch.full((tokens, width + gap), float("nan"), dtype=dtype, device=DEVICE)
     wide[:, :width] = (random(tokens, width) * 2).to(dtype)
-    angles = random(tokens, head_dim // 2) * 50
+    angles = random(tokens, (rotary_dim or head_dim) // 2) * 50
     blocks = 2 + -(-tokens // BLOCK_SIZE)
     slots = torch.randperm(blocks * BLOCK_SIZE, generator=generator)[:tokens].to(DEVICE)
     table = torch.full((2, kv_heads, blocks, BLOCK_SIZE, head_dim), 7.0, device=DEVICE)
     key, value = table.to(cache_dtype or dtype)
-    weights = random(2, head_dim).to(dtype)
+    weights = random(2, head_dim).to(torch.float32 if wide_norm else dtype)
     q_weight, k_weight = weights if norm else (None, None)
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
     cache = KVCache(key, value)
@@ -113,6 +117,19 @@ def test_equals_the_reference(
 
 def test_more_heads_than_a_program_takes() -> None:
     check(make_case(3, 20, 10, 256, torch.float32, norm=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(32, 8), (96, 24), (256, 64)])
+def test_some_pairs_are_rotated_and_norms_are_wide(
+    head_dim: int, rotary_dim: int, dtype: torch.dtype
+) -> None:
+    case = make_case(4, 4, 2, head_dim, dtype, norm=True, rotary_dim=rotary_dim, wide_norm=True)
+    check(case)
+    q = prepare_qkv_reference(*fresh(case))
+    whole = F.pad(case.cos_sin.unflatten(1, (2, -1)), (0, (head_dim - rotary_dim) // 2))
+    whole[:, 0, rotary_dim // 2 :] = 1
+    assert torch.equal(q, prepare_qkv_reference(*fresh(case._replace(cos_sin=whole.flatten(1)))))
 
 
 @pytest.mark.parametrize("norm", [False, True])

@@ -8,10 +8,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from batchgen.kernels.attention.rotary import apply_rotary
 from batchgen.kernels.layers.activation import (
     add_gated,
+    mul_sigmoid_reference,
+    mul_sigmoid_triton,
     silu_and_mul,
     silu_and_mul_reference,
     silu_and_mul_triton,
@@ -40,6 +43,20 @@ def test_rms_norm_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
     reference = LlamaRMSNorm(64, eps=1e-5).to(dtype)
     reference.weight.data = weight
     assert torch.equal(rms_norm(x, weight, 1e-5), reference(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_with_a_wide_weight_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
+    """The product is rounded once, after the weight; checkpoints hold the weight minus 1."""
+    x, weight = _random(24, 5, 64, dtype=dtype), _random(64, dtype=dtype)
+    reference = Qwen3NextRMSNorm(64, eps=1e-5).to(dtype)
+    reference.weight.data = weight
+    expected = reference(x)
+    assert torch.equal(rms_norm(x, weight.float() + 1, 1e-5), expected)
+    if dtype != torch.float32:
+        assert not torch.equal(rms_norm(x, weight + 1, 1e-5), expected)
+    x, wide = x.to(DEVICE), (weight.float() + 1).to(DEVICE)
+    _assert_near(rms_norm_triton(x, wide, 1e-5), rms_norm_reference(x, wide, 1e-5))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -195,6 +212,18 @@ def test_add_gated_adds_a_gated_share(dtype: torch.dtype) -> None:
     assert found is out
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=2 * eps, atol=20 * eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 1500), (3, 2048)])
+def test_a_gate_multiplies_values(rows: int, size: int, dtype: torch.dtype) -> None:
+    values = _random(rows, size, dtype=dtype).to(DEVICE)
+    gate = _view(rows, size, dtype=dtype)
+    expected = values.double() * torch.sigmoid(gate.double())
+    reference = mul_sigmoid_reference(values, gate)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(reference.double(), expected, rtol=2 * eps, atol=eps)
+    _assert_near(mul_sigmoid_triton(values, gate), reference, 32 if dtype == torch.float32 else 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.float32])

@@ -1,0 +1,156 @@
+"""The gated delta network: a recurrence with a matrix as its state, in place of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from batchgen.engine.layers.linear import Linear, MergedLinear, empty_parameter
+from batchgen.engine.layers.weight_slot import WeightSlot
+
+CHUNK = 64
+"""The tokens of a prompt are computed in chunks of so many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape:
+    """The shape of a gated delta network.
+
+    Attributes:
+        num_key_heads: the number of heads of queries and of keys.
+        num_value_heads: the number of heads of values, a multiple of that. Consecutive value heads
+            share a key head.
+        key_dim: the number of values in a query or key head.
+        value_dim: the number of values in a value head.
+        conv_width: how many tokens the convolution sees, the token itself included.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    def __post_init__(self) -> None:
+        for name, size in (
+            ("linear_num_key_heads", self.num_key_heads),
+            ("linear_num_value_heads", self.num_value_heads),
+            ("linear_key_head_dim", self.key_dim),
+            ("linear_value_head_dim", self.value_dim),
+        ):
+            if size < 1:
+                raise ValueError(f"the model's {name} is {size}; it must be positive")
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads {self.num_value_heads} is not a multiple of "
+                f"linear_num_key_heads {self.num_key_heads}"
+            )
+        if self.conv_width < 2:
+            raise ValueError(f"linear_conv_kernel_dim is {self.conv_width}; it must be at least 2")
+
+    @property
+    def keys(self) -> int:
+        """The number of values in all key heads of a token, and in all query heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """The number of values in all value heads of a token."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """The number of values that go through the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+
+class GatedDeltaNet(nn.Module):
+    """A gated delta network, added to the residual (Yang et al. 2024, arXiv 2412.06464).
+
+    Each value head carries a matrix S [value_dim, key_dim] from token to token. A token lets S
+    fade by a factor that depends on the token, and then moves what S makes of the token's key
+    towards the token's value:
+
+        S ← e^g · S,  u = β · (v − S·k),  S ← S + u·kᵀ,  o = S·q
+
+    Queries, keys and values come from a projection and a causal convolution over the last tokens;
+    queries and keys are normalised. The output is normalised, gated, and projected.
+
+    Args:
+        layer: the layer's index, under which it finds its cache.
+        hidden_size: the width of the hidden states.
+        shape: the numbers of heads and their sizes.
+        norm_eps: the epsilon of the norm of the output.
+        interleaved: checkpoints hold the input projections in two tensors, key head by key head:
+            `in_proj_qkvz` has the rows of the head's query, key, values and output gates, and
+            `in_proj_ba` those of β and of the decay. Otherwise there are four tensors: queries,
+            keys and values in `in_proj_qkv`, and `in_proj_z`, `in_proj_b`, `in_proj_a`.
+        device: where the parameters are created.
+        dtype: the dtype of the projections. The small parameters are in float32, whatever dtype
+            checkpoints hold them in.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        shape: DeltaShape,
+        *,
+        norm_eps: float,
+        interleaved: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.layer, self.shape, self.eps = layer, shape, norm_eps
+        heads = shape.num_value_heads
+        parts = {
+            "in_proj_qkv": shape.channels,
+            "in_proj_z": shape.values,
+            "in_proj_b": heads,
+            "in_proj_a": heads,
+        }
+        arrange: dict[str, Callable[[Tensor], Tensor]] = {}
+        if interleaved:
+            parts = {"in_proj_qkvz": shape.channels + shape.values, "in_proj_ba": 2 * heads}
+            share = heads // shape.num_key_heads
+            values = share * shape.value_dim
+            sizes = [shape.key_dim, shape.key_dim, values, values]
+            arrange["in_proj_qkvz"] = partial(_kind_by_kind, sizes=sizes)
+            arrange["in_proj_ba"] = partial(_kind_by_kind, sizes=[share, share])
+        self.in_proj = MergedLinear(
+            hidden_size, parts, bias=False, arrange=arrange, device=device, dtype=dtype
+        )
+        self.out_proj = Linear(shape.values, hidden_size, bias=False, device=device, dtype=dtype)
+        wide = partial(empty_parameter, device=device, dtype=torch.float32)
+        self.conv_weight = empty_parameter(
+            shape.channels, shape.conv_width, device=device, dtype=dtype
+        )
+        self.A_log, self.dt_bias = wide(heads), wide(heads)
+        self.norm_weight = wide(shape.value_dim)
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slots of the parameters that are not in a linear layer."""
+        conv = f"{path}.conv1d.weight"
+        # A convolution over channels that do not mix has one input channel for each output channel.
+        yield WeightSlot(
+            self.conv_weight, (conv,), (conv,), lambda tensors: tensors[conv].squeeze(1)
+        )
+        yield WeightSlot.plain(f"{path}.A_log", self.A_log)
+        yield WeightSlot.plain(f"{path}.dt_bias", self.dt_bias)
+        yield WeightSlot.plain(f"{path}.norm.weight", self.norm_weight, dummy=1.0)
+
+
+def _kind_by_kind(rows: Tensor, sizes: list[int]) -> Tensor:
+    """Put rows that stand key head by key head in the order of their kinds.
+
+    Args:
+        rows: [key heads · sum(sizes), …], for each key head the rows of all kinds.
+        sizes: how many rows of each kind a key head has.
+    """
+    kinds = rows.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+    return torch.cat([kind.flatten(0, 1) for kind in kinds])

@@ -1,0 +1,95 @@
+"""Causal depthwise convolution with SiLU, whose last inputs are kept for each row.
+
+Channel c of token t becomes silu(Σ_i weight[c, i] · x[t − (K − 1) + i, c]). The K − 1 inputs before
+a row's first token are the *window* in its state slot, or zeros at the beginning of the row. Sums
+and SiLU are computed in float32, and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.linear_attention.rows import PrefillRows, StepRows
+
+
+def causal_conv_step(
+    x: Tensor, weight: Tensor, window: Tensor, records: Tensor, rows: StepRows
+) -> Tensor:
+    """Convolve W tokens of each row; the records are the tokens' inputs.
+
+    Args:
+        x: [B · W, C], the inputs, row by row; the last axis is contiguous.
+        weight: [C, K] of any floating dtype; the last tap is that of the token itself.
+        window: [S, K − 1, C], dtype of x, the last inputs of each slot, the oldest first; each
+            slot's are contiguous. Those of the rows' slots are overwritten, as `StepRows` says.
+        records: [2, R, N, C], dtype of x, with N ≥ W and contiguous; overwritten.
+        rows: the B rows.
+
+    Returns:
+        [B · W, C], dtype of x, contiguous.
+    """
+    return causal_conv_step_reference(x, weight, window, records, rows)
+
+
+def causal_conv_prefill(x: Tensor, weight: Tensor, window: Tensor, rows: PrefillRows) -> Tensor:
+    """Convolve the tokens of each row, and leave its last inputs in its slot.
+
+    Args:
+        x: [T, C], the inputs; the last axis is contiguous.
+        weight: [C, K] of any floating dtype; the last tap is that of the token itself.
+        window: [S, K − 1, C], dtype of x, the last inputs of each slot, the oldest first; each
+            slot's are contiguous. Overwritten as `PrefillRows` says. Snapshots may be anywhere.
+        rows: the B rows.
+
+    Returns:
+        [T, C], dtype of x, contiguous.
+    """
+    return causal_conv_prefill_reference(x, weight, window, rows)
+
+
+def causal_conv_step_reference(
+    x: Tensor, weight: Tensor, window: Tensor, records: Tensor, rows: StepRows
+) -> Tensor:
+    """`causal_conv_step` in PyTorch."""
+    slots, taps = rows.slots, weight.shape[1]
+    folds, half = rows.folds[slots].clamp(0, records.shape[2]), rows.half[slots].long()
+    seen = torch.cat([window[slots], records[half, slots]], dim=1)
+    place = folds[:, None] + torch.arange(taps - 1, device=x.device)
+    before = seen.gather(1, place[:, :, None].expand(-1, -1, x.shape[1]))
+    window.index_copy_(0, slots, before)
+    inputs = x.view(len(slots), rows.width, x.shape[1])
+    for j in range(rows.width):
+        records[1 - half, slots, j] = inputs[:, j]
+    return _convolve(torch.cat([before, inputs], dim=1), weight).flatten(0, 1).to(x.dtype)
+
+
+def causal_conv_prefill_reference(
+    x: Tensor, weight: Tensor, window: Tensor, rows: PrefillRows
+) -> Tensor:
+    """`causal_conv_prefill` in PyTorch, row by row."""
+    before, out, first = weight.shape[1] - 1, torch.zeros_like(x), 0
+    for row, length in enumerate(rows.lengths()):
+        if not length:
+            continue
+        slot = int(rows.slots[row])
+        fresh = not rows.positions[first]
+        start = torch.zeros_like(window[slot]) if fresh else window[slot]
+        inputs = torch.cat([start, x[first : first + length]])
+        out[first : first + length] = _convolve(inputs[None], weight)[0]
+        for tokens, target in rows.wanted(row).items():
+            window[target] = inputs[tokens : tokens + before]
+        window[slot] = inputs[length:]
+        first += length
+    return out
+
+
+def _convolve(inputs: Tensor, weight: Tensor) -> Tensor:
+    """[B, K − 1 + W, C] → [B, W, C] in float32, the taps in the order of the tokens."""
+    taps, inputs, weight = weight.shape[1], inputs.float(), weight.float()
+    width = inputs.shape[1] - (taps - 1)
+    total = inputs[:, :width] * weight[:, 0]
+    for tap in range(1, taps):
+        total = total + inputs[:, tap : tap + width] * weight[:, tap]
+    # F.silu may use two ways to compute exp, see silu_and_mul_reference.
+    return total / torch.exp(-total).add_(1)

@@ -1,0 +1,80 @@
+"""Which rows an operation of linear attention reads, and where their states are.
+
+The operations keep a state per row in *state slots*. Slot 0 is scratch: rows that pad a batch have
+it, and whatever is written there is never read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens of a chunk. Chunks begin at absolute multiples of it, so that a prefill which is cut at
+such a multiple has the bits of one that is not cut."""
+
+
+class StepRows(NamedTuple):
+    """The B rows of a decode step, each with W tokens that stand one behind the other.
+
+    A step does not change the state beyond the tokens that were accepted before it. It takes the
+    first `folds[slot]` records from the half `half[slot]`, folds them into the state of the row's
+    slot, and writes that state back. It then runs its W tokens from there, and writes what they do
+    to the state as records into the other half.
+
+    Attributes:
+        slots: [B] int64, the rows' state slots.
+        folds: [R] int32, the number of records of each slot that are folded. It is read on the
+            device. A number beyond the records that a slot has counts as that of its records.
+        half: [R] int32, the half, 0 or 1, that holds those records.
+        width: W. With 0 the step folds and does nothing else; the caller must then set `folds` to
+            0, because the records stay where they are.
+    """
+
+    slots: Tensor
+    folds: Tensor
+    half: Tensor
+    width: int
+
+
+class PrefillRows(NamedTuple):
+    """The B rows of a prefill, whose T tokens stand one row behind the other.
+
+    A row whose first token has position 0 starts from a state of zeros, as its slot may hold
+    anything. Any other row starts from the state in its slot, whose records must have been folded.
+    The state after the row's last token is written to its slot.
+
+    Attributes:
+        slots: [B] int64, the rows' state slots.
+        positions: [T] int64, the absolute position of each token in its row. Only those of the
+            rows' first tokens are read; the others follow from them.
+        starts: [B + 1] int32 on the device, where each row's tokens begin; the last entry is where
+            the last row ends. A row may have no tokens, and its slot is left as it is. Tokens after
+            the last row may hold anything.
+        snapshots: [B, N, 2] int64, copies of the state that each row leaves: after how many of its
+            tokens, and in which slot. Entries with 0 tokens are unused. The number must end a chunk
+            of 64, counted from position 0, or the row. None if no row leaves any.
+        query_lens: the number of tokens of each row on the host; None if only the device knows it.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    starts: Tensor
+    snapshots: Tensor | None
+    query_lens: tuple[int, ...] | None
+
+    def lengths(self) -> tuple[int, ...]:
+        """Return the number of tokens of each row; this waits for the device if it must."""
+        if self.query_lens is not None:
+            return self.query_lens
+        return tuple(self.starts.diff().tolist())
+
+    def wanted(self, row: int) -> dict[int, list[int]]:
+        """Map numbers of tokens of this row to the slots that want the state after them."""
+        found: dict[int, list[int]] = {}
+        if self.snapshots is not None:
+            for tokens, slot in self.snapshots[row].tolist():
+                if tokens:
+                    found.setdefault(tokens, []).append(slot)
+        return found
