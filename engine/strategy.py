@@ -161,8 +161,8 @@ class Decoding(Protocol):
     A decode step calls `step_inputs.reindex`, `propose`, `forward`, `decide` and
     `step_inputs.step_decode`, in this order. A prefill runs the target's forward. If the prefill of
     some rows is complete, it calls `first_tokens` for those that it yields a token for. Then it
-    calls `Hooks.prefilled`, and `step_inputs.merge_prefill` for the complete ones. A mixed step does
-    both, with one forward for all tokens.
+    calls `Hooks.prefilled`, and `step_inputs.merge_prefill` for the complete rows. A mixed step
+    does both, with one forward for all tokens.
     """
 
     @property

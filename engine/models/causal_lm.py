@@ -212,6 +212,4 @@ class CausalLM(TokenModel):
         that is not built.
         """
         tied_head = name == "lm_head.weight" and self.config.tie_word_embeddings
-        unwanted = [head for head in self.config.heads if head not in self.heads]
-        of_head = any(name.startswith(f"{head}.") for head in unwanted)
-        return tied_head or of_head or name.endswith(".rotary_emb.inv_freq")
+        return tied_head or name.endswith(".rotary_emb.inv_freq")

@@ -1,4 +1,4 @@
-"""Multi-token prediction: drafts by a head of the target, which reads the target's hidden states."""
+"""Multi-token prediction: drafts by a head that reads the target's hidden states."""
 
 from __future__ import annotations
 
