@@ -12,6 +12,7 @@ from torch import Tensor
 from batchgen.engine.cache.model_caches import paged_token_bytes
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.scheduling.admission import LengthPredictor
@@ -47,7 +48,7 @@ def beside(draft: CausalLM | None) -> dict[str, CausalLM]:
     return {} if draft is None else {"draft": draft}
 
 
-def block_bytes(block_size: int, *models: CausalLM) -> int:
+def block_bytes(block_size: int, *models: TokenModel) -> int:
     """Bytes of a block of the paged cache for all of these models."""
     return block_size * sum(paged_token_bytes(m.cache_specs, (), m.dtype) for m in models)
 

@@ -268,7 +268,7 @@ def test_a_prefix_that_another_row_generated_changes_nothing(tiny_models: Models
             "rejection needs proposer=draft",
         ),
         ({"verifier": "typical"}, "verifier must be pathwise or rejection, got 'typical'"),
-        ({"proposer": "mtp"}, "proposer must be"),
+        ({"proposer": "eagle"}, "proposer must be"),
         ({"num_spec_tokens": 0}, "num_spec_tokens must be 1 to 7, got 0"),
         ({"num_spec_tokens": 8}, "num_spec_tokens must be 1 to 7, got 8"),
         ({"ngram_min": 0}, "ngram_min must be"),
