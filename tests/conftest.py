@@ -26,15 +26,25 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from batchgen.engine.cache.memory_plan import ModelUse
 from batchgen.engine.cache.model_caches import CacheSizes
-from batchgen.engine.execution.forward_context import ForwardContext
+from batchgen.engine.execution.forward_context import ForwardContext, RowMetadata
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.kernels.attention.attention import AttentionMetadata
 
@@ -60,6 +70,30 @@ _MOE: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
+}
+_HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
 }
 
 
@@ -87,10 +121,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """`tiny_model(kind, **config)` → folder of a random float32 model, saved by transformers.
 
     kind is `llama`, `qwen2`, `qwen3`, `qwen2_moe`, `qwen3_moe`, or `sdar` or `sdar_moe` (which have
-    the same weights as qwen3 and qwen3_moe, and MASK_ID as their mask); config overrides sizes. The
-    projections of experts are saved apart (`split_experts=False` leaves those of a layer in one
-    tensor). `max_shard_size` saves it in shards. The same arguments give
-    the same folder, which tests must not change.
+    the same weights as qwen3 and qwen3_moe, and MASK_ID as their mask), or a hybrid: `qwen3_next`,
+    `qwen3_5` and `qwen3_5_moe` (with a vision tower), `qwen3_5_text` and `qwen3_5_moe_text`. config
+    overrides sizes. The projections of experts are saved apart (`split_experts=False` leaves those
+    of a layer in one tensor). `max_shard_size` saves it in shards. The same arguments give the same
+    folder, which tests must not change.
     """
     made: dict[str, Path] = {}
 
@@ -123,6 +158,8 @@ def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         model = Qwen2MoeForCausalLM(
             Qwen2MoeConfig(**_MOE | {"shared_expert_intermediate_size": 48} | values)
         )
+    elif kind == "qwen3_next" or kind.startswith("qwen3_5"):
+        model = _random_hybrid(kind, config)
     elif kind.endswith("moe"):
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_MOE | values))
     else:
@@ -132,8 +169,36 @@ def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
             parameter.data.uniform_(0.5, 1.5)
         elif name.endswith("bias"):
             parameter.data.normal_(0, 0.3)
+        elif name.endswith("A_log"):  # how fast states fade, from slowly to at once
+            parameter.data.uniform_(-2, 2)
         elif name.endswith("mlp.gate.weight"):  # else a token's experts weigh nearly the same
             parameter.data.normal_(0, 0.5)
+    return model
+
+
+def _random_hybrid(kind: str, config: dict[str, Any]) -> PreTrainedModel:
+    values = _SIZES | _HYBRID | config
+    if kind != "qwen3_next":
+        sections = {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+        values["rope_parameters"] = values["rope_parameters"] | sections
+    model: PreTrainedModel
+    if kind == "qwen3_next":
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**values))
+    elif kind == "qwen3_5_text":
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**values))
+    elif kind == "qwen3_5_moe_text":
+        model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**values))
+    else:
+        tie = values.get("tie_word_embeddings", False)
+        parts: dict[str, Any] = {
+            "text_config": values,
+            "vision_config": _VISION,
+            "tie_word_embeddings": tie,
+        }
+        if kind == "qwen3_5":
+            model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**parts))
+        else:
+            model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(**parts))
     return model
 
 
@@ -167,7 +232,7 @@ def reference_logits() -> Callable[[Path, Sequence[int]], Tensor]:
 def run_paged() -> RunPaged:
     """`run_paged(model, ids, chunks)` → logits [len(ids), vocab], by one forward per chunk length.
 
-    The KV goes to a paged cache whose blocks are out of order.
+    The KV goes to a paged cache whose blocks are out of order, and states to slot 1.
     """
 
     def run(model: CausalLM, ids: Sequence[int], chunks: Sequence[int]) -> Tensor:
@@ -175,13 +240,16 @@ def run_paged() -> RunPaged:
         device, block_size = model.device, 16
         num_blocks = -(-len(ids) // block_size)
         table = torch.arange(num_blocks, 0, -1, device=device)
-        caches = ModelUse(model, (1,)).caches(CacheSizes(num_blocks + 1, block_size, 0))
+        caches = ModelUse(model, (1,)).caches(CacheSizes(num_blocks + 1, block_size, 1))
+        slot = torch.ones(1, dtype=torch.int64, device=device)
         logits, start = [], 0
         for size in chunks:
             positions = torch.arange(start, start + size, device=device)
             slots = table[positions // block_size] * block_size + positions % block_size
             attention = [AttentionMetadata(positions, (size,), (start + size,), table.unsqueeze(0))]
-            context = ForwardContext(caches.layers, slots, attention)
+            starts = torch.tensor([0, size], dtype=torch.int32, device=device)
+            rows = [RowMetadata(slot, positions, starts, None, None, (size,))]
+            context = ForwardContext(caches.layers, slots, attention, rows)
             tokens = torch.tensor(ids[start : start + size], device=device)
             with torch.inference_mode():
                 logits.append(model.compute_logits(model(tokens, positions, context)))

@@ -102,11 +102,13 @@ class BlockManager:
 
         If the prefill must yield a token, the prefix leaves out at least the last token, so that a
         forward has a token to compute. So it does where a model looks ahead, which goes on from
-        what it makes of that token.
+        what it makes of that token. With recurrent layers it ends within the prompt.
         """
         if not self.prefix_caching:
             return Prefix([])
         tokens = seq.num_prefill_tokens - max(int(seq.prefill_yields), self._ahead)
+        if self.states is not None:
+            tokens = min(tokens, seq.num_prompt_tokens)
         digests = self._hashes(seq, tokens // self.block_size)
         found = list(takewhile(lambda b: b is not None, map(self._published.get, digests)))
         blocks = [block for block in found if block is not None]
@@ -226,6 +228,10 @@ class BlockManager:
         """
         if not self.prefix_caching:
             return
+        if self.states is not None:
+            # A recurrent layer may read tokens of a prompt otherwise than generated ones, and then
+            # rounds otherwise. A row that has generated tokens in its prompt must not see that.
+            num_tokens = min(num_tokens, seq.num_prompt_tokens)
         full = min(num_tokens, seq.num_tokens - self._ahead) // self.block_size
         if full <= seq.num_published_blocks:
             return

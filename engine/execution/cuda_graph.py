@@ -167,7 +167,10 @@ class ForwardGraphs:
         return self._replay(_Key(kind, size, width))[:tokens]
 
     def takes_chunk(self, prefill: ModelInputs) -> bool:
-        """Whether the prefill is small enough for the graphs of mixed batches."""
+        """Whether the prefill is small enough for the graphs of mixed batches, none of which reads
+        tokens again as a decode step did."""
+        if prefill.replayed is not None:
+            return False
         tokens, rows = len(prefill.input_ids), prefill.num_rows
         return 0 < tokens <= self._shapes.chunk_tokens and rows <= CHUNK_ROWS
 
@@ -186,8 +189,9 @@ class ForwardGraphs:
         return hidden[: decode.num_rows], hidden[size:]
 
     def takes_prefill(self, inputs: ModelInputs) -> bool:
-        """Whether there is a graph for a prefill of this many tokens."""
-        return len(inputs.input_ids) <= self._shapes.prefill_tokens
+        """Whether there is a graph for a prefill of this many tokens. None reads tokens again as a
+        decode step did."""
+        return inputs.replayed is None and len(inputs.input_ids) <= self._shapes.prefill_tokens
 
     def takes_all(self, inputs: ModelInputs) -> bool:
         """Whether there is a graph for a prefill of this many tokens that computes all of them."""

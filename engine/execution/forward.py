@@ -121,7 +121,10 @@ def _row_metadata(part: Part) -> RowMetadata:
         else:
             starts = upload([0, *inputs.query_lens.cumsum().tolist()], torch.int32, device)
     snapshots = None if part.width is not None else inputs.snapshots
-    return RowMetadata(inputs.state_slots, inputs.positions, starts, part.width, snapshots, lens)
+    replayed = None if inputs.replayed is None else tuple(inputs.replayed.tolist())
+    return RowMetadata(
+        inputs.state_slots, inputs.positions, starts, part.width, snapshots, lens, replayed
+    )
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

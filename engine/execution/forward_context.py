@@ -61,6 +61,9 @@ class RowMetadata:
             part leaves no checkpoints.
         query_lens: the number of tokens of each of the B rows, on the host; None in the captured
             graph of a prefill, which reads `starts` at its replay.
+        replayed: how many of each row's last tokens were generated and read in decode steps before
+            the row was preempted; None if no row has any. If a layer's prefill rounds otherwise
+            than its decode step, it must read these tokens as a decode step does, one by one.
     """
 
     slots: Tensor
@@ -69,6 +72,7 @@ class RowMetadata:
     width: int | None
     snapshots: Tensor | None
     query_lens: tuple[int, ...] | None
+    replayed: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

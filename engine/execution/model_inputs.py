@@ -32,6 +32,9 @@ class ModelInputs(Batched):
         snapshots: [B, SNAPSHOTS, 2] int64, the checkpoints that a prefill leaves: after how many of
             the row's tokens in this forward, and in which state slot. Unused entries are 0. None if
             there are no checkpoints to leave, as in every decode step.
+        replayed: [B] int64 on the host, how many of each row's last tokens were generated and read
+            before the row was preempted; None if no row has any, and for a model without recurrent
+            layers.
         hidden: [T, hidden_size], the hidden states of another model that a head reads; None for
             other models.
     """
@@ -43,6 +46,7 @@ class ModelInputs(Batched):
     context_lens: npt.NDArray[np.int64] = row()
     state_slots: Tensor | None = row(optional=True)
     snapshots: Tensor | None = row(optional=True)
+    replayed: npt.NDArray[np.int64] | None = row(optional=True)
     hidden: Tensor | None = token(optional=True)
 
     @classmethod
@@ -54,6 +58,7 @@ class ModelInputs(Batched):
         *,
         states: bool = False,
         snapshots: bool = False,
+        replayed: bool = False,
         hidden: Tensor | None = None,
     ) -> ModelInputs:
         """Make rows that own nothing but the scratch block and the scratch slot.
@@ -66,6 +71,7 @@ class ModelInputs(Batched):
             device: the device of the tensors.
             states: whether the rows have state slots.
             snapshots: whether the rows have room for checkpoints.
+            replayed: whether the rows say how many of their tokens are read again.
             hidden: a tensor [N, hidden_size] that gives the width and dtype of the rows' hidden
                 states, which are zeros; None if they have none.
         """
@@ -80,6 +86,7 @@ class ModelInputs(Batched):
             np.ones_like(query_lens),
             tokens.new_zeros(rows) if states else None,
             tokens.new_zeros((rows, SNAPSHOTS, 2)) if snapshots else None,
+            np.zeros_like(query_lens) if replayed else None,
             None if hidden is None else hidden.new_zeros((len(tokens), hidden.shape[1])),
         )
 
@@ -94,6 +101,7 @@ class ModelInputs(Batched):
             self.input_ids.device,
             states=self.state_slots is not None,
             snapshots=self.snapshots is not None,
+            replayed=self.replayed is not None,
             hidden=self.hidden,
         )
         return ModelInputs.concat([self, padding])

@@ -49,6 +49,7 @@ def prefill_inputs(batch: PrefillBatch, device: torch.device, states: bool) -> P
         ends,
         state_slots(seqs, device) if states else None,
         _snapshots(batch, chosen, device) if batch.snapshots else None,
+        _replayed(seqs, starts, ends) if states else None,
     )
     yielding = [i for i in batch.completing if batch.seqs[i].prefill_yields]
     rows = np.searchsorted(chosen, np.array(yielding, np.int64)).astype(np.int64)
@@ -63,6 +64,15 @@ def _snapshots(batch: PrefillBatch, chosen: npt.NDArray[np.int64], device: torch
         table[row, used[row]] = length, slot
         used[row] += 1
     return upload(table[chosen], torch.int64, device)
+
+
+def _replayed(
+    seqs: abc.Sequence[Sequence], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64] | None:
+    """Make `ModelInputs.replayed` [B] for rows that read the tokens from `starts` to `ends` [B]."""
+    prompts = np.array([seq.num_prompt_tokens for seq in seqs], np.int64)
+    counts: npt.NDArray[np.int64] = np.maximum(ends - np.maximum(starts, prompts), 0)
+    return counts if counts.any() else None
 
 
 def state_slots(seqs: abc.Sequence[Sequence], device: torch.device) -> Tensor:

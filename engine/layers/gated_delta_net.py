@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from batchgen.engine.cache.row_states import StateCache
+from batchgen.engine.cache.specs import CacheSpec, StateSpec, StateTensor
+from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens, RowMetadata
+from batchgen.engine.layers.delta_replay import replay
 from batchgen.engine.layers.linear import Linear, MergedLinear, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
-
-CHUNK = 64
-"""The tokens of a prompt are computed in chunks of so many."""
+from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
+from batchgen.kernels.linear_attention.delta_rule import (
+    DeltaInputs,
+    DeltaRecords,
+    delta_prefill,
+    delta_step,
+)
+from batchgen.kernels.linear_attention.gated_norm import gated_rms_norm
+from batchgen.kernels.linear_attention.rows import CHUNK, PrefillRows, StepRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +143,86 @@ class GatedDeltaNet(nn.Module):
         )
         self.A_log, self.dt_bias = wide(heads), wide(heads)
         self.norm_weight = wide(shape.value_dim)
+        self.cache_spec: CacheSpec | None = StateSpec(
+            state={
+                "window": StateTensor((shape.conv_width - 1, shape.channels), dtype),
+                "matrix": StateTensor((heads, shape.value_dim, shape.key_dim)),
+            },
+            records={
+                "inputs": StateTensor((shape.channels,), dtype),
+                "update": StateTensor((heads, shape.value_dim)),
+                "key": StateTensor((shape.num_key_heads, shape.key_dim)),
+                "decay": StateTensor((heads,)),
+            },
+            chunk_multiple=CHUNK,
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        cos_sin: Tensor | None,
+        ctx: ForwardContext,
+        outputs: OutputTokens | None,
+    ) -> Tensor:
+        """Return residual + network(hidden), as `Mixer` says.
+
+        The state of every row is moved on as `RowMetadata` says.
+        """
+        shape, heads = self.shape, self.shape.num_value_heads
+        mixed, gate, b, a = self.in_proj(hidden).split(
+            [shape.channels, shape.values, heads, heads], dim=1
+        )
+        cache = ctx.cache(self.layer, StateCache)
+        start, found = 0, []
+        for rows in ctx.rows:
+            tokens = slice(start, start := start + len(rows.positions))
+            found.append(self._run(mixed[tokens], a[tokens], b[tokens], cache, rows))
+        assert start == len(hidden)
+        out = found[0] if len(found) == 1 else torch.cat(found)
+        if outputs is not None:
+            out, gate, residual = (x[outputs.index] for x in (out, gate, residual))
+        normed = gated_rms_norm(out, gate, self.norm_weight, self.eps)
+        return self.out_proj.add_to(residual, normed)
+
+    def _run(self, x: Tensor, a: Tensor, b: Tensor, cache: StateCache, rows: RowMetadata) -> Tensor:
+        """Compute the output [T, value heads, value_dim] of one part of the tokens.
+
+        Args:
+            x: [T, channels], queries, keys and values before the convolution.
+            a, b: [T, value heads], what the decays and the β are made of.
+            cache: the layer's states and records.
+            rows: the rows of the part.
+        """
+        window, matrix = cache.state["window"], cache.state["matrix"]
+        if rows.width is not None:
+            step = StepRows(rows.slots, cache.folds, cache.half, rows.width)
+            inputs = cache.records["inputs"]
+            x = causal_conv_step(x, self.conv_weight, window, inputs, step)
+            records = DeltaRecords(*(cache.records[name] for name in DeltaRecords._fields))
+            return delta_step(self._inputs(x, a, b), matrix, records, step)
+        own = _own_tokens(rows)
+        if not own:
+            return x.new_zeros((len(x), self.shape.num_value_heads, self.shape.value_dim))
+        if own < len(x):
+            out = self._run(x[:own], a[:own], b[:own], cache, _first_tokens(rows, own))
+            return F.pad(out, (0, 0, 0, 0, 0, len(x) - own))
+        prefill = PrefillRows(
+            rows.slots, rows.positions, rows.starts, rows.snapshots, rows.query_lens
+        )
+        x = causal_conv_prefill(x, self.conv_weight, window, prefill)
+        tokens = self._inputs(x, a, b)
+        if rows.replayed is None:
+            return delta_prefill(tokens, matrix, prefill)
+        return replay(tokens, matrix, prefill, rows.replayed)
+
+    def _inputs(self, x: Tensor, a: Tensor, b: Tensor) -> DeltaInputs:
+        return DeltaInputs(x, a, b, self.A_log, self.dt_bias)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slots of the parameters that are not in a linear layer."""
         conv = f"{path}.conv1d.weight"
-        # A convolution over channels that do not mix has one input channel for each output channel.
+        # Checkpoints have an axis of one input channel, as no channel sees another.
         yield WeightSlot(
             self.conv_weight, (conv,), (conv,), lambda tensors: tensors[conv].squeeze(1)
         )
@@ -154,3 +240,32 @@ def _kind_by_kind(rows: Tensor, sizes: list[int]) -> Tensor:
     """
     kinds = rows.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
     return torch.cat([kind.flatten(0, 1) for kind in kinds])
+
+
+def _only_input(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    return tensors[name].squeeze(1)
+
+
+def _own_tokens(rows: RowMetadata) -> int:
+    """Return how many of a prefill's tokens belong to rows.
+
+    On a CPU forwards are filled up with a last row on scratch, which would take time as others do.
+    """
+    count = len(rows.positions)
+    if rows.positions.is_cuda or rows.query_lens is None or int(rows.slots[-1]):
+        return count
+    return count - rows.query_lens[-1]
+
+
+def _first_tokens(rows: RowMetadata, count: int) -> RowMetadata:
+    """Leave out the last row of a prefill, which has all tokens from `count` on."""
+    assert rows.query_lens is not None
+    return replace(
+        rows,
+        slots=rows.slots[:-1],
+        positions=rows.positions[:count],
+        starts=rows.starts[:-1],
+        snapshots=None if rows.snapshots is None else rows.snapshots[:-1],
+        query_lens=rows.query_lens[:-1],
+        replayed=None if rows.replayed is None else rows.replayed[:-1],
+    )

@@ -215,7 +215,7 @@ def hybrid_config(
         **moe,
         moe_layers=moe_layers,
         renormalise=renormalise,
-        attention_layers=_attention_layers(hf.layer_types, hf.num_hidden_layers),
+        attention_layers=_attention_layers(hf.layer_types),
         delta=DeltaShape(
             num_key_heads=hf.linear_num_key_heads,
             num_value_heads=hf.linear_num_value_heads,
@@ -230,15 +230,12 @@ def hybrid_config(
     return replace(dense, family=family, heads=(MTP_HEAD,) if mtp_layers else ())
 
 
-def _attention_layers(layer_types: list[str], num_layers: int) -> tuple[int, ...]:
+def _attention_layers(layer_types: list[str]) -> tuple[int, ...]:
     """Return the indices of the layers with attention.
 
     Raises:
-        ValueError: there is not one type for each layer, a type is unknown, or no layer has
-            attention.
+        ValueError: a type is unknown.
     """
-    if len(layer_types) != num_layers:
-        raise ValueError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
     if unknown := set(layer_types) - set(_LAYER_TYPES):
         raise ValueError(
             f"layer_types has {min(unknown)!r}, which is not supported; supported: "

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from engine_rows import Request, expect_short_rows
+from forced_drafts import ForcedStrategy, some_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -29,26 +30,13 @@ from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.inputs import SamplingInputs
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.sampling.sampler import sample
-from batchgen.engine.scheduling.scheduled_batch import DecodeBatch
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
-from batchgen.strategies.ar_spec.step_inputs import Drafts
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 
 CPU = torch.device("cpu")
 ROUTE = "toy_route"
-
-
-def some_slow(cases: Iterable[Any], quick: Sequence[Any]) -> list[Any]:
-    """The cases as parameters, slow but for those named quick."""
-    slow = pytest.mark.slow
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=[slow] * (case not in quick)
-        )
-        for case in cases
-    ]
 
 
 class PlainLoop:
@@ -306,51 +294,6 @@ def test_a_slot_with_garbage_is_started_from_zero(loop: PlainLoop) -> None:
             values.fill_(float("nan"))
     cache.folds.fill_(1)
     check(loop, rows, run(engine, rows))
-
-
-class ForcedStrategy(ARSpecStrategy):
-    """Drafts of which a chosen number holds: it knows what rows say, and errs from there on."""
-
-    def __init__(self, answers: dict[str, list[int]], k: int, seed: int) -> None:
-        super().__init__(num_spec_tokens=k, adaptive=False)
-        self._answers, self._rng, self.held = answers, random.Random(seed), [0] * (k + 1)
-        self._widths = random.Random(seed + 1)
-        self._engine: LLMEngine | None = None
-
-    def step_width(self, num_rows: int) -> int:
-        """Now and then a step goes without drafts, or with fewer."""
-        return self._widths.choice([1, 2, 1 + self.num_spec_tokens, 1 + self.num_spec_tokens])
-
-    def propose(self, batch: DecodeBatch) -> None:
-        if batch.width == 1:
-            super().propose(batch)
-            return
-        assert self._engine is not None
-        k = batch.width - 1
-        state, table = self.step_inputs, self._engine.scheduler._table
-        drafts = np.zeros((len(batch.places), k), np.int64)
-        for row, place in enumerate(batch.places.tolist()):
-            seq = table[place]
-            position = int(state.newest.positions[row])
-            whole = seq.token_ids[: seq.num_prompt_tokens] + self._answers[seq.request_id]
-            right = self._rng.randint(0, k)
-            ahead = whole[position + 1 : position + 1 + k]
-            ahead += [1] * (k - len(ahead))
-            drafts[row] = [t if j < right else (t + 1) % 128 for j, t in enumerate(ahead)]
-        counts = torch.full((len(drafts),), k, dtype=torch.int32)
-        state.set_drafts(Drafts(torch.as_tensor(drafts), counts))
-
-    def observe(self, step: Any, current: Any) -> None:
-        super().observe(step, current)
-        if step.token_ids.shape[1] > 1:
-            for count in step.num_tokens[current].tolist():
-                self.held[count - 1] += 1
-
-    @property
-    def models(self) -> Any:
-        (name, role), *_ = super().models.items()
-        widths = sorted({*role.widths, 2, 1 + self.num_spec_tokens})
-        return {name: replace(role, widths=tuple(widths))}
 
 
 @pytest.mark.parametrize("k", some_slow(range(1, 8), quick=(1, 4, 7)))

@@ -1,0 +1,211 @@
+"""Rows of hybrid models have the same bits however they are scheduled.
+
+What a row says alone, in a cache that it never has to leave, with its prompt read in one forward,
+is held against every other way to run it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_rows import Request, expect_short_rows
+from forced_drafts import ForcedStrategy, some_slow
+
+from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.loader import load_model
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.outputs import RequestOutput
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.strategy import Strategy
+from batchgen.strategies.ar.strategy import ARStrategy
+from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+
+CPU = torch.device("cpu")
+ROUTE = "routed_experts"
+KIND = "qwen3_5_moe_text"
+TinyModel = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: TinyModel) -> Path:
+    return tiny_model(KIND)
+
+
+def load(folder: Path) -> CausalLM:
+    return load_model(folder, device=CPU)
+
+
+def requests(seed: int, count: int = 8, lengths: Sequence[int] = (1, 6, 30)) -> list[Request]:
+    """Prompts of which some begin alike, within a chunk of 64 tokens or after one; with samples."""
+    rng = random.Random(seed)
+    common = [rng.randrange(3, 128) for _ in range(140)]
+    rows: list[Request] = []
+    while len(rows) < count:
+        own = [rng.randrange(3, 128) for _ in range(rng.choice([1, 5, 40, 70]))]
+        prompt = [*common[: rng.choice([0, 20, 64, 90, 128, 140])], *own]
+        for _ in range(rng.randint(1, 3)):
+            params = SamplingParams(
+                temperature=rng.choice([0, 0.7, 1.0]),
+                max_new_tokens=rng.choice(lengths),
+                seed=rng.randrange(4),
+                logprobs=True,
+                columns=(ROUTE,),
+            )
+            rows.append((prompt, params))
+    return rows[:count]
+
+
+def make_engine(model: CausalLM, strategy: Strategy | None = None, **config: Any) -> LLMEngine:
+    options: dict[str, Any] = {"max_model_len": 256, "kv_cache_gib": 0.01, "max_num_seqs": 6}
+    return LLMEngine(
+        model,
+        None,
+        (),
+        strategy or ARStrategy(),
+        EngineConfig(**options | config),
+        context_columns=[ROUTE],
+    )
+
+
+def run(engine: LLMEngine, rows: Sequence[Request]) -> list[RequestOutput]:
+    for i, (prompt, params) in enumerate(rows):
+        engine.add_request(str(i), prompt, params)
+    found: dict[int, RequestOutput] = {}
+    while engine.has_unfinished():
+        found |= {int(output.request_id): output for output in engine.step()}
+        engine.scheduler.block_manager.check_integrity(engine.scheduler.running)
+    manager = engine.scheduler.block_manager
+    assert manager.usage == 0 and manager.states is not None
+    assert manager.states.num_free == engine.config.max_num_seqs
+    return [found[i] for i in range(len(rows))]
+
+
+class Alone:
+    """What rows say when each has an engine's caches for itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self._engine = make_engine(load(folder), max_num_seqs=1, prefix_caching=False)
+        self._seen: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
+
+    def __call__(self, row: Request) -> RequestOutput:
+        key = (tuple(row[0]), row[1])
+        if key not in self._seen:
+            (self._seen[key],) = run(self._engine, [row])
+        return self._seen[key]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Alone:
+    return Alone(folder)
+
+
+def check(alone: Alone, rows: Sequence[Request], found: Sequence[RequestOutput]) -> None:
+    for i, (row, output) in enumerate(zip(rows, found, strict=True)):
+        expected = alone(row)
+        assert output.token_ids == expected.token_ids, f"row {i}"
+        for name in ("logprobs", ROUTE):
+            np.testing.assert_array_equal(output.columns[name], expected.columns[name])
+
+
+@pytest.mark.parametrize(
+    ("batched", "overlap", "block_size"),
+    some_slow(
+        [(64, False, 16), (64, True, 8), (128, False, 64), (2048, True, 16), (2048, False, 4)],
+        quick=((64, True, 8), (2048, False, 4)),
+    ),
+)
+def test_any_schedule(
+    alone: Alone, folder: Path, batched: int, overlap: bool, block_size: int
+) -> None:
+    rows = requests(seed=1, count=10)
+    engine = make_engine(
+        load(folder), overlap=overlap, max_batched_tokens=batched, block_size=block_size
+    )
+    check(alone, rows, run(engine, rows))
+    assert engine.stats.cached_tokens > 0
+
+
+def test_rows_that_lose_their_caches(
+    alone: Alone, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they had generated is read again as it was read first, token by token."""
+    expect_short_rows(monkeypatch)
+    params = SamplingParams(max_new_tokens=45, seed=3, logprobs=True, columns=(ROUTE,))
+    rows = [([3 + (i + 2) * j % 125 for j in range(30 + 9 * i)], params) for i in range(6)]
+    engine = make_engine(load(folder), max_batched_tokens=64, kv_cache_gib=cache_gib(folder, 256))
+    check(alone, rows, run(engine, rows))
+    assert engine.stats.preemptions > 1
+
+
+def test_drafts_that_fall_anywhere_are_taken_back(alone: Alone, folder: Path) -> None:
+    """Also by rows that lose their caches."""
+    check_forced(alone, folder, k=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [1, 2, 4, 5])
+def test_any_number_of_drafts(alone: Alone, folder: Path, k: int) -> None:
+    check_forced(alone, folder, k)
+
+
+def check_forced(alone: Alone, folder: Path, k: int) -> None:
+    rows = requests(seed=20 + k, lengths=(9, 20))
+    answers = {str(i): alone(row).token_ids for i, row in enumerate(rows)}
+    strategy = ForcedStrategy(answers, k, seed=k)
+    engine = make_engine(
+        load(folder), strategy, max_num_seqs=4, kv_cache_gib=cache_gib(folder, 300)
+    )
+    strategy._engine = engine
+    check(alone, rows, run(engine, rows))
+    assert all(strategy.held), "the case is about every number of drafts that can hold"
+
+
+def test_ngram_drafts(alone: Alone, folder: Path) -> None:
+    rows = requests(seed=40, count=5, lengths=(30,))
+    strategy = ARSpecStrategy(num_spec_tokens=3, adaptive=False, ngram_min=1)
+    engine = make_engine(load(folder), strategy, overlap=True, max_batched_tokens=64)
+    check(alone, rows, run(engine, rows))
+    assert engine.stats.counts["num_draft_tokens"] > 0
+
+
+def test_samples_of_one_prompt_compute_it_once(alone: Alone, folder: Path) -> None:
+    prompt = [3 + i * i % 120 for i in range(205)]
+    rows = [
+        (prompt, SamplingParams(max_new_tokens=3, seed=seed, logprobs=True, columns=(ROUTE,)))
+        for seed in range(64)
+    ]
+    engine = make_engine(load(folder), max_num_seqs=64)
+    found = run(engine, rows)
+    check(alone, rows[:2], found[:2])
+    assert engine.stats.cached_tokens == 63 * 192
+    assert engine.stats.prefill_tokens == 205 + 63 * (205 - 192)
+
+
+def test_generated_tokens_in_a_prompt_are_read_as_a_prompt(alone: Alone, folder: Path) -> None:
+    """The first row has read them one by one, and what it kept of them is not shared."""
+    params = SamplingParams(temperature=0, max_new_tokens=60, logprobs=True, columns=(ROUTE,))
+    engine = make_engine(load(folder), max_num_seqs=1)
+    prompt = [3 + i * i % 120 for i in range(80)]
+    (first,) = run(engine, [(prompt, params)])
+    longer = [*prompt, *first.token_ids]
+    params = replace(params, max_new_tokens=4)
+    rows = [(longer, params), ([*longer, 5], params), ([*longer, 6], params)]
+    for row in rows:
+        check(alone, [row], run(engine, [row]))
+    assert engine.stats.cached_tokens == 64 + 2 * 128
+
+
+def cache_gib(folder: Path, tokens: int) -> float:
+    from batchgen.engine.cache.model_caches import paged_token_bytes
+
+    model = load(folder)
+    columns = model.declared_columns(model.config)
+    return (tokens + 16) * paged_token_bytes(model.cache_specs, columns, torch.float32) / 2**30
