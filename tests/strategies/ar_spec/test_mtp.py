@@ -6,7 +6,7 @@ are compared, to the bit, with those that it has of the same tokens when it read
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from engine_rows import Request, expect_short_rows, run, weights
+from qwen_mtp import TheirHead
 from torch import Tensor
-from toy_hybrid import ToyHybridForCausalLM, fill, toy_config
 from toy_mtp import with_head
 from transformers import LlamaConfig, LlamaModel
 
@@ -26,9 +26,9 @@ from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
 from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.mtp import MTPHead
-from batchgen.engine.models.token_model import TokenModel
+from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.scheduling.scheduled_batch import DecodeBatch
@@ -39,25 +39,16 @@ from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 VOCAB = 128
 NONE = np.empty(0, np.int64)
 Ids = tuple[int, ...]
-
-
-class HybridWithHead(ToyHybridForCausalLM):
-    """Attention and recurrences, and a head whose layer is one of attention."""
-
-    def make_head(self, name: str) -> TokenModel:
-        return MTPHead(self, self.make_layer(0)) if name == "mtp" else super().make_head(name)
-
-
-def hybrid(heads: Sequence[str] = ("mtp",)) -> HybridWithHead:
-    config = replace(toy_config(layer_types="ara"), heads=("mtp",))
-    model = HybridWithHead(config, device=torch.device("cpu"), dtype=torch.float32, heads=heads)
-    fill(model)
-    return model
+Models = Mapping[str, CausalLM]
 
 
 @pytest.fixture(scope="module")
-def llama(tiny_model: Callable[..., Path]) -> CausalLM:
-    return with_head(tiny_model("llama"))
+def models(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Models:
+    qwen = TheirHead("qwen3_5_moe").save(tmp_path_factory.mktemp("qwen"))
+    return {
+        "llama": with_head(tiny_model("llama")),
+        "qwen": load_model(qwen, device=torch.device("cpu"), heads=("mtp",)),
+    }
 
 
 class HeadAlone:
@@ -65,26 +56,33 @@ class HeadAlone:
 
     def __init__(self, model: CausalLM) -> None:
         model.pack()
-        sizes = CacheSizes(12, 16, 1)
+        sizes = CacheSizes(16, 16, 1)
         self._target, self.head = (
             ModelRunner(m, ModelUse(m, (1,)).caches(sizes)) for m in (model, model.heads["mtp"])
         )
 
-    def states(self, ids: Sequence[int]) -> Tensor:
-        """[n - 1, hidden_size], for each token but the first the state behind it."""
-        inputs = self._inputs(ids[:-1], 0)
+    def hidden(self, ids: Sequence[int], prompt: int) -> Tensor:
+        """[n, hidden_size], the target's states of the tokens, of which so many are a prompt."""
+        inputs = self._inputs(ids, 0)
+        if self._target.states is not None and len(ids) > prompt:
+            inputs = replace(inputs, replayed=np.array([len(ids) - prompt]))
         hidden = self._target.prefill(PrefillInputs(inputs, NONE), all_hidden=True).hidden
-        return self._read(self._inputs(ids[1:], 0), hidden)
+        assert hidden is not None
+        return hidden
 
-    def drafts(self, ids: Sequence[int], k: int) -> list[int]:
+    def states(self, ids: Sequence[int], prompt: int) -> Tensor:
+        """[n - 1, hidden_size], for each token but the first the head's state behind it."""
+        return self._read(self._inputs(ids[1:], 0), self.hidden(ids[:-1], prompt))
+
+    def drafts(self, ids: Sequence[int], prompt: int, k: int) -> list[int]:
         """The k likeliest tokens behind all of these, each behind the ones before it."""
-        hidden, drafts = self.states(ids)[-1:], []
+        hidden, drafts = self.states(ids, prompt)[-1:], list[int]()
         for j in range(k):
             drafts.append(int(self.head.compute_logits(hidden).argmax()))
             hidden = self._read(self._inputs(drafts[-1:], len(ids) - 1 + j), hidden)
         return drafts
 
-    def _read(self, inputs: ModelInputs, hidden: Tensor | None) -> Tensor:
+    def _read(self, inputs: ModelInputs, hidden: Tensor) -> Tensor:
         inputs = replace(inputs, hidden=hidden, state_slots=None)
         found = self.head.prefill(PrefillInputs(inputs, NONE), all_hidden=True).hidden
         assert found is not None
@@ -94,7 +92,7 @@ class HeadAlone:
         return ModelInputs(
             torch.tensor(ids),
             torch.arange(start, start + len(ids)),
-            torch.arange(1, 12).unsqueeze(0),
+            torch.arange(1, 16).unsqueeze(0),
             np.array([len(ids)]),
             np.array([start + len(ids)]),
             torch.ones(1, dtype=torch.int64) if self._target.states is not None else None,
@@ -140,21 +138,22 @@ class Watched(ARSpecStrategy):
         return [token if j < hold else (token + 1) % VOCAB for j, token in enumerate(padded)]
 
 
-def requests(seed: int, count: int = 14) -> list[Request]:
-    """Prompts that part at the end of a block, inside one, and not at all; short and long ones."""
+def requests(seed: int, unit: int, count: int = 10) -> list[Request]:
+    """Prompts that part at multiples of `unit` tokens, behind one, and not at all; long and short
+    ones."""
     rng = random.Random(seed)
-    shared = [rng.randrange(8, VOCAB) for _ in range(24)]
+    shared = [rng.randrange(8, VOCAB) for _ in range(2 * unit)]
     rows: list[Request] = []
     for i in range(count):
         own = [rng.randrange(8, VOCAB) for _ in range(rng.choice([1, 3, 9, 30]))]
-        prompt = [[*shared[: rng.choice([8, 16, 18])], *own], own, [*shared, 5]][i % 3]
+        prompt = [[*shared[: rng.choice([unit, unit + 2])], *own], own, [*shared, 5]][i % 3]
         options: dict[str, Any] = [
             {"temperature": 0},
             {"temperature": 0.8, "top_k": 20, "logprobs": True},
             {"temperature": 0, "repetition_penalty": 1.3},
             {"temperature": 0.5, "top_p": 0.9, "frequency_penalty": 0.5, "min_new_tokens": 4},
         ][i % 4]
-        length = rng.choice([1, 4, 20, 40]) if i % 4 < 3 else 25
+        length = rng.choice([1, 4, 12, 24]) if i % 4 < 3 else 16
         rows.append((prompt, SamplingParams(max_new_tokens=length, seed=i, **options)))
     return rows
 
@@ -163,25 +162,29 @@ def make_engine(model: CausalLM, strategy: ARSpecStrategy | ARStrategy, **config
     options: dict[str, Any] = {
         "max_num_seqs": 8,
         "max_batched_tokens": 2048,
-        "max_model_len": 90,
+        "max_model_len": 200,
         "block_size": 4,
         "kv_cache_gib": 0.01,
     }
-    return LLMEngine(model, None, (), strategy, EngineConfig(**options | config))
+    columns = [column.name for column in model.declared_columns(model.config)]
+    return LLMEngine(
+        model, None, (), strategy, EngineConfig(**options | config), context_columns=columns
+    )
 
 
 def room(model: CausalLM, tokens: int) -> float:
     """GiB of a cache for so many tokens and the scratch block."""
-    both = (model, model.heads["mtp"])
-    per_token = sum(paged_token_bytes(m.cache_specs, (), m.dtype) for m in both)
+    columns = model.declared_columns(model.config)
+    per_token = paged_token_bytes(model.cache_specs, columns, model.dtype)
+    per_token += paged_token_bytes(model.heads["mtp"].cache_specs, (), model.dtype)
     return (tokens + 6) * per_token / 2**30
 
 
-def check_states(model: CausalLM, strategy: Watched, rows: Sequence[Sequence[int]]) -> int:
+def check_states(model: CausalLM, strategy: Watched, rows: Sequence[RequestOutput]) -> int:
     """Compare what the drafts of these rows came from; return how many states were compared."""
     alone, known = HeadAlone(model), {}
-    for ids in rows:
-        for length, state in enumerate(alone.states(ids), start=2):
+    for row, ids in zip(rows, whole(rows), strict=True):
+        for length, state in enumerate(alone.states(ids, len(row.prompt_token_ids)), start=2):
             known[tuple(ids[:length])] = state
     compared = 0
     for seen, state, _ in strategy.seen:
@@ -198,13 +201,15 @@ def whole(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 def assert_rows(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
     for one, other in zip(expected, found, strict=True):
         assert other.token_ids == one.token_ids
+        assert {*one.columns, "draft_accepted", "step_map"} == {*other.columns}
         for name, values in one.columns.items():
             np.testing.assert_array_equal(values, other.columns[name])
 
 
-def test_the_head_computes_what_it_says(llama: CausalLM) -> None:
+def test_the_toy_head_computes_what_it_says(models: Models) -> None:
     """Against transformers' layers, which read the whole row at once."""
-    family = llama.config.family
+    llama = models["llama"]
+    family = llama.config.family_as(DenseConfig)
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -227,9 +232,7 @@ def test_the_head_computes_what_it_says(llama: CausalLM) -> None:
     )
     ids = torch.tensor([(7 * i * i + 3) % VOCAB for i in range(50)])
     alone = HeadAlone(llama)
-    inputs = alone._inputs(ids[:-1].tolist(), 0)
-    hidden = alone._target.prefill(PrefillInputs(inputs, NONE), all_hidden=True).hidden
-    assert hidden is not None
+    hidden = alone.hidden(ids[:-1].tolist(), len(ids))
 
     def normed(x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps)
@@ -245,46 +248,114 @@ def test_the_head_computes_what_it_says(llama: CausalLM) -> None:
     with torch.inference_mode():
         projected = merged @ given["mtp.fc.weight"].T
         wanted = theirs(inputs_embeds=projected.unsqueeze(0)).last_hidden_state[0]
-    torch.testing.assert_close(alone.states(ids.tolist()), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(alone.states(ids.tolist(), len(ids)), wanted, rtol=1e-4, atol=1e-5)
+
+
+UNITS = {"llama": 8, "qwen": 64}
+"""Prefixes are found at multiples of so many tokens."""
 
 
 @pytest.mark.parametrize(
     ("kind", "k", "config"),
     [
-        ("llama", 3, {}),
         ("llama", 1, {"max_batched_tokens": 7, "chunk_tokens": 5, "overlap": False}),
         ("llama", 5, {"max_batched_tokens": 16, "chunk_tokens": 8, "prefix_caching": False}),
-        ("hybrid", 2, {"max_batched_tokens": 13, "chunk_tokens": 6}),
-        ("hybrid", 4, {"max_num_seqs": 3}),
+        pytest.param("llama", 2, {"max_num_seqs": 3}, marks=pytest.mark.slow),
+        pytest.param("llama", 4, {"chunk_tokens": 3}, marks=pytest.mark.slow),
+        ("qwen", 3, {"max_batched_tokens": 64, "chunk_tokens": 64}),
+        pytest.param("qwen", 1, {"max_num_seqs": 3}, marks=pytest.mark.slow),
+        pytest.param("qwen", 2, {"overlap": False}, marks=pytest.mark.slow),
+        pytest.param("qwen", 4, {"chunk_tokens": 0}, marks=pytest.mark.slow),
+        pytest.param("qwen", 5, {"max_batched_tokens": 128}, marks=pytest.mark.slow),
     ],
 )
 def test_the_head_has_read_every_token(
-    llama: CausalLM, kind: str, k: int, config: dict[str, Any]
+    models: Models, kind: str, k: int, config: dict[str, Any]
 ) -> None:
     """In prompts and after steps with any number of drafts, of which any number holds."""
-    model = llama if kind == "llama" else hybrid()
+    model = models[kind]
     # The first token of each prompt tells the rows apart.
-    rows = [([i, *prompt[1:]], params) for i, (prompt, params) in enumerate(requests(k))]
+    rows = [
+        ([i, *prompt[1:]], params) for i, (prompt, params) in enumerate(requests(k, UNITS[kind]))
+    ]
     expected = run(make_engine(model, ARStrategy()), rows)
     strategy = Watched(k, dict(enumerate(whole(expected))), num_spec_tokens=k)
     assert_rows(run(make_engine(model, strategy, **config), rows), expected)
-    assert check_states(model, strategy, whole(expected)) > 60
+    assert check_states(model, strategy, expected) > 40
     assert strategy.held == set(range(k + 1))
 
 
-@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+@pytest.mark.parametrize("kind", ["llama", "qwen"])
 def test_the_head_finds_what_others_have_read(
-    llama: CausalLM, monkeypatch: pytest.MonkeyPatch, kind: str
+    models: Models, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Rows share prefixes, are preempted, and find their own blocks again."""
-    model = llama if kind == "llama" else hybrid()
-    rows = requests(7)
+    model, unit = models[kind], UNITS[kind]
+    rows = requests(7, unit)
     expected = run(make_engine(model, ARStrategy()), rows)
     expect_short_rows(monkeypatch)
     strategy = Watched(1, num_spec_tokens=3)
-    engine = make_engine(
-        model, strategy, kv_cache_gib=room(model, 140), max_batched_tokens=17, chunk_tokens=8
-    )
+    config = {"max_batched_tokens": 2 * unit, "chunk_tokens": unit}
+    cache = {"max_model_len": 60 + 2 * unit, "kv_cache_gib": room(model, 60 + 3 * unit)}
+    engine = make_engine(model, strategy, **config, **cache)
     assert_rows(run(engine, rows), expected)
-    assert check_states(model, strategy, whole(expected)) > 60
+    assert check_states(model, strategy, expected) > 40
     assert engine.stats.preemptions and engine.stats.cached_tokens
+
+
+def test_later_drafts_come_from_the_head_s_own_states(models: Models) -> None:
+    model = models["llama"]
+    rows = [row for row in requests(3, 8) if row[1] == replace(row[1], temperature=0)]
+    rows = [(prompt, SamplingParams(temperature=0, max_new_tokens=9)) for prompt, _ in rows]
+    strategy = Watched(2, num_spec_tokens=5)
+    outputs = run(make_engine(model, strategy), rows)
+    alone, compared = HeadAlone(model), 0
+    prompts = {
+        tuple(ids): len(row.prompt_token_ids)
+        for row, ids in zip(outputs, whole(outputs), strict=True)
+    }
+    for seen, _, drafts in strategy.seen:
+        prompt = next((n for ids, n in prompts.items() if ids[: len(seen)] == seen), None)
+        if prompt is not None:
+            assert alone.drafts(seen, prompt, len(drafts)) == drafts
+            compared += len(drafts)
+    assert compared > 50
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_a_head_that_is_always_right_is_accepted_whole(
+    tiny_model: Callable[..., Path], k: int
+) -> None:
+    """The target's next token depends on the newest alone, and the head goes by that as well."""
+    model = with_head(tiny_model("llama"))
+    for name, values in weights(model).items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            values.zero_()
+        elif name.endswith("embedding.weight"):
+            values.fill_(1)
+        elif name == "mtp.fc.weight":
+            values[:, len(values) :].zero_()
+    rows = requests(5, 8)
+    outputs = run(make_engine(model, ARSpecStrategy("mtp", k, adaptive=False)), rows)
+    assert_rows(outputs, run(make_engine(model, ARStrategy()), rows))
+    for output in outputs:
+        if output.finish_reason == "length":
+            assert output.counts["num_accepted_tokens"] == output.counts["num_draft_tokens"]
+            assert output.counts["num_forwards"] == 1 - (1 - len(output.token_ids)) // (1 + k)
+
+
+def test_the_plan_has_room_for_the_head(models: Models) -> None:
+    model = models["llama"]
+    engine = make_engine(model, ARSpecStrategy("mtp", 1, adaptive=False))
+    per_token = 2 * (2 * 16) * 4 * (3 + 1)  # keys and values of the target's layers and the head's
+    assert engine.memory.kv_cache == engine.memory.num_blocks * 4 * per_token
+    target, head = model.num_parameters, model.heads["mtp"].num_parameters
+    assert engine.memory.weights == 4 * (target + head)
+
+
+def test_a_head_that_was_not_loaded_is_missed(tiny_model: Callable[..., Path]) -> None:
+    model = with_head(tiny_model("llama"), heads=())
+    with pytest.raises(ValueError, match="needs the model's head 'mtp', which was not loaded"):
+        make_engine(model, ARSpecStrategy("mtp", 1, adaptive=False))
+    with pytest.raises(ValueError, match="has no head 'other': it has mtp"):
+        with_head(tiny_model("llama"), heads=["other"])
