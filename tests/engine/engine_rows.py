@@ -25,11 +25,11 @@ def run(
     requests: Sequence[Request],
     aborts: Mapping[int, Sequence[int]] | None = None,
 ) -> list[RequestOutput]:
-    """All outputs in order, with the strategy's columns; rows that `aborts` names by step are not
-    among them."""
+    """All outputs in order, with the strategy's columns besides those that they ask for; rows that
+    `aborts` names by step are not among them."""
     columns = tuple(column.name for column in engine.strategy.columns)
     for i, (prompt, params) in enumerate(requests):
-        engine.add_request(str(i), prompt, replace(params, columns=columns))
+        engine.add_request(str(i), prompt, replace(params, columns=(*params.columns, *columns)))
     outputs: dict[str, RequestOutput] = {}
     for step in itertools.count():
         if not engine.has_unfinished():

@@ -39,6 +39,8 @@ from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 
 VOCAB = 128
 NONE = np.empty(0, np.int64)
+UNITS = {False: 8, True: 64}
+"""Prefixes are looked for at multiples of so many tokens, without row states and with them."""
 Ids = tuple[int, ...]
 Models = Mapping[str, CausalLM]
 
@@ -125,7 +127,10 @@ class Watched(ARSpecStrategy):
         hidden = state.rows.hidden.clone()
         super().propose(batch)
         k, drafts = batch.width - 1, state.drafts
-        lists = drafts.token_ids.tolist() if drafts is not None else [[]] * len(ids)
+        lists = [[]] * len(ids)
+        if drafts is not None:  # without those behind which a row has no room
+            counted = zip(drafts.token_ids.tolist(), drafts.counts.tolist(), strict=True)
+            lists = [row[:count] for row, count in counted]
         self.seen += zip(ids, hidden, lists, strict=True)
         if k and self._answers is not None:
             forced = [self._forced(self._answers[row[0]][len(row) :], k) for row in ids]
@@ -140,10 +145,11 @@ class Watched(ARSpecStrategy):
         return [token if j < hold else (token + 1) % VOCAB for j, token in enumerate(padded)]
 
 
-def requests(seed: int, unit: int, count: int = 10) -> list[Request]:
-    """Prompts that part at multiples of `unit` tokens, behind one, and not at all; long and short
-    ones."""
-    rng = random.Random(seed)
+def requests(model: CausalLM, seed: int, count: int = 10) -> list[Request]:
+    """Prompts that part where a prefix may end, behind that, and not at all; long and short ones.
+    They ask for all that the model can tell of them."""
+    rng, unit = random.Random(seed), UNITS[model.has_row_states]
+    columns = tuple(column.name for column in model.declared_columns(model.config))
     shared = [rng.randrange(8, VOCAB) for _ in range(2 * unit)]
     rows: list[Request] = []
     for i in range(count):
@@ -156,7 +162,8 @@ def requests(seed: int, unit: int, count: int = 10) -> list[Request]:
             {"temperature": 0.5, "top_p": 0.9, "frequency_penalty": 0.5, "min_new_tokens": 4},
         ][i % 4]
         length = rng.choice([1, 4, 12, 24]) if i % 4 < 3 else 16
-        rows.append((prompt, SamplingParams(max_new_tokens=length, seed=i, **options)))
+        params = SamplingParams(max_new_tokens=length, seed=i, columns=columns, **options)
+        rows.append((prompt, params))
     return rows
 
 
@@ -253,10 +260,6 @@ def test_the_toy_head_computes_what_it_says(models: Models) -> None:
     torch.testing.assert_close(alone.states(ids.tolist(), len(ids)), wanted, rtol=1e-4, atol=1e-5)
 
 
-UNITS = {"llama": 8, "qwen": 64}
-"""Prefixes are found at multiples of so many tokens."""
-
-
 @pytest.mark.parametrize(
     ("kind", "k", "config"),
     [
@@ -277,9 +280,7 @@ def test_the_head_has_read_every_token(
     """In prompts and after steps with any number of drafts, of which any number holds."""
     model = models[kind]
     # The first token of each prompt tells the rows apart.
-    rows = [
-        ([i, *prompt[1:]], params) for i, (prompt, params) in enumerate(requests(k, UNITS[kind]))
-    ]
+    rows = [([i, *prompt[1:]], params) for i, (prompt, params) in enumerate(requests(model, k))]
     expected = run(make_engine(model, ARStrategy()), rows)
     strategy = Watched(k, dict(enumerate(whole(expected))), num_spec_tokens=k)
     assert_rows(run(make_engine(model, strategy, **config), rows), expected)
@@ -292,8 +293,8 @@ def test_the_head_finds_what_others_have_read(
     models: Models, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Rows share prefixes, are preempted, and find their own blocks again."""
-    model, unit = models[kind], UNITS[kind]
-    rows = requests(7, unit)
+    model = models[kind]
+    rows, unit = requests(model, 7), UNITS[model.has_row_states]
     expected = run(make_engine(model, ARStrategy()), rows)
     expect_short_rows(monkeypatch)
     strategy = Watched(1, num_spec_tokens=3)
@@ -307,8 +308,8 @@ def test_the_head_finds_what_others_have_read(
 
 def test_later_drafts_come_from_the_head_s_own_states(models: Models) -> None:
     model = models["llama"]
-    rows = [row for row in requests(3, 8) if row[1] == replace(row[1], temperature=0)]
-    rows = [(prompt, SamplingParams(temperature=0, max_new_tokens=9)) for prompt, _ in rows]
+    greedy = SamplingParams(temperature=0, max_new_tokens=9)
+    rows = [(prompt, greedy) for prompt, _ in requests(model, 3)]
     strategy = Watched(2, num_spec_tokens=5)
     outputs = run(make_engine(model, strategy), rows)
     alone, compared = HeadAlone(model), 0
@@ -333,7 +334,7 @@ def test_a_head_that_is_always_right_is_accepted_whole(
             values.fill_(1)
         elif name == "mtp.fc.weight":
             values[:, len(values) :].zero_()
-    rows = requests(5, 8)
+    rows = requests(model, 5)
     outputs = run(make_engine(model, ARSpecStrategy("mtp", k, adaptive=False)), rows)
     assert_rows(outputs, run(make_engine(model, ARStrategy()), rows))
     for output in outputs:
