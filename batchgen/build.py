@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
+from math import lcm
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Generic, Protocol
 
@@ -127,6 +128,9 @@ class OpenedJob:
         heads = strategy_heads(self.strategy, self.model)
         with _named("model"):
             weights = self.model.load(config.model.dtype, config.engine.device, heads)
+        if weights.skipped_parts:
+            skipped = " and ".join(weights.skipped_parts)
+            print(f"model: not loaded of the checkpoint: {skipped}", file=sys.stderr, flush=True)
         with _named("strategy"):
             beside = {name: other.load_beside(weights) for name, other in self.others.items()}
         with _named("engine"):
@@ -195,7 +199,9 @@ def open_job(config: JobConfig) -> OpenedJob:
         longest = config.engine.model_len(model.config.max_position_embeddings)
         max_model_len = strategy.model_len(longest, model.config)
         check_chunk_sizes(
-            config.engine.max_batched_tokens, config.engine.chunk_tokens, strategy.prefill_multiple
+            config.engine.max_batched_tokens,
+            config.engine.chunk_tokens,
+            lcm(strategy.prefill_multiple, model.config.family.chunk_multiple),
         )
     others = open_others(strategy, model, max_model_len)
     return OpenedJob(

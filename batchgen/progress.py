@@ -199,6 +199,8 @@ def summary(
             lines[0] = ("rows", f"{totals.rows:,} ({attempt.rows_resumed:,} from before)")
         seconds = f"{duration(attempt.wall_s)} ({duration(attempt.generate_s)} generating)"
         lines += [("time", seconds), ("speed", f"{metrics.tokens_per_s:,.1f} tokens/s")]
+        if attempt.memory.get("row_states"):
+            lines.append(("row states", _row_states(attempt.memory)))
     lines.append(("read it", f"{how_to_read(folder)['datasets']}; others: see its README.md"))
     lines.append(("output", folder))
     width = max(len(name) for name, _ in lines)
@@ -207,6 +209,15 @@ def summary(
         table.append(f"A row's tokens may depend on the rows beside it: {why}.")
     remark = None if strategy is None else strategy.remark(totals.counts)
     return "\n".join(table if remark is None else [*table, remark])
+
+
+def _row_states(memory: Mapping[str, int | None]) -> str:
+    """What the states of recurrent layers take of the memory, which the KV cache does not have."""
+    rows, checkpoints = memory["row_states"] or 0, memory["checkpoints"] or 0
+    return (
+        f"{rows / 2**30:.2f} GiB for rows, {checkpoints / 2**30:.2f} GiB for "
+        f"{memory['num_checkpoints']:,} checkpoints of prefixes"
+    )
 
 
 def _outcomes(counts: Mapping[str, int]) -> str:

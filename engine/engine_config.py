@@ -30,12 +30,16 @@ class Sizes(NamedTuple):
         weights_per_token: the bytes of those that one token goes through.
         memory: the bytes of the GPU's memory; 0 on a CPU.
         width: the most tokens of a row in a decode forward.
+        row_states: the bytes of the states and records of one row in flight.
+        cache_room: the bytes that the caches may take, which is a rough guess.
     """
 
     weights: int
     weights_per_token: int
     memory: int
     width: int
+    row_states: int = 0
+    cache_room: int = 0
 
     @property
     def is_sparse(self) -> bool:
@@ -44,6 +48,13 @@ class Sizes(NamedTuple):
         Larger batches need memory, which the caches need more where weights leave less.
         """
         return _SPARSE * self.weights_per_token <= self.weights <= self.memory // 2
+
+    def fitting_rows(self, rows: int) -> int:
+        """Return how many of so many rows can be in flight with states that take at most half of
+        the room for caches; at least one."""
+        if not self.row_states:
+            return rows
+        return max(1, min(rows, self.cache_room // 2 // self.row_states))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +103,8 @@ class EngineConfig:
 
     Attributes:
         max_num_seqs: the most rows in flight; None means 256, or 512 for one token per row and step
-            and a model with many experts whose weights leave half of the GPU's memory free.
+            and a model with many experts whose weights leave half of the GPU's memory free, but no
+            more than the states of recurrent layers leave half of the caches' memory for.
         max_batched_tokens: the most tokens in one prefill batch; None means 2048 on a CPU, and 8192
             on a GPU, or 16384 for a model with many experts, as above.
         chunk_tokens: the most prompt tokens that are read beside decoding rows in one step; 0 reads
@@ -182,8 +194,9 @@ class EngineConfig:
             chunk_tokens = _CHUNK_TOKENS if cuda and sizes.weights >= _LARGE_MODEL else 0
         sparse = cuda and sizes.is_sparse
         prefill_tokens = 16384 if sparse else 8192
+        rows = sizes.fitting_rows(512 if sparse and sizes.width == 1 else 256)
         return ResolvedConfig(
-            max_num_seqs=self.max_num_seqs or (512 if sparse and sizes.width == 1 else 256),
+            max_num_seqs=self.max_num_seqs or rows,
             max_batched_tokens=self.max_batched_tokens or (prefill_tokens if cuda else 2048),
             chunk_tokens=chunk_tokens,
             max_model_len=max_model_len,

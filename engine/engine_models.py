@@ -8,9 +8,11 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from batchgen.engine.cache.memory_plan import ModelUse
+from batchgen.engine.cache.memory_plan import CPU_SHARE, ModelUse
+from batchgen.engine.cache.model_caches import record_bytes, state_bytes
 from batchgen.engine.cache.specs import StateSpec
-from batchgen.engine.engine_config import Sizes
+from batchgen.engine.engine_config import EngineConfig, Sizes
+from batchgen.engine.execution.host_limits import available_memory
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.outputs import OutputColumn
@@ -110,19 +112,26 @@ def chunk_multiple(model: CausalLM) -> int:
     return int(np.lcm.reduce([1, *(s.chunk_multiple for s in specs if isinstance(s, StateSpec))]))
 
 
-def sizes_of(target: CausalLM, strategy: Strategy) -> Sizes:
+def sizes_of(target: CausalLM, strategy: Strategy, config: EngineConfig) -> Sizes:
     """Return what the defaults of the engine's settings depend on.
 
     Args:
         target: the model whose tokens are wanted.
         strategy: the decoding paradigm.
+        config: the settings that the user has chosen.
     """
     device, itemsize = target.device, target.dtype.itemsize
+    weights, width = target.num_parameters * itemsize, max(strategy.models[TARGET].widths)
+    memory, room = 0, int(available_memory() * CPU_SHARE)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        room = int(memory * config.gpu_memory_utilization) - weights
+    specs = target.cache_specs
     return Sizes(
-        weights=target.num_parameters * itemsize,
+        weights=weights,
         weights_per_token=target.parameters_per_token * itemsize,
-        memory=torch.cuda.get_device_properties(device).total_memory
-        if device.type == "cuda"
-        else 0,
-        width=max(strategy.models[TARGET].widths),
+        memory=memory,
+        width=width,
+        row_states=state_bytes(specs) + width * record_bytes(specs),
+        cache_room=max(room, 0),
     )

@@ -137,7 +137,8 @@ class LLMEngine:
         max_model_len = strategy.model_len(longest, model.config)
         model.pack()
         columns = chosen_columns(model, context_columns)
-        self.config = config.resolve(model.device, sizes_of(model, strategy), max_model_len)
+        sizes = sizes_of(model, strategy, config)
+        self.config = config.resolve(model.device, sizes, max_model_len)
         self.vocab_size = model.vocab_size
         self.tokenizer = tokenizer
         self.strategy = strategy

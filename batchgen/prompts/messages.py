@@ -47,6 +47,10 @@ def checked_messages(value: Any, column: str, roles: tuple[str, ...]) -> list[di
         content = message.get("content", "" if "tool_calls" in message else None)
         role = message.get("role")
         where = f"column {column!r}, message {position}"
+        if (kind := _other_part(content)) is not None:
+            raise RequestError(
+                "bad_messages", f"{where}: content has a part of type {kind}: rows are text only"
+            )
         if not isinstance(role, str) or not isinstance(content, str):
             raise RequestError(
                 "bad_messages", f"{where}: role and content must be strings, got {short(item)}"
@@ -57,6 +61,15 @@ def checked_messages(value: Any, column: str, roles: tuple[str, ...]) -> list[di
             )
         messages.append(message)
     return messages
+
+
+def _other_part(content: Any) -> str | None:
+    """The type of the first part of a content that is no text, such as an image; None if there is
+    none, or if the content does not consist of parts."""
+    if not isinstance(content, list):
+        return None
+    types = (part.get("type") for part in content if isinstance(part, dict))
+    return next((short(kind) for kind in types if kind not in (None, "text")), None)
 
 
 def short(value: Any) -> str:

@@ -26,7 +26,7 @@ from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.outputs import OutputColumn
 from batchgen.kernels.attention.decode import split_length
 
-_CPU_SHARE = 0.3
+CPU_SHARE = 0.3
 """The share of a CPU's available memory that the caches may take."""
 _CHECKPOINT_SHARE = 0.1
 """The largest share of the caches' memory that checkpoints take when the user gives no number."""
@@ -149,7 +149,7 @@ def plan_memory(uses: Sequence[ModelUse], config: ResolvedConfig) -> MemoryPlan:
         room = _free_cuda_bytes(device, config) - work_space
         advice = "raise gpu_memory_utilization, lower max_batched_tokens or free the GPU"
     else:
-        room = int(available_memory() * _CPU_SHARE)
+        room = int(available_memory() * CPU_SHARE)
         advice = "set kv_cache_gib"
     row_states = sum(_row_state_bytes(use, config) for use in uses)
     if row_states > room:

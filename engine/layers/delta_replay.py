@@ -17,7 +17,8 @@ from batchgen.kernels.linear_attention.delta_rule import (
 from batchgen.kernels.linear_attention.rows import PrefillRows, StepRows
 
 _WIDTH = 8
-"""The most tokens of a row that one launch reads."""
+"""The tokens of a row that one launch reads, as long as there are so many; the last ones are read
+one by one, so that few kernels must be compiled."""
 
 
 def replay(
@@ -77,9 +78,10 @@ def _one_row(tokens: DeltaInputs, matrix: Tensor, slot: Tensor) -> Tensor:
     rows = StepRows(
         torch.zeros_like(slot).view(1), slot.new_zeros(1).int(), slot.new_zeros(1).int(), 0
     )
-    out, count = [], len(tokens.qkv)
-    for start in range(0, count, _WIDTH):
-        width = min(_WIDTH, count - start)
+    count = len(tokens.qkv)
+    pieces = count // _WIDTH * [_WIDTH] + count % _WIDTH * [1]
+    out = []
+    for start, width in zip(accumulate(pieces, initial=0), pieces, strict=False):
         piece = _select(tokens, slice(start, start + width))
         out.append(delta_step(piece, state, records, rows._replace(width=width)))
         rows.folds.fill_(width)

@@ -98,6 +98,8 @@ def _eos_of(config: dict[str, Any]) -> list[int]:
     """Return the EOS ids that a configuration file gives; there may be none, one or several."""
     # The file itself is read, because the classes of transformers fill in an id if it has none.
     eos = config.get("eos_token_id")
+    if eos is None:  # A checkpoint with a vision tower says it of its decoder.
+        eos = config.get("text_config", {}).get("eos_token_id")
     if eos is None:
         return []
     return eos if isinstance(eos, list) else [eos]

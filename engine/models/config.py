@@ -52,6 +52,12 @@ class Diffusion:
 class FamilyConfig:
     """The base of what one family of models has in its configuration besides `ModelConfig`."""
 
+    @property
+    def chunk_multiple(self) -> int:
+        """The number of tokens of which every cut of a row's prefill must be a multiple
+        (`StateSpec`), as far as the configuration alone says."""
+        return 1
+
 
 F = TypeVar("F", bound=FamilyConfig)
 

@@ -18,6 +18,7 @@ from batchgen.engine.models.dense import DenseConfig, dense_config
 from batchgen.engine.models.moe import MoEConfig, MoEForCausalLM, num_experts
 from batchgen.engine.models.mtp import MTPHead
 from batchgen.engine.models.token_model import TokenModel
+from batchgen.kernels.linear_attention.rows import CHUNK
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,6 +57,10 @@ class HybridConfig(MoEConfig):
                 f"partial_rotary_factor makes {self.rotary_dim} of {self.head_dim} values of a "
                 "head rotate; it must be an even number of them"
             )
+
+    @property
+    def chunk_multiple(self) -> int:
+        return CHUNK
 
 
 class HybridForCausalLM(MoEForCausalLM):

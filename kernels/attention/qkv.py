@@ -107,7 +107,8 @@ def prepare_qkv_triton(
         qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
         cos_sin, q, cache.key, cache.value, slots, qkv.stride(0), cache.key.stride(0), eps,
         NORM=q_weight is not None, HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_dim, HALF=half,
-        ROTARY=cos_sin.shape[1], Q_BLOCK=q_block, KV_BLOCK=kv_block, Q_GROUPS=q_groups, GROUPS=groups,
+        ROTARY=cos_sin.shape[1], Q_BLOCK=q_block, KV_BLOCK=kv_block, Q_GROUPS=q_groups,
+        GROUPS=groups,
         # Without fused multiply-add the rotation has the bits of the reference.
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -10,6 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from batchgen.kernels.linear_attention.causal_conv_triton import (
+    causal_conv_prefill_triton,
+    causal_conv_step_triton,
+)
 from batchgen.kernels.linear_attention.rows import PrefillRows, StepRows
 
 
@@ -29,7 +33,8 @@ def causal_conv_step(
     Returns:
         [B · W, C], dtype of x, contiguous.
     """
-    return causal_conv_step_reference(x, weight, window, records, rows)
+    run = causal_conv_step_triton if x.is_cuda else causal_conv_step_reference
+    return run(x, weight, window, records, rows)
 
 
 def causal_conv_prefill(x: Tensor, weight: Tensor, window: Tensor, rows: PrefillRows) -> Tensor:
@@ -45,7 +50,8 @@ def causal_conv_prefill(x: Tensor, weight: Tensor, window: Tensor, rows: Prefill
     Returns:
         [T, C], dtype of x, contiguous.
     """
-    return causal_conv_prefill_reference(x, weight, window, rows)
+    run = causal_conv_prefill_triton if x.is_cuda else causal_conv_prefill_reference
+    return run(x, weight, window, rows)
 
 
 def causal_conv_step_reference(

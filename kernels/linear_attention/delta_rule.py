@@ -14,52 +14,16 @@ with matrix products. Their results differ in how they are rounded.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels.linear_attention.rows import CHUNK, PrefillRows, StepRows
-
-NORM_EPS = 1e-6
-"""What is added to the squared length of queries and keys when they are normalised."""
-
-
-class DeltaInputs(NamedTuple):
-    """T tokens, as the projections and the convolution leave them. The last axes are contiguous.
-
-    Attributes:
-        qkv: [T, 2 · nk · dk + nv · dv]: the nk heads of q, those of k, and the nv heads of v.
-            q and k are divided by sqrt(Σx² + 1e-6), and q is divided by sqrt(dk) as well. Each key
-            head serves nv / nk value heads that stand one behind the other.
-        a: [T, nv]; the decay is d = exp(−exp(a_log) · softplus(a + dt_bias)).
-        b: [T, nv]; the writing strength is β = sigmoid(b).
-        a_log: [nv] float32.
-        dt_bias: [nv] float32.
-    """
-
-    qkv: Tensor
-    a: Tensor
-    b: Tensor
-    a_log: Tensor
-    dt_bias: Tensor
-
-
-class DeltaRecords(NamedTuple):
-    """What the tokens of a decode step do to the states, for N tokens of each of R slots, twice.
-
-    All are float32 and contiguous.
-
-    Attributes:
-        update: [2, R, N, nv, dv], u of each token.
-        key: [2, R, N, nk, dk], the normalised keys.
-        decay: [2, R, N, nv], d of each token.
-    """
-
-    update: Tensor
-    key: Tensor
-    decay: Tensor
+from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
+from batchgen.kernels.linear_attention.delta_prefill_triton import delta_prefill_triton
+from batchgen.kernels.linear_attention.delta_reference import (
+    delta_prefill_reference,
+    delta_step_reference,
+)
+from batchgen.kernels.linear_attention.delta_step_triton import delta_step_triton
+from batchgen.kernels.linear_attention.rows import PrefillRows, StepRows
 
 
 def delta_step(inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: StepRows) -> Tensor:
@@ -77,7 +41,8 @@ def delta_step(inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: 
     Returns:
         [B · W, nv, dv], dtype of `inputs.qkv`, contiguous: o of each token.
     """
-    return delta_step_reference(inputs, state, records, rows)
+    run = delta_step_triton if state.is_cuda else delta_step_reference
+    return run(inputs, state, records, rows)
 
 
 def delta_prefill(inputs: DeltaInputs, state: Tensor, rows: PrefillRows) -> Tensor:
@@ -94,147 +59,5 @@ def delta_prefill(inputs: DeltaInputs, state: Tensor, rows: PrefillRows) -> Tens
     Returns:
         [T, nv, dv], dtype of `inputs.qkv`, contiguous: o of each token.
     """
-    return delta_prefill_reference(inputs, state, rows)
-
-
-class _Tokens(NamedTuple):
-    """T tokens in float32, ready for the recurrence.
-
-    Attributes:
-        query: [T, nv, dk], key: [T, nk, dk], value: [T, nv, dv].
-        log_decay: [T, nv], beta: [T, nv].
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    log_decay: Tensor
-    beta: Tensor
-
-
-def _prepare(inputs: DeltaInputs, state: Tensor) -> _Tokens:
-    """Split and normalise; every value depends on its own token alone, in bits too."""
-    _, value_heads, value_dim, key_dim = state.shape
-    values = value_heads * value_dim
-    keys = (inputs.qkv.shape[1] - values) // 2
-    query, key, value = inputs.qkv.float().split([keys, keys, values], dim=1)
-    query, key = (_unit(x.unflatten(1, (-1, key_dim))) for x in (query, key))
-    repeats = value_heads * key_dim // keys
-    query = (query * key_dim**-0.5).repeat_interleave(repeats, dim=1)
-    # F.softplus and F.sigmoid may use two ways to compute exp, see silu_and_mul_reference.
-    step = inputs.a.float() + inputs.dt_bias
-    step = torch.where(step > 20, step, torch.log1p(torch.exp(step)))
-    beta = 1 / torch.exp(-inputs.b.float()).add_(1)
-    log_decay = -torch.exp(inputs.a_log) * step
-    return _Tokens(query, key, value.unflatten(1, (value_heads, -1)), log_decay, beta)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
-
-
-def delta_step_reference(
-    inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: StepRows
-) -> Tensor:
-    """`delta_step` in PyTorch. A row's bits on a CPU depend on the row alone."""
-    slots, width, repeats = rows.slots, rows.width, state.shape[1] // records.key.shape[3]
-    most = records.decay.shape[2]
-    folds, half = rows.folds[slots].clamp(0, most)[:, None, None, None], rows.half[slots].long()
-    current = state[slots]
-    for j in range(min(most, int(folds.max())) if len(slots) else 0):
-        update, key, decay = (record[half, slots, j] for record in records)
-        folded = _changed(current * decay[:, :, None, None], update, _repeat(key, repeats))
-        current = torch.where(j < folds, folded, current)
-    state.index_copy_(0, slots, current)
-    tokens = _prepare(inputs, state)
-    query, key, value, log_decay, beta = (x.unflatten(0, (len(slots), width)) for x in tokens)
-    decay, out = torch.exp(log_decay), torch.empty_like(value)
-    for j in range(width):
-        wide_key = _repeat(key[:, j], repeats)
-        current = current * decay[:, j, :, None, None]
-        found = (current * wide_key[:, :, None, :]).sum(-1)
-        update = beta[:, j, :, None] * (value[:, j] - found)
-        current = _changed(current, update, wide_key)
-        out[:, j] = (current * query[:, j, :, None, :]).sum(-1)
-        for record, new in zip(records, (update, key[:, j], decay[:, j]), strict=True):
-            record[1 - half, slots, j] = new
-    return out.flatten(0, 1).to(inputs.qkv.dtype)
-
-
-def _changed(decayed: Tensor, update: Tensor, key: Tensor) -> Tensor:
-    """S + u ⊗ k, the same operations in a step and when its records are folded.
-
-    Args:
-        decayed: [B, nv, dv, dk], the state after its decay.
-        update: [B, nv, dv].
-        key: [B, nv, dk].
-    """
-    return decayed + update[:, :, :, None] * key[:, :, None, :]
-
-
-def _repeat(key: Tensor, repeats: int) -> Tensor:
-    """[B, nk, dk] → [B, nv, dk]."""
-    return key.repeat_interleave(repeats, dim=1)
-
-
-def delta_prefill_reference(inputs: DeltaInputs, state: Tensor, rows: PrefillRows) -> Tensor:
-    """`delta_prefill` in PyTorch, row by row and chunk by chunk.
-
-    All chunks are filled up to 64 tokens with tokens that change nothing. So all products have the
-    same shapes, and a row's bits on a CPU depend on the row alone.
-    """
-    tokens = _prepare(inputs, state)
-    out, first = torch.zeros_like(tokens.value), 0
-    for row, length in enumerate(rows.lengths()):
-        if not length:
-            continue
-        slot, wanted = int(rows.slots[row]), rows.wanted(row)
-        position = int(rows.positions[first])
-        current = state[slot].clone() if position else torch.zeros_like(state[slot])
-        done = 0
-        while done < length:
-            end = min(length, done + CHUNK - (position + done) % CHUNK)
-            chunk = slice(first + done, first + end)
-            out[chunk], current = _run_chunk(_Tokens(*(x[chunk] for x in tokens)), current)
-            for target in wanted.pop(end, ()):
-                state[target] = current
-            done = end
-        assert not wanted, f"snapshots after {list(wanted)} tokens, which end no chunk"
-        state[slot] = current
-        first += length
-    return out.to(inputs.qkv.dtype)
-
-
-def _run_chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs [n, nv, dv] of n ≤ 64 tokens, and the state [nv, dv, dk] after them.
-
-    The updates of a chunk solve (I + A)·U = β·(V − decayed K·Sᵀ), where A below its diagonal is
-    β_i (k_i·k_j) times the decay from j to i. It is solved for both terms before the state is
-    known.
-    """
-    count, repeats = len(tokens.query), state.shape[0] // tokens.key.shape[1]
-    query, key, value, log_decay, beta = (_filled(x) for x in tokens)
-    key = _repeat(key, repeats)
-    total = log_decay.cumsum(0).T  # [nv, 64]
-    query, key, value = (x.transpose(0, 1).contiguous() for x in (query, key, value))
-    beta = beta.T.unsqueeze(-1)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).triu(1)
-    decays = (total[:, :, None] - total[:, None, :]).masked_fill(later, float("-inf")).exp()
-    since_start, until_end = total.exp().unsqueeze(-1), (total[:, -1:] - total).exp().unsqueeze(-1)
-    keys_across = key.transpose(1, 2).contiguous()
-    system = beta * torch.bmm(key, keys_across) * decays
-    both = torch.cat([beta * value, beta * since_start * key], dim=2)
-    solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
-    from_values, from_state = solved.split([value.shape[2], key.shape[2]], dim=2)
-    across = state.transpose(1, 2).contiguous()
-    updates = from_values - torch.bmm(from_state.contiguous(), across)
-    scores = torch.bmm(query, keys_across) * decays
-    out = torch.bmm(query * since_start, across) + torch.bmm(scores, updates)
-    change = torch.bmm((updates * until_end).transpose(1, 2).contiguous(), key)
-    state = state * total[:, -1].exp()[:, None, None] + change
-    return out.transpose(0, 1)[:count], state
-
-
-def _filled(x: Tensor) -> Tensor:
-    """[n, …] → [64, …] with zeros, in memory of its own, which begins where an allocation does."""
-    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, CHUNK - len(x))).clone()
+    run = delta_prefill_triton if state.is_cuda else delta_prefill_reference
+    return run(inputs, state, rows)

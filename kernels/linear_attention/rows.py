@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 CHUNK = 64
@@ -69,6 +70,15 @@ class PrefillRows(NamedTuple):
         if self.query_lens is not None:
             return self.query_lens
         return tuple(self.starts.diff().tolist())
+
+    def most_chunks(self) -> int:
+        """Return a bound on the chunks of all rows: each may have a part of one at both ends."""
+        return len(self.positions) // CHUNK + 2 * len(self.slots)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Make a tensor for values of all tokens; zeros if some may belong to no row."""
+        make = torch.zeros if self.query_lens is None else torch.empty
+        return make(shape, dtype=dtype, device=self.positions.device)
 
     def wanted(self, row: int) -> dict[int, list[int]]:
         """Map numbers of tokens of this row to the slots that want the state after them."""

@@ -51,6 +51,8 @@ PEERS: dict[tuple[str, str], dict[str, float]] = {
         "vLLM 0.23.0, H200": 31.9,
     },
     ("qwen3-30b-a3b", "prefill"): {"vLLM 0.23.0, H200": 12.1},
+    ("hybrid-35b-a3b", "mixed"): {"vLLM 0.26.0, H200": 25.7},
+    ("hybrid-35b-a3b", "decode"): {"vLLM 0.26.0, H200": 37.8},
 }
 """The seconds of other engines by model and workload, on an H100 80GB unless they say otherwise."""
 

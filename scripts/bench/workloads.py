@@ -20,6 +20,7 @@ from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.dense import DenseConfig
+from batchgen.engine.models.hybrid import HybridConfig
 from batchgen.engine.models.moe import MoEConfig
 
 PROMPT_VOCAB = 150_000
@@ -117,12 +118,56 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 _DIFFUSION = {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}
+_HYBRID: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+}
 MODELS |= {
+    # The shape of Qwen3.5-35B-A3B without its vision tower.
+    "hybrid-35b-a3b": _QWEN3
+    | _EXPERTS
+    | _HYBRID
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "vocab_size": 248320,
+        "rope_theta": 1e7,
+        "tie_word_embeddings": False,
+    },
     "sdar-8b": MODELS["qwen3-8b"] | _DIFFUSION | {"mask_token_id": 151669},
     "tiny-sdar": MODELS["tiny"] | _DIFFUSION | {"mask_token_id": 511},
     "tiny-moe": MODELS["tiny"]
     | _EXPERTS
     | {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    "tiny-hybrid": MODELS["tiny"]
+    | _EXPERTS
+    | _HYBRID
+    | {
+        "num_hidden_layers": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
 }
 
 
@@ -216,20 +261,58 @@ def dummy_model(name: str, device: torch.device, **changes: int) -> CausalLM:
         return load_model(path, device=device, dtype=dtype, load_format="dummy")
 
 
+@dataclass(frozen=True, slots=True)
+class Mixers:
+    """What mixes the tokens of a row, in all layers together.
+
+    Attributes:
+        params: the weights in its matrix products.
+        attention_layers: how many layers have attention.
+        delta_layers: how many layers have a gated delta network.
+        state_bytes: the bytes of the matrices that the gated delta networks keep for a row.
+        state_flops: the operations with which a token changes and reads these matrices: two for
+            each of their values in each of three products.
+    """
+
+    params: int
+    attention_layers: int
+    delta_layers: int = 0
+    state_bytes: int = 0
+    state_flops: int = 0
+
+
+def mixers(config: ModelConfig) -> Mixers:
+    """Count what the attention and the recurrences of all layers cost."""
+    family, size = config.family_as(DenseConfig), config.hidden_size
+    heads = 2 * (family.num_heads + family.num_kv_heads)
+    if not isinstance(family, HybridConfig):
+        return Mixers(config.num_layers * size * family.head_dim * heads, config.num_layers)
+    attention = len(family.attention_layers)
+    delta, shape = config.num_layers - attention, family.delta
+    heads += family.num_heads * family.output_gate
+    network = size * (shape.channels + 2 * shape.values + 2 * shape.num_value_heads)
+    state = delta * shape.values * shape.key_dim
+    return Mixers(
+        attention * size * family.head_dim * heads + delta * network,
+        attention,
+        delta,
+        state_bytes=state * torch.float32.itemsize,
+        state_flops=6 * state,
+    )
+
+
 def layer_params(config: ModelConfig) -> int:
     """Count the weights in the matrix products of all layers, without those of experts.
 
     Norms and embeddings are left out, as they cost next to nothing.
     """
-    family = config.family_as(DenseConfig)
-    heads = family.num_heads + family.num_kv_heads
-    attention = config.hidden_size * family.head_dim * 2 * heads
+    family, params = config.family_as(DenseConfig), mixers(config).params
     mlp = 3 * config.hidden_size * family.intermediate_size
     if not isinstance(family, MoEConfig):
-        return config.num_layers * (attention + mlp)
+        return params + config.num_layers * mlp
     sparse = config.hidden_size * (family.num_experts + 3 * (family.shared_size or 0))
     layers = len(family.moe_layers)
-    return config.num_layers * attention + layers * sparse + (config.num_layers - layers) * mlp
+    return params + layers * sparse + (config.num_layers - layers) * mlp
 
 
 def expert_weights(config: ModelConfig) -> ExpertWeights:
@@ -246,10 +329,11 @@ def floor_seconds(
 ) -> Floor:
     """Compute the physical floor of a workload's time on one GPU in bfloat16.
 
-    The time of prefill is that of its operations: two per weight and token, and those of causal
-    attention. A decode step takes the longer of two times, that of reading all weights once and
-    that of multiplying by them, and then reads the keys and values of every row. Of experts it
-    reads those that its rows go to, routed uniformly. All requests are in flight at once, so a GPU
+    The time of prefill is that of its operations: two per weight and token, those of causal
+    attention, and those of recurrences. A decode step takes the longer of two times, that of
+    reading all weights once and that of multiplying by them, and then reads the keys and values of
+    every row, and reads and writes its states. Of experts it reads those that its rows go to,
+    routed uniformly. All requests are in flight at once, so a GPU
     whose memory does not hold them all cannot reach the floor.
 
     Args:
@@ -262,10 +346,14 @@ def floor_seconds(
     family = config.family_as(DenseConfig)
     head = config.hidden_size * config.vocab_size
     of_token = body + experts.of_token
-    attention = 4 * config.num_layers * family.num_heads * family.head_dim
-    kv_bytes = config.num_layers * family.attention.token_bytes(torch.bfloat16)
+    mixing = mixers(config)
+    attention = 4 * mixing.attention_layers * family.num_heads * family.head_dim
+    kv_bytes = mixing.attention_layers * family.attention.token_bytes(torch.bfloat16)
 
-    prefill = sum(2 * of_token * len(r.prompt) + attention * len(r.prompt) ** 2 / 2 for r in load)
+    of_prompt_token = 2 * of_token + mixing.state_flops
+    prefill = sum(
+        of_prompt_token * len(r.prompt) + attention * len(r.prompt) ** 2 / 2 for r in load
+    )
     decode = 0.0
     # The first token comes from prefill.
     for step in range(1, max(r.output_len for r in load)):
@@ -274,4 +362,5 @@ def floor_seconds(
         products = 2 * (of_token + head) * len(contexts)
         decode += max(weights * _BYTES_PER_VALUE / bandwidth, products / flops)
         decode += kv_bytes * sum(contexts) / bandwidth
+        decode += 2 * mixing.state_bytes * len(contexts) / bandwidth
     return Floor(prefill / flops, decode)

@@ -29,6 +29,16 @@ def test_batches_are_larger_where_rows_share_little(
     assert (config.max_num_seqs, config.max_batched_tokens) == (rows, tokens)
 
 
+def test_states_of_rows_take_at_most_half_of_the_room_for_caches() -> None:
+    large = SPARSE._replace(row_states=GIB // 10, cache_room=60 * GIB)
+    assert EngineConfig().resolve(CUDA, large, 1024).max_num_seqs == 300
+    assert EngineConfig(max_num_seqs=400).resolve(CUDA, large, 1024).max_num_seqs == 400
+    small = large._replace(row_states=GIB // 1000)
+    assert EngineConfig().resolve(CUDA, small, 1024).max_num_seqs == 512
+    none = large._replace(cache_room=0)
+    assert EngineConfig().resolve(CUDA, none, 1024).max_num_seqs == 1
+
+
 def test_what_the_user_says_holds() -> None:
     config = EngineConfig(max_num_seqs=7, max_batched_tokens=99).resolve(CUDA, SPARSE, 1024)
     assert (config.max_num_seqs, config.max_batched_tokens) == (7, 99)

@@ -11,6 +11,7 @@ from workloads import (
     expert_weights,
     floor_seconds,
     layer_params,
+    mixers,
     requests,
     write_config,
 )
@@ -95,12 +96,15 @@ def test_the_floor_of_one_request_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> None:
     config = load_config(write_config(model, tmp_path / "new"))
-    diffusion, experts = "sdar" in model, "a3b" in model or "moe" in model
+    diffusion, hybrid = "sdar" in model, "hybrid" in model
+    experts = hybrid or "a3b" in model or "moe" in model
     plain = "Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"
+    plain = "Qwen3NextForCausalLM" if hybrid else plain
     assert config.architecture == ("SDARForCausalLM" if diffusion else plain)
     assert (expert_weights(config).layers > 0) == experts
     assert config.family_as(DenseConfig).qk_norm and (config.diffusion is not None) == diffusion
-    assert config.family_as(DenseConfig).rope.rope_theta == 1e6
+    theta = 1e7 if model == "hybrid-35b-a3b" else 1e6
+    assert config.family_as(DenseConfig).rope.rope_theta == theta
     longest = max(w.input_lens[1] + w.output_lens[1] for w in WORKLOADS.values())
     assert longest <= config.max_position_embeddings
     assert "tiny" in model or config.vocab_size >= PROMPT_VOCAB
@@ -119,3 +123,31 @@ def test_the_floor_of_experts_by_hand(tmp_path: Path) -> None:
     kv_per_token = 2 * 2 * 2 * 16 * 2
     slow_memory = floor_seconds(config, load, bandwidth=1.0, flops=1e30)
     assert slow_memory.decode == pytest.approx(2 * weights + kv_per_token * (2 + 2))
+
+
+def test_the_floor_of_recurrences_by_hand(tmp_path: Path) -> None:
+    config = load_config(write_config("tiny-hybrid", tmp_path))
+    # Three recurrent layers: queries and keys of 2 · 16, values and gates of 4 · 16, two numbers for
+    # each of 4 heads, and the output. One layer of attention, whose queries have gates. In each a
+    # router to 8 experts, and a shared one.
+    delta = 64 * (2 * 32 + 64 + 64 + 8 + 64)
+    assert mixers(config).params == 3 * delta + 64 * (2 * 64 + 32 + 32 + 64)
+    assert layer_params(config) == mixers(config).params + 4 * (64 * 8 + 3 * 64 * 32)
+    state = 3 * 4 * 16 * 16
+    load = [BenchRequest([1] * 10, 3)]
+    weights = layer_params(config) + 64 * 512 + expert_weights(config).read(1)
+    kv_per_token = 2 * 2 * 16 * 2
+    slow_memory = floor_seconds(config, load, bandwidth=1.0, flops=1e30)
+    read = 2 * 2 * weights + kv_per_token * (11 + 12) + 2 * 2 * 4 * state
+    assert slow_memory.decode == pytest.approx(read)
+    slow_math = floor_seconds(config, load, bandwidth=1e30, flops=1.0)
+    of_token = 2 * (layer_params(config) + expert_weights(config).of_token) + 3 * 2 * state
+    assert slow_math.prefill == pytest.approx(10 * of_token + 4 * 4 * 16 * 10 * 10 / 2)
+
+
+def test_the_states_of_a_row_of_the_large_hybrid(tmp_path: Path) -> None:
+    config = load_config(write_config("hybrid-35b-a3b", tmp_path))
+    assert mixers(config).state_bytes == 60 * 2**20
+    experts = expert_weights(config)
+    total = layer_params(config) + experts.read(10**6) + 2 * 2048 * 248320
+    assert total == pytest.approx(34.66e9, rel=1e-3)

@@ -177,6 +177,8 @@ def test_a_folder_gives_its_tokenizer_and_every_eos(tmp_path: Path) -> None:
     assert tokenizer("b a b").input_ids == [1, 0, 1]
     assert tokenizer.chat_template == TEMPLATE
     assert eos_token_ids(tmp_path, tokenizer) == (2,)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 4}}))
+    assert eos_token_ids(tmp_path, tokenizer) == (2, 4)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 6]}))
     assert eos_token_ids(tmp_path, tokenizer) == (2, 5, 6, 7)

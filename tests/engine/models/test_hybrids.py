@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from batchgen.engine.cache.model_caches import state_bytes
 from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.engine_models import chunk_multiple
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_config, load_model
 from batchgen.engine.models.config import ModelConfig
@@ -247,6 +248,7 @@ def test_dummy_weights_and_the_column_of_experts(
 def test_the_plan_counts_states_and_checkpoints(tiny_model: TinyModel) -> None:
     model = load_model(tiny_model("qwen3_5_text"), device=CPU)
     assert isinstance(model, HybridForCausalLM)
+    assert chunk_multiple(model) == model.config.family.chunk_multiple == 64
     state = 2 * (3 * 96 * 4 + 4 * 8 * 16 * 4)  # two layers: windows, and matrices
     records = 2 * 2 * 4 * (96 + 4 * 8 + 2 * 16 + 4)  # two halves: inputs, updates, keys, decays
     assert state_bytes(model.cache_specs) == state

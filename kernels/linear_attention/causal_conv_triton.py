@@ -1,0 +1,194 @@
+"""The causal convolution in Triton: one launch for a decode step, two for a prefill."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.linear_attention.chunks_triton import row_of_chunk, tokens_of_chunk
+from batchgen.kernels.linear_attention.rows import CHUNK, PrefillRows, StepRows
+
+_STEP_BLOCK = 256
+"""Channels that a program of a step takes: one 16-byte access of 2-byte elements per thread of a
+warp."""
+_BLOCK = 256
+"""Channels of a program of a prefill."""
+_TOKENS = 16
+"""Tokens of a chunk that such a program computes at once."""
+
+
+def causal_conv_step_triton(
+    x: Tensor, weight: Tensor, window: Tensor, records: Tensor, rows: StepRows
+) -> Tensor:
+    """`causal_conv_step` in one launch."""
+    channels, taps = weight.shape
+    assert x.stride(1) == 1 and records.is_contiguous() and window[0].is_contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    blocks = triton.cdiv(channels, _STEP_BLOCK)
+    if len(rows.slots):
+        _conv_step[(len(rows.slots) * blocks,)](
+            x, weight, window, records, out, rows.slots, rows.folds, rows.half, x.stride(0),
+            weight.stride(0), weight.stride(1), window.stride(0), records.stride(0), channels,
+            TAPS=taps, WIDTH=rows.width, MOST=records.shape[2], BLOCKS=blocks, BLOCK=_STEP_BLOCK,
+            num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def causal_conv_prefill_triton(
+    x: Tensor, weight: Tensor, window: Tensor, rows: PrefillRows
+) -> Tensor:
+    """`causal_conv_prefill` in two launches: the tokens, then the windows that they have read."""
+    channels, taps = weight.shape
+    assert x.stride(1) == 1 and window[0].is_contiguous() and rows.starts.is_contiguous()
+    out = rows.empty(x.shape, x.dtype)
+    blocks, batch = triton.cdiv(channels, _BLOCK), len(rows.slots)
+    snapshots = rows.slots if rows.snapshots is None else rows.snapshots
+    if batch and len(x):
+        _conv_prefill[(rows.most_chunks(), blocks)](
+            x, weight, window, out, rows.slots, rows.positions, rows.starts, x.stride(0),
+            weight.stride(0), weight.stride(1), window.stride(0), channels, batch,
+            TAPS=taps, CHUNK=CHUNK, TOKENS=_TOKENS, BLOCK=_BLOCK,
+            ROWS=triton.next_power_of_2(batch), num_warps=4,
+        )  # fmt: skip
+        _conv_windows[(batch, blocks)](
+            x, window, rows.slots, rows.positions, rows.starts, snapshots, x.stride(0),
+            window.stride(0), channels,
+            SNAPSHOTS=0 if rows.snapshots is None else rows.snapshots.shape[1],
+            TAPS=taps, BLOCK=_BLOCK, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _conv_step(
+    x_ptr, weight_ptr, window_ptr, records_ptr, out_ptr, slots_ptr, folds_ptr, half_ptr, x_stride,
+    weight_channel, weight_tap, window_stride, half_stride, channels,
+    TAPS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program takes BLOCK channels of one row."""
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    channel = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    slot = tl.load(slots_ptr + row)
+    folds = tl.minimum(tl.maximum(tl.load(folds_ptr + slot), 0), MOST)
+    half = tl.load(half_ptr + slot).to(tl.int64)
+    window = window_ptr + slot * window_stride + channel
+    slot_records = records_ptr + slot * (MOST * channels) + channel
+    old = slot_records + half * half_stride
+    new = slot_records + (1 - half) * half_stride
+    first = row * WIDTH
+    for j in tl.static_range(WIDTH):
+        total = tl.zeros((BLOCK,), tl.float32)
+        for tap in tl.static_range(TAPS):
+            weight = tl.load(
+                weight_ptr + channel * weight_channel + tap * weight_tap, mask=inside, other=0.0
+            )
+            if j + tap < TAPS - 1:
+                x = _before(window, old, folds + j + tap, channel, channels, TAPS)
+            else:
+                token = first + j + tap - (TAPS - 1)
+                x = tl.load(x_ptr + token * x_stride + channel, mask=inside, other=0.0)
+            total += x.to(tl.float32) * weight.to(tl.float32)
+        out = total / (1.0 + tl.exp(-total))
+        target = out_ptr + (first + j) * channels + channel
+        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)
+        x = tl.load(x_ptr + (first + j) * x_stride + channel, mask=inside, other=0.0)
+        tl.store(new + j * channels, x, mask=inside)
+    for i in tl.static_range(TAPS - 1):
+        x = _before(window, old, folds + i, channel, channels, TAPS)
+        # What is read here may be overwritten by other threads of the program.
+        tl.debug_barrier()
+        tl.store(window + i * channels, x, mask=inside)
+
+
+@triton.jit
+def _before(window, records, place, channel, channels, TAPS: tl.constexpr):
+    """The inputs at a place of the window, behind which the records stand."""
+    kept = channel < tl.where(place < TAPS - 1, channels, 0)
+    recorded = channel < tl.where(place < TAPS - 1, 0, channels)
+    x = tl.load(window + place * channels, mask=kept, other=0.0)
+    record = tl.load(records + (place - (TAPS - 1)) * channels, mask=recorded, other=0.0)
+    return tl.where(recorded, record, x)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _conv_prefill(
+    x_ptr, weight_ptr, window_ptr, out_ptr, slots_ptr, positions_ptr, starts_ptr, x_stride,
+    weight_channel, weight_tap, window_stride, channels, num_rows,
+    TAPS: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Each program takes BLOCK channels of one chunk, TOKENS tokens at a time."""
+    row, chunk = row_of_chunk(starts_ptr, tl.program_id(0), num_rows, CHUNK, ROWS)
+    start, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+    first, count = tokens_of_chunk(positions_ptr, start, end, chunk, CHUNK)
+    if count <= 0:
+        return
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = channel < channels
+    kept = channel < tl.where(tl.load(positions_ptr + start) == 0, 0, channels)
+    window = window_ptr + tl.load(slots_ptr + row) * window_stride + channel
+    for begin in range(0, count, TOKENS):
+        place = begin + tl.arange(0, TOKENS)[:, None]
+        here = inside & (place < count)
+        token = first + place
+        total = tl.zeros((TOKENS, BLOCK), tl.float32)
+        for tap in tl.static_range(TAPS):
+            weight = tl.load(
+                weight_ptr + channel * weight_channel + tap * weight_tap, mask=inside, other=0.0
+            )
+            source = token + tap - (TAPS - 1)
+            in_row = source >= start
+            x = tl.load(
+                x_ptr + source.to(tl.int64) * x_stride + channel, mask=here & in_row, other=0.0
+            )
+            before = tl.load(
+                window + (source - start + TAPS - 1) * channels,
+                mask=here & kept & (source < start), other=0.0,
+            )  # fmt: skip
+            total += tl.where(in_row, x, before).to(tl.float32) * weight.to(tl.float32)
+        out = total / (1.0 + tl.exp(-total))
+        target = out_ptr + token.to(tl.int64) * channels + channel
+        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _conv_windows(
+    x_ptr, window_ptr, slots_ptr, positions_ptr, starts_ptr, snapshots_ptr, x_stride,
+    window_stride, channels, SNAPSHOTS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program writes BLOCK channels of one row's windows, that of its own slot last."""
+    row = tl.program_id(0)
+    start, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+    if start == end:
+        return
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    kept = tl.where(tl.load(positions_ptr + start) == 0, 0, channels)
+    slot = tl.load(slots_ptr + row)
+    window = window_ptr + slot * window_stride + channel
+    x = x_ptr + start.to(tl.int64) * x_stride + channel
+    for i in tl.static_range(SNAPSHOTS + 1):
+        tokens, target = (end - start).to(tl.int64), slot
+        if i < SNAPSHOTS:
+            entry = snapshots_ptr + (row * SNAPSHOTS + i) * 2
+            tokens, target = tl.load(entry), tl.load(entry + 1)
+        if tokens > 0:
+            for tap in tl.static_range(TAPS - 1):
+                place = tokens + tap
+                old = tl.load(
+                    window + place * channels,
+                    mask=channel < tl.where(place < TAPS - 1, kept, 0), other=0.0,
+                )  # fmt: skip
+                new = tl.load(
+                    x + (place - (TAPS - 1)) * x_stride,
+                    mask=channel < tl.where(place < TAPS - 1, 0, channels), other=0.0,
+                )  # fmt: skip
+                # What is read here may be overwritten by other threads of the program.
+                tl.debug_barrier()
+                written = window_ptr + target * window_stride + tap * channels + channel
+                tl.store(written, tl.where(place < TAPS - 1, old, new), mask=inside)

@@ -1,0 +1,30 @@
+"""How the programs of a kernel find their chunk among ragged rows, on the device."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_of_chunk(starts_ptr, index, num_rows, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """The row to which a chunk belongs, and the chunk's number among those of the row.
+
+    Row r has the chunks from starts[r] // CHUNK + 2 · r on, of which none may be there.
+    """
+    row = tl.arange(0, ROWS)
+    start = tl.load(starts_ptr + row, mask=row < num_rows, other=0)
+    found = tl.sum(((row < num_rows) & (start // CHUNK + 2 * row <= index)).to(tl.int32)) - 1
+    return found, index - (tl.load(starts_ptr + found) // CHUNK + 2 * found)
+
+
+@triton.jit
+def tokens_of_chunk(positions_ptr, start, end, chunk, CHUNK: tl.constexpr):
+    """The first token of a chunk of the row of the tokens [start, end), and how many it has.
+
+    A row that starts within a chunk has the rest of that chunk as its first one.
+    """
+    missing = tl.load(positions_ptr + start, mask=start < end, other=0).to(tl.int32) % CHUNK
+    first = tl.maximum(start + chunk * CHUNK - missing, start)
+    last = tl.minimum(start + (chunk + 1) * CHUNK - missing, end)
+    return first, last - first
