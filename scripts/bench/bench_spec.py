@@ -3,7 +3,8 @@
     python scripts/bench/bench_spec.py replay [--model qwen3-8b] [--accuracy 0.7] \\
         [--batches 4,32,256]
     python scripts/bench/bench_spec.py replay --model qwen3-30b-a3b --routing uniform
-    python scripts/bench/bench_spec.py replay --model hybrid-35b-a3b --routing uniform --proposer mtp
+    python scripts/bench/bench_spec.py replay --model hybrid-35b-a3b --routing uniform \\
+        --proposer mtp
     python scripts/bench/bench_spec.py ngram --model X.gguf --rows gsm8k.jsonl [--field question]
 
 `replay` takes a model of random weights. The rows' tokens are known from a plain run, and each

@@ -65,17 +65,19 @@ class TheirHead:
 
     Args:
         kind: qwen3_5, qwen3_5_moe or qwen3_next.
+        sizes: entries of the configuration to replace.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, **sizes: Any) -> None:
         torch.manual_seed(0)
         model: PreTrainedModel
+        values = _SIZES | sizes
         if kind == "qwen3_5":
-            model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_SIZES))
+            model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**values))
         elif kind == "qwen3_5_moe":
-            model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**_SIZES, **_EXPERTS))
+            model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**values, **_EXPERTS))
         else:
-            config = Qwen3NextConfig(**_SIZES, **_EXPERTS, norm_topk_prob=True)
+            config = Qwen3NextConfig(**values, **_EXPERTS, norm_topk_prob=True)
             model = Qwen3NextForCausalLM(config)
         self.model, self._head = model.eval(), MtpModel(model, 1).eval()
         for parameter in self._head.layers.parameters():  # some are not initialised

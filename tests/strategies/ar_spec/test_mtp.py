@@ -34,6 +34,8 @@ from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.scheduling.scheduled_batch import DecodeBatch
 from batchgen.strategies.ar.strategy import ARStrategy
+from batchgen.strategies.ar_spec.controller import StepCosts
+from batchgen.strategies.ar_spec.mtp import MTPProposer
 from batchgen.strategies.ar_spec.step_inputs import Drafts
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 
@@ -341,6 +343,45 @@ def test_a_head_that_is_always_right_is_accepted_whole(
         if output.finish_reason == "length":
             assert output.counts["num_accepted_tokens"] == output.counts["num_draft_tokens"]
             assert output.counts["num_forwards"] == 1 - (1 - len(output.token_ids)) // (1 + k)
+
+
+def test_rejection_gives_a_row_the_same_tokens_whatever_runs_beside_it(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens depend on the drafts, so those must depend on the row alone."""
+    model = models["llama"]
+    rows = requests(model, 9, count=6)
+
+    def outputs(**config: Any) -> list[RequestOutput]:
+        strategy = ARSpecStrategy("mtp", 3, "rejection", adaptive=False)
+        return run(make_engine(model, strategy, **config), rows)
+
+    alone = outputs(max_num_seqs=1, prefix_caching=False, overlap=False)
+    expect_short_rows(monkeypatch)
+    assert_rows(outputs(kv_cache_gib=room(model, 84), max_model_len=76, chunk_tokens=8), alone)
+    plain = run(make_engine(model, ARStrategy()), rows)
+    same = [one.token_ids == other.token_ids for one, other in zip(plain, alone, strict=True)]
+    greedy = [params.temperature == 0 for _, params in rows]
+    assert all(s for s, is_greedy in zip(same, greedy, strict=True) if is_greedy)
+    assert not all(same)
+
+
+def test_the_cost_of_a_step_has_the_head_in_it(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the tokens of every step; each draft takes logits, and each but the first a
+    forward."""
+    forward, logits = StepCosts([1, 1000], [1.001, 2.0]), StepCosts([1, 1000], [4.001, 5.0])
+
+    def measure(runner: Any, rows: int, widths: Any, run: Any = ModelRunner.decode) -> StepCosts:
+        return logits if run is ModelRunner.decode else forward
+
+    monkeypatch.setattr(StepCosts, "measure", measure)
+    head = HeadAlone(models["llama"]).head
+    seconds = MTPProposer(head, own_law=False).costs(8, (0, 1, 2, 3))
+    assert seconds(100, 0) == pytest.approx(1.1)
+    assert seconds(100, 1) == pytest.approx(1.2 + 3.0)
+    assert seconds(100, 3) == pytest.approx(1.4 + 3.0 + 2 * 4.1)
 
 
 def test_the_plan_has_room_for_the_head(models: Models) -> None:
