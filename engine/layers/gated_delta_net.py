@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,16 +15,13 @@ from torch import Tensor, nn
 from batchgen.engine.cache.row_states import StateCache
 from batchgen.engine.cache.specs import CacheSpec, StateSpec, StateTensor
 from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens, RowMetadata
-from batchgen.engine.layers.delta_replay import replay
+from batchgen.engine.execution.transfer import upload
 from batchgen.engine.layers.linear import Linear, MergedLinear, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
-from batchgen.kernels.linear_attention.delta_rule import (
-    DeltaInputs,
-    DeltaRecords,
-    delta_prefill,
-    delta_step,
-)
+from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
+from batchgen.kernels.linear_attention.delta_replay import delta_replay
+from batchgen.kernels.linear_attention.delta_rule import delta_prefill, delta_step
 from batchgen.kernels.linear_attention.gated_norm import gated_rms_norm
 from batchgen.kernels.linear_attention.rows import CHUNK, PrefillRows, StepRows
 
@@ -214,7 +213,7 @@ class GatedDeltaNet(nn.Module):
         tokens = self._inputs(x, a, b)
         if rows.replayed is None:
             return delta_prefill(tokens, matrix, prefill)
-        return replay(tokens, matrix, prefill, rows.replayed)
+        return _read_again(tokens, matrix, prefill, rows.replayed)
 
     def _inputs(self, x: Tensor, a: Tensor, b: Tensor) -> DeltaInputs:
         return DeltaInputs(x, a, b, self.A_log, self.dt_bias)
@@ -244,6 +243,37 @@ def _kind_by_kind(rows: Tensor, sizes: list[int]) -> Tensor:
 
 def _only_input(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return tensors[name].squeeze(1)
+
+
+def _read_again(
+    tokens: DeltaInputs, matrix: Tensor, rows: PrefillRows, replayed: tuple[int, ...]
+) -> Tensor:
+    """Run a prefill of B rows in which every token goes through the form that read it first: those
+    of the prompts through the chunked one, and the last `replayed` tokens of each row one by one.
+
+    Returns:
+        [T, value heads, value_dim].
+    """
+    assert rows.query_lens is not None
+    again = np.array(replayed, np.int64)
+    first = np.array(rows.query_lens, np.int64) - again
+    is_again = np.repeat(np.tile([False, True], len(again)), np.stack((first, again), 1).ravel())
+    prompts = rows._replace(query_lens=tuple(first.tolist()))
+    answers = rows._replace(query_lens=replayed, snapshots=None)
+    out = tokens.qkv.new_empty((len(tokens.qkv), *matrix.shape[1:3]))
+    for run, part, chosen in (
+        (delta_prefill, prompts, ~is_again),
+        (delta_replay, answers, is_again),
+    ):
+        if chosen.any():
+            index = upload(np.flatnonzero(chosen), torch.int64, rows.positions.device)
+            starts = upload([0, *accumulate(part.lengths())], torch.int32, index.device)
+            part = part._replace(positions=rows.positions[index], starts=starts)
+            picked = DeltaInputs(
+                tokens.qkv[index], tokens.a[index], tokens.b[index], tokens.a_log, tokens.dt_bias
+            )
+            out[index] = run(picked, matrix, part)
+    return out
 
 
 def _own_tokens(rows: RowMetadata) -> int:

@@ -161,17 +161,15 @@ class SparseMoE(nn.Module):
         ids, weights = route(self.gate(x), self.experts_per_token, renormalise=self.renormalise)
         ctx.record(self.column, ids, self.index)
         own = _own_tokens(x, ctx)
-        if own is None and self.shared_expert is None:
-            added: Tensor = self.experts(x, ids, weights, residual)
-            return added
         if own is None:
-            out = self.experts(x, ids, weights)
+            residual = self.experts(x, ids, weights, residual)
         else:
             out = torch.zeros_like(x)
             out[own] = self.experts(x[own], ids[own], weights[own])
+            residual.add_(out)
         if self.shared_expert is not None:
-            out = add_gated(out, self.shared_expert.compute(x), self.shared_expert_gate(x))
-        return residual.add_(out)
+            add_gated(residual, self.shared_expert.compute(x), self.shared_expert_gate(x))
+        return residual
 
 
 def _own_tokens(x: Tensor, ctx: ForwardContext) -> Tensor | None:

@@ -135,11 +135,12 @@ def _delta_chunks(
     # Tokens past the last one change nothing.
     log_decay = tl.where(inside, log_decay_of(a, a_log, dt_bias), 0.0)
     strength = tl.where(inside, strength_of(b), 0.0)
-    total = tl.cumsum(log_decay, axis=0)
+    # Differences of sums in float32 would lose the small decays that follow a large one.
+    total = tl.cumsum(log_decay.to(tl.float64), axis=0)
     whole = tl.sum(tl.where(place == CHUNK - 1, total, 0.0))
 
     i, j = place[:, None], place[None, :]
-    since = tl.where(i >= j, total[:, None] - total[None, :], float("-inf"))
+    since = tl.where(i >= j, (total[:, None] - total[None, :]).to(tl.float32), float("-inf"))
     decays = tl.exp(since) * key_norm[None, :]
     keys_across = tl.trans(key)
     scores = _product(query, keys_across, PRECISION, INTERPRETED) * query_norm[:, None] * decays
@@ -148,11 +149,11 @@ def _delta_chunks(
     dtype = matrices_ptr.dtype.element_ty
     tl.store(matrix + CHUNK * CHUNK, scores.to(dtype))
     vector = vectors_ptr + item * (4 * CHUNK) + place
-    since_start = tl.exp(total)
+    since_start = tl.exp(total.to(tl.float32))
     tl.store(vector, since_start * key_norm)
     tl.store(vector + CHUNK, since_start * query_norm)
-    tl.store(vector + 2 * CHUNK, tl.exp(whole - total) * key_norm)
-    tl.store(vector + 3 * CHUNK, tl.exp(whole + total * 0.0))
+    tl.store(vector + 2 * CHUNK, tl.exp((whole - total).to(tl.float32)) * key_norm)
+    tl.store(vector + 3 * CHUNK, tl.exp((whole + total * 0.0).to(tl.float32)))
 
     system = _product(key, keys_across, PRECISION, INTERPRETED)
     system = tl.where(i > j, system * (strength * key_norm)[:, None] * decays, 0.0)

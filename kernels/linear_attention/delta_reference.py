@@ -130,12 +130,15 @@ def _run_chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     count, repeats = len(tokens.query), state.shape[0] // tokens.key.shape[1]
     query, key, value, log_decay, beta = (_filled(x) for x in tokens)
     key = _repeat(key, repeats)
-    total = log_decay.cumsum(0).T  # [nv, 64]
+    # Differences of sums in float32 would lose the small decays that follow a large one.
+    total = log_decay.double().cumsum(0).T  # [nv, 64]
     query, key, value = (x.transpose(0, 1).contiguous() for x in (query, key, value))
     beta = beta.T.unsqueeze(-1)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).triu(1)
-    decays = (total[:, :, None] - total[:, None, :]).masked_fill(later, float("-inf")).exp()
-    since_start, until_end = total.exp().unsqueeze(-1), (total[:, -1:] - total).exp().unsqueeze(-1)
+    since = (total[:, :, None] - total[:, None, :]).float()
+    decays = since.masked_fill(later, float("-inf")).exp()
+    since_start = total.float().exp().unsqueeze(-1)
+    until_end = (total[:, -1:] - total).float().exp().unsqueeze(-1)
     keys_across = key.transpose(1, 2).contiguous()
     system = beta * torch.bmm(key, keys_across) * decays
     both = torch.cat([beta * value, beta * since_start * key], dim=2)
@@ -146,7 +149,7 @@ def _run_chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     scores = torch.bmm(query, keys_across) * decays
     out = torch.bmm(query * since_start, across) + torch.bmm(scores, updates)
     change = torch.bmm((updates * until_end).transpose(1, 2).contiguous(), key)
-    state = state * total[:, -1].exp()[:, None, None] + change
+    state = state * since_start[:, -1:] + change
     return out.transpose(0, 1)[:count], state
 
 

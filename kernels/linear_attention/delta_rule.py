@@ -9,7 +9,8 @@ Each of nv value heads keeps a matrix S [dv, dk] for each row. A token with key 
     o = S·q
 
 There are two forms. `delta_step` does this token by token, `delta_prefill` for chunks of tokens
-with matrix products. Their results differ in how they are rounded.
+with matrix products. Their results differ in how they are rounded. `delta_replay` reads many tokens
+in the first form.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -38,8 +39,8 @@ PREFILLS = ((8192, 8192), (8192, 1024), (16384, 16384), (16384, 1024))
 STEP_TILES = [
     StepTiles(block_v, lanes, warps)
     for block_v, lanes, warps in (
-        (8, 8, 1), (16, 8, 1), (32, 8, 1), (16, 8, 2), (32, 8, 2), (64, 8, 2), (32, 8, 4),
-        (64, 8, 4), (32, 16, 2), (32, 16, 4), (32, 4, 2), (32, 32, 4),
+        (8, 8, 1), (16, 8, 1), (32, 8, 1), (32, 8, 2), (64, 8, 4), (32, 8, 4), (32, 16, 4),
+        (32, 4, 2), (32, 32, 4),
     )
 ]  # fmt: skip
 PREFILL_TILES = [
@@ -80,14 +81,14 @@ class Layers:
         self.shape, heads, size = shape, shape.value_heads, shape.head_dim
         count = max(1, -(-_COLD_BYTES // (shape.state_bytes * rows)))
         self.x, self.gate = random(tokens, shape.channels), random(tokens, heads * size)
-        wide = {"dtype": torch.float32, "device": "cuda"}
+        wide = partial(torch.empty, dtype=torch.float32, device="cuda")
         self.inputs = DeltaInputs(
             random(tokens, shape.channels), random(tokens, heads), random(tokens, heads),
-            torch.zeros(heads, **wide), torch.full((heads,), -3.0, **wide),
+            wide(heads).zero_(), wide(heads).fill_(-3),
         )  # fmt: skip
-        self.states = [torch.randn(1 + rows, heads, size, size, **wide) for _ in range(count)]
+        self.states = [wide(1 + rows, heads, size, size).normal_() for _ in range(count)]
         self.windows = [random(1 + rows, 3, shape.channels) for _ in range(count)]
-        self.weight, self.norm = random(shape.channels, 4), torch.ones(size, **wide)
+        self.weight, self.norm = random(shape.channels, 4), wide(size).fill_(1)
         self.out = random(tokens, heads, size)
         self.slots = torch.arange(1, 1 + rows, device="cuda")
 

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from expert_products import check_experts
+from linear_rows import check_linear_attention
 from triton.runtime import KernelInterface
 
 from batchgen.engine.engine_config import EngineConfig
@@ -259,6 +260,7 @@ def main() -> None:
         sys.exit("needs a GPU: the kernels run on nothing else")
     launches = count_launches()
     problems = check_masks() + check_experts(torch.device("cuda"))
+    problems += check_linear_attention(torch.device("cuda"))
     for sizes, dtype in RUNS:
         batches, diffusion = batches_of(sizes), sizes["model_type"] == "sdar"
         reference = DLLMStrategy() if diffusion else ARStrategy()

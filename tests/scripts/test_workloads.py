@@ -127,9 +127,9 @@ def test_the_floor_of_experts_by_hand(tmp_path: Path) -> None:
 
 def test_the_floor_of_recurrences_by_hand(tmp_path: Path) -> None:
     config = load_config(write_config("tiny-hybrid", tmp_path))
-    # Three recurrent layers: queries and keys of 2 · 16, values and gates of 4 · 16, two numbers for
-    # each of 4 heads, and the output. One layer of attention, whose queries have gates. In each a
-    # router to 8 experts, and a shared one.
+    # Three recurrent layers: queries and keys of 2 · 16, values and gates of 4 · 16, two numbers
+    # for each of 4 heads, and the output. One layer of attention, whose queries have gates. In all
+    # of them a router to 8 experts, and a shared one.
     delta = 64 * (2 * 32 + 64 + 64 + 8 + 64)
     assert mixers(config).params == 3 * delta + 64 * (2 * 64 + 32 + 32 + 64)
     assert layer_params(config) == mixers(config).params + 4 * (64 * 8 + 3 * 64 * 32)

@@ -203,6 +203,28 @@ def test_generated_tokens_in_a_prompt_are_read_as_a_prompt(alone: Alone, folder:
     assert engine.stats.cached_tokens == 64 + 2 * 128
 
 
+def test_a_row_that_is_read_again_does_not_start_from_a_prompt_of_its_own_words(
+    alone: Alone, folder: Path
+) -> None:
+    """Another row has read the first one's answer as part of its prompt, and left a checkpoint."""
+    params = SamplingParams(temperature=0, max_new_tokens=72, logprobs=True, columns=(ROUTE,))
+    first = ([3 + i * i % 120 for i in range(60)], params)
+    answer = alone(first).token_ids
+    other = ([*first[0], *answer[:70]], replace(params, max_new_tokens=8))
+    engine = make_engine(load(folder))
+    engine.add_request("first", *first)
+    while engine.stats.generated_tokens < 70:
+        assert not engine.step()
+    (row,) = engine.scheduler.running
+    engine.add_request("other", *other)
+    engine.step()
+    engine.scheduler._preempt(row)
+    found: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        found |= {output.request_id: output for output in engine.step()}
+    check(alone, [first, other], [found["first"], found["other"]])
+
+
 def cache_gib(folder: Path, tokens: int) -> float:
     from batchgen.engine.cache.model_caches import paged_token_bytes
 

@@ -90,6 +90,20 @@ def step_rows(slots: Sequence[int], folds: Tensor, half: Tensor, width: int) -> 
     return StepRows(torch.tensor(list(slots), device=DEVICE), folds, half, width)
 
 
+def prefill_on_cpu(rows: PrefillRows) -> PrefillRows:
+    snapshots = None if rows.snapshots is None else rows.snapshots.cpu()
+    return rows._replace(
+        slots=rows.slots.cpu(),
+        positions=rows.positions.cpu(),
+        starts=rows.starts.cpu(),
+        snapshots=snapshots,
+    )
+
+
+def inputs_on_cpu(inputs: DeltaInputs) -> DeltaInputs:
+    return DeltaInputs(*(x.cpu() for x in inputs))
+
+
 def plain_row(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """[T, nv, dv] and the state after the row, token by token in float64.
 

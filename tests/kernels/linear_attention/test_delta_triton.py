@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from delta_cases import DEVICE, NAN, Shape, prefill_rows, step_rows, take
+from delta_cases import (
+    DEVICE,
+    NAN,
+    Shape,
+    inputs_on_cpu,
+    prefill_on_cpu,
+    prefill_rows,
+    step_rows,
+    take,
+)
 
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.delta_prefill_triton import delta_prefill_triton
@@ -57,8 +66,8 @@ class Both:
         rows = step_rows(slots, self.folds, self.half, width)
         found = delta_step_triton(inputs, self.state, self.records, rows)
         expected = delta_step_reference(
-            DeltaInputs(*(x.cpu() for x in inputs)), self.expected_state, self.expected_records,
-            StepRows(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in rows)),
+            inputs_on_cpu(inputs), self.expected_state, self.expected_records,
+            StepRows(rows.slots.cpu(), rows.folds.cpu(), rows.half.cpu(), width),
         )  # fmt: skip
         real = [i for i, slot in enumerate(slots) if slot]
         if width:
@@ -81,16 +90,17 @@ class Both:
     def prefill(self, inputs: DeltaInputs, rows: PrefillRows, bound: float) -> torch.Tensor:
         found = delta_prefill_triton(inputs, self.state, rows)
         expected = delta_prefill_reference(
-            DeltaInputs(*(x.cpu() for x in inputs)), self.expected_state,
-            PrefillRows(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in rows)),
-        )  # fmt: skip
+            inputs_on_cpu(inputs), self.expected_state, prefill_on_cpu(rows)
+        )
         used = int(rows.starts[-1])
         close(found[:used], expected[:used], bound)
         close(self.state[1:], self.expected_state[1:], bound)
         return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_steps_fold_and_run_as_the_reference(shape: Shape, dtype: torch.dtype) -> None:
     both = Both(shape, slots=5)

@@ -1,0 +1,67 @@
+"""Tokens that are read again one by one: as steps read them, from a state or from zeros."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from delta_cases import (
+    DEVICE,
+    NAN,
+    Shape,
+    inputs_on_cpu,
+    plain_row,
+    prefill_on_cpu,
+    prefill_rows,
+    step_rows,
+    take,
+)
+
+from batchgen.kernels.linear_attention.delta_reference import delta_step_reference
+from batchgen.kernels.linear_attention.delta_replay import (
+    delta_replay_reference,
+    delta_replay_triton,
+)
+
+SHAPE = Shape(key_heads=2, value_heads=4, key_dim=24, value_dim=40)
+
+
+def test_the_reference_has_the_bits_of_steps() -> None:
+    inputs = inputs_on_cpu(SHAPE.inputs(150))
+    start = torch.randn(3, 4, 40, 24, generator=torch.Generator().manual_seed(1))
+    state = start.clone()
+    rows = prefill_on_cpu(prefill_rows([80, 0, 70], first=[64, 64, 7], slots=[2, 0, 1]))
+    out = delta_replay_reference(inputs, state, rows)
+    stepped, folds = start.clone(), torch.zeros(3, dtype=torch.int32)
+    half = torch.zeros(3, dtype=torch.int32)
+    records = SHAPE.records(3, 1)
+    records = type(records)(*(record.cpu() for record in records))
+    for slot, tokens in ((2, range(80)), (1, range(80, 150))):
+        for width, t in [*((1, t) for t in tokens), (0, 0)]:
+            step = step_rows([slot], folds, half, width)._replace(slots=torch.tensor([slot]))
+            found = delta_step_reference(take(inputs, slice(t, t + width)), stepped, records, step)
+            assert torch.equal(found, out[t : t + width])
+            folds[slot], half[slot] = width, 1 - half[slot]
+    assert torch.equal(stepped[1:], state[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_is_near_the_reference(dtype: torch.dtype) -> None:
+    inputs = SHAPE.inputs(20, dtype=dtype)
+    state = torch.randn(4, 4, 40, 24, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    state[3] = NAN  # a row that begins at position 0 does not see it
+    expected = state.cpu().clone()
+    rows = prefill_rows([9, 0, 11], first=[64, 64, 0], slots=[2, 1, 3])
+    out = delta_replay_triton(inputs, state, rows)
+    reference = delta_replay_reference(inputs_on_cpu(inputs), expected, prefill_on_cpu(rows))
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.cpu(), reference, rtol=bound, atol=bound)
+    torch.testing.assert_close(state.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_reference_is_the_rule_in_float64() -> None:
+    inputs = inputs_on_cpu(SHAPE.inputs(70))
+    state = SHAPE.state(2).cpu()
+    out = delta_replay_reference(inputs, state, prefill_on_cpu(prefill_rows([70])))
+    expected, after = plain_row(inputs, SHAPE.state(1)[0])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state[1].double(), after, rtol=1e-4, atol=1e-5)
