@@ -125,7 +125,7 @@ class OpenedJob:
         return found
 
     def _build_engine(self, config: JobConfig) -> LLMEngine:
-        heads = strategy_heads(self.strategy, self.model.config)
+        heads = strategy_heads(self.strategy, self.model)
         with _named("model"):
             weights = self.model.load(config.model.dtype, config.engine.device, heads)
         if weights.skipped_parts:
@@ -162,7 +162,7 @@ def open_job(config: JobConfig) -> OpenedJob:
         model = open_model(config.model.path, config.model.revision, config.model.load_format)
     with _named("strategy"):
         strategy.block_length(model.config)
-        strategy_heads(strategy, model.config)  # This raises an error if the model lacks one.
+    strategy_heads(strategy, model)  # This raises an error if the model lacks one.
     of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
     context_columns = [column for column in of_model if column.name in config.output.columns]
     _check_columns(config.output.columns, strategy, of_model, model.config.architecture)

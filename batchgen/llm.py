@@ -84,7 +84,7 @@ class LLM:
         longest = config.model_len(opened.config.max_position_embeddings)
         max_model_len = strategy.model_len(longest, opened.config)
         others = open_others(strategy, opened, max_model_len)
-        heads = strategy_heads(strategy, opened.config)
+        heads = strategy_heads(strategy, opened)
         weights = opened.load(name, device, heads)
         beside = {name: other.load_beside(weights) for name, other in others.items()}
         self._model = model

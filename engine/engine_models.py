@@ -56,7 +56,8 @@ def model_uses(
             model.pack()
             _check_beside(name, others[name], target, max_model_len)
         of_target = columns if model is target else ()
-        uses[name] = ModelUse(model, role.widths, role.forward_rows, of_target)
+        all_hidden = strategy.needs_hidden and model is target
+        uses[name] = ModelUse(model, role.widths, role.forward_rows, of_target, all_hidden)
     if unused := [name for name in others if name not in uses]:
         raise ValueError(f"strategy {strategy.name} has no use for a {unused[0]} model")
     return uses

@@ -159,6 +159,7 @@ class LLMEngine:
             if model.has_row_states
             else None,
             multiple,
+            max(role.tokens_ahead for role in strategy.models.values()),
         )
         self._requests = Requests(
             tokenizer,
@@ -356,15 +357,11 @@ class LLMEngine:
                 output = None
                 if inputs is not None:  # Otherwise the prefix cache had all of it.
                     output = self._runner.prefill(inputs, self.strategy.needs_hidden)
-                    self._see_prefill(batch, inputs, output)
-                return self._join(batch, output)
+                return self._join(batch, inputs, output)
         decode = batch.decode
         with timed(self._timer, "mixed", len(decode.places) + len(prefill.seqs)):
             step, prefilled = self._decode(decode, inputs)
-            if inputs is not None:
-                assert prefilled is not None
-                self._see_prefill(prefill, inputs, prefilled)
-            return [(decode, step), *self._join(prefill, prefilled)]
+            return [(decode, step), *self._join(prefill, inputs, prefilled)]
 
     def _decode(
         self, batch: DecodeBatch, prefill: PrefillInputs | None
@@ -402,13 +399,6 @@ class LLMEngine:
         while self._launched:
             self._read_oldest()
 
-    def _see_prefill(
-        self, batch: PrefillBatch, prefill: PrefillInputs, output: ModelOutput
-    ) -> None:
-        """Tell the strategy which prompt tokens the target has read."""
-        hidden = output.hidden if self.strategy.needs_hidden else None
-        self.strategy.prefilled(batch, prefill.inputs, hidden)
-
     def _prefill_inputs(self, batch: PrefillBatch) -> PrefillInputs | None:
         """Make the inputs of a prefill's forward, and put the rows' states in place.
 
@@ -430,53 +420,56 @@ class LLMEngine:
         return prefill_inputs(batch, self._runner.device, states is not None)
 
     def _join(
-        self, batch: PrefillBatch, output: ModelOutput | None
+        self, batch: PrefillBatch, prefill: PrefillInputs | None, output: ModelOutput | None
     ) -> list[tuple[PrefillBatch | DecodeBatch, StepOutput]]:
-        """Let the rows whose prefill is complete decode from the next step on.
+        """Tell the strategy of a prefill, and let the rows that it completes decode from the next
+        step on.
 
         The first tokens of those whose prefill yields one are decided here.
 
         Args:
             batch: the prefill.
-            output: the output of its forward; None if there was nothing to compute.
+            prefill: the inputs of its forward; None if there was nothing to compute.
+            output: the output of its forward; None likewise.
 
         Returns:
             The batch with its first tokens; empty if no row's prefill yields a token.
         """
-        if not batch.completing:
-            return []
         state, device = self.strategy.step_inputs, self._runner.device
-        if batch.keep is not None:
+        if batch.completing and batch.keep is not None:
             state.keep_rows(batch.keep)
         seqs = [batch.seqs[i] for i in batch.completing]
-        hidden = None
-        if self.strategy.needs_hidden:
-            assert output is not None and output.hidden is not None
-            ends = np.cumsum(batch.lengths)[batch.completing] - 1
-            hidden = output.hidden[upload(ends, torch.int64, device)]
-        rows = JoiningRows(
+        rows = self._joining_rows(seqs) if seqs else None
+        newest = upload([seq.token_ids[-1] for seq in seqs], torch.int64, device)
+        yielding = np.flatnonzero([seq.prefill_yields for seq in seqs])
+        step = None
+        if len(yielding):
+            assert rows is not None and output is not None
+            if len(yielding) == len(seqs):
+                step = self.strategy.first_tokens(output, rows)
+                newest = step.token_ids[:, 0]
+            else:
+                step = self.strategy.first_tokens(output, rows.index_select(yielding))
+                newest[upload(yielding, torch.int64, device)] = step.token_ids[:, 0]
+        if prefill is not None:
+            assert output is not None
+            hidden = output.hidden if self.strategy.needs_hidden else None
+            self.strategy.prefilled(batch, prefill.inputs, hidden, newest)
+        if rows is not None:
+            state.merge_prefill(rows, newest)
+        return [] if step is None else [(batch, step)]
+
+    def _joining_rows(self, seqs: list[Sequence]) -> JoiningRows:
+        """Describe rows whose prefill is complete, from what the host knows of them."""
+        device = self._runner.device
+        return JoiningRows(
             seqs,
             upload(block_tables(seqs), torch.int64, device),
             np.array([seq.num_prefill_tokens for seq in seqs], np.int64),
             self._sampling_inputs(seqs),
             None if self._runner.states is None else state_slots(seqs, device),
-            hidden,
             Guide.of(seqs),
         )
-        yielding = np.flatnonzero([seq.prefill_yields for seq in seqs])
-        newest = upload([seq.token_ids[-1] for seq in seqs], torch.int64, device)
-        if not len(yielding):
-            state.merge_prefill(rows, newest)
-            return []
-        assert output is not None
-        if len(yielding) == len(seqs):
-            step = self.strategy.first_tokens(output, rows)
-            newest = step.token_ids[:, 0]
-        else:
-            step = self.strategy.first_tokens(output, rows.index_select(yielding))
-            newest[upload(yielding, torch.int64, device)] = step.token_ids[:, 0]
-        state.merge_prefill(rows, newest)
-        return [(batch, step)]
 
     def _sampling_inputs(self, seqs: list[Sequence]) -> SamplingInputs:
         """Make the sampler's inputs for rows, from what the host knows of them."""

@@ -54,9 +54,13 @@ class Head:
 
     Attributes:
         name: the head's name, one of `ModelConfig.heads`.
+        purpose: what asks for the head, as the beginning of the sentence "PURPOSE needs …".
+        instead: what a user of a model without the head can do.
     """
 
     name: str
+    purpose: str
+    instead: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +71,14 @@ class ModelRole:
         widths: every number of tokens per row that a decode forward can have, ascending. The sizes
             of caches and CUDA graphs follow from it.
         forward_rows: the most rows that a decode forward has for each row of the batch.
+        tokens_ahead: what the model keeps in a KV slot depends on so many tokens behind the one
+            that the slot is of: 1 for a head that reads the next token beside a hidden state.
         source: where the model comes from; None means the target itself.
     """
 
     widths: tuple[int, ...]
     forward_rows: int = 1
+    tokens_ahead: int = 0
     source: Checkpoint | Head | None = None
 
 
@@ -102,8 +109,6 @@ class JoiningRows:
         context_lens: [B] on the host, the number of tokens of each row that the target has read.
         sampling: the sampler's inputs for the rows, as they are before the prefill's token.
         state_slots: [B] int64, the rows' state slots; None for models without recurrent layers.
-        hidden: [B, hidden_size], the hidden state of each row's last token; None if the strategy
-            needs no hidden states.
         guide: makes the masks of the constrained rows; None if there are none.
     """
 
@@ -112,7 +117,6 @@ class JoiningRows:
     context_lens: npt.NDArray[np.int64]
     sampling: SamplingInputs
     state_slots: Tensor | None = None
-    hidden: Tensor | None = None
     guide: Guide | None = None
 
     def index_select(self, rows: npt.NDArray[np.int64]) -> JoiningRows:
@@ -125,7 +129,6 @@ class JoiningRows:
             self.context_lens[rows],
             self.sampling.index_select(rows),
             None if self.state_slots is None else self.state_slots[index],
-            None if self.hidden is None else self.hidden[index],
             Guide.of(seqs),
         )
 
@@ -156,9 +159,10 @@ class Decoding(Protocol):
     """What the engine calls in every step.
 
     A decode step calls `step_inputs.reindex`, `propose`, `forward`, `decide` and
-    `step_inputs.step_decode`, in this order. A prefill runs the target's forward and calls
-    `Hooks.prefilled`; if the prefill of some rows is complete, it then calls `first_tokens` and
-    `step_inputs.merge_prefill`. A mixed step does both, with one forward for all tokens.
+    `step_inputs.step_decode`, in this order. A prefill runs the target's forward. If the prefill of
+    some rows is complete, it calls `first_tokens` for those that it yields a token for. Then it
+    calls `Hooks.prefilled`, and `step_inputs.merge_prefill` for the complete rows. A mixed step
+    does both, with one forward for all tokens.
     """
 
     @property
@@ -219,7 +223,7 @@ class Hooks(Protocol):
 
     @property
     def needs_hidden(self) -> bool:
-        """Whether the strategy needs the target's hidden states of all tokens of a prefill."""
+        """Whether the strategy needs the target's hidden states of all tokens that it reads."""
 
     def block_length(self, model: ModelConfig) -> int:
         """Return the number of positions in a block of the model's attention.
@@ -254,13 +258,18 @@ class Hooks(Protocol):
     def attach(self, runners: Mapping[str, ModelRunner]) -> None:
         """Receive the runners of its models, by name; called once, before the first step."""
 
-    def prefilled(self, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None) -> None:
+    def prefilled(
+        self, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None, newest: Tensor
+    ) -> None:
         """Take note that the target has read a prefill's tokens.
 
         Args:
             batch: the prefill.
-            inputs: its T tokens, as the forward read them.
+            inputs: its T tokens, as the forward read them. If the strategy `needs_hidden`, every
+                row of the batch has some.
             hidden: [T, hidden_size], the tokens' hidden states; None unless `needs_hidden`.
+            newest: [J] int64, for each row of `batch.completing` the token behind those that the
+                target has read: the one that the prefill yielded, or the newest one known.
         """
 
     def observe(self, step: HostOutput, current: npt.NDArray[np.bool_]) -> None:

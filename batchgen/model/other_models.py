@@ -4,32 +4,42 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from batchgen.engine.loading.loader import LoadFormat
-from batchgen.engine.models.config import ModelConfig
+from batchgen.engine.loading.loader import LoadFormat, tensor_names
 from batchgen.engine.strategy import Checkpoint, Head, Strategy
 from batchgen.errors import ConfigError
 from batchgen.model.open_model import OpenedModel, open_model
 
 
-def strategy_heads(strategy: Strategy, model: ModelConfig) -> list[str]:
+def strategy_heads(strategy: Strategy, model: OpenedModel) -> list[str]:
     """Return the names of the target's heads that the strategy runs.
 
     Args:
         strategy: the decoding paradigm.
-        model: the target's configuration.
+        model: the target. No tensor of it is read, but the names of its tensors are.
 
     Raises:
-        ValueError: the checkpoint lacks one of them.
+        ConfigError: the model has no such head, or its checkpoint comes without the weights.
     """
     sources = (role.source for role in strategy.models.values())
-    heads = [source.name for source in sources if isinstance(source, Head)]
-    for name in heads:
-        if name not in model.heads:
-            raise ValueError(
-                f"strategy {strategy.name} needs the head {name!r} of the model, and the "
-                f"checkpoint has {', '.join(model.heads) or 'none'}"
+    heads = [source for source in sources if isinstance(source, Head)]
+    for head in heads:
+        if head.name not in model.config.heads:
+            raise ConfigError(
+                f"{head.purpose} needs a head that the model comes with, and {model.path} "
+                f"({model.config.architecture}) has none of the name {head.name!r}: {head.instead}"
             )
-    return heads
+        if model.load_format != "dummy" and not _has_weights(model, head.name):
+            raise ConfigError(
+                f"{head.purpose} needs the weights {head.name}.* of the model's head, and "
+                f"{model.path} has none, though its configuration names the head. Fine-tuned "
+                f"checkpoints often come without: {head.instead}, or choose one that has them"
+            )
+    return [head.name for head in heads]
+
+
+def _has_weights(model: OpenedModel, head: str) -> bool:
+    """Whether a checkpoint has tensors of the head of this name, with or without a prefix."""
+    return any(f".{head}." in f".{name}" for name in tensor_names(model.path))
 
 
 def open_others(

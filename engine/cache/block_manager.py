@@ -52,6 +52,8 @@ class BlockManager:
         states: the state slots; None for models without recurrent layers.
         state_multiple: a checkpoint stands only after a number of tokens that is a multiple of
             this.
+        tokens_ahead: what some model keeps of a token depends on so many tokens behind it. A block
+            is then shared only by rows that have these tokens behind it in common as well.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class BlockManager:
         prefix_caching: bool,
         states: StateSlots | None = None,
         state_multiple: int = 1,
+        tokens_ahead: int = 0,
     ) -> None:
         assert num_blocks >= 2 and block_size >= 1
         self.num_blocks = num_blocks
@@ -71,6 +74,7 @@ class BlockManager:
         self._hash_of: dict[int, bytes] = {}
         self._published: dict[bytes, int] = {}
         self.states = states
+        self._ahead = tokens_ahead
         # A checkpoint can stand only after a multiple of this many blocks.
         self._checkpoint_blocks = lcm(block_size, state_multiple) // block_size
 
@@ -97,11 +101,12 @@ class BlockManager:
         """Find the longest cached prefix of the tokens that the row has to prefill.
 
         If the prefill must yield a token, the prefix leaves out at least the last token, so that a
-        forward has a token to compute. With recurrent layers it ends within the prompt.
+        forward has a token to compute. So it does where a model looks ahead, which goes on from
+        what it makes of that token. With recurrent layers it ends within the prompt.
         """
         if not self.prefix_caching:
             return Prefix([])
-        tokens = seq.num_prefill_tokens - seq.prefill_yields
+        tokens = seq.num_prefill_tokens - max(int(seq.prefill_yields), self._ahead)
         if self.states is not None:
             tokens = min(tokens, seq.num_prompt_tokens)
         digests = self._hashes(seq, tokens // self.block_size)
@@ -227,7 +232,7 @@ class BlockManager:
             # A recurrent layer may read tokens of a prompt otherwise than generated ones, and then
             # rounds otherwise. A row that has generated tokens in its prompt must not see that.
             num_tokens = min(num_tokens, seq.num_prompt_tokens)
-        full = num_tokens // self.block_size
+        full = min(num_tokens, seq.num_tokens - self._ahead) // self.block_size
         if full <= seq.num_published_blocks:
             return
         digests = self._hashes(seq, full)
@@ -253,15 +258,18 @@ class BlockManager:
     def _hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """Return the digests of the row's first `num_blocks` full blocks.
 
-        Each digest covers its block's tokens and, through the digest before it, all earlier tokens.
-        Digests are computed once and kept in `seq.block_hashes`.
+        Each digest covers its block's tokens, those behind them that a model looks ahead to, and,
+        through the digest before it, all earlier tokens. Digests are computed once and kept in
+        `seq.block_hashes`.
         """
         size = self.block_size
         hashes = seq.block_hashes
         while len(hashes) < num_blocks:
             start = len(hashes) * size
             parent = hashes[-1] if hashes else b""
-            tokens = array("q", seq.token_ids[start : start + size]).tobytes()
+            end = start + size + self._ahead
+            assert end <= seq.num_tokens, "the token ahead is not known yet"
+            tokens = array("q", seq.token_ids[start:end]).tobytes()
             hashes.append(blake2b(parent + tokens, digest_size=16).digest())
         return hashes[:num_blocks]
 

@@ -86,12 +86,14 @@ class ModelUse(NamedTuple):
         widths: every number of tokens per row that a decode forward of this model can have.
         forward_rows: the most rows that a decode forward has for each row of the batch.
         columns: the columns of context scope that the model records.
+        all_hidden: the hidden states of all tokens of a prefill are wanted.
     """
 
     model: TokenModel
     widths: tuple[int, ...]
     forward_rows: int = 1
     columns: tuple[OutputColumn, ...] = ()
+    all_hidden: bool = False
 
     def caches(self, sizes: CacheSizes) -> ModelCaches:
         """Allocate the caches of the model's layers on its device."""
@@ -123,7 +125,7 @@ class ModelUse(NamedTuple):
             ),
             short_blocks=short_blocks if short_blocks < config.row_blocks else 0,
             widths=self.widths,
-            all_tokens=bool(self.columns),
+            all_tokens=bool(self.columns) or self.all_hidden,
         )
 
 
@@ -247,7 +249,7 @@ def _work_space(use: ModelUse, config: ResolvedConfig) -> int:
     """
     model, width = use.model, max(use.widths)
     runner = ModelRunner(model, use.caches(CacheSizes(2, config.block_size, num_rows=0)))
-    prefill = _peak(model.device, lambda: _largest_prefill(runner, config))
+    prefill = _peak(model.device, lambda: _largest_prefill(runner, config, use.all_hidden))
     rows = config.max_num_seqs
     more = config.chunk_tokens if width == 1 else 0
     lens = np.full(rows * use.forward_rows + more, width)
@@ -290,11 +292,11 @@ def _scratch_inputs(
     )
 
 
-def _largest_prefill(runner: ModelRunner, config: ResolvedConfig) -> None:
+def _largest_prefill(runner: ModelRunner, config: ResolvedConfig, all_hidden: bool) -> None:
     """Run a prefill of the most tokens, with logits for as many rows as can be in flight."""
     longest = config.max_model_len
     lens = [longest] * (config.max_batched_tokens // longest)
     if rest := config.max_batched_tokens - sum(lens):
         lens.append(rest)
     inputs = _scratch_inputs(runner, np.array(lens), config.row_blocks)
-    runner.prefill(PrefillInputs(inputs, np.zeros(config.max_num_seqs, np.int64)))
+    runner.prefill(PrefillInputs(inputs, np.zeros(config.max_num_seqs, np.int64)), all_hidden)

@@ -193,6 +193,20 @@ class ForwardGraphs:
         decode step did."""
         return inputs.replayed is None and len(inputs.input_ids) <= self._shapes.prefill_tokens
 
+    def takes_all(self, inputs: ModelInputs) -> bool:
+        """Whether there is a graph for a prefill of this many tokens that computes all of them."""
+        return self._shapes.all_tokens and self.takes_prefill(inputs)
+
+    def prefill_all(self, inputs: ModelInputs) -> Tensor:
+        """Run a prefill and return the hidden states of all its tokens.
+
+        Returns:
+            [T, hidden_size], valid until the next replay.
+        """
+        size = _bucket(self._shapes.prefill_sizes, len(inputs.input_ids))
+        self._prefill.fill(inputs, size)
+        return self._replay(_Key("prefill", size))[: len(inputs.input_ids)]
+
     def prefill(self, inputs: ModelInputs, last: Tensor, outputs: ModelInputs) -> Tensor:
         """Run a prefill and return the hidden states of R of its tokens.
 
@@ -204,10 +218,9 @@ class ForwardGraphs:
         Returns:
             [R, hidden_size], valid until the next replay.
         """
+        assert not self._shapes.all_tokens, "the graph computes all of them"
         size = _bucket(self._shapes.prefill_sizes, len(inputs.input_ids))
         self._prefill.fill(inputs, size)
-        if self._shapes.all_tokens:
-            return self._replay(_Key("prefill", size))[last]
         count = len(last)
         self._last[:count].copy_(last)
         self._last[count:].zero_()

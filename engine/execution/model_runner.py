@@ -111,9 +111,6 @@ class ModelRunner:
     def prefill(self, prefill: PrefillInputs, all_hidden: bool = False) -> ModelOutput:
         """Run a prefill, which fills the caches, and return the logits that end R of its B rows.
 
-        The last layer computes only the last tokens of these R rows, unless all hidden states are
-        wanted or a column of context scope is written.
-
         Args:
             prefill: the tokens of the B rows, and the R rows that yield logits.
             all_hidden: return the hidden states of all T tokens too.
@@ -121,16 +118,32 @@ class ModelRunner:
         inputs, rows = prefill
         last = self._last_tokens(inputs, rows)
         positions = inputs.positions[last]
-        if all_hidden or self.caches.columns:
-            hidden = self._all_hidden(inputs, last, rows, all_hidden)
-            wanted = hidden[last] if all_hidden else hidden
-            logits = self._logits_of(wanted)
-            return ModelOutput(logits, positions, hidden if all_hidden else None)
+        if all_hidden:
+            hidden = self._all_hidden(inputs)
+            return ModelOutput(self._logits_of(hidden[last]), positions, hidden)
+        return ModelOutput(self._logits_of(self.prefill_states(prefill)), positions)
+
+    @torch.inference_mode()
+    def prefill_states(self, prefill: PrefillInputs) -> Tensor:
+        """Run a prefill, which fills the caches, and return the hidden states that end R of its B
+        rows.
+
+        The last layer computes only the last tokens of these R rows, unless a column of context
+        scope is written.
+
+        Args:
+            prefill: the tokens of the B rows, and the R rows whose hidden states are wanted.
+
+        Returns:
+            [R, hidden_size], valid until the next forward.
+        """
+        inputs, rows = prefill
+        last = self._last_tokens(inputs, rows)
+        if self.caches.columns:
+            return self._all_hidden(inputs)[last]
         outputs = self._output_rows(inputs, last, rows)
         if self._graphs is not None and self._graphs.takes_prefill(inputs):
-            return ModelOutput(
-                self._logits_of(self._graphs.prefill(inputs, last, outputs)), positions
-            )
+            return self._graphs.prefill(inputs, last, outputs)
         # The last layer computes at least one token, because kernels cannot run on none.
         missing = -max(len(rows), 1) % self._token_multiple + (not len(rows))
         # The last query of a row sees the whole row, so its attention is causal for any
@@ -142,32 +155,18 @@ class ModelRunner:
             F.pad(outputs.block_tables, (0, 0, 0, missing)),
         )
         tokens = OutputTokens(F.pad(last, (0, missing)), [attention])
-        hidden = self._forward([self._part(inputs.pad_tokens(self._token_multiple))], tokens)
-        return ModelOutput(self._logits_of(hidden[: len(rows)]), positions)
+        return self._forward([self._part(inputs.pad_tokens(self._token_multiple))], tokens)[
+            : len(rows)
+        ]
 
-    def _all_hidden(
-        self,
-        inputs: ModelInputs,
-        last: Tensor,
-        rows: npt.NDArray[np.int64],
-        wanted: bool,
-    ) -> Tensor:
-        """Run a prefill whose last layer computes all T tokens.
-
-        Args:
-            last: [R] int64, the indices of the last tokens of the R rows.
-            rows: [R] on the host, the rows that yield logits.
-            wanted: return the hidden states of all tokens.
-
-        Returns:
-            The hidden states of all tokens, [T, hidden_size], if they are wanted; else those of the
-            R last tokens, [R, hidden_size].
-        """
+    def _all_hidden(self, inputs: ModelInputs) -> Tensor:
+        """Run a prefill and return the hidden states of all T tokens, [T, hidden_size], which are
+        valid until the next forward."""
         graphs = self._graphs
-        if not wanted and graphs is not None and graphs.takes_prefill(inputs):
-            return graphs.prefill(inputs, last, self._output_rows(inputs, last, rows))
+        if graphs is not None and graphs.takes_all(inputs):
+            return graphs.prefill_all(inputs)
         hidden = self._forward([self._part(inputs.pad_tokens(self._token_multiple))])
-        return hidden[: len(inputs.input_ids)] if wanted else hidden[last]
+        return hidden[: len(inputs.input_ids)]
 
     def _output_rows(
         self, inputs: ModelInputs, last: Tensor, rows: npt.NDArray[np.int64]

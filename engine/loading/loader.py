@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from batchgen.engine.loading.tokenizer import load_tokenizer
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.registry import model_class
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
 
 LoadFormat = Literal["auto", "gguf", "dummy"]
 
@@ -176,16 +180,39 @@ def _abbreviate(names: list[str]) -> str:
 
 def _safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and values of each tensor in a folder's safetensors files."""
+    for file in safetensors_files(folder):
+        with _opened(file) as tensors:
+            for name in tensors.keys():
+                yield name, tensors.get_tensor(name)
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """Return the names of the tensors in a folder's safetensors files, without reading any tensor.
+
+    Raises:
+        ValueError: there are no weights, or a file is damaged.
+    """
+    names: list[str] = []
+    for file in safetensors_files(folder):
+        with _opened(file) as tensors:
+            names += tensors.keys()
+    return names
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[safe_open]:
+    """Open a safetensors file. It is memory-mapped, so a tensor is read only when it is copied.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     from safetensors import SafetensorError, safe_open  # dummy weights and GGUF files need none
 
-    for file in safetensors_files(folder):
-        try:
-            # The file is memory-mapped, so a tensor is read only when it is copied to its slot.
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                for name in tensors.keys():
-                    yield name, tensors.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged or cut off: {error}") from error
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or cut off: {error}") from error
 
 
 def safetensors_files(folder: Path) -> list[Path]:

@@ -16,6 +16,8 @@ from batchgen.engine.layers.rotary import RotaryTable
 from batchgen.engine.models.config import ModelConfig, rope_from_parameters
 from batchgen.engine.models.dense import DenseConfig, dense_config
 from batchgen.engine.models.moe import MoEConfig, MoEForCausalLM, num_experts
+from batchgen.engine.models.mtp import MTPHead
+from batchgen.engine.models.token_model import TokenModel
 from batchgen.kernels.linear_attention.rows import CHUNK
 
 if TYPE_CHECKING:
@@ -131,6 +133,25 @@ class HybridForCausalLM(MoEForCausalLM):
         """Make the table for all positions that the model was made for."""
         family, positions = self.family, self.config.max_position_embeddings
         return RotaryTable(family.rope, family.rotary_dim, positions, self.device)
+
+    def make_head(self, name: str) -> TokenModel:
+        """Make the head for multi-token prediction. Its layer has attention, and experts if any
+        layer of the model has."""
+        if name != MTP_HEAD or name not in self.config.heads:
+            return super().make_head(name)
+        family = self.family
+        if family.mtp_layers != 1:
+            raise ValueError(
+                f"the head for multi-token prediction has {family.mtp_layers} layers, and only one "
+                "is supported"
+            )
+        layer = DecoderLayer(
+            self.make_attention(0),
+            self.make_mlp(family.moe_layers[0] if family.moe_layers else 0),
+            self.make_norm(),
+            self.make_norm(),
+        )
+        return MTPHead(self, layer, spared=self.spared_parameters if family.moe_layers else 0)
 
     def piece_name(self, name: str) -> str:
         """Take away what checkpoints with a vision tower put before the decoder's names."""

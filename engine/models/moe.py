@@ -95,10 +95,14 @@ class MoEForCausalLM(DenseForCausalLM):
 
     @property
     def parameters_per_token(self) -> int:
+        return self.num_parameters - len(self.family.moe_layers) * self.spared_parameters
+
+    @property
+    def spared_parameters(self) -> int:
+        """How many parameters of a layer with experts a token does not go through."""
         family = self.family
         expert = 3 * self.config.hidden_size * family.expert_size
-        spared = (family.num_experts - family.experts_per_token) * expert
-        return self.num_parameters - len(family.moe_layers) * spared
+        return (family.num_experts - family.experts_per_token) * expert
 
     @classmethod
     def declared_columns(cls, config: ModelConfig) -> tuple[OutputColumn, ...]:

@@ -3,12 +3,16 @@
     python scripts/bench/bench_spec.py replay [--model qwen3-8b] [--accuracy 0.7] \\
         [--batches 4,32,256]
     python scripts/bench/bench_spec.py replay --model qwen3-30b-a3b --routing uniform
+    python scripts/bench/bench_spec.py replay --model hybrid-35b-a3b --routing uniform \\
+        --proposer mtp
     python scripts/bench/bench_spec.py ngram --model X.gguf --rows gsm8k.jsonl [--field question]
 
 `replay` takes a model of random weights. The rows' tokens are known from a plain run, and each
 draft is the known token with a given probability. So the share of accepted drafts is the one asked
-for, and every forward, draw and acceptance is computed as always. `ngram` lets a real model repeat
-its prompt, with drafts that are looked up in the prompt.
+for, and every forward, draw and acceptance is computed as always. With `--proposer mtp` the head of
+the model reads all tokens and drafts as it always does, and only then its drafts are replaced; else
+drafts cost the look-up of n-grams. `ngram` lets a real model repeat its prompt, with drafts that
+are looked up in the prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from expert_counts import ROUTINGS, route_uniformly
@@ -49,6 +53,7 @@ from batchgen.strategies.ar_spec.verifiers import keep_held
 sys.path.append(str(Path(__file__).parents[1] / "check"))
 from real_rows import chat_ids, read_texts
 
+Proposers = Literal["ngram", "mtp"]
 PROMPT_TOKENS = 128
 PROFILED_STEPS = 10
 
@@ -94,8 +99,8 @@ class ReplayStrategy(ARSpecStrategy):
             index in this table.
     """
 
-    def __init__(self, accuracy: float, k: int, adaptive: bool) -> None:
-        super().__init__(num_spec_tokens=k, adaptive=adaptive)
+    def __init__(self, accuracy: float, k: int, adaptive: bool, proposer: Proposers) -> None:
+        super().__init__(proposer, num_spec_tokens=k, adaptive=adaptive)
         self.known = torch.empty(0)
         self._accuracy = accuracy
         self._verify = self._replay
@@ -199,7 +204,7 @@ def profile(
 
 def replay(arguments: argparse.Namespace) -> list[Timing]:
     device = torch.device("cuda")
-    model = dummy_model(arguments.model, device)
+    model = dummy_model(arguments.model, device, ["mtp"] if arguments.proposer == "mtp" else [])
     if arguments.routing == "uniform":
         route_uniformly(model)
     config = EngineConfig(
@@ -209,7 +214,10 @@ def replay(arguments: argparse.Namespace) -> list[Timing]:
         prefix_caching=False,
     )
     k = arguments.drafts
-    fixed, chosen = (ReplayStrategy(arguments.accuracy, k, adaptive) for adaptive in (False, True))
+    fixed, chosen = (
+        ReplayStrategy(arguments.accuracy, k, adaptive, arguments.proposer)
+        for adaptive in (False, True)
+    )
     plain_engine = LLMEngine(model, None, (), ARStrategy(), config)
     engines = {
         f"{strategy.name}, {limit} {k} drafts": (
@@ -221,7 +229,7 @@ def replay(arguments: argparse.Namespace) -> list[Timing]:
     params = SamplingParams(temperature=0.6, max_new_tokens=arguments.output_len, ignore_eos=True)
     timings: list[Timing] = []
     for rows in arguments.batches:
-        prompts = [[row, *range(1000, 999 + PROMPT_TOKENS)] for row in range(rows)]
+        prompts = [[row, *range(300, 299 + PROMPT_TOKENS)] for row in range(rows)]
         print(f"{arguments.model}, {rows} rows of {arguments.output_len} tokens", flush=True)
         plain, outputs = timed(plain_engine, "plain", prompts, params, arguments.runs)
         print(plain.line(None), flush=True)
@@ -282,6 +290,12 @@ def main() -> None:
     parser.add_argument("--field", default="question")
     parser.add_argument(
         "--routing", choices=ROUTINGS, default="model", help="replay: who chooses experts"
+    )
+    parser.add_argument(
+        "--proposer",
+        choices=get_args(Proposers),
+        default="ngram",
+        help="replay: who drafts before the drafts are replaced",
     )
     parser.add_argument("--batches", default="4,32,256")
     parser.add_argument("--drafts", type=int, default=3)

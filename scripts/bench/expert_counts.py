@@ -48,14 +48,15 @@ def expert_layers(model: nn.Module) -> list[SparseMoE]:
 
 
 def route_uniformly(model: CausalLM) -> None:
-    """Let all tokens go to random experts from now on, in the same ways after every start.
+    """Let all tokens go to random experts from now on, in the same ways after every start, in the
+    model and its heads.
 
     Only a model whose weights are random should be treated so.
 
     Raises:
         ValueError: if the model has no experts.
     """
-    layers = expert_layers(model)
+    layers = [layer for part in (model, *model.heads.values()) for layer in expert_layers(part)]
     if not layers:
         raise ValueError("uniform routing is for models with experts, and this one has none")
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,18 +247,21 @@ def write_config(model: str, folder: Path, **changes: int) -> Path:
     return folder
 
 
-def dummy_model(name: str, device: torch.device, **changes: int) -> CausalLM:
+def dummy_model(
+    name: str, device: torch.device, heads: Collection[str] = (), **changes: int
+) -> CausalLM:
     """Make a model of random weights: in bfloat16 on a GPU, in float32 on a CPU.
 
     Args:
         name: key of `MODELS`, whose shapes the model has.
         device: where the weights go.
+        heads: the names of the model's heads to make with it.
         changes: entries of config.json to replace, such as `vocab_size=300`.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(name, Path(folder), **changes)
-        return load_model(path, device=device, dtype=dtype, load_format="dummy")
+        return load_model(path, device=device, dtype=dtype, load_format="dummy", heads=heads)
 
 
 @dataclass(frozen=True, slots=True)

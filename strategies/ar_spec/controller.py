@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -100,14 +101,21 @@ class StepCosts:
         self._seconds = np.maximum.accumulate(np.array(seconds))
 
     @classmethod
-    def measure(cls, runner: ModelRunner, max_rows: int, widths: Sequence[int]) -> StepCosts:
-        """Time decode forwards of a model, logits included. Their rows own only the scratch block,
-        so the contexts are empty.
+    def measure(
+        cls,
+        runner: ModelRunner,
+        max_rows: int,
+        widths: Sequence[int],
+        run: Callable[[ModelRunner, ModelInputs], object] = ModelRunner.decode,
+    ) -> StepCosts:
+        """Time decode forwards of a model. Their rows own only the scratch block, so the contexts
+        are empty.
 
         Args:
             runner: the runner of the model.
             max_rows: the most rows that decode at once.
             widths: the numbers of tokens of a row that a forward can have.
+            run: what is timed: a forward with its logits, or a part of that.
         """
         # On a CPU the time grows linearly from few rows on, and forwards are slow, so only two
         # sizes are timed.
@@ -119,8 +127,10 @@ class StepCosts:
         times: dict[int, float] = {}
         for n, width in shapes:
             inputs = runner.scratch_inputs(np.full(n, width))
-            runner.decode(inputs)
-            times[n * width] = min(_seconds(runner, inputs) for _ in range(1 if cpu else _RUNS))
+            work = partial(run, runner, inputs)
+            work()
+            runs = 1 if cpu else _RUNS
+            times[n * width] = min(_seconds(work, runner.device) for _ in range(runs))
         return cls(sorted(times), [times[tokens] for tokens in sorted(times)])
 
     def __call__(self, tokens: int) -> float:
@@ -133,19 +143,21 @@ class StepCosts:
         return float(seconds[-1] + slope * (tokens - known[-1]))
 
 
+DraftCosts = Callable[[int, int], float]
+"""How many seconds a proposer takes for a step of so many rows, with so many drafts of each row: an
+estimate, 0 for a proposer without a model."""
+
+
 class DraftBudget:
     """Chooses the number of drafts that yields the most tokens per second.
 
     Args:
         lengths: the numbers of drafts to choose from, ascending from 0.
         costs: what a forward of the target takes.
-        draft_costs: what a forward of the draft model takes, which needs one for each draft of the
-            rows; None if there is no draft model.
+        draft_costs: what the proposer takes for a step.
     """
 
-    def __init__(
-        self, lengths: Sequence[int], costs: StepCosts, draft_costs: StepCosts | None
-    ) -> None:
+    def __init__(self, lengths: Sequence[int], costs: StepCosts, draft_costs: DraftCosts) -> None:
         self._lengths = lengths
         self._costs = costs
         self._draft_costs = draft_costs
@@ -169,9 +181,10 @@ class DraftBudget:
     def _speeds_of(self, num_rows: int) -> list[float]:
         """For each of the numbers of drafts: the time of a step without drafts divided by the time
         of one with that many."""
-        plain = self._costs(num_rows)
-        drafting = self._draft_costs(num_rows) if self._draft_costs is not None else 0.0
-        return [plain / (self._costs(num_rows * (1 + k)) + k * drafting) for k in self._lengths]
+        seconds = [
+            self._costs(num_rows * (1 + k)) + self._draft_costs(num_rows, k) for k in self._lengths
+        ]
+        return [seconds[0] / of_step for of_step in seconds]
 
 
 def _gains(
@@ -189,12 +202,12 @@ def _gains(
     return [expected[k] * speed for k, speed in zip(lengths, speeds, strict=True)]
 
 
-def _seconds(runner: ModelRunner, inputs: ModelInputs) -> float:
-    """Run a decode forward and return how many seconds it took until the device was done."""
-    if runner.device.type == "cuda":
-        torch.cuda.synchronize(runner.device)
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Run `work` and return how many seconds it took until the device was done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     start = time.perf_counter()
-    runner.decode(inputs)
-    if runner.device.type == "cuda":
-        torch.cuda.synchronize(runner.device)
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start

@@ -3,6 +3,7 @@ all in `SpecStepInputs`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
+from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
+from batchgen.engine.outputs import StepOutput
 from batchgen.engine.sampling.sampler import process, sample
 from batchgen.engine.scheduling.scheduled_batch import PrefillBatch
 from batchgen.kernels.speculation.rejection import draw_drafts
+from batchgen.strategies.ar_spec.controller import DraftCosts, StepCosts
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 
 CATCH_UP_WIDTH = 8
@@ -22,20 +25,23 @@ without it."""
 
 
 class Proposer(Protocol):
-    """Drafts the tokens that may follow the newest token of each row.
+    """Drafts the tokens that may follow the newest token of each row."""
 
-    Attributes:
-        widths: the numbers of tokens of a row in one forward of the proposer's own model; empty if
-            it has no model.
-        needs_hidden: whether it drafts from the target's hidden states, as heads for multi-token
-            prediction do.
-    """
+    def costs(self, max_rows: int, lengths: Sequence[int]) -> DraftCosts:
+        """Measure what the proposer's own model takes.
 
-    widths: tuple[int, ...]
-    needs_hidden: bool
+        Args:
+            max_rows: the most rows that decode at once.
+            lengths: the numbers of drafts that a row can have in a step.
+        """
 
     def prefilled(
-        self, state: SpecStepInputs, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None
+        self,
+        state: SpecStepInputs,
+        batch: PrefillBatch,
+        inputs: ModelInputs,
+        hidden: Tensor | None,
+        newest: Tensor,
     ) -> None:
         """Take note of prompt tokens that the target has read.
 
@@ -43,38 +49,63 @@ class Proposer(Protocol):
             state: the state of the decoding rows, which these rows have not joined yet.
             batch: the rows whose prompts these are.
             inputs: the T tokens, a chunk of each row.
-            hidden: [T, hidden_size], the target's hidden states of the tokens; None unless
-                `needs_hidden`.
+            hidden: [T, hidden_size], the target's hidden states of the tokens; None unless the
+                strategy `needs_hidden`.
+            newest: [J] int64, the token behind the chunk, for the rows that join next.
         """
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
-        """Draft at most k tokens for each row, where k is at least 1.
-
-        If the proposer needs hidden states, `state.rows.hidden` has those from which the newest
-        tokens were drawn.
-        """
+        """Draft at most k tokens for each row, where k is at least 1."""
 
     def skipped(self, state: SpecStepInputs) -> None:
         """Take note of a step that is run without drafts."""
 
+    def overruled(self, state: SpecStepInputs, k: int) -> None:
+        """Take note that other tokens take the place of some of the k drafts of each row."""
+
+    def verified(self, state: SpecStepInputs, output: ModelOutput, step: StepOutput) -> None:
+        """Take note of the tokens that a step decided, with drafts or without, before the rows move
+        on by them.
+
+        Args:
+            state: the state of the rows.
+            output: what the target's forward gave, hidden states of all its tokens included.
+            step: the step of B rows of W tokens.
+        """
+
 
 class NgramProposer:
     """Drafts the tokens that followed the row's last tokens at an earlier occurrence, in the row or
-    in others (prompt lookup, Saxena 2023)."""
+    in others (prompt lookup, Saxena 2023).
 
-    widths: tuple[int, ...] = ()
-    needs_hidden = False
+    It needs to take note of nothing: rows put their prompts into the token store when they join,
+    and every step adds its tokens, with drafts or without.
+    """
+
+    def costs(self, max_rows: int, lengths: Sequence[int]) -> DraftCosts:
+        return lambda num_rows, k: 0.0
 
     def prefilled(
-        self, state: SpecStepInputs, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None
+        self,
+        state: SpecStepInputs,
+        batch: PrefillBatch,
+        inputs: ModelInputs,
+        hidden: Tensor | None,
+        newest: Tensor,
     ) -> None:
-        """Does nothing, because rows put their prompts into the token store when they join."""
+        """Does nothing."""
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
         return Drafts(*state.store.propose(state.rows.entries_there, k))
 
     def skipped(self, state: SpecStepInputs) -> None:
-        """Does nothing, because every step adds its tokens to the index, with drafts or without."""
+        """Does nothing."""
+
+    def overruled(self, state: SpecStepInputs, k: int) -> None:
+        """Does nothing."""
+
+    def verified(self, state: SpecStepInputs, output: ModelOutput, step: StepOutput) -> None:
+        """Does nothing."""
 
 
 class DraftProposer:
@@ -93,19 +124,34 @@ class DraftProposer:
     """
 
     widths: tuple[int, ...] = (1, 2, CATCH_UP_WIDTH)
-    needs_hidden = False
 
     def __init__(self, runner: ModelRunner, own_law: bool) -> None:
         self._runner = runner
         self._own_law = own_law
 
+    def costs(self, max_rows: int, lengths: Sequence[int]) -> DraftCosts:
+        of_forward = StepCosts.measure(self._runner, max_rows, (1,))
+        return lambda num_rows, k: k * of_forward(num_rows)
+
     def prefilled(
-        self, state: SpecStepInputs, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None
+        self,
+        state: SpecStepInputs,
+        batch: PrefillBatch,
+        inputs: ModelInputs,
+        hidden: Tensor | None,
+        newest: Tensor,
     ) -> None:
         self._runner.prefill(PrefillInputs(inputs, np.empty(0, np.int64)))
 
     def skipped(self, state: SpecStepInputs) -> None:
         state.draft_lag += 1
+
+    def overruled(self, state: SpecStepInputs, k: int) -> None:
+        """The model's cache has its own drafts in the KV slots of the other tokens."""
+        state.draft_lag = 1 + k
+
+    def verified(self, state: SpecStepInputs, output: ModelOutput, step: StepOutput) -> None:
+        """Does nothing, because the model reads the tokens before it drafts again."""
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
         while state.draft_lag > 2:
@@ -115,46 +161,11 @@ class DraftProposer:
         # drafted it. If all drafts held, that one comes just before the newest token.
         hidden = self._read(state, 2, 2).unflatten(0, (-1, 2))[:, 1]
         state.draft_lag = 2
-        positions = state.positions_ahead(1 + k).T.contiguous()
-        drafts: list[Tensor] = []
-        laws: list[Tensor] = []
-        for j in range(k):
-            token_ids = self._draw(state, hidden, positions[j], laws)
-            drafts.append(token_ids)
-            if j + 1 < k:
-                # Penalties must count this draft when the later ones are drawn, as they do when the
-                # drafts are verified.
-                if state.sampling.any_penalties:
-                    ones = torch.ones_like(token_ids)
-                    state.sampling.append(token_ids.unsqueeze(1), ones, positions[j] + 1)
-                hidden = self._runner.hidden_states(
-                    _with_tokens(state.newest, token_ids, positions[j + 1], 1)
-                )
-        counts = torch.full_like(token_ids, k, dtype=torch.int32)
-        probs = torch.stack(laws, 1) if self._own_law else None
-        return Drafts(torch.stack(drafts, 1), counts, probs)
 
-    def _draw(
-        self, state: SpecStepInputs, hidden: Tensor, positions: Tensor, laws: list[Tensor]
-    ) -> Tensor:
-        """Draw the next draft of each row.
+        def read(token_ids: Tensor, positions: Tensor, before: Tensor, hidden: Tensor) -> Tensor:
+            return self._runner.hidden_states(_with_tokens(state.newest, token_ids, positions, 1))
 
-        Args:
-            state: the state of the rows.
-            hidden: [B, hidden_size], the draft model's hidden states of the tokens before.
-            positions: [B] int64, the positions of those tokens.
-            laws: with `own_law`, gets the distribution [B, V] that the drafts were drawn from.
-
-        Returns:
-            [B] int64, the token ids.
-        """
-        logits, sampling = self._runner.compute_logits(hidden), state.sampling
-        if not self._own_law:
-            return sample(logits, sampling, positions + 1).token_ids[:, 0]
-        processed = process(logits, sampling, positions + 1)
-        token_ids, law = draw_drafts(processed, sampling.seeds, positions + 1, sampling.greedy)
-        laws.append(law)
-        return token_ids
+        return draft_one_by_one(state, k, self._runner, hidden, read, self._own_law)
 
     def _read(self, state: SpecStepInputs, back: int, width: int) -> Tensor:
         """Let the draft model read `width` known tokens of each row, of which the first is the
@@ -170,6 +181,47 @@ class DraftProposer:
         token_ids = store[state.rows.entries_there.unsqueeze(1), positions].long()
         inputs = _with_tokens(state.newest, token_ids.flatten(), positions.flatten(), width)
         return self._runner.hidden_states(inputs)
+
+
+def draft_one_by_one(
+    state: SpecStepInputs,
+    k: int,
+    runner: ModelRunner,
+    hidden: Tensor,
+    read: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    own_law: bool,
+) -> Drafts:
+    """Draft k tokens for each row, each from a hidden state of the model that drafts.
+
+    Args:
+        state: the state of the B rows.
+        k: the number of drafts, at least 1.
+        runner: the runner of the model that drafts.
+        hidden: [B, hidden_size], its hidden states from which the first drafts are drawn.
+        read: `read(token_ids, positions, before, hidden)` lets the model read a draft of each row,
+            at these positions, which was drawn from `hidden`, the hidden states of the positions
+            before; all but hidden are [B]. It returns the hidden states for the next draft.
+        own_law: as for `DraftProposer`.
+    """
+    sampling, drafts, laws = state.sampling, [], []
+    positions = state.positions_ahead(1 + k).T.contiguous()
+    for j in range(k):
+        logits, drawn = runner.compute_logits(hidden), positions[j] + 1
+        if own_law:
+            processed = process(logits, sampling, drawn)
+            token_ids, law = draw_drafts(processed, sampling.seeds, drawn, sampling.greedy)
+            laws.append(law)
+        else:
+            token_ids = sample(logits, sampling, drawn).token_ids[:, 0]
+        drafts.append(token_ids)
+        if j + 1 < k:
+            # Penalties must count this draft when the later ones are drawn, as they do when the
+            # drafts are verified.
+            if sampling.any_penalties:
+                sampling.append(token_ids.unsqueeze(1), torch.ones_like(token_ids), drawn)
+            hidden = read(token_ids, positions[j + 1], positions[j], hidden)
+    counts = torch.full_like(token_ids, k, dtype=torch.int32)
+    return Drafts(torch.stack(drafts, 1), counts, torch.stack(laws, 1) if own_law else None)
 
 
 def _with_tokens(

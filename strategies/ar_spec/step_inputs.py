@@ -37,8 +37,8 @@ class SpecRows(Batched):
         limits: [B] int64, the last position that each row can have. It keeps a step within the
             row's blocks if the row has ended without the host knowing it at the launch.
         steps: [B] int32, how many forwards have yielded tokens of the row.
-        hidden: [B, hidden_size], the target's hidden state that the newest token was drawn from;
-            [B, 0] unless the proposer needs hidden states.
+        hidden: [B, hidden_size], the hidden state of the target's head from which the next draft
+            is drawn; [B, 0] if no head drafts.
     """
 
     entries: npt.NDArray[np.int64] = row()
@@ -71,15 +71,18 @@ class SpecStepInputs(StepInputs):
     Attributes:
         acceptance: how often drafts held lately.
         draft_lag: how many of a row's newest tokens a draft model may not have read yet.
-        hidden: [B · W, hidden_size], the target's hidden states in the current step; None unless
-            the proposer needs them.
+        step_hidden: [B · W, hidden_size], the hidden states of the target's head behind each token
+            of the current step; None if no head drafts.
+        joining_hidden: [J, hidden_size], those behind the newest token of each row that joins next;
+            None likewise.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.acceptance = Acceptance()
         self.draft_lag = 1
-        self.hidden: Tensor | None = None
+        self.step_hidden: Tensor | None = None
+        self.joining_hidden: Tensor | None = None
         self._store: NgramIndex | None = None
         self._free_entries: deque[int] = deque()
         self._rows: SpecRows | None = None
@@ -172,7 +175,9 @@ class SpecStepInputs(StepInputs):
         ones = torch.ones_like(newest, dtype=torch.int32)
         self.store.append(there[0], there[2], newest.unsqueeze(1), ones)
         self._add_rows(rows, newest)
-        hidden = newest.new_empty((count, 0)) if rows.hidden is None else rows.hidden
+        hidden = self.joining_hidden
+        if hidden is None:
+            hidden = newest.new_empty((count, 0))
         steps_there = upload(steps, torch.int32, device)
         new = SpecRows(entries, there[0], there[1], steps_there, hidden)
         self._rows = new if self._rows is None else SpecRows.concat([self._rows, new])
@@ -236,8 +241,8 @@ class SpecStepInputs(StepInputs):
         )
         self._newest = replace(inputs, input_ids=input_ids, positions=positions)
         hidden = rows.hidden
-        if self.hidden is not None:
-            wide = self.hidden.view(len(steps), -1, self.hidden.shape[1])
+        if self.step_hidden is not None:
+            wide = self.step_hidden.view(len(steps), -1, hidden.shape[1])
             last = (step.num_tokens - 1).clamp(min=0).long()
             hidden = wide[torch.arange(len(last), device=last.device), last]
         self._rows = replace(rows, steps=steps, hidden=hidden)

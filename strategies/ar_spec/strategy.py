@@ -19,8 +19,9 @@ from batchgen.engine.outputs import HostOutput, OutputColumn, RowCount, StepOutp
 from batchgen.engine.sampling.inputs import SamplingInputs
 from batchgen.engine.sampling.sampler import sample
 from batchgen.engine.scheduling.scheduled_batch import DecodeBatch, PrefillBatch
-from batchgen.engine.strategy import TARGET, Checkpoint, JoiningRows, Limits, ModelRole
+from batchgen.engine.strategy import TARGET, Checkpoint, Head, JoiningRows, Limits, ModelRole
 from batchgen.strategies.ar_spec.controller import DraftBudget, StepCosts
+from batchgen.strategies.ar_spec.mtp import MTPProposer
 from batchgen.strategies.ar_spec.proposers import DraftProposer, NgramProposer, Proposer
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 from batchgen.strategies.ar_spec.verifiers import VERIFIERS
@@ -29,6 +30,9 @@ from batchgen.strategies.base.strategy import BaseStrategy
 
 DRAFT = "draft"
 """The name of the draft model among the strategy's models."""
+MTP = "mtp"
+"""The name of the head for multi-token prediction, among the target's heads and the strategy's
+models."""
 
 DRAFT_ACCEPTED = OutputColumn("draft_accepted", np.dtype(np.bool_))
 """Whether the token was a draft."""
@@ -37,6 +41,8 @@ STEP_MAP = OutputColumn("step_map", np.dtype(np.int32))
 NUM_DRAFT_TOKENS = RowCount("num_draft_tokens", "tokens that were drafted for the row")
 NUM_ACCEPTED_TOKENS = RowCount("num_accepted_tokens", "of token_ids, how many were drafts")
 
+PROPOSERS = ("ngram", "draft", "mtp")
+"""What the option `proposer` can be."""
 _MOST_DRAFTS = 7
 """The most drafts that a row can have in a step."""
 _LENGTHS = (0, 1, 2, 3, 5)
@@ -49,10 +55,10 @@ class ARSpecStrategy(BaseStrategy):
 
     Args:
         proposer: `ngram` drafts what followed the row's last tokens at an earlier occurrence;
-            `draft` runs a smaller model.
+            `draft` runs a smaller model, and `mtp` the model's own head for multi-token prediction.
         num_spec_tokens: the most drafts of a row in one step.
         verifier: `pathwise` yields exactly the tokens of `ar`. `rejection` yields other tokens of
-            the same distribution, and accepts those of a draft model more often at high
+            the same distribution, and accepts those of a draft model or head more often at high
             temperatures.
         adaptive: whether to choose the number of drafts of each step, down to none, from the number
             of rows, the time of a forward and how often drafts held. If not, it is always
@@ -73,7 +79,7 @@ class ARSpecStrategy(BaseStrategy):
 
     def __init__(
         self,
-        proposer: Literal["ngram", "draft"] = "ngram",
+        proposer: Literal["ngram", "draft", "mtp"] = "ngram",
         num_spec_tokens: int = 3,
         verifier: Literal["pathwise", "rejection"] = "pathwise",
         adaptive: bool = True,
@@ -84,7 +90,7 @@ class ARSpecStrategy(BaseStrategy):
         acceptance_floor: float = 0.2,
     ) -> None:
         checks = (
-            ("proposer", proposer in ("ngram", "draft"), "ngram or draft", proposer),
+            ("proposer", proposer in PROPOSERS, "ngram, draft or mtp", proposer),
             (
                 "num_spec_tokens",
                 1 <= num_spec_tokens <= _MOST_DRAFTS,
@@ -108,9 +114,9 @@ class ARSpecStrategy(BaseStrategy):
                 "verifier rejection needs adaptive=false: its tokens depend on how many drafts a "
                 "step has, so a choice by the batch's size would make them depend on other rows"
             )
-        if verifier == "rejection" and proposer != "draft":
+        if verifier == "rejection" and proposer == "ngram":
             raise ValueError(
-                f"verifier rejection needs proposer=draft: what {proposer} finds depends on other "
+                "verifier rejection needs proposer=draft or mtp: what ngram finds depends on other "
                 "rows, and the tokens would with it; pathwise accepts such drafts as often"
             )
         self.proposer_name = proposer
@@ -132,12 +138,16 @@ class ARSpecStrategy(BaseStrategy):
 
     @property
     def models(self) -> Mapping[str, ModelRole]:
-        """The target, and the draft model if the proposer is `draft`."""
-        models = {TARGET: ModelRole(tuple(1 + k for k in self._lengths))}
+        """The target, and the model or head that drafts, if one does."""
+        widths = tuple(1 + k for k in self._lengths)
+        models = {TARGET: ModelRole(widths)}
+        purpose = f"strategy.proposer is {self.proposer_name}"
         if self.proposer_name == "draft":
-            purpose = "strategy.proposer is draft"
             source = Checkpoint("draft_model", self.draft_model, purpose)
             models[DRAFT] = ModelRole(DraftProposer.widths, source=source)
+        if self.proposer_name == "mtp":
+            head = Head(MTP, "strategy.proposer=mtp", "set strategy.proposer to ngram")
+            models[MTP] = ModelRole(widths, tokens_ahead=1, source=head)
         return models
 
     def allocate(self, limits: Limits) -> None:
@@ -145,15 +155,13 @@ class ARSpecStrategy(BaseStrategy):
         self._max_rows = limits.max_rows
 
     def attach(self, runners: Mapping[str, ModelRunner]) -> None:
-        draft = runners.get(DRAFT)
-        if draft is not None:
-            self._proposer = DraftProposer(draft, own_law=self._rejection)
+        for name, proposer in ((DRAFT, DraftProposer), (MTP, MTPProposer)):
+            if name in runners:
+                self._proposer = proposer(runners[name], self._rejection)
         if self._adaptive:
             widths = self.models[TARGET].widths
             costs = StepCosts.measure(runners[TARGET], self._max_rows, widths)
-            draft_costs = None
-            if draft is not None:
-                draft_costs = StepCosts.measure(draft, self._max_rows, (1,))
+            draft_costs = self._proposer.costs(self._max_rows, self._lengths)
             self._budget = DraftBudget(self._lengths, costs, draft_costs)
 
     def step_width(self, num_rows: int) -> int:
@@ -163,12 +171,16 @@ class ARSpecStrategy(BaseStrategy):
 
     @property
     def needs_hidden(self) -> bool:
-        return self._proposer.needs_hidden
+        return self.proposer_name == "mtp"
 
     def prefilled(
-        self, batch: PrefillBatch, inputs: ModelInputs, hidden: torch.Tensor | None
+        self,
+        batch: PrefillBatch,
+        inputs: ModelInputs,
+        hidden: torch.Tensor | None,
+        newest: torch.Tensor,
     ) -> None:
-        self._proposer.prefilled(self.step_inputs, batch, inputs, hidden)
+        self._proposer.prefilled(self.step_inputs, batch, inputs, hidden, newest)
 
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         step = super().first_tokens(output, rows)
@@ -195,8 +207,7 @@ class ARSpecStrategy(BaseStrategy):
         forced = guide.forced(k)
         if forced is None:
             return drafts
-        if self._proposer.widths:  # the draft model's cache has other tokens in these KV slots
-            self.step_inputs.draft_lag = 1 + k
+        self._proposer.overruled(self.step_inputs, k)
         there = upload(forced, torch.int64, drafts.token_ids.device)
         known = there >= 0
         count = known.sum(1, dtype=torch.int32)
@@ -218,12 +229,11 @@ class ARSpecStrategy(BaseStrategy):
             mask = guide.mask(output.logits)
         elif guide is not None:
             mask = guide.mask_drafts(output.logits, *state.drafts_on_host)
-        if self.needs_hidden:
-            state.hidden = output.hidden
         if drafts is None:
             step = sample(output.logits, state.sampling, output.positions + 1, mask=mask)
         else:
             step = self._verify(state, output, drafts, mask)
+        self._proposer.verified(state, output, step)
         step = replace(step, unread_tokens=state.draft_lag)
         return _described(step, drafts, steps, state.sampling)
 

@@ -110,7 +110,9 @@ class BaseStrategy:
     def attach(self, runners: Mapping[str, ModelRunner]) -> None:
         """Keeps no runner, because `forward` is given the only one that is needed."""
 
-    def prefilled(self, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None) -> None:
+    def prefilled(
+        self, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None, newest: Tensor
+    ) -> None:
         """Does nothing, because the caches keep all that is needed of prompts."""
 
     def observe(self, step: HostOutput, current: npt.NDArray[np.bool_]) -> None:

@@ -219,7 +219,16 @@ def test_yaml_and_constructor_defaults_agree() -> None:
 
 DRAFT = "strategy.proposer=draft"
 MISTAKES: list[tuple[str, list[str], str]] = [
-    ("proposer", ["strategy.proposer=mtp"], "strategy.proposer must be one of ngram, draft, got"),
+    (
+        "proposer",
+        ["strategy.proposer=x"],
+        "strategy.proposer must be one of ngram, draft, mtp, got",
+    ),
+    (
+        "no head",
+        ["strategy.proposer=mtp"],
+        "strategy.proposer=mtp needs a head that the model comes",
+    ),
     ("text", ["strategy.num_spec_tokens=abc"], "strategy.num_spec_tokens must be an integer, got"),
     ("range", ["strategy.num_spec_tokens=8"], "strategy: num_spec_tokens must be 1 to 7, got 8"),
     ("number", ["strategy.adaptive=1"], "strategy.adaptive must be true or false, got 1"),

@@ -12,6 +12,7 @@ from torch import Tensor
 from batchgen.engine.cache.model_caches import paged_token_bytes
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.scheduling.admission import LengthPredictor
@@ -24,11 +25,11 @@ def run(
     requests: Sequence[Request],
     aborts: Mapping[int, Sequence[int]] | None = None,
 ) -> list[RequestOutput]:
-    """All outputs in order, with the strategy's columns; rows that `aborts` names by step are not
-    among them."""
+    """All outputs in order, with the strategy's columns besides those that they ask for; rows that
+    `aborts` names by step are not among them."""
     columns = tuple(column.name for column in engine.strategy.columns)
     for i, (prompt, params) in enumerate(requests):
-        engine.add_request(str(i), prompt, replace(params, columns=columns))
+        engine.add_request(str(i), prompt, replace(params, columns=(*params.columns, *columns)))
     outputs: dict[str, RequestOutput] = {}
     for step in itertools.count():
         if not engine.has_unfinished():
@@ -47,7 +48,7 @@ def beside(draft: CausalLM | None) -> dict[str, CausalLM]:
     return {} if draft is None else {"draft": draft}
 
 
-def block_bytes(block_size: int, *models: CausalLM) -> int:
+def block_bytes(block_size: int, *models: TokenModel) -> int:
     """Bytes of a block of the paged cache for all of these models."""
     return block_size * sum(paged_token_bytes(m.cache_specs, (), m.dtype) for m in models)
 

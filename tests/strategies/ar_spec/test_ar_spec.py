@@ -18,12 +18,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from proposer_cases import proposer_cases
 from tokenizers import Tokenizer, decoders, models
+from toy_mtp import with_head
 from transformers import PreTrainedTokenizerFast
 
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.strategy import Strategy
@@ -66,6 +68,7 @@ PROPOSERS: dict[str, tuple[dict[str, Any], str | None]] = {
     "other": ({"proposer": "draft"}, "other"),
     "close": ({"proposer": "draft"}, "close"),
     "itself": ({"proposer": "draft"}, "itself"),
+    "head": ({"proposer": "mtp"}, "head"),
 }
 
 
@@ -76,7 +79,7 @@ def tiny_models(tiny_model: Callable[..., Path]) -> Models:
 
 def make_models(tiny_model: Callable[..., Path]) -> dict[str, CausalLM]:
     """The model, and drafts: itself, a copy with noise on its weights, and a random smaller one."""
-    model, close = load(tiny_model("llama")), load(tiny_model("llama"))
+    model, close = sharpened(with_head(tiny_model("llama"))), load(tiny_model("llama"))
     generator = torch.Generator().manual_seed(0)
     for weight in weights(close).values():
         weight.add_(torch.empty_like(weight).normal_(0, 0.02, generator=generator))
@@ -85,9 +88,14 @@ def make_models(tiny_model: Callable[..., Path]) -> dict[str, CausalLM]:
 
 
 def load(folder: Path) -> CausalLM:
-    model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+    return sharpened(load_model(folder, device=torch.device("cpu"), dtype=torch.float32))
+
+
+def sharpened(model: CausalLM) -> CausalLM:
     # Sampled rows of little entropy repeat themselves, too, and n-grams draft them well.
-    weights(model)["model.norm.weight"].mul_(2.5)
+    for name, weight in weights(model).items():
+        if name in ("model.norm.weight", "mtp.norm.weight"):
+            weight.mul_(2.5)
     return model
 
 
@@ -175,7 +183,7 @@ def plain(tiny_models: Models) -> Callable[[int], tuple[list[Request], list[Requ
 def make_engine(
     tiny_models: Models, strategy: Strategy, config: EngineConfig, draft: str | None = None
 ) -> LLMEngine:
-    drafter = None if draft is None else tiny_models[draft]
+    drafter = None if draft is None or draft == "head" else tiny_models[draft]
     return LLMEngine(
         tiny_models["model"], spelling_tokenizer(), (EOS,), strategy, config, others=beside(drafter)
     )
@@ -186,7 +194,10 @@ def small_cache(
 ) -> EngineConfig:
     """A configuration whose cache holds so many tokens: rows fight for it."""
     config = replace(SIMPLE, block_size=4, prefix_caching=True, **changes)
-    used = [tiny_models["model"], *([tiny_models[draft]] if draft else [])]
+    model = tiny_models["model"]
+    used: list[TokenModel] = [model]
+    if draft is not None:
+        used.append(model.heads["mtp"] if draft == "head" else tiny_models[draft])
     per_block = block_bytes(config.block_size, *used)
     blocks = -(-tokens // config.block_size) + 1.5
     return replace(config, kv_cache_gib=blocks * per_block / 2**30)

@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 from proposer_cases import proposer_cases
 from scipy import stats
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from toy_mtp import with_head
 from transformers import PreTrainedTokenizerFast
 
 from batchgen.engine.constraint.constraint import Constraint
@@ -41,6 +42,7 @@ from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.strategy import Strategy
@@ -70,6 +72,7 @@ PROPOSERS: dict[str, tuple[dict[str, Any], str | None]] = {
     "pool": ({"proposer": "ngram", "ngram_min": 1, "ngram_pool": True}, None),
     "other": ({"proposer": "draft"}, "other"),
     "itself": ({"proposer": "draft"}, "itself"),
+    "head": ({"proposer": "mtp"}, "head"),
 }
 
 
@@ -80,7 +83,7 @@ def tiny_models(tiny_model: Callable[..., Path]) -> Models:
 
 def make_models(tiny_model: Callable[..., Path]) -> dict[str, CausalLM]:
     """The model, and drafts: itself and a random smaller one."""
-    model = load(tiny_model("llama", vocab_size=WIDTH, num_hidden_layers=2))
+    model = with_head(tiny_model("llama", vocab_size=WIDTH, num_hidden_layers=2))
     other = load(tiny_model("qwen3", vocab_size=WIDTH, num_hidden_layers=1, hidden_size=32))
     return {"model": model, "itself": model, "other": other}
 
@@ -100,7 +103,7 @@ def plain(tiny_models: Models) -> Plain:
 def make_engine(
     tiny_models: Models, strategy: Strategy, config: EngineConfig, draft: str | None = None
 ) -> LLMEngine:
-    drafter = None if draft is None else tiny_models[draft]
+    drafter = None if draft is None or draft == "head" else tiny_models[draft]
     return LLMEngine(
         tiny_models["model"],
         make_tokenizer(),
@@ -117,7 +120,10 @@ def small_cache(
 ) -> EngineConfig:
     """A configuration whose cache holds so many tokens: rows fight for it."""
     config = replace(SIMPLE, block_size=4, prefix_caching=True, **changes)
-    used = [tiny_models["model"], *([tiny_models[draft]] if draft else [])]
+    model = tiny_models["model"]
+    used: list[TokenModel] = [model]
+    if draft is not None:
+        used.append(model.heads["mtp"] if draft == "head" else tiny_models[draft])
     per_block = block_bytes(config.block_size, *used)
     blocks = -(-tokens // config.block_size) + 1.5
     return replace(config, kv_cache_gib=blocks * per_block / 2**30)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_rows import beside
+from toy_mtp import with_head
 
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
@@ -30,11 +31,18 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "pool": {"ngram_min": 1, "ngram_pool": True},
     "self": {"proposer": "draft"},
     "other": {"proposer": "draft"},
+    "head": {"proposer": "mtp"},
 }
 
 
 def load(path: Path) -> CausalLM:
     return load_model(path, device=torch.device("cuda"), dtype=torch.float32)
+
+
+def load_target(tiny_model: Callable[..., Path], kind: str) -> CausalLM:
+    if kind == "head":
+        return with_head(tiny_model("llama"), device="cuda")
+    return load(tiny_model("qwen3"))
 
 
 def requests(count: int, vocab: int) -> list[tuple[list[int], SamplingParams]]:
@@ -72,13 +80,13 @@ def generate(engine: LLMEngine, count: int) -> dict[str, RequestOutput]:
 @pytest.mark.parametrize("kind", list(DRAFTS))
 def test_tokens_are_those_of_plain_decoding(tiny_model: Callable[..., Path], kind: str) -> None:
     target, other = tiny_model("qwen3"), tiny_model("llama")
-    wanted = generate(LLMEngine(load(target), None, (), ARStrategy(), config()), 40)
-    accepted = 0
+    plain = LLMEngine(load_target(tiny_model, kind), None, (), ARStrategy(), config())
+    wanted, accepted = generate(plain, 40), 0
     for graph, overlap, adaptive in itertools.product([False, True], repeat=3):
         draft = {"self": target, "other": other}.get(kind)
         strategy = ARSpecStrategy(num_spec_tokens=4, adaptive=adaptive, **DRAFTS[kind])
         engine = LLMEngine(
-            load(target),
+            load_target(tiny_model, kind),
             None,
             (),
             strategy,
@@ -96,14 +104,15 @@ def test_tokens_are_those_of_plain_decoding(tiny_model: Callable[..., Path], kin
     assert accepted > 100
 
 
-@pytest.mark.parametrize("kind", ["ngram", "pool", "self"])
+@pytest.mark.parametrize("kind", ["ngram", "pool", "self", "head"])
 def test_the_host_waits_for_no_step_but_the_one_it_reads(
     tiny_model: Callable[..., Path], kind: str
 ) -> None:
     target = tiny_model("qwen3")
     strategy: Strategy = ARSpecStrategy(num_spec_tokens=3, adaptive=False, **DRAFTS[kind])
     draft = load(target) if kind == "self" else None
-    engine = LLMEngine(load(target), None, (), strategy, config(), others=beside(draft))
+    model = load_target(tiny_model, kind)
+    engine = LLMEngine(model, None, (), strategy, config(), others=beside(draft))
     generate(engine, 20)  # compiles and captures all that comes again
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from engine_rows import beside, block_bytes, weights
 from scipy import stats
+from toy_mtp import with_head
 
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
@@ -37,9 +38,9 @@ Models = Mapping[str, CausalLM]
 
 @pytest.fixture(scope="module")
 def tiny_models(tiny_model: Callable[..., Path]) -> Models:
-    """The model, and drafts whose laws are the same, close to it and far from it."""
+    """The model, which has a head, and drafts whose laws are the same, close to it and far."""
     folder = tiny_model("llama", **SIZES)
-    model, close = load(folder), load(folder)
+    model, close = with_head(folder), load(folder)
     generator = torch.Generator().manual_seed(0)
     for weight in weights(close).values():
         weight.add_(torch.empty_like(weight).normal_(0, 0.04, generator=generator))
@@ -101,13 +102,13 @@ def ar_tokens(tiny_models: Models) -> Callable[[str], list[list[int]]]:
     return run_ar
 
 
-DRAFTS = ("itself", "close", "far")
+DRAFTS = ("itself", "close", "far", "head")
 
 
 @pytest.mark.parametrize(
     ("draft", "law"),
     [
-        pytest.param(draft, law, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        pytest.param(draft, law, marks=[pytest.mark.slow] if (i + j) % 2 or i == 3 else [])
         for i, draft in enumerate(DRAFTS)
         for j, law in enumerate(LAWS)
     ],
@@ -115,7 +116,11 @@ DRAFTS = ("itself", "close", "far")
 def test_the_tokens_have_the_law_of_ar(
     tiny_models: Models, ar_tokens: Callable[[str], list[list[int]]], draft: str, law: str
 ) -> None:
-    engine = make_engine(tiny_models, rejecting(), CONFIG, draft)
+    if draft == "head":
+        strategy = ARSpecStrategy("mtp", 3, "rejection", adaptive=False)
+        engine = make_engine(tiny_models, strategy, CONFIG, None)
+    else:
+        engine = make_engine(tiny_models, rejecting(), CONFIG, draft)
     outputs = run(engine, samples(0, **LAWS[law]))
     expected = ar_tokens(law)
     # Pairs of neighbours: the first drafts of a step, those after them, and across steps.
@@ -268,7 +273,7 @@ def test_a_prefix_that_another_row_generated_changes_nothing(tiny_models: Models
             "rejection needs proposer=draft",
         ),
         ({"verifier": "typical"}, "verifier must be pathwise or rejection, got 'typical'"),
-        ({"proposer": "mtp"}, "proposer must be"),
+        ({"proposer": "eagle"}, "proposer must be"),
         ({"num_spec_tokens": 0}, "num_spec_tokens must be 1 to 7, got 0"),
         ({"num_spec_tokens": 8}, "num_spec_tokens must be 1 to 7, got 8"),
         ({"ngram_min": 0}, "ngram_min must be"),

@@ -25,7 +25,10 @@ def best_drafts(
     costs: StepCosts,
     draft_costs: StepCosts | None,
 ) -> int:
-    return DraftBudget(lengths, costs, draft_costs).choose(rows, acceptance)
+    def of_drafts(num_rows: int, k: int) -> float:
+        return 0.0 if draft_costs is None else k * draft_costs(num_rows)
+
+    return DraftBudget(lengths, costs, of_drafts).choose(rows, acceptance)
 
 
 def seen(rate: float, k: int = 7, steps: int = 300, rows: int = 16) -> Acceptance:

@@ -1,0 +1,84 @@
+"""A head for multi-token prediction, which continues from the hidden states of its target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from batchgen.engine.cache.specs import CacheSpec
+from batchgen.engine.execution.forward_context import ForwardContext
+from batchgen.engine.layers.decoder_layer import DecoderLayer
+from batchgen.engine.layers.linear import Linear
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.token_model import TokenModel
+
+
+class MTPHead(TokenModel):
+    """One layer over a token's embedding and the hidden state that the token was drawn from.
+
+    With h_i the target's hidden state of position i after its final norm, and e_{i+1} the embedding
+    of the token of position i + 1, the head computes
+
+        norm(layer(fc([norm_e(e_{i+1}), norm_h(h_i)])))
+
+    from which the logits of the token of position i + 2 follow. The result can take the place of
+    the target's hidden state, which lets the head go on from what it has predicted. This is the
+    head of Qwen3.5, and DeepSeek-V3's (2024) in other names. Embedding, rotary table and the layer
+    that computes logits are the target's.
+
+    Args:
+        target: the model whose hidden states it reads. Its norms are as the target's final one.
+        layer: the head's layer, with index 0.
+        spared: how many parameters of the layer a token does not go through, because they are of
+            experts that it is not routed to.
+    """
+
+    reads_hidden = True
+
+    def __init__(self, target: CausalLM, layer: DecoderLayer, *, spared: int = 0) -> None:
+        super().__init__()
+        self.device, self.dtype = target.device, target.dtype
+        self.hidden_size, self.vocab_size = target.hidden_size, target.vocab_size
+        size = target.hidden_size
+        self.pre_fc_norm_embedding = target.make_norm()
+        self.pre_fc_norm_hidden = target.make_norm()
+        self.fc = Linear(2 * size, size, bias=False, device=self.device, dtype=self.dtype)
+        self.layers = nn.ModuleList([layer])
+        self.norm = target.make_norm()
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        self._spared = spared
+        # In a tuple, so that the target's weights do not count as the head's.
+        self._shared = target.model.embed_tokens, target.model.rotary, target.lm_head
+
+    @property
+    def parameters_per_token(self) -> int:
+        return self.num_parameters - self._spared
+
+    @property
+    def cache_specs(self) -> Sequence[CacheSpec | None]:
+        (layer,) = self.layers
+        assert isinstance(layer, DecoderLayer)
+        return [layer.cache_spec]
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """Compute the head's hidden states, as `TokenModel.forward` says.
+
+        Args:
+            input_ids: [T] int64, the token behind each position.
+            positions: [T] int64, the positions.
+            ctx: with the hidden states of the positions, [T, hidden_size].
+        """
+        embed_tokens, rotary, _ = self._shared
+        assert ctx.hidden is not None
+        embedded = self.pre_fc_norm_embedding(embed_tokens(input_ids))
+        merged = torch.cat((embedded, self.pre_fc_norm_hidden(ctx.hidden)), -1)
+        cos_sin = None if rotary is None else rotary(positions)
+        (layer,) = self.layers
+        hidden: Tensor = self.norm(layer(self.fc(merged), cos_sin, ctx, ctx.outputs))
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._shared[2](hidden)
+        return logits
