@@ -68,7 +68,9 @@ class Run:
 
     def finish(self, facts: dict[str, Any]) -> None:
         """Train, measure the weights as the file holds them, and write the folder with `facts`."""
+        torch.set_float32_matmul_precision("high")  # products that are not in bfloat16
         steps, train_loss = self._fit()
+        torch.set_float32_matmul_precision("highest")
         for parameter in self.learner.model.parameters():
             parameter.data = parameter.data.bfloat16().float()
         exam = Exam(self._held_out, self._tokenizer, self._device)

@@ -44,7 +44,7 @@ def main() -> None:
     )
     if args.compile:
         for layer in [*model.model.layers, *model.mtp.layers]:
-            layer.compile()
+            layer.compile(dynamic=False)
     Run(HybridLearner(model), model.config.to_hf(), args).finish({"drafts": DRAFTS})
 
 
