@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import score_nano
 import torch
+from nano_batch import encode
 from nano_diffusion import decode
-from nano_exam import THRESHOLD, Tally, encode
+from nano_exam import Tally
 from nano_problems import JSON_REQUEST, SCHEMA, Form, Problem, final_number
 from nano_sdar import NanoConfig, NanoSDAR
 from nano_tokenizer import IM_END_ID
@@ -22,6 +23,7 @@ from real_job import run
 from safetensors.torch import load_file
 from score_nano import read_rows, score, total
 from step_map_data import read_job
+from train_nano_sdar import THRESHOLD
 
 import batchgen
 from batchgen import LLM, SamplingParams
