@@ -8,6 +8,8 @@ runs on one device, without caches, and computes all experts for all tokens.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from nano_delta_net import GatedDeltaNet, ShortConv
 from nano_hybrid_config import HybridConfig
 from nano_layers import MLP, angles, draw_weights, rotate
 from nano_tokenizer import VOCAB_SIZE
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 
@@ -261,3 +264,11 @@ class NanoHybrid(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits [..., vocab_size] float32 of hidden states [..., hidden_size]."""
         return F.linear(hidden, self.model.embed_tokens.weight).float()
+
+
+def load(folder: Path) -> NanoHybrid:
+    """Read a folder that training has written; the weights become float32."""
+    model = NanoHybrid(HybridConfig.from_hf(json.loads((folder / "config.json").read_text())))
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    return model

@@ -10,6 +10,25 @@ from nano_tokenizer import IM_END_ID, PAD_ID, VOCAB_SIZE
 FULL_EVERY = 4
 """Every so many layers one has full attention."""
 
+KEYS = {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "linear_key_heads": "linear_num_key_heads",
+    "linear_value_heads": "linear_num_value_heads",
+    "linear_head_dim": "linear_key_head_dim",
+    "conv_size": "linear_conv_kernel_dim",
+    "num_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_size": "moe_intermediate_size",
+    "shared_expert_size": "shared_expert_intermediate_size",
+    "rms_norm_eps": "rms_norm_eps",
+    "max_position_embeddings": "max_position_embeddings",
+}
+"""Fields of `HybridConfig` by their keys in config.json."""
+
 
 @dataclass(frozen=True, slots=True)
 class HybridConfig:
@@ -51,46 +70,40 @@ class HybridConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Return the contents of config.json, with the keys of Qwen3.5-MoE's text models."""
+        shapes = {key: getattr(self, field) for field, key in KEYS.items()}
+        rope = {"rope_theta": self.rope_theta, "partial_rotary_factor": self.rotary_factor}
         return {
             "architectures": ["Qwen3_5MoeForCausalLM"],
             "model_type": "qwen3_5_moe_text",
+            **shapes,
             "attention_bias": False,
             "attention_dropout": 0.0,
             "attn_output_gate": True,
             "dtype": "bfloat16",
             "eos_token_id": IM_END_ID,
             "full_attention_interval": FULL_EVERY,
-            "head_dim": self.head_dim,
             "hidden_act": "silu",
-            "hidden_size": self.hidden_size,
             "initializer_range": 0.02,
             "layer_types": self.layer_types,
-            "linear_conv_kernel_dim": self.conv_size,
-            "linear_key_head_dim": self.linear_head_dim,
-            "linear_num_key_heads": self.linear_key_heads,
-            "linear_num_value_heads": self.linear_value_heads,
             "linear_value_head_dim": self.linear_head_dim,
             "mamba_ssm_dtype": "float32",
-            "max_position_embeddings": self.max_position_embeddings,
-            "moe_intermediate_size": self.expert_size,
             "mtp_num_hidden_layers": 1,
             "mtp_use_dedicated_embeddings": False,
-            "num_attention_heads": self.num_heads,
-            "num_experts": self.num_experts,
-            "num_experts_per_tok": self.experts_per_token,
-            "num_hidden_layers": self.num_layers,
-            "num_key_value_heads": self.num_kv_heads,
             "output_router_logits": False,
             "pad_token_id": PAD_ID,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": self.rope_theta,
-                "partial_rotary_factor": self.rotary_factor,
-            },
+            "rope_parameters": {"rope_type": "default", **rope},
             "router_aux_loss_coef": 0.001,
-            "shared_expert_intermediate_size": self.shared_expert_size,
             "tie_word_embeddings": True,
             "use_cache": True,
             "vocab_size": VOCAB_SIZE,
         }
+
+    @classmethod
+    def from_hf(cls, contents: dict[str, Any]) -> HybridConfig:
+        """Read the contents of a config.json that `to_hf` made."""
+        rope = contents["rope_parameters"]
+        return cls(
+            **{field: contents[key] for field, key in KEYS.items()},
+            rope_theta=rope["rope_theta"],
+            rotary_factor=rope["partial_rotary_factor"],
+        )

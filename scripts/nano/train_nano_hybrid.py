@@ -23,9 +23,10 @@ from nano_training import Run, arguments
 
 @dataclass(frozen=True, slots=True)
 class HybridLearner:
-    """Learns the next token and the drafts behind it, and answers with drafts."""
+    """Learns the next token and the drafts behind it, and answers with `drafts` at a time."""
 
     model: NanoHybrid
+    drafts: int = DRAFTS
 
     def loss(self, batch: Batch, generator: torch.Generator) -> torch.Tensor:
         return losses(self.model, batch).total()
@@ -34,7 +35,7 @@ class HybridLearner:
         return losses(self.model, batch).answer
 
     def decode(self, batch: Batch) -> Decoded:
-        return decode(self.model, batch, DRAFTS)
+        return decode(self.model, batch, self.drafts)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import nano_training
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 import train_nano_hybrid
 from nano_batch import Batch, Decoded, collect
 from nano_delta_net import CHUNK, gated_delta_rule
-from nano_hybrid import Drafted, MoE, NanoHybrid, Past
+from nano_hybrid import Drafted, MoE, NanoHybrid, Past, load
 from nano_hybrid_config import HybridConfig
 from nano_problems import FORMS, SCHEMA, final_number
 from nano_speculation import DRAFTS, decode, draft_mask, losses, passes
@@ -273,6 +274,7 @@ def test_the_script_learns_and_writes_a_model_folder(
     assert json.loads((tmp_path / "answer_schema.json").read_text()) == SCHEMA
     weights = load_file(tmp_path / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert load(tmp_path).config == replace(HybridConfig(), hidden_size=32, num_layers=4)
     config = AutoConfig.from_pretrained(tmp_path)
     assert config.model_type == "qwen3_5_moe_text"
     missing, _ = Qwen3_5MoeForCausalLM(config).load_state_dict(weights, strict=False)

@@ -112,7 +112,8 @@ def test_its_folder_is_complete_and_small() -> None:
 
 def row(text: str | None, final: str, tokens: int, forwards: int, commits: int) -> dict[str, Any]:
     counts = (tokens, forwards, commits)
-    return dict(zip(score_nano.COLUMNS, ("add", final, text, *counts), strict=True))
+    names = (*score_nano.COLUMNS, score_nano.COMMITS)
+    return dict(zip(names, ("add", final, text, *counts), strict=True))
 
 
 def test_a_score_counts_errors_as_wrong_and_commits_as_no_steps() -> None:
@@ -143,7 +144,7 @@ def test_both_scripts_run(
     ("columns", "message"),
     [
         (None, r"has no data/\*\.parquet: give a job's output\.dir"),
-        ({"kind": ["add"]}, "has no column final: give a job with strategy=dllm"),
+        ({"kind": ["add"]}, "has no column final: give a job with dataset=nano_eval"),
         ({name: [None] for name in score_nano.COLUMNS}, "no row of .* was run"),
     ],
 )
