@@ -12,6 +12,7 @@ products in place of one step per token.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,10 +105,8 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
     # exp of a masked difference: those above the diagonal are positive and could overflow.
     between = (decay - decay.transpose(-1, -2)).masked_fill(~causal, -torch.inf).exp()
     system = (beta * k @ k.transpose(-1, -2)) * between
-    known = torch.cat([beta * v, beta * decay.exp() * k], dim=-1)
-    # Only what is below the diagonal is read; the diagonal is 1.
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    from_values, from_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    inverse = _UnitInverse.apply(system)
+    from_values, from_state = inverse @ (beta * v), inverse @ (beta * decay.exp() * k)
     scores = (q @ k.transpose(-1, -2)) * between
     from_start = q * decay.exp()
     last = decay[..., -1:, :]
@@ -118,7 +117,24 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
         u = from_values[:, :, chunk] - from_state[:, :, chunk] @ state
         outputs.append(from_start[:, :, chunk] @ state + scores[:, :, chunk] @ u)
         state = state * last[:, :, chunk].exp() + to_end[:, :, chunk] @ u
-    return torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2)
+    return torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2).contiguous()
+
+
+class _UnitInverse(torch.autograd.Function):
+    """The inverse of 1 + the part of a matrix [..., CHUNK, CHUNK] float32 below its diagonal."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        one = torch.eye(CHUNK, device=matrix.device).expand_as(matrix)
+        inverse = torch.linalg.solve_triangular(matrix, one, upper=False, unitriangular=True)
+        ctx.save_for_backward(inverse)
+        return inverse.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        across = inverse.transpose(-1, -2)
+        return -(across @ grads[0] @ across).tril(-1)
 
 
 def _chunks(x: Tensor) -> Tensor:
