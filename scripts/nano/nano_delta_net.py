@@ -117,7 +117,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
         u = from_values[:, :, chunk] - from_state[:, :, chunk] @ state
         outputs.append(from_start[:, :, chunk] @ state + scores[:, :, chunk] @ u)
         state = state * last[:, :, chunk].exp() + to_end[:, :, chunk] @ u
-    return torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2).contiguous()
+    return torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2)
 
 
 class _UnitInverse(torch.autograd.Function):
