@@ -7,28 +7,12 @@ it, which is also what it sees when it is decoded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
+from nano_batch import Batch, Decoded, collect
 from nano_sdar import NanoSDAR
 from nano_tokenizer import IM_END_ID, MASK_ID
 from torch import Tensor
-
-
-class Batch(NamedTuple):
-    """Sequences of a prompt, its answer, the <|im_end|> that ends it, and padding of <|im_end|>.
-
-    Attributes:
-        ids: [B, N] int64, token ids; N is a multiple of the block size.
-        prompt_lens: [B] int64, tokens of each prompt.
-        lens: [B] int64, tokens of each prompt and answer, with the answer's first <|im_end|>.
-    """
-
-    ids: Tensor
-    prompt_lens: Tensor
-    lens: Tensor
 
 
 def block_causal_mask(length: int, block_size: int, device: torch.device) -> Tensor:
@@ -102,21 +86,6 @@ def diffusion_loss(model: NanoSDAR, batch: Batch, generator: torch.Generator) ->
     return (losses * weight.flatten()).sum() / tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """The answers to B prompts, and what they took.
-
-    Attributes:
-        answers: the token ids of each answer, up to its first <|im_end|> or the end of the room.
-        tokens: the tokens that each row generated, its first <|im_end|> included.
-        steps: the denoise steps of each row. Every step unmasks at least one token.
-    """
-
-    answers: list[list[int]]
-    tokens: list[int]
-    steps: list[int]
-
-
 @torch.inference_mode()
 def decode(model: NanoSDAR, batch: Batch, threshold: float) -> Decoded:
     """Answer the prompts greedily, by the rule `low_confidence_dynamic`.
@@ -156,14 +125,4 @@ def decode(model: NanoSDAR, batch: Batch, threshold: float) -> Decoded:
         ended = ((ids.gather(1, block) == IM_END_ID) & generated).any(-1) | (start + size >= length)
         active &= ~(complete & ended)
         start = torch.where(complete & active, start + size, start)
-    return _collect(ids, batch.prompt_lens, steps.tolist())
-
-
-def _collect(ids: Tensor, prompt_lens: Tensor, steps: list[int]) -> Decoded:
-    answers, tokens = [], []
-    for row, prompt_len in zip(ids.tolist(), prompt_lens.tolist(), strict=True):
-        # A row without <|im_end|> used all of its room.
-        end = row.index(IM_END_ID, prompt_len) if IM_END_ID in row[prompt_len:] else len(row)
-        answers.append(row[prompt_len:end])
-        tokens.append(min(end + 1, len(row)) - prompt_len)
-    return Decoded(answers, tokens, steps)
+    return collect(ids, batch.prompt_lens, steps.tolist())

@@ -1,32 +1,47 @@
-"""Problems as token ids for nano_sdar, and its marks on held-out problems."""
+"""The marks of a nano model on held-out problems."""
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from nano_diffusion import Batch, decode, diffusion_loss
+from nano_batch import Batch, Decoded, encode
 from nano_problems import FORMS, Form, Problem, final_number
-from nano_sdar import NanoSDAR
-from nano_tokenizer import IM_END_ID
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-SEQUENCE_LENGTH = 192
-"""Tokens of a sequence: room for the longest problem and its answer, in either form."""
-
-THRESHOLD = 0.9
-"""The confidence above which a token is unmasked."""
 NOISE_SEED = 1234
 """The seed of the noise of the held-out loss, which is always the same."""
 
 
+class Learner(Protocol):
+    """A model with what it learns by and how it answers."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Compute what training makes small; what is random comes from `generator`."""
+        ...
+
+    def held_out_loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Compute nats per token of the answers."""
+        ...
+
+    def decode(self, batch: Batch) -> Decoded:
+        """Answer the prompts of a batch."""
+        ...
+
+
 @dataclass(slots=True)
 class Tally:
-    """Sums over answers: how many, how many of them right, and their tokens and denoise steps."""
+    """Sums over answers: how many, how many of them right, and their tokens and steps.
+
+    A step is a forward that brought tokens.
+    """
 
     rows: int = 0
     right: int = 0
@@ -85,18 +100,15 @@ class Exam:
         self, rows: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, device: torch.device
     ) -> None:
         self._problems, self._tokenizer = rows, tokenizer
-        self._batches = {
-            form: Batch(*(tensor.to(device) for tensor in encode(rows, form, tokenizer)))
-            for form in FORMS
-        }
+        self._batches = {form: encode(rows, form, tokenizer).to(device) for form in FORMS}
 
     @torch.inference_mode()
-    def grade(self, model: NanoSDAR, form: Form) -> Grade:
+    def grade(self, learner: Learner, form: Form) -> Grade:
         """Measure the loss, with the same noise on every call, and mark the decoded answers."""
         batch = self._batches[form]
         generator = torch.Generator(batch.ids.device).manual_seed(NOISE_SEED)
-        loss = diffusion_loss(model, batch, generator).item()
-        decoded = decode(model, batch, THRESHOLD)
+        loss = learner.held_out_loss(batch, generator).item()
+        decoded = learner.decode(batch)
         texts = self._tokenizer.batch_decode(decoded.answers, skip_special_tokens=True)
         total, by_kind = Tally(), defaultdict[str, Tally](Tally)
         for problem, text, tokens, steps in zip(
@@ -106,24 +118,3 @@ class Exam:
             for tally in (total, by_kind[problem.kind]):
                 tally.add(right, tokens, steps)
         return Grade(loss, total, dict(by_kind))
-
-
-def encode(rows: Iterable[Problem], form: Form, tokenizer: PreTrainedTokenizerBase) -> Batch:
-    """Encode problems with their answers as a batch on the CPU, of N = SEQUENCE_LENGTH."""
-    # The template is rendered only once: with one token per byte, a text can be encoded in pieces.
-    message = [{"role": "user", "content": "\0"}]
-    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    assert isinstance(text, str)
-    head, tail = (tokenizer.encode(part, add_special_tokens=False) for part in text.split("\0"))
-    # With 800,000 rows, a tensor for every row would take most of the time.
-    ids, prompt_lens, lens = array("q"), [], []
-    for problem in rows:
-        prompt = [*head, *problem.request(form).encode(), *tail]
-        tokens = [*prompt, *problem.answer(form).encode(), IM_END_ID]
-        assert len(tokens) <= SEQUENCE_LENGTH, problem
-        ids.extend(tokens)
-        ids.extend([IM_END_ID] * (SEQUENCE_LENGTH - len(tokens)))
-        prompt_lens.append(len(prompt))
-        lens.append(len(tokens))
-    canvas = torch.frombuffer(ids, dtype=torch.int64).view(-1, SEQUENCE_LENGTH)
-    return Batch(canvas, torch.tensor(prompt_lens), torch.tensor(lens))

@@ -8,12 +8,12 @@ on one device and without a KV cache.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from nano_layers import MLP, angles, draw_weights, rotate
 from nano_tokenizer import IM_END_ID, MASK_ID, PAD_ID, VOCAB_SIZE
 from torch import Tensor, nn
 
@@ -90,8 +90,8 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         shape = (batch, length, -1, self.q_norm.weight.numel())
         v = self.v_proj(x).view(shape).transpose(1, 2)
-        q = _rotate(self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2), cos, sin).to(v.dtype)
-        k = _rotate(self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2), cos, sin).to(v.dtype)
+        q = rotate(self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2), cos, sin).to(v.dtype)
+        k = rotate(self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2), cos, sin).to(v.dtype)
         # The KV heads are repeated, as PyTorch's fast kernels take either a mask or grouped heads.
         k, v = (t.repeat_interleave(self.groups, dim=1) for t in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -99,22 +99,13 @@ class Attention(nn.Module):
         return projected
 
 
-class MLP(nn.Module):
-    def __init__(self, config: NanoConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
 class Layer(nn.Module):
     def __init__(self, config: NanoConfig) -> None:
         super().__init__()
-        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.self_attn, self.mlp = (
+            Attention(config),
+            MLP(config.hidden_size, config.intermediate_size),
+        )
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -139,14 +130,8 @@ class NanoSDAR(nn.Module):
         super().__init__()
         self.config, self.model = config, Decoder(config)
         generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                continue
-            # As in GPT-2, the layers that write to the residual stream begin smaller in a deeper
-            # model, so that the stream keeps its size.
-            last = name.endswith(("o_proj.weight", "down_proj.weight"))
-            scale = 0.02 / math.sqrt(2 * config.num_layers) if last else 0.02
-            nn.init.normal_(parameter, std=scale, generator=generator)
+        last = ("o_proj.weight", "down_proj.weight")
+        draw_weights(self.named_parameters(), config.num_layers, generator, last=last)
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Compute the hidden states [B, T, hidden_size] after the last norm.
@@ -156,7 +141,7 @@ class NanoSDAR(nn.Module):
             positions: [T] int64, for the rotary embedding.
             mask: [T, T] bool: whether a query (row) sees a key (column).
         """
-        cos, sin = self._angles(positions)
+        cos, sin = angles(positions, self.config.head_dim, self.config.rope_theta)
         x = self.model.embed_tokens(ids)
         for layer in self.model.layers:
             x = layer(x, cos, sin, mask)
@@ -166,15 +151,3 @@ class NanoSDAR(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits [..., vocab_size] float32 of hidden states [..., hidden_size]."""
         return F.linear(hidden, self.model.embed_tokens.weight).float()
-
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        width = self.config.head_dim
-        exponents = torch.arange(0, width, 2, device=positions.device).float() / width
-        angles = positions[:, None].float() * self.config.rope_theta**-exponents
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos(), angles.sin()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin

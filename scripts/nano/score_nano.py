@@ -1,4 +1,6 @@
-"""Score a job with model=nano_sdar: its right answers, and its tokens per denoise step.
+"""Score a job with a nano model: its right answers, and its tokens per step.
+
+A step is a forward that brought tokens: a denoise step of nano_sdar, any forward of nano_hybrid.
 
     batchgen +experiment=nano_sdar
     python scripts/nano/score_nano.py outputs/nano_sdar
@@ -20,20 +22,22 @@ import pyarrow.dataset as ds
 from nano_exam import Tally
 from nano_problems import Form, final_number
 
-COLUMNS = ("kind", "final", "text", "num_generated_tokens", "num_forwards", "num_commit_forwards")
+COLUMNS = ("kind", "final", "text", "num_generated_tokens", "num_forwards")
+COMMITS = "num_commit_forwards"
+"""A column of strategy=dllm: forwards that brought no tokens."""
 
 
 def score(rows: Iterable[Mapping[str, Any]], form: Form) -> dict[str, Tally]:
     """Sum up the rows by kind of problem. A row without an answer counts as wrong, with its steps.
 
     Args:
-        rows: with the columns `COLUMNS`, as a job with strategy=dllm writes them.
+        rows: with the columns `COLUMNS`, and with strategy=dllm also `COMMITS`.
         form: of the answers.
     """
     tallies: defaultdict[str, Tally] = defaultdict(Tally)
     for row in rows:
         right = final_number(row["text"] or "", form) == int(row["final"])
-        steps = (row["num_forwards"] or 0) - (row["num_commit_forwards"] or 0)
+        steps = (row["num_forwards"] or 0) - (row.get(COMMITS) or 0)
         tallies[row["kind"]].add(right, row["num_generated_tokens"], steps)
     return dict(sorted(tallies.items()))
 
@@ -49,7 +53,7 @@ def total(tallies: Iterable[Tally]) -> Tally:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Read the columns `COLUMNS` of all rows in a job's folder.
+    """Read the columns that `score` takes of all rows in a job's folder.
 
     Raises:
         FileNotFoundError: if there is no data.
@@ -62,10 +66,11 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     missing = [name for name in COLUMNS if name not in data.schema.names]
     if missing:
         raise ValueError(
-            f"{folder} has no column {missing[0]}: give a job with strategy=dllm and "
-            "dataset=nano_eval"
+            f"{folder} has no column {missing[0]}: give a job with dataset=nano_eval "
+            "and strategy=dllm or ar_spec"
         )
-    rows: list[dict[str, Any]] = data.to_table(columns=list(COLUMNS)).to_pylist()
+    names = [name for name in (*COLUMNS, COMMITS) if name in data.schema.names]
+    rows: list[dict[str, Any]] = data.to_table(columns=names).to_pylist()
     if not any(row["num_forwards"] for row in rows):
         raise ValueError(f"no row of {folder} was run: column error says why")
     return rows

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import score_nano
 import torch
+from nano_batch import encode
 from nano_diffusion import decode
-from nano_exam import THRESHOLD, Tally, encode
+from nano_exam import Tally
 from nano_problems import JSON_REQUEST, SCHEMA, Form, Problem, final_number
 from nano_sdar import NanoConfig, NanoSDAR
 from nano_tokenizer import IM_END_ID
@@ -22,6 +23,7 @@ from real_job import run
 from safetensors.torch import load_file
 from score_nano import read_rows, score, total
 from step_map_data import read_job
+from train_nano_sdar import THRESHOLD
 
 import batchgen
 from batchgen import LLM, SamplingParams
@@ -110,7 +112,8 @@ def test_its_folder_is_complete_and_small() -> None:
 
 def row(text: str | None, final: str, tokens: int, forwards: int, commits: int) -> dict[str, Any]:
     counts = (tokens, forwards, commits)
-    return dict(zip(score_nano.COLUMNS, ("add", final, text, *counts), strict=True))
+    names = (*score_nano.COLUMNS, score_nano.COMMITS)
+    return dict(zip(names, ("add", final, text, *counts), strict=True))
 
 
 def test_a_score_counts_errors_as_wrong_and_commits_as_no_steps() -> None:
@@ -141,7 +144,7 @@ def test_both_scripts_run(
     ("columns", "message"),
     [
         (None, r"has no data/\*\.parquet: give a job's output\.dir"),
-        ({"kind": ["add"]}, "has no column final: give a job with strategy=dllm"),
+        ({"kind": ["add"]}, "has no column final: give a job with dataset=nano_eval"),
         ({name: [None] for name in score_nano.COLUMNS}, "no row of .* was run"),
     ],
 )

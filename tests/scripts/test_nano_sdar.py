@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import cast
 
 import nano_problems
+import nano_training
 import pytest
 import torch
 import train_nano_sdar
+from nano_batch import SEQUENCE_LENGTH, Batch, encode
 from nano_diffusion import (
-    Batch,
     add_noise,
     block_causal_mask,
     decode,
@@ -22,7 +23,7 @@ from nano_diffusion import (
     diffusion_loss,
     training_mask,
 )
-from nano_exam import SEQUENCE_LENGTH, Exam, encode
+from nano_exam import Exam
 from nano_problems import FORMS, KINDS, SCHEMA, Form, Problem, final_number, problems
 from nano_sdar import NanoConfig, NanoSDAR
 from nano_stories import NAMES, THINGS
@@ -37,6 +38,7 @@ from nano_tokenizer import (
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
+from train_nano_sdar import SDARLearner
 from transformers import BatchEncoding, Qwen3Config, Qwen3ForCausalLM
 
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
@@ -270,7 +272,7 @@ def test_the_exam_counts_right_answers_tokens_and_steps_by_kind(form: Form) -> N
     wrong = [Problem(p.kind, p.question, p.working, p.final + 1) for p in untaught]
     told = encode([*taught, *wrong], form, tokenizer)
     grade = Exam(ROWS, tokenizer, CPU).grade(
-        Oracle(told.ids, torch.ones_like(told.ids, dtype=torch.bool)), form
+        SDARLearner(Oracle(told.ids, torch.ones_like(told.ids, dtype=torch.bool))), form
     )
     assert grade.all.accuracy == 16 / 24
     assert (grade.all.rows, grade.all.tokens) == (24, int((told.lens - told.prompt_lens).sum()))
@@ -293,7 +295,7 @@ def test_the_script_learns_and_writes_a_model_folder(
         f"--out {tmp_path} --steps 8 --batch-size 2 --examples 40 --eval-count 3 --quick-count 2 "
         "--eval-every 4 --hidden-size 64 --layers 1 --lr 0.01"
     )
-    monkeypatch.setattr(train_nano_sdar, "WARMUP_STEPS", 2)
+    monkeypatch.setattr(nano_training, "WARMUP_STEPS", 2)
     monkeypatch.setattr(sys, "argv", ["train", *arguments.split()])
     train_nano_sdar.main()
     training = json.loads((tmp_path / "training.json").read_text())

@@ -18,7 +18,7 @@ from batchgen.grading.step import PostStep
 from batchgen.prompts.templates import RowTemplate
 
 ROOT = Path(__file__).parents[3]
-NO_EXAMS = {"nano_sdar", "synth"}
+NO_EXAMS = {"nano_hybrid", "nano_sdar", "synth"}
 EXAMS = sorted({path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")} - NO_EXAMS)
 HUB = {
     "aime24": ("HuggingFaceH4/aime_2024", None, "train"),
