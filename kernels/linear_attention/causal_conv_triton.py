@@ -15,8 +15,8 @@ _STEP_BLOCK = 256
 warp."""
 _BLOCK = 256
 """Channels of a program of a prefill."""
-_TOKENS = 16
-"""Tokens of a chunk that such a program computes at once."""
+_TOKENS = 8
+"""Tokens of a chunk that such a program loads and computes at once."""
 
 
 def causal_conv_step_triton(
@@ -51,7 +51,7 @@ def causal_conv_prefill_triton(
             x, weight, window, out, rows.slots, rows.positions, rows.starts, x.stride(0),
             weight.stride(0), weight.stride(1), window.stride(0), channels, batch,
             TAPS=taps, CHUNK=CHUNK, TOKENS=_TOKENS, BLOCK=_BLOCK,
-            ROWS=triton.next_power_of_2(batch), num_warps=4,
+            ROWS=triton.next_power_of_2(batch), num_warps=1,
         )  # fmt: skip
         _conv_windows[(batch, blocks)](
             x, window, rows.slots, rows.positions, rows.starts, snapshots, x.stride(0),
@@ -127,35 +127,34 @@ def _conv_prefill(
     first, count = tokens_of_chunk(positions_ptr, start, end, chunk, CHUNK)
     if count <= 0:
         return
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = channel < channels
-    kept = channel < tl.where(tl.load(positions_ptr + start) == 0, 0, channels)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kept = tl.where(tl.load(positions_ptr + start) == 0, 0, channels)
     window = window_ptr + tl.load(slots_ptr + row) * window_stride + channel
     weights = ()
     for tap in tl.static_range(TAPS):
         weight = weight_ptr + channel * weight_channel + tap * weight_tap
-        weights += (tl.load(weight, mask=inside, other=0.0).to(tl.float32),)
-    for begin in range(0, count, TOKENS):
-        place = begin + tl.arange(0, TOKENS)[:, None]
-        here = inside & (place < count)
-        token = first + place
-        total = tl.zeros((TOKENS, BLOCK), tl.float32)
-        for tap in tl.static_range(TAPS):
-            source = token + tap - (TAPS - 1)
-            value = tl.load(
-                x_ptr + source.to(tl.int64) * x_stride + channel,
-                mask=here & (source >= start), other=0.0,
-            )  # fmt: skip
-            if first + begin < start + TAPS - 1:
-                before = tl.load(
-                    window + (source - start + TAPS - 1) * channels,
-                    mask=here & kept & (source < start), other=0.0,
-                )  # fmt: skip
-                value = tl.where(source < start, before, value)
-            total += value.to(tl.float32) * weights[tap]
-        out = total / (1.0 + tl.exp(-total))
-        target = out_ptr + token.to(tl.int64) * channels + channel
-        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=here)
+        weights += (tl.load(weight, mask=channel < channels, other=0.0).to(tl.float32),)
+    for offset in range(0, count, TOKENS):
+        begin, values = first + offset, ()
+        for i in tl.static_range(TOKENS + TAPS - 1):
+            token = begin + i - (TAPS - 1)
+            size = tl.where((token >= start) & (token < first + count), channels, 0)
+            x = x_ptr + token.to(tl.int64) * x_stride + channel
+            value = tl.load(x, mask=channel < size, other=0.0)
+            if i < TAPS - 1:
+                size = tl.where(token < start, kept, 0)
+                before = window + (token - start + TAPS - 1) * channels
+                before = tl.load(before, mask=channel < size, other=0.0)
+                value = tl.where(channel < size, before, value)
+            values += (value.to(tl.float32),)
+        for i in tl.static_range(TOKENS):
+            total = values[i] * weights[0]
+            for tap in tl.static_range(1, TAPS):
+                total += values[i + tap] * weights[tap]
+            out = total / (1.0 + tl.exp(-total))
+            size = tl.where(begin + i < first + count, channels, 0)
+            target = out_ptr + (begin + i).to(tl.int64) * channels + channel
+            tl.store(target, out.to(out_ptr.dtype.element_ty), mask=channel < size)
 
 
 @triton.jit

@@ -36,12 +36,15 @@ class PrefillTiles(NamedTuple):
         block_v: the value channels of a program that goes through a row.
         scan_warps, scan_stages: of such a program, and how many chunks it loads ahead.
         chunk_warps: of a program that computes one chunk of one head.
+        chunk_registers: the most registers of a thread of such a program; None leaves it to the
+            compiler.
     """
 
     block_v: int
     scan_warps: int
     scan_stages: int
     chunk_warps: int
+    chunk_registers: int | None = None
 
 
 TILES = PrefillTiles(block_v=32, scan_warps=4, scan_stages=2, chunk_warps=4)
@@ -81,7 +84,8 @@ def delta_prefill_triton(
     _delta_chunks[(chunks, value_heads)](
         *inputs, matrices, vectors, rows.positions, rows.starts, inputs.qkv.stride(0),
         inputs.a.stride(0), inputs.b.stride(0), batch, NORM_EPS, key_dim**-0.5,
-        ROWS=triton.next_power_of_2(batch), num_warps=tiles.chunk_warps, **shape,
+        ROWS=triton.next_power_of_2(batch), num_warps=tiles.chunk_warps,
+        maxnreg=tiles.chunk_registers, **shape,
     )  # fmt: skip
     snapshots = rows.slots if rows.snapshots is None else rows.snapshots
     blocks = triton.cdiv(value_dim, block_v)

@@ -146,6 +146,16 @@ def test_ragged_prefill_is_that_of_the_reference(shape: Shape, dtype: torch.dtyp
     both.prefill(shape.inputs(120, 1, dtype), rows, CLOSE[dtype])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_rows_of_many_chunks_are_those_of_the_reference(rows: int, dtype: torch.dtype) -> None:
+    """Few rows and many are cut into different tiles."""
+    lengths = [1000] + [100] * (rows - 1)
+    both, inputs = Both(LARGE, slots=rows + 2), LARGE.inputs(sum(lengths), 2, dtype)
+    both.prefill(inputs, prefill_rows(lengths), CLOSE[dtype])
+
+
 def test_a_split_at_a_multiple_of_64_keeps_bits() -> None:
     shape = SMALL if DEVICE == "cpu" else LARGE
     inputs, whole, parts = shape.inputs(100), Both(shape, 3), Both(shape, 3)
