@@ -133,7 +133,8 @@ def _conv_prefill(
     weights = ()
     for tap in tl.static_range(TAPS):
         weight = weight_ptr + channel * weight_channel + tap * weight_tap
-        weights += (tl.load(weight, mask=channel < channels, other=0.0).to(tl.float32),)
+        weight = tl.load(weight, mask=channel < channels, other=0.0).to(tl.float32)
+        weights += (weight,)  # type: ignore[assignment]
     for offset in range(0, count, TOKENS):
         begin, values = first + offset, ()
         for i in tl.static_range(TOKENS + TAPS - 1):
@@ -146,9 +147,9 @@ def _conv_prefill(
                 before = window + (token - start + TAPS - 1) * channels
                 before = tl.load(before, mask=channel < size, other=0.0)
                 value = tl.where(channel < size, before, value)
-            values += (value.to(tl.float32),)
+            values += (value.to(tl.float32),)  # type: ignore[assignment]
         for i in tl.static_range(TOKENS):
-            total = values[i] * weights[0]
+            total = values[i] * weights[0]  # type: ignore[misc]
             for tap in tl.static_range(1, TAPS):
                 total += values[i + tap] * weights[tap]
             out = total / (1.0 + tl.exp(-total))

@@ -57,9 +57,8 @@ def delta_step_triton(
     assert inputs.qkv.shape == (
         batch * rows.width, 2 * key_heads * key_dim + value_heads * value_dim
     )  # fmt: skip
-    wide = {"dtype": torch.float32, "device": state.device}
-    query = torch.empty((tokens, key_heads, key_dim), **wide)
-    strength = torch.empty((tokens, value_heads), **wide)
+    query = state.new_empty((tokens, key_heads, key_dim))
+    strength = state.new_empty((tokens, value_heads))
     out = torch.empty((tokens, value_heads, value_dim), dtype=inputs.qkv.dtype, device=state.device)
     shape = {
         "MOST": most, "KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "KEY_DIM": key_dim,
