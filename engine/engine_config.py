@@ -50,11 +50,11 @@ class Sizes(NamedTuple):
         return _SPARSE * self.weights_per_token <= self.weights <= self.memory // 2
 
     def fitting_rows(self, rows: int) -> int:
-        """Return how many of so many rows can be in flight with states that take at most half of
-        the room for caches; at least one."""
+        """Return how many of so many rows can be in flight with states that take at most three
+        fifths of the room for caches; at least one."""
         if not self.row_states:
             return rows
-        return max(1, min(rows, self.cache_room // 2 // self.row_states))
+        return max(1, min(rows, self.cache_room * 3 // 5 // self.row_states))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class EngineConfig:
     Attributes:
         max_num_seqs: the most rows in flight; None means 256, or 512 for one token per row and step
             and a model with many experts whose weights leave half of the GPU's memory free, but no
-            more than the states of recurrent layers leave half of the caches' memory for.
+            more than have the states of recurrent layers in three fifths of the caches' memory.
         max_batched_tokens: the most tokens in one prefill batch; None means 2048 on a CPU, and 8192
             on a GPU, or 16384 for a model with many experts, as above.
         chunk_tokens: the most prompt tokens that are read beside decoding rows in one step; 0 reads

@@ -18,6 +18,9 @@ from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.outputs import OutputColumn
 from batchgen.engine.strategy import TARGET, Head, Strategy
 
+_WORK_SPACE = 3 * 2**30
+"""The bytes that steps need besides weights and caches, as a guess before it is measured."""
+
 
 def model_uses(
     target: CausalLM,
@@ -125,7 +128,7 @@ def sizes_of(target: CausalLM, strategy: Strategy, config: EngineConfig) -> Size
     memory, room = 0, int(available_memory() * CPU_SHARE)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-        room = int(memory * config.gpu_memory_utilization) - weights
+        room = int(memory * config.gpu_memory_utilization) - weights - _WORK_SPACE
     specs = target.cache_specs
     return Sizes(
         weights=weights,

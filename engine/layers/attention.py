@@ -129,7 +129,8 @@ class Attention(nn.Module):
 
 def _ordered(rows: Tensor, order: Tensor) -> Tensor:
     """Put the rows [heads · head_dim, …] of each head in this order [head_dim]."""
-    return rows.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+    ordered: Tensor = rows.unflatten(0, (-1, len(order)))[:, order]
+    return ordered.flatten(0, 1)
 
 
 def _gate_first(rows: Tensor, heads: int, order: Tensor | None) -> Tensor:

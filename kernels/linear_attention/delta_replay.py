@@ -20,8 +20,6 @@ _WIDTH = 64
 """The most tokens of a step of the reference."""
 _BLOCK_V = 16
 """The value channels of a program. Few rows are read again at once, so many programs share one."""
-_ROW_DTYPES = (torch.int64, torch.int32, torch.int32)
-"""Of the slots, folds and halves of a step's rows."""
 
 
 def delta_replay(inputs: DeltaInputs, state: Tensor, rows: PrefillRows) -> Tensor:
@@ -49,13 +47,13 @@ def delta_replay_reference(inputs: DeltaInputs, state: Tensor, rows: PrefillRows
     shapes = ((value_heads, value_dim), (key_heads, key_dim), (value_heads,))
     records = DeltaRecords(*(state.new_empty((2, 1, _WIDTH, *shape)) for shape in shapes))
     out = inputs.qkv.new_zeros((len(inputs.qkv), value_heads, value_dim))
-    first = 0
+    first, none = 0, torch.zeros(1, dtype=torch.int32)
     for row, length in enumerate(rows.lengths()):
         slot, end = int(rows.slots[row]), first + length
         own = state[slot : slot + 1]
         if length and not rows.positions[first]:
             own.zero_()
-        step = StepRows(*(rows.slots.new_zeros(1, dtype=d) for d in _ROW_DTYPES), 0)
+        step = StepRows(none.long(), none.clone(), none.clone(), 0)
         for start in range(first, end, _WIDTH):
             tokens = slice(start, min(end, start + _WIDTH))
             width = tokens.stop - start
