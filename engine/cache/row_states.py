@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.cache.specs import StateSpec, zeros
-from batchgen.engine.execution.transfer import upload
 
 
 class StateCache(NamedTuple):
@@ -97,5 +96,6 @@ class RowStates:
             sources: [N], the slots to copy from.
             targets: [N], the slots to copy to. None of them may be among the sources.
         """
-        there = upload(np.stack([sources, targets]), torch.int64, self._pool.device)
-        self._pool.index_copy_(0, there[1], self._pool[there[0]])
+        # One by one, because an indexed copy of all would need as much memory again.
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            self._pool[target].copy_(self._pool[source])

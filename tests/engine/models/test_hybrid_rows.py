@@ -30,13 +30,18 @@ from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 
 CPU = torch.device("cpu")
 ROUTE = "routed_experts"
-KIND = "qwen3_5_moe_text"
 TinyModel = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_model: TinyModel) -> Path:
-    return tiny_model(KIND)
+    return tiny_model(
+        "qwen3_5_moe_text",
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=3,
+        num_experts_per_tok=2,
+    )
 
 
 def load(folder: Path) -> CausalLM:
@@ -125,7 +130,7 @@ def check(alone: Alone, rows: Sequence[Request], found: Sequence[RequestOutput])
 def test_any_schedule(
     alone: Alone, folder: Path, batched: int, overlap: bool, block_size: int
 ) -> None:
-    rows = requests(seed=1, count=10)
+    rows = requests(seed=1)
     engine = make_engine(
         load(folder), overlap=overlap, max_batched_tokens=batched, block_size=block_size
     )
@@ -138,11 +143,13 @@ def test_rows_that_lose_their_caches(
 ) -> None:
     """What they had generated is read again as it was read first, token by token."""
     expect_short_rows(monkeypatch)
-    params = SamplingParams(max_new_tokens=45, seed=3, logprobs=True, columns=(ROUTE,))
-    rows = [([3 + (i + 2) * j % 125 for j in range(30 + 9 * i)], params) for i in range(6)]
-    engine = make_engine(load(folder), max_batched_tokens=64, kv_cache_gib=cache_gib(folder, 256))
+    params = SamplingParams(max_new_tokens=30, seed=3, logprobs=True, columns=(ROUTE,))
+    rows = [([3 + (i + 2) * j % 125 for j in range(43 + 20 * i)], params) for i in range(4)]
+    engine = make_engine(
+        load(folder), max_model_len=144, max_batched_tokens=64, kv_cache_gib=cache_gib(folder, 144)
+    )
     check(alone, rows, run(engine, rows))
-    assert engine.stats.preemptions > 1
+    assert engine.stats.preemptions > 0
 
 
 def test_drafts_that_fall_anywhere_are_taken_back(alone: Alone, folder: Path) -> None:
@@ -169,7 +176,7 @@ def check_forced(alone: Alone, folder: Path, k: int) -> None:
 
 
 def test_ngram_drafts(alone: Alone, folder: Path) -> None:
-    rows = requests(seed=40, count=5, lengths=(30,))
+    rows = requests(seed=40, count=4, lengths=(20,))
     strategy = ARSpecStrategy(num_spec_tokens=3, adaptive=False, ngram_min=1)
     engine = make_engine(load(folder), strategy, overlap=True, max_batched_tokens=64)
     check(alone, rows, run(engine, rows))
@@ -207,7 +214,7 @@ def test_a_row_that_is_read_again_does_not_start_from_a_prompt_of_its_own_words(
     alone: Alone, folder: Path
 ) -> None:
     """Another row has read the first one's answer as part of its prompt, and left a checkpoint."""
-    params = SamplingParams(temperature=0, max_new_tokens=72, logprobs=True, columns=(ROUTE,))
+    params = SamplingParams(temperature=0, max_new_tokens=71, logprobs=True, columns=(ROUTE,))
     first = ([3 + i * i % 120 for i in range(60)], params)
     answer = alone(first).token_ids
     other = ([*first[0], *answer[:70]], replace(params, max_new_tokens=8))
