@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from batchgen.engine.loading.tokenizer import load_tokenizer
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.registry import model_class
-
-if TYPE_CHECKING:
-    from safetensors import safe_open
 
 LoadFormat = Literal["auto", "gguf", "dummy"]
 
@@ -200,8 +197,9 @@ def tensor_names(folder: Path) -> list[str]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[safe_open]:
-    """Open a safetensors file. It is memory-mapped, so a tensor is read only when it is copied.
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file as safetensors' `safe_open` does, which has no types. It is
+    memory-mapped, so a tensor is read only when it is copied.
 
     Raises:
         ValueError: the file is damaged.

@@ -112,5 +112,11 @@ def _of_head(inputs: ModelInputs, token_ids: Tensor, hidden: Tensor) -> ModelInp
         token_ids: [T] int64, the tokens that follow them.
         hidden: [T, hidden_size], the hidden states that the following tokens were drawn from.
     """
-    tokens = {"input_ids": token_ids, "hidden": hidden}
-    return replace(inputs, **tokens, state_slots=None, snapshots=None, replayed=None)
+    return replace(
+        inputs,
+        input_ids=token_ids,
+        hidden=hidden,
+        state_slots=None,
+        snapshots=None,
+        replayed=None,
+    )

@@ -79,7 +79,9 @@ class TheirHead:
         else:
             config = Qwen3NextConfig(**values, **_EXPERTS, norm_topk_prob=True)
             model = Qwen3NextForCausalLM(config)
-        self.model, self._head = model.eval(), MtpModel(model, 1).eval()
+        self.model, self._head = model, MtpModel(model, 1)
+        self.model.train(False)
+        self._head.train(False)
         for parameter in self._head.layers.parameters():  # some are not initialised
             parameter.data.normal_(0, 0.15)
         for module in (self.model, self._head.layers):
@@ -137,7 +139,7 @@ def _split(name: str, values: Tensor) -> dict[str, Tensor]:
     if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return {name: values}
     path, which = name.rsplit(".", 1)
-    found = {}
+    found: dict[str, Tensor] = {}
     for expert, own in enumerate(values):
         parts = {which: own}
         if which == "gate_up_proj":

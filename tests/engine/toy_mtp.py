@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from engine_rows import weights
@@ -28,7 +29,7 @@ def with_head(
     """The model of a folder that transformers saved, with a head that is often right: its layer is
     the target's first, and goes on from the token's embedding, with a little of the hidden state.
     """
-    place = {"device": torch.device(device), "dtype": torch.float32}
+    place: dict[str, Any] = {"device": torch.device(device), "dtype": torch.float32}
     plain = load_model(folder, **place)
     config = replace(plain.config, heads=("mtp",))
     model = ToyMTPForCausalLM(config, **place, heads=heads)

@@ -110,3 +110,28 @@ def test_a_different_beginning_shares_no_later_block() -> None:
         assert manager.admit(seq, 0)
         manager.publish(seq, 5)
     assert not set(rows[0].block_table) & set(rows[1].block_table)
+
+
+def test_a_model_that_looks_ahead_shares_blocks_with_the_token_behind_them() -> None:
+    manager = BlockManager(100, 4, prefix_caching=True, tokens_ahead=1)
+    donor = make_sequence([*range(8), 8])
+    assert manager.admit(donor, 0)
+    manager.publish(donor, 9)
+    found = []
+    for ids in ([*range(8), 8, 9], [*range(8), 9, 9], [*range(4), 5, 5], [*range(8)]):
+        seq = make_sequence(ids)
+        assert manager.admit(seq, 0)
+        found.append(seq.num_computed_tokens)
+    assert found == [8, 4, 0, 4]
+    # What the last token of a block depends on is not known yet.
+    prompt = make_sequence([*range(20, 28)])
+    assert manager.admit(prompt, 0)
+    manager.publish(prompt, 8)
+    assert prompt.num_published_blocks == 1
+    prompt.token_ids.append(3)
+    manager.publish(prompt, 8)
+    assert prompt.num_published_blocks == 2
+    # A row that goes on has the last token before that computed, however it was preempted.
+    manager.free(prompt)
+    prompt.num_prefill_tokens, prompt.prefill_yields = 8, False
+    assert manager.admit(prompt, 0) and prompt.num_computed_tokens == 4

@@ -43,6 +43,12 @@ VOCAB = 128
 NONE = np.empty(0, np.int64)
 UNITS = {False: 8, True: 64}
 """Prefixes are looked for at multiples of so many tokens, without row states and with them."""
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.8, "top_k": 20, "logprobs": True},
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"temperature": 0.5, "top_p": 0.9, "frequency_penalty": 0.5, "min_new_tokens": 4},
+]
 Ids = tuple[int, ...]
 Models = Mapping[str, CausalLM]
 
@@ -129,7 +135,7 @@ class Watched(ARSpecStrategy):
         hidden = state.rows.hidden.clone()
         super().propose(batch)
         k, drafts = batch.width - 1, state.drafts
-        lists = [[]] * len(ids)
+        lists: list[list[int]] = [[]] * len(ids)
         if drafts is not None:  # without those behind which a row has no room
             counted = zip(drafts.token_ids.tolist(), drafts.counts.tolist(), strict=True)
             lists = [row[:count] for row, count in counted]
@@ -157,12 +163,7 @@ def requests(model: CausalLM, seed: int, count: int = 10) -> list[Request]:
     for i in range(count):
         own = [rng.randrange(8, VOCAB) for _ in range(rng.choice([1, 3, 9, 30]))]
         prompt = [[*shared[: rng.choice([unit, unit + 2])], *own], own, [*shared, 5]][i % 3]
-        options: dict[str, Any] = [
-            {"temperature": 0},
-            {"temperature": 0.8, "top_k": 20, "logprobs": True},
-            {"temperature": 0, "repetition_penalty": 1.3},
-            {"temperature": 0.5, "top_p": 0.9, "frequency_penalty": 0.5, "min_new_tokens": 4},
-        ][i % 4]
+        options = OPTIONS[i % 4]
         length = rng.choice([1, 4, 12, 24]) if i % 4 < 3 else 16
         params = SamplingParams(max_new_tokens=length, seed=i, columns=columns, **options)
         rows.append((prompt, params))
@@ -230,8 +231,8 @@ def test_the_toy_head_computes_what_it_says(models: Models) -> None:
         num_key_value_heads=family.num_kv_heads,
         head_dim=family.head_dim,
         rms_norm_eps=family.rms_norm_eps,
-        attn_implementation="eager",
     )
+    config._attn_implementation = "eager"
     given, theirs = weights(llama), LlamaModel(config)
     theirs.load_state_dict(
         {
@@ -311,7 +312,7 @@ def test_the_head_finds_what_others_have_read(
 def test_later_drafts_come_from_the_head_s_own_states(models: Models) -> None:
     model = models["llama"]
     greedy = SamplingParams(temperature=0, max_new_tokens=9)
-    rows = [(prompt, greedy) for prompt, _ in requests(model, 3)]
+    rows = [(prompt, greedy) for prompt, _ in requests(model, 3, count=5)]
     strategy = Watched(2, num_spec_tokens=5)
     outputs = run(make_engine(model, strategy), rows)
     alone, compared = HeadAlone(model), 0
@@ -320,7 +321,7 @@ def test_later_drafts_come_from_the_head_s_own_states(models: Models) -> None:
         if seen in known:
             assert alone.drafts(seen, len(seen), len(drafts)) == drafts
             compared += len(drafts)
-    assert compared > 50
+    assert compared > 30
 
 
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -350,7 +351,7 @@ def test_rejection_gives_a_row_the_same_tokens_whatever_runs_beside_it(
 ) -> None:
     """Its tokens depend on the drafts, so those must depend on the row alone."""
     model = models["llama"]
-    rows = requests(model, 9, count=6)
+    rows = requests(model, 9, count=5)
 
     def outputs(**config: Any) -> list[RequestOutput]:
         strategy = ARSpecStrategy("mtp", 3, "rejection", adaptive=False)
