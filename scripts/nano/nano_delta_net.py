@@ -105,7 +105,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
     # exp of a masked difference: those above the diagonal are positive and could overflow.
     between = (decay - decay.transpose(-1, -2)).masked_fill(~causal, -torch.inf).exp()
     system = (beta * k @ k.transpose(-1, -2)) * between
-    inverse = _UnitInverse.apply(system)
+    inverse: Tensor = _UnitInverse.apply(system)  # type: ignore[no-untyped-call]
     from_values, from_state = inverse @ (beta * v), inverse @ (beta * decay.exp() * k)
     scores = (q @ k.transpose(-1, -2)) * between
     from_start = q * decay.exp()
@@ -126,13 +126,16 @@ class _UnitInverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
         one = torch.eye(CHUNK, device=matrix.device).expand_as(matrix)
-        inverse = torch.linalg.solve_triangular(matrix, one, upper=False, unitriangular=True)
+        # Only what is below the diagonal is read; the diagonal is taken as 1.
+        inverse: Tensor = torch.linalg.solve_triangular(
+            matrix, one, upper=False, unitriangular=True
+        )
         ctx.save_for_backward(inverse)
         return inverse.contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (inverse,) = ctx.saved_tensors
+        inverse: Tensor = ctx.saved_tensors[0]
         across = inverse.transpose(-1, -2)
         return -(across @ grads[0] @ across).tril(-1)
 
@@ -143,4 +146,5 @@ def _chunks(x: Tensor) -> Tensor:
     A token of zeros writes nothing, and it stands behind all others.
     """
     x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK)).transpose(1, 2)
-    return x.unflatten(2, (-1, CHUNK))
+    chunks: Tensor = x.unflatten(2, (-1, CHUNK))
+    return chunks

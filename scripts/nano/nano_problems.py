@@ -1,4 +1,4 @@
-"""Arithmetic and two-step word problems with worked answers, for the model nano_sdar.
+"""Arithmetic and two-step word problems with worked answers, for the nano models.
 
 A problem has two forms, plain text and JSON, which differ in the request and in the answer:
 

@@ -1,4 +1,4 @@
-"""The templates of the word problems for nano_sdar: two steps each; numbers and words are drawn."""
+"""Templates of word problems for the nano models: two steps each; numbers and words are drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer of nano_sdar: one token for each byte, four special ones, a ChatML template."""
+"""The tokenizer of the nano models: a token for each byte, four special ones, a ChatML template."""
 
 from __future__ import annotations
 

@@ -89,8 +89,14 @@ def test_the_chunked_rule_is_the_recurrent_one(length: int) -> None:
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     g = -torch.rand(shape, generator=generator).square() * 3
     beta = torch.rand(shape, generator=generator)
+    inputs = [x.requires_grad_() for x in (q, k, v, g, beta)]
     expected, _ = torch_recurrent_gated_delta_rule(q, k, v, g=g, beta=beta)
-    exact(gated_delta_rule(q * 8**-0.5, k, v, g, beta), expected)
+    found = gated_delta_rule(q * 8**-0.5, k, v, g, beta)
+    exact(found, expected)
+    weight = torch.randn(expected.shape, generator=generator)
+    gradients = [torch.autograd.grad(out, inputs, weight) for out in (found, expected)]
+    for gradient, told in zip(*gradients, strict=True):
+        exact(gradient, told)
 
 
 def test_it_computes_what_transformers_computes(tmp_path: Path) -> None:

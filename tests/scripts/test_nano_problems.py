@@ -1,4 +1,4 @@
-"""The problems that nano_sdar learns: right answers, a held-out split, the same on every run."""
+"""The problems for the nano models: right answers, a held-out split, the same on every run."""
 
 from __future__ import annotations
 
