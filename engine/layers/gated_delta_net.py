@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -239,10 +239,6 @@ def _kind_by_kind(rows: Tensor, sizes: list[int]) -> Tensor:
     """
     kinds = rows.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
     return torch.cat([kind.flatten(0, 1) for kind in kinds])
-
-
-def _only_input(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    return tensors[name].squeeze(1)
 
 
 def _read_again(
