@@ -16,6 +16,8 @@ _FASTER, _SLOWER = 0.75, 1.5
 """The model of a step was right within these factors where it was compared with runs; speed that a
 run has shown is taken as within _STEADY."""
 _STEADY = 1.15
+_ENOUGH, _PRIOR = 30, 6
+"""Fewer answers than _ENOUGH of an earlier run count beside _PRIOR of which nothing is known."""
 _LOAD_RATE = {True: 1e9, False: 0.25e9}
 """Bytes of weights per second that are read and packed, on a GPU and on a CPU."""
 _START_S = {True: 12.0, False: 1.5}
@@ -167,14 +169,17 @@ def _answers(work: Work) -> tuple[tuple[Ints, Ints, Ints], str]:
     if work.exact:
         return (longest, longest, longest), f"every answer has {work.longest:,} tokens (ignore_eos)"
     if work.seen is not None:
-        found = np.minimum(work.seen.answers, work.longest)
+        seen = np.minimum(work.seen.answers, work.longest)
+        found = np.append(seen, _few(work.longest)) if len(seen) < _ENOUGH else seen
         error = float(found.std()) / max(len(found), 1) ** 0.5
         share = max(1 - 2 * error / max(float(found.mean()), 1), 0.25)
         low = np.maximum((found * share).astype(np.int64), 1)
         text = (
-            f"answers are as long as the {len(found):,} of {work.seen.source}, "
-            f"{found.mean():,.0f} tokens on average; bound: all {work.longest:,}"
+            f"answers are as long as the {len(seen):,} of {work.seen.source}, "
+            f"{seen.mean():,.0f} tokens on average; bound: all {work.longest:,}"
         )
+        if len(found) > len(seen):
+            text += f"; so few say little, and {_PRIOR} count as if nothing were known"
         return (low, found, longest), text
     share = likely_share(work.longest)
     likely = _assumed(work.longest, share)
@@ -184,6 +189,14 @@ def _answers(work: Work) -> tuple[tuple[Ints, Ints, Ints], str]:
         f"{work.longest:,}"
     )
     return (np.maximum(likely // 2, 1), likely, longest), text
+
+
+def _few(longest: int) -> Ints:
+    """Some lengths that stand for not knowing, beside those of a few answers."""
+    every = _assumed(longest, likely_share(longest))
+    places = np.linspace(0, len(every) - 1, _PRIOR + 2)[1:-1].astype(np.int64)
+    chosen: Ints = every[places]
+    return chosen
 
 
 def likely_share(longest: int) -> float:

@@ -12,19 +12,24 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 
+_NEWEST = 0.2
+"""Beyond the longest row, rows are taken to end as often as in this last part of the lengths so far."""
+_GRID = 65
+"""At so many lengths the share of longer rows is looked at, to find the longest of many."""
+
+
 @dataclass(frozen=True, slots=True)
 class Remaining:
     """What is still to be generated.
 
     Attributes:
         tokens: of all rows that run or wait.
-        mean: of a row that runs.
-        longest: of the row that runs and has most to come.
+        drain: by how many tokens the last row of all is longer than the mean of those that run
+            beside it, when no further row waits.
     """
 
     tokens: float
-    mean: float
-    longest: float
+    drain: float
 
 
 class AnswerLengths:
@@ -34,10 +39,9 @@ class AnswerLengths:
     count too, as rows that are at least as long as they are now: the product-limit estimator of
     Kaplan and Meier (1958). At each length at which rows have finished, it multiplies the share of
     longer answers by the share of the rows of that length or more that went on. Rows start in the
-    order of the data set, which knows nothing of the lengths, as that estimator asks for. Where
-    only running rows are, nothing is known of the rest; there an answer goes on with the mean
-    probability of ending at a token so far (rows that have finished per token that was generated),
-    up to `longest`.
+    order of the data set, which knows nothing of the lengths, as that estimator asks for. Beyond
+    the longest row nothing is known; there answers go on to end with the mean probability per token
+    that they had in the last fifth of the lengths so far, up to `longest`.
 
     Args:
         longest: the most tokens of an answer, `sampling.max_new_tokens`.
@@ -65,12 +69,32 @@ class AnswerLengths:
         # At x: the sum of longer[x:], which over longer[x] is what a row with x tokens has to come.
         to_come = np.cumsum(longer[::-1])[::-1]
         each = to_come[running] / longer[running]
-        mean = float(to_come[0])
-        return Remaining(
-            float(each.sum()) + waiting * mean,
-            float(each.mean()) if len(each) else mean,
-            float(each.max(initial=mean)),
-        )
+        tokens = float(each.sum()) + waiting * float(to_come[0])
+        return Remaining(tokens, self._drain(longer, to_come, running, waiting > 0))
+
+    def _drain(
+        self,
+        longer: npt.NDArray[np.float64],
+        to_come: npt.NDArray[np.float64],
+        running: Ints,
+        waits: bool,
+    ) -> float:
+        """`Remaining.drain`: the mean of the largest of B rests, less the mean rest.
+
+        While rows wait, the rests of the rows that run at the end are not those of now; they are
+        those of rows that one meets at any moment, among which long ones are more often met.
+        """
+        if not len(running):
+            return 0.0
+        after = np.linspace(0, self._longest, _GRID).astype(np.int64)
+        if waits:
+            share = np.append(to_come, 0.0)[after] / to_come[0]  # [G]
+            shares = np.repeat(share[None, :], len(running), axis=0)
+        else:
+            padded = np.append(longer, np.zeros(self._longest + 1))
+            shares = padded[running[:, None] + after] / longer[running, None]  # [B, G]
+        largest = 1 - np.prod(1 - np.minimum(shares, 1), axis=0)
+        return float(np.trapezoid(largest - shares.mean(axis=0), after))
 
     def _longer(self, running: Ints) -> npt.NDArray[np.float64]:
         """[longest], the share of answers that have more tokens than the index."""
@@ -79,9 +103,10 @@ class AnswerLengths:
         at_risk = np.cumsum(seen[::-1])[::-1][:-1]
         hazard = ends / np.maximum(at_risk, 1)
         last = int(np.flatnonzero(self._finished)[-1])
-        if last < number and running.max(initial=-1) >= last:
-            tokens = int((seen * np.arange(number + 1)).sum())
-            hazard[last + 1 :] = self._finished.sum() / max(tokens, 1)
+        most = int(running.max(initial=-1))
+        if last < number and most >= last:
+            newest = slice(int(most * (1 - _NEWEST)), most + 1)
+            hazard[most + 1 :] = (ends[newest].sum() + 0.5) / (at_risk[newest].sum() + 1)
         longer: npt.NDArray[np.float64] = np.cumprod(1.0 - hazard)
         return longer
 
@@ -132,5 +157,5 @@ class TimeLeft:
         if to_come is None or now <= then or generated <= before:
             return None
         rate = (generated - before) / (now - then)
-        drain = (to_come.longest - to_come.mean) * max(len(running), 1) / rate
+        drain = to_come.drain * len(running) / rate
         return to_come.tokens / rate + self._batch_share * drain
