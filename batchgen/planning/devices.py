@@ -1,4 +1,4 @@
-"""What devices can do: the published figures of GPUs, and those of this CPU as they are measured."""
+"""What devices can do: GPUs by their published figures, and this CPU as it is measured."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from batchgen.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-_MEASURED_S = 0.2
-"""For how long each of the three rates of a CPU is measured."""
 _PRODUCT = (128, 1024, 4096)
 """Rows, inputs and outputs of the product that is measured, which is one of a large decode step."""
 _FEW_ROWS = 16
@@ -111,7 +109,7 @@ def this_gpu() -> Device | None:
     return gpu_like(properties.name, properties.total_memory)
 
 
-def measured_cpu(dtype: torch.dtype, seconds: float = _MEASURED_S) -> Device:
+def measured_cpu(dtype: torch.dtype, seconds: float) -> Device:
     """This machine's CPU, with rates that are measured in less than a second: that of a product of
     128 rows (and of 16) and that of reading 64 MiB, with the threads that torch has.
 
@@ -127,7 +125,8 @@ def measured_cpu(dtype: torch.dtype, seconds: float = _MEASURED_S) -> Device:
     stream = torch.ones(_STREAM_BYTES // 4)
     linear = torch.nn.functional.linear
     many = 2 * rows * inputs * outputs / _seconds(lambda: linear(x, weight), seconds)
-    few = 2 * _FEW_ROWS * inputs * outputs / _seconds(lambda: linear(x[:_FEW_ROWS], weight), seconds)
+    some = x[:_FEW_ROWS]
+    few = 2 * _FEW_ROWS * inputs * outputs / _seconds(lambda: linear(some, weight), seconds)
     bandwidth = _STREAM_BYTES / _seconds(stream.sum, seconds)
     return Device("cpu", bandwidth, many, many, few_rows=min(few / many, 1.0))
 

@@ -123,9 +123,7 @@ def row_bytes(
             counts=dict.fromkeys(schema.counts, 1),
         )  # fmt: skip
         rows.append(
-            FinishedRow(
-                finished.row_id, finished.row_index, 0, finished.fields, output=output
-            )
+            FinishedRow(finished.row_id, finished.row_index, 0, finished.fields, output=output)
         )
     batch = schema.encode(rows)
     with tempfile.TemporaryDirectory(prefix="batchgen-plan-") as folder:

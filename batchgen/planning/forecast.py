@@ -184,8 +184,8 @@ def _answers(work: Work) -> tuple[tuple[Ints, Ints, Ints], str]:
     share = likely_share(work.longest)
     likely = _assumed(work.longest, share)
     text = (
-        f"nothing is known of the answers: {share / 2 * work.longest:,.0f} tokens on average (low), "
-        f"{share * work.longest:,.0f} (likely), {work.longest:,} (bound) of max_new_tokens="
+        f"nothing is known of the answers: {share / 2 * work.longest:,.0f} tokens on average "
+        f"(low), {share * work.longest:,.0f} (likely), {work.longest:,} (bound) of max_new_tokens="
         f"{work.longest:,}"
     )
     return (np.maximum(likely // 2, 1), likely, longest), text

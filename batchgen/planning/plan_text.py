@@ -116,9 +116,7 @@ def _memory(plan: Plan) -> str:
         return text
     if engine.token_bytes:
         text += f", {size(memory.kv_cache)} for {memory.kv_tokens:,} tokens"
-    return (
-        f"{text}: {plan.at_once:,} rows at once (most: {engine.settings.max_num_seqs:,})"
-    )
+    return f"{text}: {plan.at_once:,} rows at once (most: {engine.settings.max_num_seqs:,})"
 
 
 def _time(plan: Plan) -> Iterator[tuple[str, str]]:

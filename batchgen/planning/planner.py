@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from batchgen.planning.seen import Seen
 
 SHOWN_PROMPTS = 2
+MEASURE_S = 0.2
+"""For how long each of a CPU's rates is measured."""
 _COMPILE_S = 2.0
 """After so many seconds no further constraint is compiled."""
 
@@ -120,8 +122,9 @@ class _Planner:
             return named or here(
                 replace(self._config, engine=replace(self._config.engine, device="cpu")),
                 self._opened.dtype,
+                MEASURE_S,
             )
-        device = here(self._config, self._opened.dtype)
+        device = here(self._config, self._opened.dtype, MEASURE_S)
         if device is None:
             self._warnings.append(
                 "this GPU is not in the table of plan.device, so no time is predicted: name the "
@@ -170,13 +173,14 @@ class _Planner:
         if settings.like is not None:
             from batchgen.command.job_rows import open_job as open_folder
 
-            found = seen_in(open_folder(settings.like).path, same, device.name)
+            path = open_folder(settings.like).path
+            found = seen_in(path, same, device.name, settings.like)
             if found is None:
                 raise ConfigError(f"plan.like={settings.like}: none of its rows has an answer yet")
             return found
         own = Path(config.output.dir)
         is_there = (own / "manifest.json").is_file() and (own / "metrics.json").is_file()
-        return seen_in(own, same, device.name) if is_there else None
+        return seen_in(own, same, device.name, config.output.dir) if is_there else None
 
     def _constraints(self, scan: Scan) -> Constraints | None:
         """Compile the constraints of the rows that were looked at, those of most rows first. The

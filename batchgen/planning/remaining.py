@@ -13,7 +13,7 @@ Ints = npt.NDArray[np.int64]
 
 
 _NEWEST = 0.2
-"""Beyond the longest row, rows are taken to end as often as in this last part of the lengths so far."""
+"""Beyond the longest row, rows are taken to end as often as in this last part of the lengths."""
 _GRID = 65
 """At so many lengths the share of longer rows is looked at, to find the longest of many."""
 
@@ -115,10 +115,10 @@ class TimeLeft:
     """When a running job will be over.
 
     The tokens that are to come (`AnswerLengths`) take as long as those of the last half of the job
-    so far, which reads prompts in the same measure. At the end fewer rows run than there are places:
-    from when the mean row has ended until the longest one has, the steps yield fewer tokens. A GPU
-    takes as long for a step of few rows as for one of many, a CPU does not; `batch_share` says which
-    it is, and so much of that time is added.
+    so far, which reads prompts in the same measure. At the end fewer rows run than there are
+    places: from when the mean row has ended until the longest one has, the steps yield fewer
+    tokens. A GPU takes as long for a step of few rows as for one of many, a CPU does not;
+    `batch_share` says which it is, and so much of that time is added.
 
     Args:
         rows: how many rows are to be computed.

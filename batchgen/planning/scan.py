@@ -33,7 +33,7 @@ _FRAMES = 100
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The seconds that a scan may take, of the processor: a busy machine takes longer, and finds out
+    """The seconds of the processor that a scan may take: a busy machine takes longer and finds out
     as much.
 
     Attributes:
@@ -344,9 +344,7 @@ class _Scanner:
         return found
 
 
-def estimated(
-    sizes: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
+def estimated(sizes: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The tokens of prompts: those that were counted, and for the others a line through them.
 
     The line is that of least squares. It does not fall and says at least one token.

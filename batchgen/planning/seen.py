@@ -83,7 +83,7 @@ class Seen:
         return factor if 1 / _PLAUSIBLE < factor < _PLAUSIBLE else None
 
 
-def seen_in(folder: Path, same: Mapping[str, Any], device: str) -> Seen | None:
+def seen_in(folder: Path, same: Mapping[str, Any], device: str, name: str) -> Seen | None:
     """What the job in a folder has shown; None if none of its rows has an answer.
 
     Its speed counts only if it ran the same model in the same way and on the same device.
@@ -92,6 +92,7 @@ def seen_in(folder: Path, same: Mapping[str, Any], device: str) -> Seen | None:
         folder: the output folder of a job.
         same: group → values of the groups that decide the speed, as in config.yaml.
         device: the device that is planned for, as jobs store it in metrics.json.
+        name: what to call the folder.
 
     Raises:
         ConfigError: there is no job in the folder.
@@ -115,9 +116,7 @@ def seen_in(folder: Path, same: Mapping[str, Any], device: str) -> Seen | None:
     ran_on = metrics.get("predicted", {}).get("device", device)
     if ran_on == device and all(config.get(group) == values for group, values in same.items()):
         counts, start = _counts(metrics.get("attempts", []))
-    return Seen(
-        f"the job in {folder}", np.array(prompts, np.int64), np.array(answers), counts, start
-    )
+    return Seen(f"the job in {name}", np.array(prompts, np.int64), np.array(answers), counts, start)
 
 
 def _counts(attempts: Sequence[Mapping[str, Any]]) -> tuple[RunCounts | None, float | None]:

@@ -1,4 +1,4 @@
-"""Plays the schedule of a job: which rows run at once, how many steps there are, how long it takes."""
+"""Plays the schedule of a job: which rows run at once, and how many steps there are."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def play(
 ) -> Played:
     """Play a job.
 
-    A row starts when a place is free and the cache holds all rows that run with their whole answers.
-    It stays as many steps as it has tokens, or fewer if forwards yield several. Between two ends of
-    rows all steps have the same rows, so these are added up at once.
+    A row starts when a place is free and the cache holds all rows that run with their whole
+    answers. It stays as many steps as it has tokens, or fewer if forwards yield several. Between
+    two ends of rows all steps have the same rows, so these are added up at once.
 
     Args:
         cost: the time of a forward.

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from batchgen.build import OpenedJob
 
 
-
 def job_device(config: JobConfig) -> str:
     """The kind of device that a job runs on here: `cuda` or `cpu`."""
     name = config.engine.device
@@ -30,17 +29,17 @@ def job_device(config: JobConfig) -> str:
     return name
 
 
-def here(config: JobConfig, dtype: torch.dtype, seconds: float | None = None) -> Device | None:
+def here(config: JobConfig, dtype: torch.dtype, seconds: float) -> Device | None:
     """The device that a job runs on here; None if it is a GPU that is not known.
 
     Args:
         config: the job's configuration.
         dtype: in which a CPU's products are measured.
-        seconds: for how long each of a CPU's rates is measured; None takes what is exact enough.
+        seconds: for how long each of a CPU's three rates is measured.
     """
     if job_device(config) == "cuda":
         return this_gpu()
-    return measured_cpu(dtype) if seconds is None else measured_cpu(dtype, seconds)
+    return measured_cpu(dtype, seconds)
 
 
 def job_work(

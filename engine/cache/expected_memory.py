@@ -1,4 +1,4 @@
-"""How the memory will be divided, before the weights are loaded and on devices that are not here."""
+"""How the memory will be divided, before weights are loaded and on devices that are not here."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def expected_memory(
         raise ValueError(
             f"the weights need {weights / 2**30:.2f} GiB and a step about "
             f"{work_space / 2**30:.2f}, and engine.gpu_memory_utilization leaves "
-            f"{usable / 2**30:.2f} GiB of the GPU: choose a larger GPU or a smaller model"
+            f"{max(usable, 0) / 2**30:.2f} GiB of the GPU: choose a larger GPU or a smaller model"
         )
     return divide_memory(uses, config, Room(usable - weights - work_space, work_space, gpu_bytes))
 

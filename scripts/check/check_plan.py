@@ -86,7 +86,7 @@ def plan(arguments: list[str], out: Path) -> dict[str, Any] | None:
 def run(arguments: list[str]) -> str:
     """What a command prints; rows with an error are no failure here."""
     command = [sys.executable, "-m", "batchgen", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode not in (0, 3):
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
     return done.stdout

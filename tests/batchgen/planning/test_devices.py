@@ -42,7 +42,7 @@ def test_a_gpu_is_known_by_what_its_driver_calls_it(
 
 
 def test_the_rates_of_a_cpu_are_those_of_work_that_it_did() -> None:
-    cpu = measured_cpu(torch.float32, seconds=0.01)
+    cpu = measured_cpu(torch.float32, 0.01)
     assert not cpu.is_gpu
     assert 1e8 < cpu.bandwidth < 1e13 and 1e8 < cpu.single_flops < 1e14
     assert 0 < cpu.few_rows <= 1
