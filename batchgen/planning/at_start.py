@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from batchgen.config import JobConfig
 from batchgen.engine.cache.memory_plan import MemoryPlan
 from batchgen.engine.outputs import RequestError
+from batchgen.errors import ConfigError, JobError
 from batchgen.planning.engine_room import engine_room
 from batchgen.planning.forecast import Forecast, forecast
 from batchgen.planning.scan import sample_indices
@@ -33,16 +35,19 @@ def predict(
         answers: how many answers are to be computed.
 
     Returns:
-        None if the GPU is not known, or none of the rows that were looked at has a prompt.
+        None if the GPU is not known, or none of the rows that were looked at has a prompt or can
+        be read.
     """
     source = opened.source
     assert source.num_rows is not None
     prompts: list[list[int]] = []
-    for row in source.rows_at(sample_indices(source.num_rows, _ROWS)):
-        try:
-            prompts.append(opened.prompt.token_ids(row))
-        except RequestError:  # the row will say so itself
-            continue
+    try:
+        for row in source.rows_at(sample_indices(source.num_rows, _ROWS)):
+            # A row without a prompt will say so itself.
+            with suppress(RequestError):
+                prompts.append(opened.prompt.token_ids(row))
+    except (ConfigError, JobError):  # The job tells of it when it comes to that row.
+        return None
     room = engine_room(opened, config, memory.total)
     device = here(config, opened.dtype, _MEASURE_S)
     if device is None or not prompts:

@@ -22,6 +22,9 @@ _LOAD_RATE = {True: 1e9, False: 0.25e9}
 """Bytes of weights per second that are read and packed, on a GPU and on a CPU."""
 _START_S = {True: 12.0, False: 1.5}
 """Seconds of a start that do not depend on the weights: on a GPU, compiling and CUDA graphs."""
+_LOAD_FLOPS = 100e9
+"""The rate of products of the CPU that _LOAD_RATE is of; on one that is slower or busy, loading
+takes longer too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +239,10 @@ def _start(cost: StepCost, work: Work) -> Range:
     if work.seen is not None and work.seen.start_s is not None:
         return Range(0.7, 1, 1.5).times(work.seen.start_s)
     gpu = cost.device.is_gpu
-    return Range(0.5, 1, 2).times(_START_S[gpu] + work.weight_bytes / _LOAD_RATE[gpu])
+    load = work.weight_bytes / _LOAD_RATE[gpu]
+    if not gpu:
+        load *= float(np.clip(_LOAD_FLOPS / cost.device.single_flops, 0.7, 10.0))
+    return Range(0.5, 1, 2).times(_START_S[gpu] + load)
 
 
 def _of_speed(cost: StepCost, work: Work, factor: float | None) -> str:

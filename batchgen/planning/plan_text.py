@@ -55,9 +55,11 @@ def _entries(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _rows(plan: Plan) -> str:
     scan = plan.scan
-    number = f"{scan.num_rows:,}" if scan.num_rows is not None else "a stream; figures of the first"
-    text = f"{number} rows" if scan.num_rows is not None else f"{number} {scan.looked_at:,} rows"
-    text += f" of {plan.data}, {plan.answers:,} answers to compute"
+    if scan.num_rows is None:
+        text = f"a stream; the figures are of its first {counted(scan.looked_at, 'row')}"
+    else:
+        text = counted(scan.num_rows, "row")
+    text += f" of {plan.data}, {counted(plan.answers, 'answer')} to compute"
     if plan.done:
         text += f" ({plan.done:,} are there)"
     if scan.num_rows is not None and scan.looked_at < scan.num_rows:
@@ -146,6 +148,11 @@ def _three(value: Range, shown: object) -> str:
     assert callable(shown)
     low, likely, bound = (shown(one) for one in (value.low, value.likely, value.bound))
     return likely if low == bound else f"{low} to {bound}, likely {likely}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things in words."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def size(number: float) -> str:

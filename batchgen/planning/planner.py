@@ -265,7 +265,7 @@ class _Planner:
             )
         if scan.cut:
             self._warnings.append(
-                f"{scan.cut:,} prompts are too long and lose their beginning (prompt.too_long)"
+                f"prompt.too_long cuts the beginning of {scan.cut:,} of the prompts"
             )
         if disk is not None and disk.total.likely > disk.free:
             self._errors.append("the output will probably not fit on the disk of output.dir")

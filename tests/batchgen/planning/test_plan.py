@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from real_job import contents, overrides
 
@@ -14,6 +16,10 @@ from batchgen.__main__ import run_command
 from batchgen.build import job_parts, open_job
 from batchgen.config import JobConfig
 from batchgen.config.compose import compose
+from batchgen.engine.cache.expected_memory import expected_memory
+from batchgen.engine.cache.memory_plan import ModelUse, Room, divide_memory
+from batchgen.engine.cache.model_caches import record_bytes, state_bytes
+from batchgen.engine.engine_config import EngineConfig, Sizes
 from batchgen.errors import ConfigError
 from batchgen.output.manifest import Manifest
 from batchgen.planning.plan import Plan
@@ -47,6 +53,37 @@ def test_a_plan_says_what_the_job_then_is(config: JobConfig) -> None:
     assert plan.forecast is not None and plan.forecast.device == "cpu"
     assert plan.disk is not None and plan.disk.free > plan.disk.total.likely > 0
     assert not plan.errors and not plan.warnings
+
+
+def test_the_engine_knows_how_long_its_rows_are(config: JobConfig) -> None:
+    engine = job_parts(config).build_engine()
+    params = replace(config.params, max_new_tokens=9, ignore_eos=True)
+    for name, prompt in (("a", [1, 2, 3]), ("b", [4])):
+        engine.add_request(name, prompt, params)
+    assert engine.running_lengths.tolist() == []
+    for tokens in range(1, 9):
+        engine.step()
+        assert engine.running_lengths.tolist() == [tokens, tokens]
+    engine.step()
+    assert engine.running_lengths.tolist() == []
+
+
+@pytest.mark.parametrize("gpu", [None, 24 * 2**30])
+def test_the_expected_memory_counts_states_of_rows(gpu: int | None) -> None:
+    from toy_hybrid import make_toy
+
+    toy = ModelUse(make_toy("meta"), widths=(1,))
+    device, sizes = torch.device("cpu" if gpu is None else "cuda"), Sizes(10**6, 10**6, gpu or 0, 1)
+    settings = EngineConfig(max_num_seqs=8).resolve(device, sizes, 256)
+    plan = expected_memory([toy], settings, gpu)
+    given = Room(plan.kv_cache + plan.row_states + plan.checkpoints + 2**20, plan.work_space, gpu)
+    assert plan == divide_memory([toy], settings, given)
+    specs = toy.model.cache_specs
+    assert plan.row_states == 9 * (state_bytes(specs) + record_bytes(specs)) > 0
+    assert plan.total == gpu and (plan.work_space > 0) == (gpu is not None)
+    assert plan.weights == toy.model.num_parameters * 4
+    with pytest.raises(ValueError, match="the weights need"):
+        expected_memory([toy] * 10**6, settings, gpu)
 
 
 def test_no_file_of_weights_is_read(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
