@@ -101,7 +101,7 @@ class AnswerLengths:
         ends, number = self._finished[:-1], self._longest
         seen = self._finished + np.bincount(running, minlength=number + 1)
         at_risk = np.cumsum(seen[::-1])[::-1][:-1]
-        hazard: npt.NDArray[np.float64] = ends / np.maximum(at_risk, 1)
+        hazard = (ends / np.maximum(at_risk, 1)).astype(np.float64)
         last = int(np.flatnonzero(self._finished)[-1])
         most = int(running.max(initial=-1))
         if last < number and most >= last:

@@ -151,7 +151,7 @@ class _Run:
     def _prefill(self, read: list[int], first: int, until: int) -> None:
         """Read the prompts of some rows; what they share with earlier ones is in the cache."""
         places, block = self._places, self._places.block
-        tokens = pairs = 0
+        tokens, pairs = 0, 0.0
         for row in range(first, until):
             known = 0 if row == 0 else places.prefix
             if row % places.samples:

@@ -84,7 +84,8 @@ class ModelSizes:
     def read(self, tokens: float) -> float:
         """The mean number of the layers' weights that so many tokens are multiplied by together,
         if each goes to experts of its own choice."""
-        return self.dense + self.experts * (1 - (1 - self.expert_share) ** tokens)
+        untouched: float = (1 - self.expert_share) ** tokens
+        return self.dense + self.experts * (1 - untouched)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ class Rows:
         self.tokenised.append(row.index)
         return list(range(10)) + [7] * (row.fields["length"] // 4)
 
-    def scan(self, budget: Budget | None = None, cuts: bool = False, **changes: object) -> Scan:
+    def scan(self, budget: Budget | None = None, cuts: bool = False, growth: int = 1) -> Scan:
         too_long = "truncate_left" if cuts else "error"
         reading = Reading(
             source=self,  # type: ignore[arg-type]
@@ -74,12 +74,14 @@ class Rows:
             fit=lambda ids: fit_prompt(ids, ROOM, too_long),  # type: ignore[arg-type]
             constraint=lambda row: Constraint.make("choice", ["a"]) if row.index < 5 else None,
             room=ROOM,
+            growth=growth,
         )
-        return scan_rows(replace(reading, **changes), budget, lambda: self.now)
+        return scan_rows(reading, budget, lambda: self.now)
 
 
 def lengths_of(number: int) -> list[int]:
-    return np.random.default_rng(1).integers(100, 2000, number).tolist()
+    lengths: list[int] = np.random.default_rng(1).integers(100, 2000, number).tolist()
+    return lengths
 
 
 def test_few_rows_are_all_tokenised() -> None:

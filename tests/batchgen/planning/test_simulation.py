@@ -34,7 +34,7 @@ def by_steps(places: Places, prompts: list[int], answers: list[int]) -> Played:
     while waiting or running:
         free = places.rows - len(running)
         if not running or free * 8 >= places.rows or free >= len(waiting):
-            started = []
+            started: list[tuple[int, int]] = []
             used = sum(p + a for p, a, _ in running)
             while waiting and len(started) < free:
                 used += sum(waiting[0])
