@@ -101,14 +101,13 @@ class AnswerLengths:
         ends, number = self._finished[:-1], self._longest
         seen = self._finished + np.bincount(running, minlength=number + 1)
         at_risk = np.cumsum(seen[::-1])[::-1][:-1]
-        hazard = (ends / np.maximum(at_risk, 1)).astype(np.float64)
+        hazard = ends / np.maximum(at_risk, 1)
         last = int(np.flatnonzero(self._finished)[-1])
         most = int(running.max(initial=-1))
         if last < number and most >= last:
             newest = slice(int(most * (1 - _NEWEST)), most + 1)
             hazard[most + 1 :] = (ends[newest].sum() + 0.5) / (at_risk[newest].sum() + 1)
-        longer: npt.NDArray[np.float64] = np.cumprod(1.0 - hazard)
-        return longer
+        return np.cumprod(1.0 - hazard).astype(np.float64)
 
 
 class TimeLeft:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from real_job import contents, overrides
+from real_job import VOCAB, contents, overrides, save_tokenizer
 
 from batchgen.__main__ import run_command
 from batchgen.build import job_parts, open_job
@@ -84,6 +85,22 @@ def test_the_expected_memory_counts_states_of_rows(gpu: int | None) -> None:
     assert plan.weights == toy.model.num_parameters * 4
     with pytest.raises(ValueError, match="the weights need"):
         expected_memory([toy] * 10**6, settings, gpu)
+
+
+def test_a_mixture_of_experts_and_columns_of_every_scope(
+    tiny_model: Callable[..., Path], rows: Path, tmp_path: Path
+) -> None:
+    model = tiny_model("qwen3_moe", **VOCAB)
+    save_tokenizer(model)
+    columns = "output.columns=routed_experts,prompt_token_ids,logprobs,top_logprobs"
+    plain, more = (
+        planned(configured(model, rows, tmp_path / "out", *given), device="H100")
+        for given in ((), (columns,))
+    )
+    assert more.engine.sizes.experts > 0 and 0 < more.engine.sizes.expert_share < 1
+    assert more.engine.token_bytes > plain.engine.token_bytes  # the plane of the experts
+    assert more.disk is not None and plain.disk is not None
+    assert more.disk.journal.likely > 2 * plain.disk.journal.likely
 
 
 def test_no_file_of_weights_is_read(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
