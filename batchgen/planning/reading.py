@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -9,11 +11,40 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from batchgen.config import JobConfig
 from batchgen.constraint.row_constraints import RowConstraints
-from batchgen.planning.scan import Reading
+from batchgen.dataset.row_steps import SteppedSource
+from batchgen.dataset.source import Row, RowSource
+from batchgen.engine.constraint.constraint import Constraint
 from batchgen.prompts.prompts import fit_prompt
 
 if TYPE_CHECKING:
     from batchgen.build import OpenedJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a job does with a row before it reaches the model.
+
+    Attributes:
+        source: the rows.
+        check: raises RequestError if the row's columns cannot be copied to the output.
+        size: as of `Prompt.size`.
+        text: as of `Prompt.text`.
+        token_ids: the whole prompt of a row.
+        fit: cuts a prompt, or raises RequestError, if it is longer than `room`.
+        constraint: of a row.
+        room: the most tokens of a prompt.
+        growth: how many times longer the tokenizer may make a text before it splits it.
+    """
+
+    source: RowSource | SteppedSource
+    check: Callable[[Row], object]
+    size: Callable[[Row], int]
+    text: Callable[[Row], str | None]
+    token_ids: Callable[[Row], list[int]]
+    fit: Callable[[list[int]], list[int]]
+    constraint: Callable[[Row], Constraint | None]
+    room: int
+    growth: int = 1
 
 
 def job_reading(config: JobConfig, opened: OpenedJob) -> Reading:

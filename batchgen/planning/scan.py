@@ -10,10 +10,10 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.dataset.row_steps import SteppedSource
-from batchgen.dataset.source import Row, RowSource
+from batchgen.dataset.source import Row
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.outputs import RequestError
+from batchgen.planning.reading import Reading
 from batchgen.prompts.prompts import text_bytes
 
 SAMPLE = 1500
@@ -122,33 +122,6 @@ class Scan:
     def bad_share(self) -> float:
         """The share of those rows."""
         return self.num_bad / max(self.looked_at, 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What a job does with a row before it reaches the model.
-
-    Attributes:
-        source: the rows.
-        check: raises RequestError if the row's columns cannot be copied to the output.
-        size: as of `Prompt.size`.
-        text: as of `Prompt.text`.
-        token_ids: the whole prompt of a row.
-        fit: cuts a prompt, or raises RequestError, if it is longer than `room`.
-        constraint: of a row.
-        room: the most tokens of a prompt.
-        growth: how many times longer the tokenizer may make a text before it splits it.
-    """
-
-    source: RowSource | SteppedSource
-    check: Callable[[Row], object]
-    size: Callable[[Row], int]
-    text: Callable[[Row], str | None]
-    token_ids: Callable[[Row], list[int]]
-    fit: Callable[[list[int]], list[int]]
-    constraint: Callable[[Row], Constraint | None]
-    room: int
-    growth: int = 1
 
 
 def scan_rows(

@@ -11,11 +11,11 @@ import pytest
 from batchgen.dataset.source import Row
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.outputs import RequestError
+from batchgen.planning.reading import Reading
 from batchgen.planning.scan import (
     SAMPLE,
     STREAM,
     Budget,
-    Reading,
     Scan,
     estimated,
     sample_indices,
