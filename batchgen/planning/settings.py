@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from batchgen.errors import ConfigError
@@ -77,5 +77,4 @@ def split_settings(arguments: Sequence[str]) -> tuple[PlanSettings, list[str]]:
         if not equals:
             raise ConfigError(f"{argument} has no value: write plan.{name}=…")
         values[name] = read_value(text, hints[name], escapes=False)
-    assert all(field.default is not MISSING for field in fields(PlanSettings))
     return build(PlanSettings, values, "plan"), others
