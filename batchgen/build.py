@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 
     from batchgen.dataset.row_steps import SteppedSource
     from batchgen.dataset.source import RowSource
+    from batchgen.generation import Engine
     from batchgen.job import JobParts
+    from batchgen.planning.forecast import Forecast
 
 _SAID_BY_CLASS = ("name", "step_inputs", "decide")
 """Attributes that every strategy's own class has: what BaseStrategy cannot say for it."""
@@ -99,11 +101,17 @@ class OpenedJob:
             max_model_len=self.max_model_len,
             columns=output_columns(config.params, self.strategy, self.context_columns),
             fingerprints=fingerprints,
-            build_engine=partial(self._build_engine, config),
+            build_engine=partial(self.build_engine, config),
             strategy=self.strategy,
             decode=None if tokenizer is None else partial(decode, tokenizer),
             close=lambda: None if self.compiler is None else self.compiler.close(),
+            predict=partial(self._predict, config),
         )
+
+    def _predict(self, config: JobConfig, engine: Engine, answers: int) -> Forecast | None:
+        from batchgen.planning.at_start import predict
+
+        return predict(config, self, engine.memory, answers)
 
     def fingerprints(self, config: JobConfig) -> dict[str, str]:
         """Fingerprints of what decides the answers besides configuration and data set.
@@ -124,7 +132,13 @@ class OpenedJob:
             found[f"version of {step['_target_']}"] = str(step["version"])
         return found
 
-    def _build_engine(self, config: JobConfig) -> LLMEngine:
+    def build_engine(self, config: JobConfig) -> LLMEngine:
+        """Load the weights of all models and make the engine.
+
+        Raises:
+            ConfigError: a tensor is missing or wrong, or the configuration does not suit the models
+                or the memory.
+        """
         heads = strategy_heads(self.strategy, self.model)
         with _named("model"):
             weights = self.model.load(config.model.dtype, config.engine.device, heads)

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from batchgen.config import JobConfig
 from batchgen.constraint.row_constraints import RowConstraints
 from batchgen.dataset.row_steps import SteppedSource
@@ -53,6 +56,11 @@ class Engine(Protocol):
     @property
     def num_running(self) -> int:
         """How many requests run; the others wait for their turn."""
+        ...
+
+    @property
+    def running_lengths(self) -> npt.NDArray[np.int64]:
+        """How many tokens each of the requests that run has generated so far."""
         ...
 
     @property
@@ -191,7 +199,7 @@ class Generation:
             if self._metrics.due():
                 self._save_metrics()
             if progress.due():
-                progress.show(self._engine.generated_tokens, self._engine.num_running)
+                progress.show(self._engine.generated_tokens, self._engine.running_lengths)
             if signals.received is not None:
                 self._save_metrics()
                 return False

@@ -38,6 +38,7 @@ from batchgen.output.parsed_column import ParsedColumn
 from batchgen.output.schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.output.shards import read_columns, shard_files
 from batchgen.output.writer import OutputWriter
+from batchgen.planning.forecast import Forecast
 from batchgen.progress import Progress, show_memory, summary
 from batchgen.prompts.prompts import Prompt, fit_prompt
 from batchgen.signals import JobStopped, StopSignals
@@ -60,6 +61,8 @@ class JobParts:
             the job's summary. None if it has none of either.
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
         close: ends what was opened and works in the background.
+        predict: what an attempt will take, given its engine and how many rows it computes; None
+            makes no prediction. It takes a fraction of a second.
     """
 
     source: RowSource | SteppedSource
@@ -72,6 +75,7 @@ class JobParts:
     strategy: Strategy | None = None
     decode: Callable[[list[int]], str] | None = None
     close: Callable[[], None] = lambda: None
+    predict: Callable[[Engine, int], Forecast | None] = lambda engine, rows: None
 
     @property
     def counts(self) -> Sequence[RowCount]:
@@ -163,6 +167,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                 if engine.batch_dependence is not None:
                     found = replace(folder.manifest, batch_dependence=engine.batch_dependence)
                     folder.update(found)
+                expected = _predict(parts, engine, metrics)
                 generation = Generation(
                     config, source, prompt, constraints, engine, writer, metrics
                 )
@@ -172,13 +177,27 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                     config.progress.show,
                     parts.decode,
                     resumed_errors=metrics.tally.totals.error_rows,
+                    longest=config.sampling.max_new_tokens,
+                    batch_share=0.0 if expected is None else expected.batch_share,
                 )
+                metrics.begin()
                 with closing(engine), shown as progress:
                     if not generation.run(todo, signals, progress):
                         return _stopped(writer, metrics, signals, folder.path)
             signals.deferred = True
             writer.finish(todo.num_rows)
             return _complete(config, parts, folder, schema, metrics, signals, grading)
+
+
+def _predict(parts: JobParts, engine: Engine, metrics: Metrics) -> Forecast | None:
+    """What this attempt will take, which metrics.json keeps beside what it took."""
+    attempt = metrics.attempt
+    if attempt.rows_total is None:
+        return None
+    expected = parts.predict(engine, attempt.rows_total - attempt.rows_resumed)
+    if expected is not None:
+        metrics.predicted = expected.summary()
+    return expected
 
 
 def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:

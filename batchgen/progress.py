@@ -8,11 +8,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+import numpy as np
+import numpy.typing as npt
 from tqdm import tqdm
 
 from batchgen.command.row_text import row_name
 from batchgen.duration import duration
 from batchgen.output.dataset_card import how_to_read
+from batchgen.planning.remaining import TimeLeft
 from batchgen.scoring.table import score_lines
 from batchgen.shorten import beginning, end
 
@@ -41,6 +44,8 @@ class Progress:
         stream: TextIO | None = None,
         *,
         resumed_errors: int = 0,
+        longest: int = 1 << 16,
+        batch_share: float = 0.0,
     ) -> None:
         """
         Args:
@@ -50,6 +55,8 @@ class Progress:
             decode: the text of token ids, to show prompts; with None only answers are shown.
             stream: where to show it; None is stderr.
             resumed_errors: how many of the resumed rows have an error.
+            longest: the most tokens of an answer.
+            batch_share: as of `planning.remaining.TimeLeft`.
         """
         self._stream = stream if stream is not None else sys.stderr
         self._is_terminal = self._stream.isatty()
@@ -74,6 +81,9 @@ class Progress:
         self._decode = decode
         self._started = self._shown = self._answer_shown = time.monotonic()
         self._speed = _Speed(self._started)
+        self._left = None
+        if total is not None:
+            self._left = TimeLeft(total - resumed, longest, batch_share, self._started)
 
     def __enter__(self) -> Self:
         return self
@@ -88,6 +98,8 @@ class Progress:
         self._rows += len(finished)
         self._bar.update(len(finished))
         for row in finished:
+            if self._left is not None:
+                self._left.add(None if row.output is None else len(row.output.token_ids))
             if (error := row.failure) is not None:
                 self._errors[error.type] += 1
                 if self._errors[error.type] == 1:
@@ -105,19 +117,20 @@ class Progress:
         """Whether it is time to call `show` again, whose figures are not free to get."""
         return time.monotonic() - self._shown >= self._interval
 
-    def show(self, generated_tokens: int, num_running: int) -> None:
+    def show(self, generated_tokens: int, running: npt.NDArray[np.int64]) -> None:
         """Show how fast tokens come, how many requests run and when the job should end.
 
         Args:
             generated_tokens: all that were generated since this object was made.
-            num_running: requests that run in the engine, without those that wait for their turn.
+            running: the tokens that each request has generated which runs in the engine, not those
+                that wait for their turn.
         """
         self._shown = now = time.monotonic()
-        facts = [f"{self._speed.at(now, generated_tokens):,.0f} tok/s", f"{num_running:,} running"]
-        facts += self._error_count()
-        rate = (self._rows - self._resumed) / max(now - self._started, 1e-9)
-        if self._total is not None and rate > 0:
-            facts.append(f"{duration((self._total - self._rows) / rate, 0)} left")
+        speed = self._speed.at(now, generated_tokens)
+        facts = [f"{speed:,.0f} tok/s", f"{len(running):,} running", *self._error_count()]
+        if self._left is not None:
+            left = self._left.seconds(now, generated_tokens, running)
+            facts += [] if left is None else [f"{duration(left, 0)} left"]
         if self._is_terminal:
             self._bar.set_postfix_str(", ".join(facts))
             return

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchgen.engine.cache.block_manager import BlockManager
@@ -281,6 +282,11 @@ class LLMEngine:
         """The number of rows that own blocks of the cache. Rows that wait for their turn or for
         their constraint to compile are not among them."""
         return self.scheduler.num_running
+
+    @property
+    def running_lengths(self) -> npt.NDArray[np.int64]:
+        """How many tokens each of the `num_running` rows has generated so far."""
+        return self.scheduler.running_lengths
 
     def has_unfinished(self) -> bool:
         """Whether some request was added and neither returned nor aborted yet."""

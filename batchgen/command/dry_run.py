@@ -74,7 +74,7 @@ def show(config: JobConfig) -> int:
     with closing(opened.parts(config, {})) as parts:
         prompt = fitted_prompt(config, parts)
         try:
-            folder, refusal = folder_state(config, opened), None
+            folder, refusal = folder_state(config, opened).text, None
         except ConfigError as error:  # the prompts are worth a look all the same
             folder, refusal = f"{config.output.dir}: refused", error
         seen = _show_rows(config, opened, prompt)

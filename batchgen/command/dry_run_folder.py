@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from batchgen.config import JobConfig
 from batchgen.dataset.row_digest import rows_digest
@@ -17,8 +17,15 @@ if TYPE_CHECKING:
     from batchgen.build import OpenedJob
 
 
-def folder_state(config: JobConfig, opened: OpenedJob) -> str:
-    """Say in words what the job would do with its folder.
+class FolderState(NamedTuple):
+    """What a job would do with its folder, in words, and how many of its answers are there."""
+
+    text: str
+    done: int = 0
+
+
+def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
+    """Say what the job would do with its folder.
 
     The files of the model are not read, so a model that has changed is not found out here.
 
@@ -29,21 +36,21 @@ def folder_state(config: JobConfig, opened: OpenedJob) -> str:
     try:
         refuse_foreign_files(path)
     except FileNotFoundError:
-        return f"{path}: a new folder"
+        return FolderState(f"{path}: a new folder")
     except OSError as error:
         raise ConfigError(f"output.dir={path} cannot be read ({error.strerror})") from None
     if not has_rows(path):
-        return f"{path}: no answers yet"
+        return FolderState(f"{path}: no answers yet")
     old = Manifest.read(path / "manifest.json")
     asked = _manifest(config, opened, old)
     source = opened.source
     if differences := old.differences(asked, lambda stop: rows_digest(source, stop)):
         if config.output.overwrite:
-            return f"{path}: the output of a different job, which is deleted (output.overwrite)"
+            what = "the output of a different job, which is deleted (output.overwrite)"
+            return FolderState(f"{path}: {what}")
         raise different_job(path, differences)
-    done = JobFolderReader(path).batches(["finish_reason"])
     errors = rows = 0
-    for batch in done:
+    for batch in JobFolderReader(path).batches(["finish_reason"]):
         rows += batch.num_rows
         errors += batch["finish_reason"].to_pylist().count("error")
     text = f"{path}: resumes, {rows:,}"
@@ -53,7 +60,8 @@ def folder_state(config: JobConfig, opened: OpenedJob) -> str:
     if errors:
         what = "are computed again" if config.output.retry_errors else "stay as they are"
         text += f", {errors:,} of them errors, which {what}"
-    return "\n            ".join([text, *old.grown(asked)])
+    done = rows - errors * config.output.retry_errors
+    return FolderState("\n            ".join([text, *old.grown(asked)]), done)
 
 
 def _manifest(config: JobConfig, opened: OpenedJob, old: Manifest) -> Manifest:

@@ -64,7 +64,14 @@ class SteppedSource:
 
     def rows(self, start: int = 0) -> Iterator[Row]:
         """As of `RowSource`, with the columns of the steps."""
-        for row in self._source.rows(start):
+        return self._stepped(self._source.rows(start))
+
+    def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
+        """As of `RowSource`, with the columns of the steps."""
+        return self._stepped(self._source.rows_at(indices))
+
+    def _stepped(self, rows: Iterator[Row]) -> Iterator[Row]:
+        for row in rows:
             fields, failure = row.fields, None
             try:
                 for step in self._steps:

@@ -42,6 +42,7 @@ class Attempt:
         peak_rss_mib: the most memory that the process had, in MiB.
         memory: how the engine divides the device's memory, in bytes; empty without an engine.
         engine: what the engine itself has counted.
+        start_s: seconds until the engine began, of which most is the loading of the weights.
         batch_dependence: why a token's bits depend on what else is in the batch, as was found out
             on this CPU; None if they do not, and on a GPU.
     """
@@ -60,6 +61,7 @@ class Attempt:
     peak_rss_mib: float = 0.0
     memory: Mapping[str, int | None] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
+    start_s: float = 0.0
     batch_dependence: str | None = None
 
 
@@ -190,6 +192,8 @@ class Metrics:
         in_flight: how many rows run in the engine, without those that wait for their turn.
         was_complete: whether an earlier attempt completed the job.
         score: what the job's marks come to, as of `batchgen.scoring.score`; None without marks.
+        predicted: what this attempt was expected to take, as of `planning.forecast.Forecast`; the
+            file has beside it what it took. None if nothing was predicted.
     """
 
     def __init__(self, path: Path, rows_resumed: int, tally: Tally) -> None:
@@ -202,6 +206,7 @@ class Metrics:
         self._earlier: list[dict[str, Any]] = []
         self.was_complete = False
         self.score: Mapping[str, Any] | None = None
+        self.predicted: Mapping[str, Any] | None = None
         if path.exists():
             earlier = json.loads(path.read_text(encoding="utf-8"))
             self._earlier = earlier["attempts"]
@@ -218,6 +223,10 @@ class Metrics:
     def due(self) -> bool:
         """Whether SAVE_SECONDS have passed since the file was saved."""
         return time.monotonic() - self._saved >= SAVE_SECONDS
+
+    def begin(self) -> None:
+        """Note that the engine begins now."""
+        self.attempt.start_s = round(time.monotonic() - self._started, 3)
 
     def save(self, status: Status) -> None:
         """Write the file.
@@ -239,6 +248,10 @@ class Metrics:
         summary["tokens_per_s"] = round(tokens / max(summary["generate_s"], 1e-3), 1)
         if self.score is not None:
             summary["score"] = self.score
+        if self.predicted is not None:
+            names = ("wall_s", "start_s", "prompt_tokens", "generated_tokens")
+            summary["predicted"] = self.predicted
+            summary["actual"] = {n.replace("wall_s", "seconds"): attempts[-1][n] for n in names}
         summary["attempts"] = attempts
         write_atomic(self._path, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
 

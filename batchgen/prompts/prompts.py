@@ -46,6 +46,17 @@ class Prompt(Protocol):
         """
         return None
 
+    def size(self, row: Row) -> int:
+        """How much of the row goes into its prompt: bytes of text, or how many token ids.
+
+        It costs much less than `token_ids`. Where prompts have a fixed frame, the rows with the
+        larger size have the larger prompts; no text has more tokens than bytes.
+
+        Raises:
+            RequestError: as `token_ids`, but for what only the chat template finds out.
+        """
+        return len(self.token_ids(row))
+
     def token_ids(self, row: Row) -> list[int]:
         """The prompt of a row, which has at least one token and any length.
 
@@ -165,7 +176,23 @@ class ChatPrompt:
     def token_ids(self, row: Row) -> list[int]:
         return _tokenize(self._tokenizer, self.text(row), add_special_tokens=False)
 
+    def size(self, row: Row) -> int:
+        messages = self._messages(row)
+        if self._user is not None:
+            return sum(text_bytes(message["content"]) for message in messages)
+        return text_bytes(str(messages))
+
     def text(self, row: Row) -> str:
+        messages = self._messages(row)
+        try:
+            with template_errors("the model's chat template"):
+                return self._render(messages)
+        except UndefinedError as error:
+            text = f"the model's chat template: {error.message}"
+            raise RequestError("template_error", text) from None
+
+    def _messages(self, row: Row) -> list[dict[str, Any]]:
+        """The conversation of a row, with the system message."""
         column = self._config.messages_column
         if self._user is not None:
             messages = [{"role": "user", "content": self._user.render(row.fields, row.index)}]
@@ -183,12 +210,7 @@ class ChatPrompt:
             messages.insert(
                 0, {"role": "system", "content": self._system.render(row.fields, row.index)}
             )
-        try:
-            with template_errors("the model's chat template"):
-                return self._render(messages)
-        except UndefinedError as error:
-            text = f"the model's chat template: {error.message}"
-            raise RequestError("template_error", text) from None
+        return messages
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         text = self._tokenizer.apply_chat_template(
@@ -254,6 +276,9 @@ class TextPrompt:
         text = self.text(row)
         return _tokenize(self._tokenizer, text, add_special_tokens=self._add_special_tokens)
 
+    def size(self, row: Row) -> int:
+        return text_bytes(self.text(row))
+
     def text(self, row: Row) -> str:
         return self._text.render(row.fields, row.index)
 
@@ -308,6 +333,11 @@ def _tokenize(
     # Without `verbose=False` the tokenizer warns of long texts, which fit_prompt deals with.
     ids = tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
     return _not_empty(list(ids))
+
+
+def text_bytes(text: str) -> int:
+    """The length of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def _not_empty(ids: list[int]) -> list[int]:

@@ -32,9 +32,9 @@ _CHECKPOINT_SHARE = 0.1
 """The largest share of the caches' memory that checkpoints take when the user gives no number."""
 _CHECKPOINTS_PER_ROW = 4
 """The most checkpoints per row in flight that are kept when the user gives no number."""
-_GRAPH_BYTES = 8 * 2**20
+GRAPH_BYTES = 8 * 2**20
 """A bound on the memory of one captured graph: the driver's record of it and its outputs."""
-_LIBRARY_BYTES = 256 * 2**20
+LIBRARY_BYTES = 256 * 2**20
 """A reserve for kernels that are loaded later and for cuBLAS's workspaces."""
 
 
@@ -142,15 +142,35 @@ def plan_memory(uses: Sequence[ModelUse], config: ResolvedConfig) -> MemoryPlan:
             tokens if the user gave that length.
     """
     device = uses[0].model.device
-    work_space, total = 0, None
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        work_space = sum(_work_space(use, config) for use in uses)
-        room = _free_cuda_bytes(device, config) - work_space
+    if device.type == "cpu":
+        return divide_memory(uses, config, Room(int(available_memory() * CPU_SHARE)))
+    total = torch.cuda.get_device_properties(device).total_memory
+    work_space = sum(_work_space(use, config) for use in uses)
+    room = _free_cuda_bytes(device, config) - work_space
+    return divide_memory(uses, config, Room(room, work_space, total))
+
+
+class Room(NamedTuple):
+    """The memory for everything that rows keep, in bytes.
+
+    Attributes:
+        caches: what the caches may take.
+        work_space: as of `MemoryPlan`.
+        total: as of `MemoryPlan`.
+    """
+
+    caches: int
+    work_space: int = 0
+    total: int | None = None
+
+
+def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, given: Room) -> MemoryPlan:
+    """Divide the memory that is given for caches, as `plan_memory` says; the weights need not be
+    loaded."""
+    room, total = given.caches, given.total
+    advice = "set kv_cache_gib"
+    if total is not None:
         advice = "raise gpu_memory_utilization, lower max_batched_tokens or free the GPU"
-    else:
-        room = int(available_memory() * CPU_SHARE)
-        advice = "set kv_cache_gib"
     row_states = sum(_row_state_bytes(use, config) for use in uses)
     if row_states > room:
         raise ValueError(
@@ -169,13 +189,11 @@ def plan_memory(uses: Sequence[ModelUse], config: ResolvedConfig) -> MemoryPlan:
                 "left after weights and work space: lower it, or raise gpu_memory_utilization"
             )
         room = asked
-    per_block = config.block_size * sum(
-        paged_token_bytes(use.model.cache_specs, use.columns, use.model.dtype) for use in uses
-    )
+    per_block = config.block_size * cache_token_bytes(uses)
     num_blocks = _num_blocks(per_block, room, config, advice)
     return MemoryPlan(
-        weights=sum(use.model.num_parameters * use.model.dtype.itemsize for use in uses),
-        work_space=work_space,
+        weights=weight_bytes(uses),
+        work_space=given.work_space,
         kv_cache=num_blocks * per_block,
         num_blocks=num_blocks,
         kv_tokens=(num_blocks - 1) * config.block_size,
@@ -184,6 +202,18 @@ def plan_memory(uses: Sequence[ModelUse], config: ResolvedConfig) -> MemoryPlan:
         checkpoints=num_checkpoints * checkpoint,
         num_checkpoints=num_checkpoints,
     )
+
+
+def cache_token_bytes(uses: Sequence[ModelUse]) -> int:
+    """Return the bytes that one token takes in the paged caches of all models."""
+    return sum(
+        paged_token_bytes(use.model.cache_specs, use.columns, use.model.dtype) for use in uses
+    )
+
+
+def weight_bytes(uses: Sequence[ModelUse]) -> int:
+    """Return the bytes of the parameters of all models."""
+    return sum(use.model.num_parameters * use.model.dtype.itemsize for use in uses)
 
 
 def _row_state_bytes(use: ModelUse, config: ResolvedConfig) -> int:
@@ -261,13 +291,13 @@ def _work_space(use: ModelUse, config: ResolvedConfig) -> int:
     graphs = 0
     if config.cuda_graph:
         shapes = use.graph_shapes(config)
-        graphs = decode + 3 * inputs.block_tables.nbytes + len(shapes) * _GRAPH_BYTES
+        graphs = decode + 3 * inputs.block_tables.nbytes + len(shapes) * GRAPH_BYTES
         if shapes.prefill_tokens:
             graphs += prefill * shapes.prefill_tokens // config.max_batched_tokens
     # The logits and their float32 copy for penalties; the rows' histories, copied when rows join.
     sampling = rows * width * model.vocab_size * (model.dtype.itemsize + 4)
     sampling += rows * config.max_model_len * 3 * 8
-    return max(prefill, decode) + graphs + sampling + _LIBRARY_BYTES
+    return max(prefill, decode) + graphs + sampling + LIBRARY_BYTES
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:

@@ -136,6 +136,14 @@ class Scheduler:
         """The number of rows in `running`."""
         return (self._prefilling is not None) + len(self._table)
 
+    @property
+    def running_lengths(self) -> npt.NDArray[np.int64]:
+        """How many tokens each row in `running` has generated, as far as steps were read."""
+        table = self._table
+        lengths = (table.num_tokens - table.prompt_lens)[table.occupied]
+        cut = [] if self._prefilling is None else [0]
+        return np.concatenate([np.array(cut, np.int64), lengths])
+
     def add(self, seq: Sequence) -> None:
         """Let a new row wait behind all others."""
         self._plan_prefill(seq)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from this_process import resident_mib
 
 from batchgen.config import (
@@ -81,6 +82,10 @@ class InstantEngine:
     @property
     def num_running(self) -> int:
         return len(self._waiting)
+
+    @property
+    def running_lengths(self) -> npt.NDArray[np.int64]:
+        return np.zeros(len(self._waiting), np.int64)
 
     def close(self) -> None:
         """It has nothing in the background."""

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from datasets import Features
 
@@ -205,6 +206,10 @@ class FakeEngine:
     @property
     def num_running(self) -> int:
         return min(len(self._running), self.job.max_num_seqs)
+
+    @property
+    def running_lengths(self) -> npt.NDArray[np.int64]:
+        return np.zeros(self.num_running, np.int64)
 
     @property
     def max_num_seqs(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_job import FakeJob
 
@@ -67,11 +68,11 @@ def test_a_line_has_rows_speed_running_errors_and_the_time_left(
         assert not progress.due()
         now += 1
         assert progress.due()
-        progress.show(600, 48)
+        progress.show(600, np.zeros(48, np.int64))  # 900 rows of 2 tokens are left
         assert not progress.due()
     assert stream.getvalue() == (
         "first empty_prompt, row b: it is empty\n"
-        "300/1,200 rows, 20 tok/s, 48 running, 2 errors, 0:04:30 left\n"
+        "300/1,200 rows, 20 tok/s, 48 running, 2 errors, 0:01:30 left\n"
     )
 
 
@@ -79,7 +80,7 @@ def test_a_job_of_unknown_length_has_no_time_left() -> None:
     stream = io.StringIO()
     with Progress(None, 0, stream=stream) as progress:
         progress.add([answered("a")])
-        progress.show(0, 1)
+        progress.show(0, np.zeros(1, np.int64))
     assert stream.getvalue() == "1 rows, 0 tok/s, 1 running\n"
 
 
@@ -88,11 +89,11 @@ def test_each_type_of_error_is_shown_once_wherever_it_comes_from() -> None:
     with Progress(9, 0, stream=stream) as progress:
         progress.add([failed("a", "empty_prompt", "one\nline"), failed("b", "empty_prompt", "two")])
         progress.add([failed("c", "bad_logits", "NaN", in_engine=True)])
-        progress.show(0, 0)
+        progress.show(0, np.zeros(0, np.int64))
     first, second, line = stream.getvalue().splitlines()
     assert first == "first empty_prompt, row a: one line"
     assert second == "first bad_logits, row c: NaN"
-    assert ", 3 errors, " in line
+    assert line.endswith(", 3 errors")
 
 
 def test_a_terminal_has_a_bar_with_the_same_facts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +103,7 @@ def test_a_terminal_has_a_bar_with_the_same_facts(monkeypatch: pytest.MonkeyPatc
     with Progress(1000, 0, stream=stream) as progress:
         progress.add([failed("a", "empty_prompt", "it is empty")])
         progress.add([answered("b")] * 249)
-        progress.show(5000, 48)
+        progress.show(5000, np.zeros(48, np.int64))
         shown = stream.getvalue()
     assert "\rfirst empty_prompt, row a: it is empty\n" in shown
     bar = shown.rsplit("\r", 1)[1]
@@ -115,7 +116,7 @@ def test_a_bar_without_a_total_counts() -> None:
     stream = Terminal()
     with Progress(None, 5, stream=stream, resumed_errors=1) as progress:
         progress.add([answered("b")])
-        progress.show(5, 2)
+        progress.show(5, np.zeros(2, np.int64))
     assert "6 rows, " in stream.getvalue() and "%" not in stream.getvalue()
     assert "2 running, 1 error" in stream.getvalue()
 

@@ -174,6 +174,14 @@ def test_an_output_folder_is_a_data_set(streaming: bool) -> None:
     assert fields(source("out", streaming=streaming)) == [{"text": "a"}]
 
 
+def test_rows_anywhere_are_those_of_the_whole() -> None:
+    given = [{"key": f"k{i}", "m": {"k": 1} if i % 2 else i} for i in range(700)]
+    data = source(jsonl("at.jsonl", given), id_column="key")
+    rows = list(data.rows())
+    for indices in ([], [5], [699, 3, 4, 300], list(range(0, 700, 2))):
+        assert list(data.rows_at(indices)) == [rows[index] for index in indices]
+
+
 @BOTH
 def test_limit_start_columns_and_ids(streaming: bool) -> None:
     path = jsonl("r.jsonl", [{"key": f"k{i}", "i": i} for i in range(1000)])

@@ -1,0 +1,1 @@
+"""What a job will read, write, need and cost, before it runs and while it runs."""

@@ -1,0 +1,154 @@
+"""How many bytes a job will write, from a sample of its rows in the schema of its output."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
+from pathlib import Path
+
+import numpy as np
+
+from batchgen.engine.outputs import OutputColumn, RequestOutput
+from batchgen.output.schema import FinishedRow, OutputSchema
+from batchgen.output.shards import write_shard
+from batchgen.planning.forecast import Range
+from batchgen.planning.scan import ReadRow
+from batchgen.planning.work import common_prefix
+
+_ROWS = 200
+_TOKENS = 100_000
+"""A sample has at most so many answers and so many generated tokens."""
+_OPEN_SHARDS = 2
+"""So many shards are incomplete at a time, as rows finish out of order."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowBytes:
+    """What one answer takes on the disk on average.
+
+    Attributes:
+        shard: in a shard, compressed.
+        journal: in the journal, where rows of incomplete shards are kept.
+    """
+
+    shard: float
+    journal: float
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUse:
+    """What a job needs on its disk, in bytes.
+
+    Attributes:
+        output: the shards, when all rows are there.
+        journal: the most that is in the journal at a time.
+        free: what is free now.
+    """
+
+    output: Range
+    journal: Range
+    free: int
+
+    @property
+    def total(self) -> Range:
+        """The most that is needed at a time."""
+        return Range(
+            self.output.low + self.journal.low,
+            self.output.likely + self.journal.likely,
+            self.output.bound + self.journal.bound,
+        )
+
+
+def disk_use(
+    schema: OutputSchema,
+    sample: Sequence[tuple[ReadRow, FinishedRow]],
+    generated: Range,
+    answers: int,
+    *,
+    rows_per_shard: int,
+    samples: int,
+    folder: Path,
+    decode: Callable[[list[int]], str] | None,
+) -> DiskUse:
+    """What a job needs on its disk.
+
+    Args:
+        schema: of the output.
+        sample: rows with their prompts, and as finished rows without an answer.
+        generated: tokens of all answers.
+        answers: how many answers there are.
+        rows_per_shard: of the output.
+        samples: answers of each row.
+        folder: of the output; it need not be there.
+        decode: the text of tokens; None if the model has no tokenizer.
+    """
+    lengths = [max(round(tokens / max(answers, 1)), 1) for tokens in _three(generated)]
+    each = [row_bytes(schema, sample, length, decode) for length in lengths]
+    open_answers = min(answers, _OPEN_SHARDS * rows_per_shard * samples)
+    return DiskUse(
+        Range(*(one.shard * answers for one in each)),
+        Range(*(one.journal * open_answers for one in each)),
+        free_bytes(folder),
+    )
+
+
+def row_bytes(
+    schema: OutputSchema,
+    sample: Sequence[tuple[ReadRow, FinishedRow]],
+    length: int,
+    decode: Callable[[list[int]], str] | None,
+) -> RowBytes:
+    """What an answer of so many tokens takes, by writing some.
+
+    The tokens of the prompts stand for those of answers, because their text compresses alike;
+    values of other columns are random, which compress worst.
+    """
+    prompts = [read.ids for read, _ in sample]
+    shared = common_prefix(prompts)
+    texts = [ids[shared:] or ids for ids in prompts]
+    most = min(_TOKENS, sum(map(len, texts)))  # what is repeated would compress too well
+    number = max(1, min(_ROWS, most // length, len(sample)))
+    draws = np.random.default_rng(0)
+    pool = cycle(chain.from_iterable(texts))
+    rows = []
+    for read, finished in sample[:number]:
+        ids = list(islice(pool, length))
+        text = "" if decode is None else decode(ids)
+        columns = {c.name: _values(c, length, len(read.ids), draws) for c in schema.columns}
+        output = RequestOutput(
+            finished.row_id, read.ids, ids, text, "length", columns=columns,
+            counts=dict.fromkeys(schema.counts, 1),
+        )  # fmt: skip
+        rows.append(
+            FinishedRow(finished.row_id, finished.row_index, 0, finished.fields, output=output)
+        )
+    batch = schema.encode(rows)
+    with tempfile.TemporaryDirectory(prefix="batchgen-plan-") as folder:
+        path = Path(folder, "part")
+        write_shard([batch], schema, path, path)
+        shard = path.stat().st_size
+    return RowBytes(shard / len(rows), batch.serialize().size / len(rows))
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free on the disk of a folder that need not be there yet."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    return shutil.disk_usage(there).free
+
+
+def _values(
+    column: OutputColumn, generated: int, prompt: int, draws: np.random.Generator
+) -> np.ndarray:
+    """Random values of a column for one answer."""
+    tokens = generated if column.scope == "output" else generated + prompt - 1
+    shape = (tokens, *column.tail_shape)
+    if column.dtype.kind == "f":
+        return draws.standard_normal(shape).astype(column.dtype)
+    return draws.integers(0, 100, shape).astype(column.dtype)
+
+
+def _three(value: Range) -> tuple[float, float, float]:
+    return value.low, value.likely, value.bound

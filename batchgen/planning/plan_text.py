@@ -1,0 +1,179 @@
+"""A plan as lines for people, at most 80 columns wide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from batchgen.duration import duration
+from batchgen.planning.forecast import Range
+from batchgen.planning.plan import Constraints, Plan, length_figures
+from batchgen.planning.scan import Scan
+from batchgen.shorten import beginning, wrapped
+
+WIDTH = 80
+_NAME = 11
+_ROWS_OF_TYPE = 5
+
+
+def plan_text(plan: Plan) -> str:
+    """All that a plan says."""
+    lines: list[str] = []
+    for title, prompt in plan.prompts:
+        lines += [title, *_narrow(prompt), ""]
+    for name, text in _entries(plan):
+        lines += _entry(name, text)
+    for name, texts in (("ERROR", plan.errors), ("warning", plan.warnings)):
+        for text in texts:
+            lines += _entry(name, text)
+    return "\n".join(lines)
+
+
+def _entries(plan: Plan) -> Iterator[tuple[str, str]]:
+    """The name and the text of each part; a text may have several lines."""
+    yield "rows", _rows(plan)
+    yield "prompts", _prompts(plan.scan, plan.room)
+    if plan.scan.longest:
+        longest = (f"{id} ({tokens:,})" for _, id, tokens in plan.scan.longest)
+        yield "longest", ", ".join(longest)
+    if plan.scan.bad:
+        yield "bad rows", "\n".join(_bad(plan.scan))
+    if plan.constraints is not None:
+        yield "constraints", _constraints(plan.constraints)
+    yield "model", _model(plan)
+    yield "memory", _memory(plan)
+    yield "output", plan.folder
+    if plan.disk is not None:
+        disk = plan.disk
+        yield (
+            "disk",
+            f"{_three(disk.output, size)} of shards, {size(disk.journal.likely)} of journal at a "
+            f"time; {size(disk.free)} free",
+        )
+    if plan.forecast is not None:
+        yield from _time(plan)
+
+
+def _rows(plan: Plan) -> str:
+    scan = plan.scan
+    if scan.num_rows is None:
+        text = f"a stream; the figures are of its first {counted(scan.looked_at, 'row')}"
+    else:
+        text = counted(scan.num_rows, "row")
+    text += f" of {plan.data}, {counted(plan.answers, 'answer')} to compute"
+    if plan.done:
+        text += f" ({plan.done:,} are there)"
+    if scan.num_rows is not None and scan.looked_at < scan.num_rows:
+        text += f"\nlooked at a random sample of {scan.looked_at:,} rows; counts are of those"
+    return text
+
+
+def _prompts(scan: Scan, room: int) -> str:
+    figures = length_figures(scan.lengths)
+    if figures is None:
+        return f"none (room for {room:,} tokens)"
+    text = (
+        f"{figures['mean']:,.1f} tokens on average, p50 {figures['p50']:,}, p99 "
+        f"{figures['p99']:,}, max {figures['max']:,} (room for {room:,}); "
+        f"{figures['sum']:,} in all"
+    )
+    if scan.tokenised < len(scan.lengths):
+        text += (
+            f"\n{scan.tokenised:,} prompts were tokenised (a random sample and the longest); the "
+            "others have as many tokens as their text has by these"
+        )
+    return text
+
+
+def _bad(scan: Scan) -> Iterator[str]:
+    for type, bad in scan.bad.items():
+        shown = bad.rows[:_ROWS_OF_TYPE]
+        rows = ", ".join(str(i) if id == str(i) else f"{i} ({id})" for i, id in shown)
+        more = ", …" if bad.count > len(shown) else ""
+        yield f"{bad.count:,} with {type}: rows {rows}{more}\n{beginning(bad.message, 200)}"
+
+
+def _constraints(constraints: Constraints) -> str:
+    text = f"{constraints.distinct:,} different"
+    if constraints.compiled:
+        text += (
+            f", {constraints.compiled:,} compiled, the slowest in "
+            f"{duration(constraints.slowest_s, 2)}: {beginning(constraints.slowest, 100)}"
+        )
+    return text
+
+
+def _model(plan: Plan) -> str:
+    config = plan.config
+    dtype = str(plan.engine.sizes.dtype).removeprefix("torch.")
+    name = config.model.path.rpartition("/")[2]
+    return f"{name}: {plan.model}, {dtype}, weights {size(plan.engine.weight_bytes)}"
+
+
+def _memory(plan: Plan) -> str:
+    engine, memory = plan.engine, plan.memory
+    text = f"{size(engine.token_bytes)} of cache for a token"
+    if engine.row_bytes:
+        text += f", {size(engine.row_bytes)} of state for a row"
+    if memory is None:
+        return text
+    if engine.token_bytes:
+        text += f", {size(memory.kv_cache)} for {memory.kv_tokens:,} tokens"
+    return f"{text}: {plan.at_once:,} rows at once (most: {engine.settings.max_num_seqs:,})"
+
+
+def _time(plan: Plan) -> Iterator[tuple[str, str]]:
+    expected, hours = plan.forecast, plan.gpu_hours
+    assert expected is not None
+    yield "", ""
+    yield "", f"{'low':>14}{'likely':>14}{'bound':>14}"
+    yield "tokens", _columns(expected.generated, lambda tokens: f"{tokens:,.0f}")
+    yield "time", _columns(expected.seconds, lambda seconds: duration(seconds, 0))
+    if hours is not None:
+        yield "GPU hours", _columns(hours, lambda value: f"{value:,.3g}")
+    if plan.price is not None:
+        yield "price", _columns(plan.price, lambda value: f"{value:,.2f}")
+    yield (
+        "assumed",
+        "; ".join(expected.assumptions)
+        + f"; {duration(expected.start_s, 0)} until the first step (likely)",
+    )
+
+
+def _columns(value: Range, shown: object) -> str:
+    assert callable(shown)
+    return "".join(f"{shown(one):>14}" for one in (value.low, value.likely, value.bound))
+
+
+def _three(value: Range, shown: object) -> str:
+    assert callable(shown)
+    low, likely, bound = (shown(one) for one in (value.low, value.likely, value.bound))
+    return likely if low == bound else f"{low} to {bound}, likely {likely}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things in words."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def size(number: float) -> str:
+    """Bytes in words, such as `1.5 MB`."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.3g} {unit}"
+        number /= 1000
+    return f"{number:,.3g} TB"
+
+
+def _entry(name: str, text: str) -> list[str]:
+    """The name, and beside it the lines of the text."""
+    lines = [line for part in text.split("\n") for line in wrapped(part, WIDTH - _NAME - 2)]
+    names = [name] + [""] * (len(lines) - 1)
+    return [f"{n:<{_NAME}}  {line}".rstrip() for n, line in zip(names, lines, strict=True)]
+
+
+def _narrow(prompt: str) -> Iterator[str]:
+    """The lines of a shown prompt, each with its bar."""
+    for line in prompt.split("\n"):
+        bar, text = (line[:2], line[2:]) if line.startswith("│ ") else ("", line)
+        for part in wrapped(text, WIDTH - 2) or [""]:
+            yield (bar + part).rstrip()

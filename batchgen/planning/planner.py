@@ -1,0 +1,273 @@
+"""Makes the plan of a job, in seconds and without its weights."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchgen.config import JobConfig, NoConstraintConfig
+from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.errors import ConfigError
+from batchgen.planning.devices import DEVICES, Device, device_named
+from batchgen.planning.engine_room import EngineRoom, engine_room
+from batchgen.planning.forecast import Forecast, forecast
+from batchgen.planning.plan import Constraints, Plan
+from batchgen.planning.scan import FoundRows, Scan, scan_rows
+from batchgen.planning.settings import PlanSettings
+from batchgen.planning.work import here, job_work, same_speed, step_cost
+
+if TYPE_CHECKING:
+    from batchgen.build import OpenedJob
+    from batchgen.engine.cache.memory_plan import MemoryPlan
+    from batchgen.planning.disk import DiskUse
+    from batchgen.planning.seen import Seen
+
+SHOWN_PROMPTS = 2
+MEASURE_S = 0.2
+"""For how long each of a CPU's rates is measured."""
+_COMPILE_S = 2.0
+"""After so many seconds no further constraint is compiled."""
+
+
+def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
+    """Find out what a job will read, need and cost.
+
+    Nothing is written, and no weights are loaded but for `plan.probe`.
+
+    Raises:
+        ConfigError: there is a mistake in the configuration, the model or the data, so that there
+            is nothing to plan.
+    """
+    started = time.perf_counter()
+    from batchgen.build import open_job
+
+    if settings.device is not None:  # the job's own device need not be here
+        config = replace(config, engine=replace(config.engine, device="auto"))
+    opened = open_job(config)
+    with closing(opened.parts(config, {})) as parts:
+        from batchgen.job import fitted_prompt
+
+        fitted_prompt(config, parts)  # refuses a job whose answers leave no room for prompts
+        return _Planner(config, settings, opened).plan(started)
+
+
+class _Planner:
+    """Makes one plan."""
+
+    def __init__(self, config: JobConfig, settings: PlanSettings, opened: OpenedJob) -> None:
+        self._config, self._settings, self._opened = config, settings, opened
+        self._errors: list[str] = []
+        self._warnings: list[str] = []
+
+    def plan(self, started: float) -> Plan:
+        from batchgen.planning.reading import job_reading
+
+        config, opened = self._config, self._opened
+        reading = job_reading(config, opened)
+        folder, done = self._folder()
+        scan = scan_rows(reading)
+        constraints = self._constraints(scan)
+        device = self._device()
+        gpu_bytes = device.memory if device is not None and device.is_gpu else None
+        engine = engine_room(opened, config, gpu_bytes)
+        memory = self._memory(engine, gpu_bytes)
+        expected = None
+        if memory is not None and device is not None and scan.sample:
+            expected = self._forecast(engine, memory, device, scan, done)
+        disk = None if expected is None else self._disk(scan, expected, done)
+        self._judge(scan, disk)
+        price = None
+        if expected is not None and self._settings.price_per_hour is not None:
+            price = expected.seconds.times(self._settings.price_per_hour / 3600)
+        return Plan(
+            config=config,
+            model=opened.model.config.architecture,
+            data=config.dataset.path or config.dataset.kind,
+            scan=scan,
+            prompts=list(self._prompts(scan)),
+            room=reading.room,
+            constraints=constraints,
+            engine=engine,
+            memory=memory,
+            folder=folder,
+            done=done,
+            forecast=expected,
+            disk=disk,
+            price=price,
+            errors=self._errors,
+            warnings=self._warnings,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _folder(self) -> tuple[str, int]:
+        """What lies in the output folder, and how many answers of this job."""
+        from batchgen.command.dry_run_folder import folder_state
+
+        try:
+            state = folder_state(self._config, self._opened)
+        except ConfigError as error:
+            self._errors.append(str(error))
+            return f"{self._config.output.dir}: refused", 0
+        return state.text, state.done
+
+    def _device(self) -> Device | None:
+        """The device to plan for; None if it is a GPU that is not in the table."""
+        if self._settings.device is not None:
+            named = device_named(self._settings.device)
+            return named or here(
+                replace(self._config, engine=replace(self._config.engine, device="cpu")),
+                self._opened.dtype,
+                MEASURE_S,
+            )
+        device = here(self._config, self._opened.dtype, MEASURE_S)
+        if device is None:
+            self._warnings.append(
+                "this GPU is not in the table of plan.device, so no time is predicted: name the "
+                f"nearest with plan.device ({', '.join(DEVICES)}), or use plan.probe elsewhere"
+            )
+        return device
+
+    def _memory(self, engine: EngineRoom, gpu_bytes: int | None) -> MemoryPlan | None:
+        try:
+            return engine.memory(gpu_bytes)
+        except ValueError as error:
+            self._errors.append(f"engine: {error}")
+            return None
+
+    def _forecast(
+        self, engine: EngineRoom, memory: MemoryPlan, device: Device, scan: Scan, done: int
+    ) -> Forecast:
+        config = self._config
+        samples = config.sampling.n
+        rows = scan.num_rows or scan.looked_at
+        answering = max(rows * (1 - scan.bad_share) - done / samples, 0)
+        work = job_work(
+            config,
+            self._opened,
+            engine,
+            memory,
+            [read.ids for read in scan.sample[:50]],
+            scan.lengths,
+            max(round(answering), 1),
+            seen=self._seen(scan, device),
+        )
+        return forecast(step_cost(engine, self._opened, device), work)
+
+    def _seen(self, scan: Scan, device: Device) -> Seen | None:
+        """What an earlier job or a probe has shown."""
+        from batchgen.planning.seen import seen_in
+
+        config, settings = self._config, self._settings
+        if settings.probe:
+            from batchgen.planning.probe import probe
+
+            number = min(settings.probe, len(scan.sample))
+            print(f"batchgen: loading weights for a probe of {number:,} rows …", file=sys.stderr)
+            return probe(config, self._opened, scan.sample, number)
+        same = same_speed(config)
+        if settings.like is not None:
+            from batchgen.command.job_rows import open_job as open_folder
+
+            path = open_folder(settings.like).path
+            found = seen_in(path, same, device.name, settings.like)
+            if found is None:
+                raise ConfigError(f"plan.like={settings.like}: none of its rows has an answer yet")
+            return found
+        own = Path(config.output.dir)
+        is_there = (own / "manifest.json").is_file() and (own / "metrics.json").is_file()
+        return seen_in(own, same, device.name, config.output.dir) if is_there else None
+
+    def _constraints(self, scan: Scan) -> Constraints | None:
+        """Compile the constraints of the rows that were looked at, those of most rows first. The
+        rows of one that cannot be enforced are bad."""
+        if isinstance(self._config.constraint, NoConstraintConfig):
+            return None
+        compiled, slowest, slowest_s = 0, "", 0.0
+        refused = FoundRows()
+        with closing(self._opened.model.grammar_compiler()) as compiler:
+            started = time.perf_counter()
+            for constraint, rows in sorted(scan.constraints.items(), key=lambda c: -c[1].count):
+                begun = time.perf_counter()
+                if begun - started > _COMPILE_S:
+                    break
+                try:
+                    compiler.compile(constraint)
+                except ConstraintError as error:
+                    refused.message = refused.message or str(error)
+                    refused.count += rows.count
+                    refused.rows += rows.rows
+                compiled += 1
+                seconds = time.perf_counter() - begun
+                if seconds >= slowest_s:
+                    slowest, slowest_s = f"{constraint.kind} {constraint.text}".strip(), seconds
+        if refused.count:
+            known = scan.bad.setdefault("bad_constraint", FoundRows(refused.message))
+            known.count += refused.count
+            known.rows += refused.rows
+            known.keep_first()
+        return Constraints(len(scan.constraints), compiled, slowest_s, slowest)
+
+    def _prompts(self, scan: Scan) -> Iterator[tuple[str, str]]:
+        from batchgen.command.dry_run import shown_prompt
+
+        for read in scan.sample[:SHOWN_PROMPTS]:
+            own = "" if read.row.id == str(read.row.index) else f" ({read.row.id})"
+            title = f"row {read.row.index}{own}: {len(read.ids):,} tokens"
+            yield title, shown_prompt(read.ids, self._opened.model.tokenizer)
+
+    def _disk(self, scan: Scan, expected: Forecast, done: int) -> DiskUse:
+        from batchgen.job import output_schema
+        from batchgen.output.schema import FinishedRow
+        from batchgen.planning.disk import disk_use
+
+        config, source = self._config, self._opened.source
+        parts = self._opened.parts(config, {})
+        schema = output_schema(config, parts)
+        sample = [
+            (read, FinishedRow(read.row.id, read.row.index, 0, source.passthrough(read.row)))
+            for read in scan.sample[:200]
+        ]
+        answers = (scan.num_rows or scan.looked_at) * config.sampling.n - done
+        return disk_use(
+            schema,
+            sample,
+            expected.generated,
+            max(answers, 1),
+            rows_per_shard=config.output.rows_per_shard,
+            samples=config.sampling.n,
+            folder=Path(config.output.dir),
+            decode=parts.decode,
+        )
+
+    def _judge(self, scan: Scan, disk: DiskUse | None) -> None:
+        """Say what is wrong with rows and disk."""
+        if scan.looked_at and not len(scan.lengths):
+            self._errors.append("no row that was looked at has a prompt")
+        elif scan.bad_share > self._settings.most_bad:
+            self._errors.append(
+                f"{scan.num_bad:,} of {scan.looked_at:,} rows ({scan.bad_share:.1%}) will have an "
+                f"error instead of an answer, more than plan.most_bad={self._settings.most_bad:g}"
+            )
+        elif scan.num_bad:
+            self._warnings.append(
+                f"{scan.num_bad:,} of {scan.looked_at:,} rows will have an error instead of an "
+                "answer"
+            )
+        if scan.unsure:
+            self._warnings.append(
+                f"{scan.unsure:,} rows have so much text that they may be too long, and there was "
+                "no time to tokenise them"
+            )
+        if scan.cut:
+            self._warnings.append(
+                f"prompt.too_long cuts the beginning of {scan.cut:,} of the prompts"
+            )
+        if disk is not None and disk.total.likely > disk.free:
+            self._errors.append("the output will probably not fit on the disk of output.dir")
+        elif disk is not None and disk.total.bound > disk.free:
+            self._warnings.append("the output may not fit on the disk of output.dir")

@@ -1,0 +1,160 @@
+"""How long the answers that are still to come will be, from those that are finished and those that
+run: what the time left of a running job is made of."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+_NEWEST = 0.2
+"""Beyond the longest row, rows are taken to end as often as in this last part of the lengths."""
+_GRID = 65
+"""At so many lengths the share of longer rows is looked at, to find the longest of many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remaining:
+    """What is still to be generated.
+
+    Attributes:
+        tokens: of all rows that run or wait.
+        drain: by how many tokens the last row of all is longer than the mean of those that run
+            beside it, when no further row waits.
+    """
+
+    tokens: float
+    drain: float
+
+
+class AnswerLengths:
+    """The lengths of the answers of a job, of which the short ones finish first.
+
+    The mean of the finished rows is too small as long as long ones still run. So the rows that run
+    count too, as rows that are at least as long as they are now: the product-limit estimator of
+    Kaplan and Meier (1958). At each length at which rows have finished, it multiplies the share of
+    longer answers by the share of the rows of that length or more that went on. Rows start in the
+    order of the data set, which knows nothing of the lengths, as that estimator asks for. Beyond
+    the longest row nothing is known; there answers go on to end with the mean probability per token
+    that they had in the last fifth of the lengths so far, up to `longest`.
+
+    Args:
+        longest: the most tokens of an answer, `sampling.max_new_tokens`.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._finished = np.zeros(longest + 1, np.int64)  # how many answers had each length
+        self._longest = longest
+
+    def add(self, length: int) -> None:
+        """Note a finished answer."""
+        self._finished[min(length, self._longest)] += 1
+
+    def remaining(self, running: Ints, waiting: float) -> Remaining | None:
+        """What is still to be generated; None before the first row has finished.
+
+        Args:
+            running: [B], tokens that the rows which run have generated so far.
+            waiting: how many rows have not begun.
+        """
+        if not self._finished.any():
+            return None
+        running = np.minimum(running, self._longest - 1)
+        longer = self._longer(running)
+        # At x: the sum of longer[x:], which over longer[x] is what a row with x tokens has to come.
+        to_come = np.cumsum(longer[::-1])[::-1]
+        each = to_come[running] / longer[running]
+        tokens = float(each.sum()) + waiting * float(to_come[0])
+        return Remaining(tokens, self._drain(longer, to_come, running, waiting > 0))
+
+    def _drain(
+        self,
+        longer: npt.NDArray[np.float64],
+        to_come: npt.NDArray[np.float64],
+        running: Ints,
+        waits: bool,
+    ) -> float:
+        """`Remaining.drain`: the mean of the largest of B rests, less the mean rest.
+
+        While rows wait, the rests of the rows that run at the end are not those of now; they are
+        those of rows that one meets at any moment, among which long ones are more often met.
+        """
+        if not len(running):
+            return 0.0
+        after = np.linspace(0, self._longest, _GRID).astype(np.int64)
+        if waits:
+            share = np.append(to_come, 0.0)[after] / to_come[0]  # [G]
+            shares = np.repeat(share[None, :], len(running), axis=0)
+        else:
+            padded = np.append(longer, np.zeros(self._longest + 1))
+            shares = padded[running[:, None] + after] / longer[running, None]  # [B, G]
+        largest = 1 - np.prod(1 - np.minimum(shares, 1), axis=0)
+        return float(np.trapezoid(largest - shares.mean(axis=0), after))
+
+    def _longer(self, running: Ints) -> npt.NDArray[np.float64]:
+        """[longest], the share of answers that have more tokens than the index."""
+        ends, number = self._finished[:-1], self._longest
+        seen = self._finished + np.bincount(running, minlength=number + 1)
+        at_risk = np.cumsum(seen[::-1])[::-1][:-1]
+        hazard = ends / np.maximum(at_risk, 1)
+        last = int(np.flatnonzero(self._finished)[-1])
+        most = int(running.max(initial=-1))
+        if last < number and most >= last:
+            newest = slice(int(most * (1 - _NEWEST)), most + 1)
+            hazard[most + 1 :] = (ends[newest].sum() + 0.5) / (at_risk[newest].sum() + 1)
+        return np.cumprod(1.0 - hazard).astype(np.float64)
+
+
+class TimeLeft:
+    """When a running job will be over.
+
+    The tokens that are to come (`AnswerLengths`) take as long as those of the last half of the job
+    so far, which reads prompts in the same measure. At the end fewer rows run than there are
+    places: from when the mean row has ended until the longest one has, the steps yield fewer
+    tokens. A GPU takes as long for a step of few rows as for one of many, a CPU does not;
+    `batch_share` says which it is, and so much of that time is added.
+
+    Args:
+        rows: how many rows are to be computed.
+        longest: the most tokens of an answer.
+        batch_share: the time of a decode step of one row over that of a full one, from 0 to 1.
+        now: seconds on the clock that `seconds` is given.
+    """
+
+    def __init__(self, rows: int, longest: int, batch_share: float, now: float) -> None:
+        self._left = rows
+        self._lengths = AnswerLengths(longest)
+        self._batch_share = batch_share
+        self._samples = deque([(now, 0)])
+        self._started = now
+
+    def add(self, length: int | None) -> None:
+        """Note a row that has finished, with the tokens of its answer; None if it has no answer."""
+        self._left -= 1
+        if length:
+            self._lengths.add(length)
+
+    def seconds(self, now: float, generated: int, running: Ints) -> float | None:
+        """The seconds that are left; None as long as that cannot be told.
+
+        Args:
+            now: seconds on the clock.
+            generated: tokens that were generated in all, also of rows that run.
+            running: [B], tokens that each row which runs has generated.
+        """
+        samples = self._samples
+        samples.append((now, generated))
+        while len(samples) > 2 and samples[1][0] <= (now + self._started) / 2:
+            samples.popleft()
+        then, before = samples[0]
+        to_come = self._lengths.remaining(running, max(self._left - len(running), 0))
+        if to_come is None or now <= then or generated <= before:
+            return None
+        rate = (generated - before) / (now - then)
+        drain = to_come.drain * len(running) / rate
+        return to_come.tokens / rate + self._batch_share * drain
