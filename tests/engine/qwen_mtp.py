@@ -123,7 +123,8 @@ class TheirHead:
         mask = torch.full((1, 1, count, count), float("-inf")).triu(1)
         with torch.inference_mode():
             embedded = head.embed_tokens(torch.tensor([ids]))
-            turned = head.rotary_emb(embedded, positions)
+            rotary: Any = head.rotary_emb
+            turned = rotary(embedded, positions)
             layer = head.layers[0]
             found: Tensor = layer(embedded, hidden.unsqueeze(0), turned, mask, positions, None)[0]
         return found
