@@ -79,7 +79,7 @@ def engine_room(opened: OpenedJob, config: JobConfig, gpu_bytes: int | None) -> 
     """
     on = "cpu" if gpu_bytes is None else "cuda"
     dtype = _dtype(opened.model, config, on)
-    heads = strategy_heads(opened.strategy, opened.model.config)
+    heads = strategy_heads(opened.strategy, opened.model)
     target = _bare(opened.model, dtype, heads)
     others = {name: _bare(other, dtype) for name, other in opened.others.items()}
     columns = tuple(opened.context_columns)
