@@ -72,7 +72,7 @@ def main() -> int:
 
 def run_jobs(folder: Path) -> list[Path]:
     """A graded job of the small diffusion model, and one whose rows want to break out."""
-    rows = [
+    rows: list[dict[str, str | None]] = [
         {"id": f"{i} {text}", "question": text * (1 + 400 * (i == 2)), "final": text, text: text}
         for i, text in enumerate(_EVIL)
     ]
@@ -112,7 +112,7 @@ def _use(page: Any) -> list[str]:
         shown, said = page.evaluate(_SHOWN), page.locator(f"label[for={kind}] span").inner_text()
         if shown != int(said.replace(",", "")) or (kind == "k-all") != (shown == everything):
             faults.append(f"{kind} shows {shown} rows and says {said}")
-    page.evaluate("document.getElementById('k-all').click()")
+    page.evaluate("document.querySelectorAll('#k-all').forEach(e => e.click())")
     anchors = page.evaluate("[...document.querySelectorAll('.link a')].map(e => e.hash)")
     if anchors:
         page.evaluate("document.querySelectorAll('.item').forEach(e => { e.open = false; })")
@@ -121,6 +121,7 @@ def _use(page: Any) -> list[str]:
         if not page.locator(anchors[-1]).is_visible():
             faults.append("a link does not open its row")
     page.evaluate(_OPEN)
+    page.evaluate("document.querySelectorAll('.tv .m:first-child').forEach(e => e.click())")
     if page.evaluate("window.broken_out !== undefined"):
         faults.append("a text became a script")
     return faults
