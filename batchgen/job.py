@@ -41,6 +41,7 @@ from batchgen.output.writer import OutputWriter
 from batchgen.planning.forecast import Forecast
 from batchgen.progress import Progress, show_memory, summary
 from batchgen.prompts.prompts import Prompt, fit_prompt
+from batchgen.report.write_report import REPORT, is_up_to_date, try_report
 from batchgen.signals import JobStopped, StopSignals
 
 
@@ -60,6 +61,7 @@ class JobParts:
         strategy: declares what is counted for each row, which becomes columns, and has lines for
             the job's summary. None if it has none of either.
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
+        decode_all: the same with special tokens, to show single tokens.
         close: ends what was opened and works in the background.
         predict: what an attempt will take, given its engine and how many rows it computes; None
             makes no prediction. It takes a fraction of a second.
@@ -74,6 +76,7 @@ class JobParts:
     build_engine: Callable[[], Engine]
     strategy: Strategy | None = None
     decode: Callable[[list[int]], str] | None = None
+    decode_all: Callable[[list[int]], str] | None = None
     close: Callable[[], None] = lambda: None
     predict: Callable[[Engine, int], Forecast | None] = lambda engine, rows: None
 
@@ -159,6 +162,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
         with _recorded(metrics, folder.path), beside as grading:
             if not is_done:
                 write_atomic(folder.path / "README.md", unfinished_card(str(folder.path)))
+                (folder.path / REPORT).unlink(missing_ok=True)  # it would tell of fewer rows
                 engine = parts.build_engine()
                 signals.deferred = True
                 metrics.attempt.memory = asdict(engine.memory)
@@ -333,7 +337,8 @@ def _complete(
     write_atomic(folder.path / "README.md", graded_card(card, folder.path))
     metrics.save("complete")
     folder.remove_journal()
-    message = summary(totals, path, metrics, parts.strategy, metrics.score)
+    report = try_report(folder.path, parts.decode_all) if config.output.report else None
+    message = summary(totals, path, metrics, parts.strategy, metrics.score, report)
     return JobResult(totals.error_rows, None, message)
 
 
@@ -345,8 +350,11 @@ def _already_complete(
     if config.post:
         save_scores(folder.path, score)
     totals = _count_shards(config, parts, folder).totals
+    report = None
+    if config.output.report and not is_up_to_date(folder.path):
+        report = try_report(folder.path, parts.decode_all)
     message = "This job is complete already; nothing was computed.\n"
-    table = summary(totals, str(folder.path), strategy=parts.strategy, score=score)
+    table = summary(totals, str(folder.path), strategy=parts.strategy, score=score, report=report)
     return JobResult(totals.error_rows, None, message + table)
 
 

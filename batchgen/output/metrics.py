@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.output.manifest import write_atomic
+from batchgen.output.timeline import Timeline, metrics_text
 
 if TYPE_CHECKING:
     from batchgen.output.schema import FinishedRow
@@ -194,6 +195,7 @@ class Metrics:
         score: what the job's marks come to, as of `batchgen.scoring.score`; None without marks.
         predicted: what this attempt was expected to take, as of `planning.forecast.Forecast`; the
             file has beside it what it took. None if nothing was predicted.
+        timeline: how the job went on over time, earlier attempts included.
     """
 
     def __init__(self, path: Path, rows_resumed: int, tally: Tally) -> None:
@@ -207,8 +209,10 @@ class Metrics:
         self.was_complete = False
         self.score: Mapping[str, Any] | None = None
         self.predicted: Mapping[str, Any] | None = None
+        self.timeline = Timeline(rows=rows_resumed)
         if path.exists():
             earlier = json.loads(path.read_text(encoding="utf-8"))
+            self.timeline = Timeline(earlier.get("timeline", ()), rows_resumed)
             self._earlier = earlier["attempts"]
             self.was_complete = earlier["status"] == "complete"
         for earlier in self._earlier:
@@ -253,7 +257,8 @@ class Metrics:
             summary["predicted"] = self.predicted
             summary["actual"] = {n.replace("wall_s", "seconds"): attempts[-1][n] for n in names}
         summary["attempts"] = attempts
-        write_atomic(self._path, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+        summary["timeline"] = self.timeline.points
+        write_atomic(self._path, metrics_text(summary))
 
 
 def peak_rss_mib() -> float:
