@@ -48,14 +48,22 @@ class Part:
     path: Path
     digest: str
 
+    @property
+    def is_of_shard(self) -> bool:
+        """Whether the grades are there, and of this very shard."""
+        return self._made.get(_SHARD_KEY) == self.digest.encode()
+
     def is_made_by(self, steps: str) -> bool:
         """Whether the grades are there, of this very shard and by these steps."""
+        return self.is_of_shard and self._made.get(_STEPS_KEY) == steps.encode()
+
+    @property
+    def _made(self) -> Mapping[bytes, bytes]:
+        """The metadata of the grades."""
         try:
-            found = pq.read_schema(self.path).metadata or {}
+            return pq.read_schema(self.path).metadata or {}
         except (FileNotFoundError, pa.ArrowInvalid):
-            return False
-        same_shard = found.get(_SHARD_KEY) == self.digest.encode()
-        return same_shard and found.get(_STEPS_KEY) == steps.encode()
+            return {}
 
 
 class JobGrades:
@@ -79,10 +87,14 @@ class JobGrades:
 
     def parts(self) -> Iterator[Part]:
         """A part for each shard of the job, in order."""
-        for number, shard in shard_files(self.job / "data").items():
-            with shard.open("rb") as file:
-                digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-            yield Part(shard, shard_path(self.path, number), digest.hexdigest())
+        return map(self.part, shard_files(self.job / "data"))
+
+    def part(self, number: int) -> Part:
+        """The part of the shard with this number, which is there."""
+        shard = shard_path(self.job / "data", number)
+        with shard.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+        return Part(shard, shard_path(self.path, number), digest.hexdigest())
 
     def finished(self) -> list[Part]:
         """The parts, once all are there.
