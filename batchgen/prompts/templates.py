@@ -10,7 +10,6 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, UndefinedError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from batchgen.engine.outputs import RequestError
 from batchgen.errors import ConfigError
 
 RENDER_ERRORS = (
@@ -90,11 +89,15 @@ class RowTemplate:
             with template_errors(self._key):
                 return self._template.render({"row": fields, "row_index": row_index, **fields})
         except UndefinedError as error:
+            from batchgen.engine.outputs import RequestError  # brings torch
+
             has = ", ".join(fields)
             raise RequestError(
                 "missing_field", f"{self._key}: {error.message}; the row has {has}"
             ) from None
         except _NullOutput:
+            from batchgen.engine.outputs import RequestError
+
             null = [
                 name
                 for name in self._names
@@ -115,6 +118,8 @@ def template_errors(key: str) -> Iterator[None]:
     except UndefinedError:
         raise
     except RENDER_ERRORS as error:
+        from batchgen.engine.outputs import RequestError
+
         text = " ".join(str(error).split())
         raise RequestError("template_error", f"{key}: {type(error).__name__}: {text}") from None
 

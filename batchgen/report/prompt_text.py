@@ -1,0 +1,77 @@
+"""What a row was asked, as far as the job's folder says it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.command.row_json import plain_text
+from batchgen.errors import ConfigError
+from batchgen.prompts.used_columns import used_columns
+from batchgen.report.tokens import Decode
+
+_TEMPLATES = ("system", "user", "text")
+Part = tuple[str, str]
+"""Who says it, or which column it is, and the text."""
+
+
+class PromptText:
+    """Finds the prompt of a row in what the job has stored.
+
+    If the rows have `prompt_token_ids`, that is the prompt as the model read it, with the marks of
+    its chat format. Else the templates of the configuration are filled again. Where a column of
+    theirs was not copied, the columns that are there stand for the prompt.
+    """
+
+    def __init__(self, config: Mapping[str, Any], schema: pa.Schema, decode: Decode | None) -> None:
+        """
+        Args:
+            config: the group `prompt` of the job.
+            schema: of its rows.
+        """
+        self._decode, self._names = decode, list(schema.names)
+        self._messages: str | None = config.get("messages_column")
+        self._used = [name for name in used_columns(config) if name in self._names]
+        self._templates = self._compiled(config)
+
+    def _compiled(
+        self, config: Mapping[str, Any]
+    ) -> list[tuple[str, Callable[[Mapping[str, Any], int], str]]]:
+        from batchgen.prompts.templates import RowTemplate
+
+        given = [(key, config[key]) for key in _TEMPLATES if isinstance(config.get(key), str)]
+        try:
+            return [
+                (key, RowTemplate(f"prompt.{key}", source, self._names).render)
+                for key, source in given
+            ]
+        except ConfigError:  # a column was not copied
+            return []
+
+    def parts(self, row: Mapping[str, Any]) -> list[Part]:
+        """The prompt of a row; empty if nothing is known of it."""
+        ids = row.get("prompt_token_ids")
+        if ids and self._decode is not None:
+            return [("prompt", self._decode(list(ids)))]
+        try:
+            parts = [(key, render(row, row["row_index"])) for key, render in self._templates]
+        except ValueError:  # a RequestError: the row had no prompt, and its error says why
+            parts = []
+        return [*parts, *self._conversation(row)] or [
+            (name, plain_text(row[name])) for name in self._used if row.get(name) is not None
+        ]
+
+    def _conversation(self, row: Mapping[str, Any]) -> list[Part]:
+        """The messages that a column holds."""
+        value: Any = row
+        for key in (self._messages or "").split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if not isinstance(value, list) or not all(isinstance(m, Mapping) for m in value):
+            return []
+        return [
+            (str(message.get("role", message.get("from", ""))), plain_text(content))
+            for message in value
+            if (content := message.get("content", message.get("value"))) is not None
+        ]

@@ -1,0 +1,220 @@
+"""One row of a job as HTML: prompt, answer, marks, counts, tokens. Reports and `view` show it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from markupsafe import Markup
+
+from batchgen.command.row_json import json_readers, plain_text
+from batchgen.output.metrics import OUTCOMES, constraint_outcome
+from batchgen.report.prompt_text import PromptText
+from batchgen.report.safe_text import Span, environment, shortened
+from batchgen.report.tokens import Decode, TokenView
+
+CSS = (Path(__file__).parent / "base.css", Path(__file__).parent / "row.css")
+"""The style sheets that a page with rows needs; it is for the page to embed or to serve them."""
+_STEP_NAMES = {"DLLMStrategy": "denoise step", "ARSpecStrategy": "forward"}
+_KEYS = ("row_id", "row_index", "sample_index")
+_END_OF_REASONING = "</think>"
+_SPAN_OF = re.compile(r"(?P<name>.*answer)_start")
+_SHOWN_APART = (
+    *("token_ids", "prompt_token_ids", "finish_reason", "stop", "error"),
+    *("constraint_satisfied", "parsed"),
+)
+"""Columns of batchgen that the page shows in places of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much of a row is shown; None is all.
+
+    Attributes:
+        text: characters of each text.
+        tokens: of the token view; with 0 there is none.
+    """
+
+    text: int | None = None
+    tokens: int | None = None
+
+
+WHOLE = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a row fared, in a word for people and a class for style sheets."""
+
+    name: str
+    kind: str
+
+
+class RowPage:
+    """Makes the HTML of rows of one job."""
+
+    def __init__(
+        self, config: Mapping[str, Any], schema: pa.Schema, decode: Decode | None = None
+    ) -> None:
+        """
+        Args:
+            config: the job's, by group, as in its config.yaml; may be empty.
+            schema: of its rows.
+            decode: the text of token ids with special tokens; None shows ids.
+        """
+        output, strategy = config.get("output") or {}, config.get("strategy") or {}
+        self.text_column: str = output.get("text_column", "text")
+        target = str(strategy.get("_target_", "")).rpartition(".")[2]
+        self.tokens = TokenView(schema, decode, _STEP_NAMES.get(target, "step"))
+        self.prompt = PromptText(config.get("prompt") or {}, schema, decode)
+        self._readers = json_readers(schema)
+        self._constrained = "constraint_satisfied" in schema.names
+        kinds = {field.name: (field.metadata or {}) for field in schema}
+        given = b"as in the input"
+        self._inputs = [n for n, meta in kinds.items() if meta.get(b"meaning") == given]
+        apart = {*_KEYS, *_SHOWN_APART, *self._inputs, self.text_column}
+        # What has a scope has a value per token, and is seen there.
+        self._counts = [n for n, meta in kinds.items() if n not in apart and b"scope" not in meta]
+
+    def html(
+        self,
+        row: Mapping[str, Any],
+        grades: Mapping[str, Any] | None = None,
+        *,
+        key: str,
+        limits: Limits = WHOLE,
+    ) -> Markup:
+        """The row without a heading, as the content of an element of class `row`.
+
+        Args:
+            row: all its columns.
+            grades: its columns of the job's grades; None if it has none.
+            key: makes ids unique in the page: letters, digits and `-`.
+        """
+        row = self.read(row)
+        text: str | None = row[self.text_column]
+        spans = answer_spans(grades, text)
+        behind = reasoning_end(grades, text)
+        values = {
+            "prompt": [
+                (name, shortened(part, limits.text)) for name, part in self.prompt.parts(row)
+            ],
+            "reasoning": shortened(text[:behind], limits.text) if text and behind else None,
+            "reasoning_length": behind,
+            "answer": None if text is None else self._answer(text, behind, spans, limits),
+            "tokens": self._token_view(row, key, limits, text, spans),
+            "num_tokens": row["num_generated_tokens"],
+            "error": row["error"],
+            "grades": _grades(grades),
+            "grade_error": (grades or {}).get("grade_error"),
+            "facts": self._facts(row),
+            "inputs": [
+                (name, shortened(plain_text(row[name]), limits.text))
+                for name in self._inputs
+                if row.get(name) is not None
+            ],
+        }
+        return Markup(environment().get_template("row.html.jinja").render(values))
+
+    def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row with the JSON in its columns parsed, where they hold JSON as text."""
+        return {n: r(v) if (r := self._readers.get(n)) else v for n, v in row.items()}
+
+    def _answer(self, text: str, behind: int, spans: Sequence[Span], limits: Limits) -> Markup:
+        moved = [
+            Span(span.start - behind, span.end - behind, span.name)
+            for span in spans
+            if span.start >= behind
+        ]
+        return shortened(text[behind:], limits.text, moved)
+
+    def _token_view(
+        self,
+        row: Mapping[str, Any],
+        key: str,
+        limits: Limits,
+        text: str | None,
+        spans: Sequence[Span],
+    ) -> Markup:
+        if limits.tokens == 0:
+            return Markup("")
+        return self.tokens.html(row, key, limits.tokens, text, spans[0] if spans else None)
+
+    def _facts(self, row: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """What is known of the row in a word each."""
+        facts = [("finish_reason", row["finish_reason"])]
+        if row["stop"] is not None:
+            facts.append(("stop", plain_text(row["stop"])))
+        if self._constrained:
+            outcome = constraint_outcome(row["finish_reason"], row["constraint_satisfied"])
+            facts.append(("constraint", f"{outcome}: {OUTCOMES[outcome]}"))
+        if row.get("parsed") is not None:
+            facts.append(("parsed", plain_text(row["parsed"])))
+        counts = ((name, row.get(name)) for name in self._counts)
+        return facts + [
+            (name, f"{value:,}" if isinstance(value, int) else plain_text(value))
+            for name, value in counts
+            if value is not None
+        ]
+
+
+def verdict(row: Mapping[str, Any], grades: Mapping[str, Any] | None) -> Verdict | None:
+    """How a row fared; None where nothing marks it and it has no error.
+
+    Args:
+        row: with `error`.
+        grades: its columns of the job's grades.
+    """
+    if row["error"] is not None:
+        return Verdict(f"error: {row['error']['type']}", "bad")
+    if grades is None:
+        return None
+    if (error := grades.get("grade_error")) is not None:
+        return Verdict(f"not graded: {error['type']}", "bad")
+    mark = grades.get("mark")
+    if mark is None:
+        return None
+    if mark in (0, 1):
+        missing = not mark and "answer" in grades and grades["answer"] is None
+        return Verdict("no answer", "wrong") if missing else _RIGHT[mark == 1]
+    return Verdict(f"{mark:.3g}", "partly")
+
+
+_RIGHT = (Verdict("wrong", "wrong"), Verdict("right", "right"))
+
+
+def answer_spans(grades: Mapping[str, Any] | None, text: str | None) -> list[Span]:
+    """Where the answers that `Extract` found stand in the text; the first step's is the first."""
+    spans = []
+    for column, start in (grades or {}).items():
+        match = _SPAN_OF.fullmatch(column)
+        if match is None or start is None or text is None or grades is None:
+            continue
+        end = grades.get(f"{match['name']}_end")
+        if isinstance(end, int) and 0 <= start < end <= len(text):
+            spans.append(Span(start, end, match["name"]))
+    return spans
+
+
+def reasoning_end(grades: Mapping[str, Any] | None, text: str | None) -> int:
+    """Where the reasoning ends in a text, in characters; 0 if there is none."""
+    for name, value in (grades or {}).items():
+        if name.endswith("reasoning_end") and isinstance(value, int):
+            return value
+    if text is None or (at := text.rfind(_END_OF_REASONING)) < 0:
+        return 0
+    return at + len(_END_OF_REASONING)
+
+
+def _grades(grades: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """The columns of the grades that people read: without places in the text."""
+    places = ("_start", "_end", "grade_error")
+    return [
+        (name, "–" if value is None else plain_text(value))
+        for name, value in (grades or {}).items()
+        if name not in _KEYS and not name.endswith(places)
+    ]
