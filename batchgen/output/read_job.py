@@ -213,12 +213,15 @@ class Shard:
         """Whether there are rows in journals."""
         return len(self._written.keys) > 0
 
-    def batches(self, names: Sequence[str], first_row: int = 0) -> Iterator[pa.RecordBatch]:
+    def batches(
+        self, names: Sequence[str], first_row: int = 0, size: int = BATCH
+    ) -> Iterator[pa.RecordBatch]:
         """The rows in order, each once.
 
         Args:
             names: of the columns.
             first_row: the `row_index` to begin with. Row groups before it are not read.
+            size: about how many rows a batch has; more are faster where rows are small.
 
         Raises:
             JobError: the shard is damaged.
@@ -230,7 +233,7 @@ class Shard:
             try:
                 with pq.ParquetFile(self._published) as file:
                     groups = _groups_from(file.metadata, first_row)
-                    for batch in file.iter_batches(BATCH, row_groups=groups, columns=wanted):
+                    for batch in file.iter_batches(size, row_groups=groups, columns=wanted):
                         if first_row:
                             batch = batch.slice(int(np.searchsorted(row_keys(batch), least)))
                             if not batch.num_rows:
@@ -243,8 +246,8 @@ class Shard:
                         start = stop
             except (pa.ArrowException, OSError) as error:
                 raise damaged(self._published, str(error)) from error
-        for first in range(start, end, BATCH):
-            rows = np.arange(first, min(first + BATCH, end))
+        for first in range(start, end, size):
+            rows = np.arange(first, min(first + size, end))
             yield from self._written.table(rows, names).to_batches()
 
     def _merged(

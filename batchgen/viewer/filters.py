@@ -103,8 +103,8 @@ class Filter:
         if self.disagree:
             names += _answers(schema, text_column)
         names += MARK_COLUMNS if self.mark else ()
-        names += ["finish_reason"] if self.reason else ()
-        names += ["error"] if self.error or self.mark else ()
+        names += ["finish_reason"] if self.reason or self.mark else ()
+        names += ["error"] if self.error else ()
         names += ["num_generated_tokens"] if self.least or self.most else ()
         return [name for name in dict.fromkeys(names) if name in schema.names]
 
@@ -143,11 +143,10 @@ def marks(table: pa.Table) -> npt.NDArray[np.str_]:
     """[R] Which of MARKS each sample has; empty for rows with an error of their own.
 
     Args:
-        table: with `error` and those of MARK_COLUMNS that the grades have.
+        table: with `finish_reason` and those of MARK_COLUMNS that the grades have.
     """
     count, names = table.num_rows, table.column_names
     found = np.full(count, "ungraded", dtype="<U11")
-    failed = np.asarray(pc.is_valid(table["error"]))
     if "mark" in names:
         mark = pc.fill_null(table["mark"], np.nan).to_numpy()
         found[mark == 1] = "right"
@@ -157,7 +156,7 @@ def marks(table: pa.Table) -> npt.NDArray[np.str_]:
             found[np.asarray(pc.is_null(table["answer_key"])) & (mark == 0)] = "no_answer"
     if "grade_error" in names:
         found[np.asarray(pc.is_valid(table["grade_error"]))] = "grade_error"
-    found[failed] = ""
+    found[_bools(pc.equal(table["finish_reason"], "error"))] = ""
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -25,12 +25,10 @@ class _Part:
     """The grades of one shard.
 
     Attributes:
-        stamps: when the file and its shard were written, and how long they are.
         keys: [R] int64, of `row_keys`, ascending.
-        table: [R] of all columns but those that rows have themselves.
+        table: [R] of some columns.
     """
 
-    stamps: tuple[int, ...]
     keys: npt.NDArray[np.int64]
     table: pa.Table
 
@@ -45,7 +43,7 @@ class ShardGrades:
     def __init__(self, job: Path) -> None:
         self._job = JobGrades(job)
         self._lock = Lock()  # pages are made in several threads
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[tuple[int, ...], _Part] = {}
         self._fields: tuple[int, list[pa.Field]] = (0, [])
 
     def fields(self, taken: Collection[str]) -> list[pa.Field]:
@@ -57,16 +55,21 @@ class ShardGrades:
             self._fields = changed, [] if schema is None else list(schema)
         return [field for field in self._fields[1] if field.name not in (*taken, "row_id", *KEYS)]
 
-    def of(self, shard: int, keys: npt.NDArray[np.int64], *, is_open: bool) -> pa.Table:
-        """[R] The grades of the rows with these `row_keys`.
+    def of(
+        self, shard: int, keys: npt.NDArray[np.int64], columns: Sequence[str], *, is_open: bool
+    ) -> pa.Table:
+        """[R] Some columns of the grades of the rows with these `row_keys`.
 
         Args:
             is_open: whether rows of the shard stand in journals; then none of it counts as graded,
                 because any of them may be newer than its grades.
+
+        Raises:
+            JobError: a file is damaged.
         """
+        fields = [field for field in self.fields(()) if field.name in columns]
         with self._lock:
-            part = None if is_open else self._part(shard)
-        fields = self.fields(())
+            part = None if is_open else self._part(shard, [field.name for field in fields])
         known: Collection[str] = ()
         if part is not None:
             at = np.searchsorted(part.keys, keys)
@@ -74,39 +77,36 @@ class ShardGrades:
             found = part.table.take(pa.array(at, mask=part.keys[at] != keys))
             known = found.column_names
         # While a job is graded by other steps, only some shards have the new columns.
-        columns = [
+        made = [
             found[field.name] if field.name in known else pa.nulls(len(keys), field.type)
             for field in fields
         ]
-        return pa.table(columns, schema=pa.schema(fields))
+        return pa.table(made, schema=pa.schema(fields))
 
-    def _part(self, shard: int) -> _Part | None:
-        """The grades of a shard; None if there are none of its rows.
-
-        Raises:
-            JobError: the file is damaged.
-        """
+    def _part(self, shard: int, columns: Sequence[str]) -> _Part | None:
+        """Columns of the grades of a shard; None if there are none of its rows."""
         rows, path = shard_path(self._job.job / "data", shard), shard_path(self._job.path, shard)
         try:
             stats = rows.stat(), path.stat()
         except FileNotFoundError:
             return None
-        stamps = tuple(n for stat in stats for n in (stat.st_mtime_ns, stat.st_size))
-        known = self._parts.get(shard)
-        if known is not None and known.stamps == stamps:
+        stamps = (shard, *(n for stat in stats for n in (stat.st_mtime_ns, stat.st_size)))
+        known = self._parts.get(stamps)
+        if known is not None and known.table.column_names == list(columns):
             return known
         # A shard that is older than its grades is the one that they were made of. Else the folder
         # may just have been copied, and its bytes have to say it.
         if stats[0].st_mtime_ns > stats[1].st_mtime_ns and not self._job.part(shard).is_of_shard:
             return None
         try:
-            table = pq.read_table(path, partitioning=None)
+            with pq.ParquetFile(path) as file:
+                there = [name for name in columns if name in file.schema_arrow.names]
+                table = file.read([*KEYS, *there])
         except (pa.ArrowException, OSError) as error:
             raise damaged(path, str(error)) from error
         if not table.num_rows:
             return None
         while len(self._parts) >= _KEPT:
             del self._parts[next(iter(self._parts))]
-        part = _Part(stamps, row_keys(table), table.drop_columns(["row_id", *KEYS]))
-        self._parts[shard] = part
+        part = self._parts[stamps] = _Part(row_keys(table), table.select(there))
         return part

@@ -13,13 +13,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.output.read_job import JobFolderReader
+from batchgen.grading.job_grades import GRADES
+from batchgen.output.read_job import BATCH, JobFolderReader
 from batchgen.output.row_order import KEYS, first_key, row_keys
 from batchgen.viewer.grades import ShardGrades
 
 _SETTLED_NS = 2 * 10**9
 """A folder that changed less than this long ago may change again within one tick of its file
 system's clock, and its time would not show it."""
+LIGHT_BATCH = 4096
+"""How many rows are read at a time of columns that are short in every job."""
+_LIGHT = {"row_id", *KEYS, "finish_reason", "num_generated_tokens", "num_prompt_tokens"}
 
 
 @dataclass(frozen=True)
@@ -61,17 +65,28 @@ class JobRows:
         return self.reader.path
 
     @property
+    def stamps(self) -> tuple[int, ...]:
+        """When the folders of shards, journals and grades last changed."""
+        return (*self._listed().stamps, _changed(self.path / GRADES))
+
+    @property
+    def row_schema(self) -> pa.Schema | None:
+        """The columns of the rows; None if no row is finished."""
+        return self._listed().schema
+
+    @property
+    def grade_names(self) -> list[str]:
+        """The columns of the grades that the rows do not have themselves; empty without grades."""
+        rows = self.row_schema
+        return [] if rows is None else [field.name for field in self._grades.fields(rows.names)]
+
+    @property
     def schema(self) -> pa.Schema | None:
         """The columns of the rows and of their grades; None if no row is finished."""
-        rows = self._listed().schema
+        rows = self.row_schema
         if rows is None:
             return None
         return pa.schema([*rows, *self._grades.fields(rows.names)])
-
-    @property
-    def is_graded(self) -> bool:
-        """Whether some rows have grades."""
-        return bool(self._grades.fields(()))
 
     @property
     def shards(self) -> list[int]:
@@ -95,8 +110,8 @@ class JobRows:
         """Tables of some hundred rows of one shard, in which all samples of a row stand together.
 
         Args:
-            columns: names of columns of the rows or of their grades; the two of KEYS and `row_id`
-                are there besides.
+            columns: names of columns of the rows or of their grades; the two of KEYS are there
+                besides.
             first_row: the index of the row to begin with.
         """
         rest: pa.Table | None = None
@@ -120,18 +135,20 @@ class JobRows:
     def _tables(self, number: int, columns: Sequence[str], first_row: int) -> Iterator[pa.Table]:
         schema = self._listed().schema
         assert schema is not None
-        names = list(dict.fromkeys(["row_id", *KEYS, *columns]))
+        names = list(dict.fromkeys([*KEYS, *columns]))
         own = [name for name in names if name in schema.names]
         graded = [name for name in names if name not in schema.names]
         shard = self.reader.shard(number)
-        for batch in shard.batches(own, first_row):
+        size = LIGHT_BATCH if _LIGHT.issuperset(own) else BATCH
+        for batch in shard.batches(own, first_row, size):
             if not batch.num_rows:
                 continue
             table = pa.Table.from_batches([batch])
             if graded:
-                grades = self._grades.of(number, row_keys(batch), is_open=shard.is_open)
-                for name in graded:
-                    table = table.append_column(grades.schema.field(name), grades[name])
+                keys = row_keys(batch)
+                grades = self._grades.of(number, keys, graded, is_open=shard.is_open)
+                for field in grades.schema:
+                    table = table.append_column(field, grades[field.name])
             yield table
 
     def _listed(self) -> Listing:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.output.row_order import KEYS
-from batchgen.viewer.job_rows import JobRows
+from batchgen.viewer.job_rows import LIGHT_BATCH, JobRows
 
 
 class RowIds:
@@ -35,15 +35,15 @@ class RowIds:
         Raises:
             JobError: a shard is damaged.
         """
-        number = int(row_id) if row_id.isascii() and row_id.isdecimal() and len(row_id) < 16 else None
-        for guess in (near, number):
+        is_number = row_id.isascii() and row_id.isdecimal() and len(row_id) < 16
+        for guess in (near, int(row_id) if is_number else None):
             if guess is not None and self._id_of(guess) == row_id:
                 return guess
         with self._lock:
             return self._sought(row_id)
 
     def _id_of(self, row_index: int) -> str | None:
-        found = self._rows.samples(row_index, [])
+        found = self._rows.samples(row_index, ["row_id"])
         return found["row_id"][0].as_py() if found.num_rows else None
 
     def _sought(self, row_id: str) -> int | None:
@@ -60,17 +60,16 @@ class RowIds:
     def _read(self, shard: int, row_id: str) -> int | None:
         """Look into one shard, and keep the hashes of a complete one."""
         hashes: list[npt.NDArray[np.uint32]] = []
+        before = -1
         found: int | None = None
-        count = 0
-        for table in self._rows.whole_rows(shard, []):
-            at = pc.index(table["row_id"], row_id).as_py()
-            if at >= 0 and found is None:
-                found = table[KEYS[0]][at].as_py()
-            rows = np.asarray(table[KEYS[0]])
-            first = np.append(True, rows[1:] != rows[:-1])
-            count += int(first.sum())
-            hashes.append(_hashes(table["row_id"].filter(pa.array(first)).to_pylist()))
-        if count == self._rows.rows_per_shard:
+        for batch in self._rows.reader.shard(shard).batches(["row_id", KEYS[0]], size=LIGHT_BATCH):
+            rows = np.asarray(batch[KEYS[0]])
+            ids = batch["row_id"].filter(pa.array(rows != np.append(before, rows[:-1])))
+            if (at := pc.index(batch["row_id"], row_id).as_py()) >= 0 and found is None:
+                found = int(rows[at])
+            hashes.append(_hashes(ids.to_pylist()))
+            before = int(rows[-1]) if len(rows) else before
+        if sum(map(len, hashes)) == self._rows.rows_per_shard:
             self._hashes[shard] = np.concatenate(hashes)
         return found
 

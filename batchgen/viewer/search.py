@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,8 @@ from batchgen.viewer.job_rows import JobRows
 
 SECONDS = 2.0
 """How long a page may search before it shows what it has found."""
+_BEGINNING, _END = 280, 140
+"""Characters of a text that lists show."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ class Search:
         return Found(hits, None, searched)
 
     def rows(self, hits: Sequence[int], columns: Sequence[str]) -> dict[int, pa.Table]:
-        """Some columns of all samples of the rows with these indices, by index."""
+        """Some columns of all samples of the rows with these indices, by index. Of long texts there
+        are the beginning and the end."""
         found: dict[int, pa.Table] = {}
         for row in hits:
             if row not in found:
@@ -108,7 +112,7 @@ class Search:
         wanted = {row for row in hits if row // self._rows.rows_per_shard == shard}
         last = max(wanted)
         for table in self._rows.whole_rows(shard, columns, min(wanted)):
-            chosen = table.filter(pc.is_in(table[KEYS[0]], pa.array(sorted(wanted))))
+            chosen = _excerpts(table.filter(pc.is_in(table[KEYS[0]], pa.array(sorted(wanted)))))
             for row, start, stop in _runs(chosen):
                 found[row] = chosen.slice(start, stop - start)
             if table[KEYS[0]][-1].as_py() >= last:
@@ -129,9 +133,21 @@ class Search:
         return self._clock() >= self._until
 
 
+def _excerpts(table: pa.Table) -> pa.Table:
+    for place, field in enumerate(table.schema):
+        if field.type == pa.string() and field.name != "row_id":
+            column = table[field.name]
+            begin = pc.utf8_slice_codeunits(column, 0, _BEGINNING)
+            end = pc.utf8_slice_codeunits(column, -_END)
+            both = pc.binary_join_element_wise(begin, end, " … ")
+            is_long = pc.greater(pc.utf8_length(column), _BEGINNING + _END)
+            table = table.set_column(place, field, pc.if_else(is_long, both, column))
+    return table
+
+
 def _runs(table: pa.Table) -> Iterator[tuple[int, int, int]]:
     """The index of each row in a table, and where its samples begin and end."""
     rows = np.asarray(table[KEYS[0]])
-    starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])) if len(rows) else []
-    for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
+    cuts = [*np.flatnonzero(np.append(True, rows[1:] != rows[:-1])), len(rows)] if len(rows) else []
+    for start, stop in pairwise(cuts):
         yield int(rows[start]), int(start), int(stop)
