@@ -79,9 +79,7 @@ def compared(
     found = _differences(jobs)
     if found and not anyway:
         names = " and ".join(job.given for job in jobs)
-        raise ConfigError(
-            f"{names} are not one exam: {'; '.join(found)}: --anyway compares them"
-        )
+        raise ConfigError(f"{names} are not one exam: {'; '.join(found)}: --anyway compares them")
     return compare(a, b), found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Thread
 
 from batchgen.command.job_rows import exit_code, open_job
 from batchgen.command.verbs import Parser
@@ -43,6 +44,8 @@ def _view(arguments: Sequence[str]) -> int:
 
     site = Site([JobView(reader, name) for name, reader in readers.items()])
     with ViewServer(site.respond, given.port) as server:
+        # The libraries that pages need take half a second to load: meanwhile the browser starts.
+        Thread(target=site.respond, args=("rows", {}), daemon=True).start()
         print(f"{' and '.join(readers)}: {server.url} (Ctrl-C ends it)", flush=True)
         if given.open:
             import webbrowser

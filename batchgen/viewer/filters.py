@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from batchgen.errors import ConfigError
 from batchgen.output.row_order import KEYS
+from batchgen.viewer.grades import PREFIX
 
 Bools = npt.NDArray[np.bool_]
 
@@ -25,7 +26,7 @@ MARKS = {
 }
 """How a sample can be marked, and what that means."""
 REASONS = ("stop", "length", "constraint_conflict", "error")
-MARK_COLUMNS = ("mark", "answer_key", "grade_error")
+MARK, ANSWER_KEY, GRADE_ERROR = (PREFIX + n for n in ("mark", "answer_key", "grade_error"))
 LONGEST = 1000
 """Characters of a text that is sought."""
 
@@ -98,11 +99,11 @@ class Filter:
             if column not in text_columns(schema):
                 raise ConfigError(f"there is no column of texts {column!r}")
             names.append(column)
-        if self.mark and not any(name in schema.names for name in MARK_COLUMNS):
+        if self.mark and not any(name in schema.names for name in (MARK, GRADE_ERROR)):
             raise ConfigError("this job has no grades: mark needs some")
         if self.disagree:
             names += _answers(schema, text_column)
-        names += MARK_COLUMNS if self.mark else ()
+        names += [MARK, ANSWER_KEY, GRADE_ERROR] if self.mark else ()
         names += ["finish_reason"] if self.reason or self.mark else ()
         names += ["error"] if self.error else ()
         names += ["num_generated_tokens"] if self.least or self.most else ()
@@ -143,26 +144,26 @@ def marks(table: pa.Table) -> npt.NDArray[np.str_]:
     """[R] Which of MARKS each sample has; empty for rows with an error of their own.
 
     Args:
-        table: with `finish_reason` and those of MARK_COLUMNS that the grades have.
+        table: with `finish_reason` and those columns of the grades that there are.
     """
     count, names = table.num_rows, table.column_names
     found = np.full(count, "ungraded", dtype="<U11")
-    if "mark" in names:
-        mark = pc.fill_null(table["mark"], np.nan).to_numpy()
+    if MARK in names:
+        mark = pc.fill_null(table[MARK], np.nan).to_numpy()
         found[mark == 1] = "right"
         found[(mark > 0) & (mark < 1)] = "partly"
         found[mark == 0] = "wrong"
-        if "answer_key" in names:
-            found[np.asarray(pc.is_null(table["answer_key"])) & (mark == 0)] = "no_answer"
-    if "grade_error" in names:
-        found[np.asarray(pc.is_valid(table["grade_error"]))] = "grade_error"
+        if ANSWER_KEY in names:
+            found[np.asarray(pc.is_null(table[ANSWER_KEY])) & (mark == 0)] = "no_answer"
+    if GRADE_ERROR in names:
+        found[np.asarray(pc.is_valid(table[GRADE_ERROR]))] = "grade_error"
     found[_bools(pc.equal(table["finish_reason"], "error"))] = ""
     return found
 
 
 def _answers(schema: pa.Schema, text_column: str) -> Sequence[str]:
     """The column that samples must agree in."""
-    return [next(n for n in ("answer_key", "mark", text_column) if n in schema.names)]
+    return [next(n for n in (ANSWER_KEY, MARK, text_column) if n in schema.names)]
 
 
 def _disagreeing(table: pa.Table, text_column: str) -> Bools:

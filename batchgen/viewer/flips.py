@@ -7,7 +7,7 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from batchgen.command.compare import comparison_lines, compared
+from batchgen.command.compare import compared, comparison_lines
 from batchgen.command.graded_job import GradedJob
 from batchgen.errors import ConfigError
 from batchgen.viewer.job_view import JobView

@@ -16,6 +16,9 @@ from batchgen.grading.job_grades import JobGrades
 from batchgen.output.row_order import KEYS, row_keys
 from batchgen.output.shards import damaged, shard_path
 
+PREFIX = "grades/"
+"""Stands before the names of columns of the grades, because the data may have such names, too."""
+_KEYS = ("row_id", *KEYS)
 _KEPT = 4
 """Of how many shards the grades stay in memory: those of the rows that are looked at."""
 
@@ -46,14 +49,15 @@ class ShardGrades:
         self._parts: dict[tuple[int, ...], _Part] = {}
         self._fields: tuple[int, list[pa.Field]] = (0, [])
 
-    def fields(self, taken: Collection[str]) -> list[pa.Field]:
-        """The columns of the grades, without those whose names rows have already."""
+    def fields(self) -> list[pa.Field]:
+        """The columns of the grades, with PREFIX; empty without grades."""
         path = self._job.path
         changed = path.stat().st_mtime_ns if path.is_dir() else 0
         if changed != self._fields[0]:
             schema = self._job.schema()
-            self._fields = changed, [] if schema is None else list(schema)
-        return [field for field in self._fields[1] if field.name not in (*taken, "row_id", *KEYS)]
+            fields = [] if schema is None else [f for f in schema if f.name not in _KEYS]
+            self._fields = changed, [f.with_name(PREFIX + f.name) for f in fields]
+        return self._fields[1]
 
     def of(
         self, shard: int, keys: npt.NDArray[np.int64], columns: Sequence[str], *, is_open: bool
@@ -61,15 +65,17 @@ class ShardGrades:
         """[R] Some columns of the grades of the rows with these `row_keys`.
 
         Args:
+            columns: their names, with PREFIX.
             is_open: whether rows of the shard stand in journals; then none of it counts as graded,
                 because any of them may be newer than its grades.
 
         Raises:
             JobError: a file is damaged.
         """
-        fields = [field for field in self.fields(()) if field.name in columns]
+        fields = [field for field in self.fields() if field.name in columns]
+        names = [field.name.removeprefix(PREFIX) for field in fields]
         with self._lock:
-            part = None if is_open else self._part(shard, [field.name for field in fields])
+            part = None if is_open else self._part(shard, names)
         known: Collection[str] = ()
         if part is not None:
             at = np.searchsorted(part.keys, keys)
@@ -78,8 +84,8 @@ class ShardGrades:
             known = found.column_names
         # While a job is graded by other steps, only some shards have the new columns.
         made = [
-            found[field.name] if field.name in known else pa.nulls(len(keys), field.type)
-            for field in fields
+            found[name] if name in known else pa.nulls(len(keys), field.type)
+            for name, field in zip(names, fields, strict=True)
         ]
         return pa.table(made, schema=pa.schema(fields))
 

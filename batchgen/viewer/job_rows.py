@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from batchgen.grading.job_grades import GRADES
 from batchgen.output.read_job import BATCH, JobFolderReader
 from batchgen.output.row_order import KEYS, first_key, row_keys
-from batchgen.viewer.grades import ShardGrades
+from batchgen.viewer.grades import PREFIX, ShardGrades
 
 _SETTLED_NS = 2 * 10**9
 """A folder that changed less than this long ago may change again within one tick of its file
@@ -76,17 +76,14 @@ class JobRows:
 
     @property
     def grade_names(self) -> list[str]:
-        """The columns of the grades that the rows do not have themselves; empty without grades."""
-        rows = self.row_schema
-        return [] if rows is None else [field.name for field in self._grades.fields(rows.names)]
+        """The columns of the grades, with PREFIX; empty without grades."""
+        return [field.name for field in self._grades.fields()]
 
     @property
     def schema(self) -> pa.Schema | None:
         """The columns of the rows and of their grades; None if no row is finished."""
         rows = self.row_schema
-        if rows is None:
-            return None
-        return pa.schema([*rows, *self._grades.fields(rows.names)])
+        return None if rows is None else pa.schema([*rows, *self._grades.fields()])
 
     @property
     def shards(self) -> list[int]:
@@ -136,8 +133,8 @@ class JobRows:
         schema = self._listed().schema
         assert schema is not None
         names = list(dict.fromkeys([*KEYS, *columns]))
-        own = [name for name in names if name in schema.names]
-        graded = [name for name in names if name not in schema.names]
+        graded = [name for name in names if name.startswith(PREFIX)]
+        own = [name for name in names if name not in graded]
         shard = self.reader.shard(number)
         size = LIGHT_BATCH if _LIGHT.issuperset(own) else BATCH
         for batch in shard.batches(own, first_row, size):

@@ -17,6 +17,7 @@ from batchgen.output.manifest import ROWS
 from batchgen.output.read_job import JobFolderReader
 from batchgen.report.row_page import Limits, RowPage, Verdict, answer_spans, verdict
 from batchgen.scoring.table import score_lines
+from batchgen.viewer.grades import PREFIX
 from batchgen.viewer.job_rows import JobRows
 from batchgen.viewer.row_ids import RowIds
 
@@ -113,11 +114,10 @@ class JobView:
 
     def samples(self, table: pa.Table) -> list[Sample]:
         """The samples in a table of rows and their grades."""
-        names = set(self.rows.grade_names)
         found = []
         for row in table.to_pylist():
-            grades = {name: value for name, value in row.items() if name in names}
-            own = {name: value for name, value in row.items() if name not in names}
+            own = {name: value for name, value in row.items() if not name.startswith(PREFIX)}
+            grades = {name.removeprefix(PREFIX): row[name] for name in row if name not in own}
             has_some = any(value is not None for value in grades.values())
             found.append(Sample(own, grades if has_some else None))
         return found

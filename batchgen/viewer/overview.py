@@ -97,7 +97,10 @@ def _facts(job: JobView, metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if metrics:
         facts += [
-            ("tokens", f"{metrics['prompt_tokens']:,} read, {metrics['generated_tokens']:,} written"),
+            (
+                "tokens",
+                f"{metrics['prompt_tokens']:,} read, {metrics['generated_tokens']:,} written",
+            ),
             ("speed", f"{metrics['tokens_per_s'] or 0:,.0f} tokens/s"),
         ]
     if attempt.get("wall_s"):

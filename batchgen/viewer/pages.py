@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-
 from batchgen.errors import ConfigError, JobError
 from batchgen.report.row_page import CSS
 from batchgen.report.safe_text import environment
 from batchgen.viewer.filters import MARKS, REASONS, Filter, text_columns
 from batchgen.viewer.flips import Flips
+from batchgen.viewer.grades import PREFIX
 from batchgen.viewer.job_view import MOST_TOKENS, JobView, Sample, same_sample
 from batchgen.viewer.overview import overview
+from batchgen.viewer.row_ids import StillSearching
 from batchgen.viewer.search import Search
 from batchgen.viewer.server import Response
 
@@ -111,13 +112,18 @@ class Site:
             return make(query)
         except NotThere as error:
             return self._message(str(error), HTTPStatus.NOT_FOUND)
+        except StillSearching as error:
+            return self._html(
+                "message", title="Still searching", again=True,
+                text=f"{error.searched:,} rows were searched for the row_id. Going on …",
+            )  # fmt: skip
         except ConfigError as error:
             return self._message(str(error), HTTPStatus.BAD_REQUEST)
         except JobError as error:
             return self._message(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
 
     def _html(self, template: str, status: HTTPStatus = HTTPStatus.OK, **values: Any) -> Response:
-        values = {"jobs": self.jobs, "flips": self.flips, "found": "", **values}
+        values = {"jobs": self.jobs, "flips": self.flips, **values}
         text = _templates().get_template(f"{template}.html.jinja").render(values)
         return Response(text.encode("utf-8", "replace"), status=status)
 
@@ -184,6 +190,7 @@ class Site:
             tokens=tokens,
             wanted=Filter.of(query),
             query={key: value for key, value in query.items() if key != "n"},
+            without_tokens={k: v for k, v in query.items() if k not in ("n", "tokens")},
             kept={k: v for k, v in query.items() if k not in ("n", "flip", "anyway")},
             flip=_number(query, "flip", 0),
             flip_query={"anyway": "yes"} if query.get("anyway") == "yes" else {},
@@ -230,7 +237,9 @@ class Site:
         row_id = query.get("id", "")
         index = self.jobs[0].ids.find(row_id)
         if index is None:
-            raise NotThere(f"No finished row of {self.jobs[0].name} has the row_id {row_id[:200]!r}.")
+            raise NotThere(
+                f"No finished row of {self.jobs[0].name} has the row_id {row_id[:200]!r}."
+            )
         return _redirect("row", {"n": index})
 
     def _flips(self, query: Query) -> Response:
@@ -293,7 +302,8 @@ def _columns(job: JobView) -> list[str]:
     """What a list shows of a sample."""
     schema = job.rows.schema
     names = [] if schema is None else schema.names
-    return [n for n in (*_SHOWN, job.rows.text_column, *_GRADES_SHOWN) if n in names]
+    graded = [PREFIX + name for name in _GRADES_SHOWN]
+    return [n for n in (*_SHOWN, job.rows.text_column, *graded) if n in names]
 
 
 def _texts(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
@@ -318,9 +328,7 @@ def _number(query: Query, key: str, default: int | None = None) -> int:
 
 
 def _redirect(page: str, query: Mapping[str, Any]) -> Response:
-    return Response(
-        b"", status=HTTPStatus.SEE_OTHER, location=f"{page}?{urlencode(query)}"
-    )
+    return Response(b"", status=HTTPStatus.SEE_OTHER, location=f"{page}?{urlencode(query)}")
 
 
 @cache
@@ -330,5 +338,3 @@ def _templates() -> Environment:
     made = environment().overlay(loader=PackageLoader("batchgen.viewer", "templates"))
     made.filters["query"] = urlencode
     return made
-
-

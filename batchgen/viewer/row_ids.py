@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from threading import Lock
 
 import numpy as np
@@ -11,6 +13,19 @@ import pyarrow.compute as pc
 
 from batchgen.output.row_order import KEYS
 from batchgen.viewer.job_rows import LIGHT_BATCH, JobRows
+from batchgen.viewer.search import SECONDS
+
+
+class StillSearching(Exception):
+    """Raised when a search takes long. It goes on where it was when it is asked for again.
+
+    Attributes:
+        searched: how many input rows it knows.
+    """
+
+    def __init__(self, searched: int) -> None:
+        super().__init__()
+        self.searched = searched
 
 
 class RowIds:
@@ -19,10 +34,21 @@ class RowIds:
     Of rows without dataset.id_column the id is the index. Other ids are sought shard by shard, in
     one column. What was read is kept as 32 bits of a hash for each input row (40 MB for 10 million
     rows), so that the next search reads only the shards that may have its id.
+
+    Args:
+        rows: of the job.
+        clock: gives seconds.
+        seconds: how long a search may read.
     """
 
-    def __init__(self, rows: JobRows) -> None:
-        self._rows = rows
+    def __init__(
+        self,
+        rows: JobRows,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        seconds: float = SECONDS,
+    ) -> None:
+        self._rows, self._clock, self._seconds = rows, clock, seconds
         self._lock = Lock()
         self._hashes: dict[int, npt.NDArray[np.uint32]] = {}
 
@@ -33,6 +59,7 @@ class RowIds:
             near: a row that is tried first: where another job has the id.
 
         Raises:
+            StillSearching: it takes long.
             JobError: a shard is damaged.
         """
         is_number = row_id.isascii() and row_id.isdecimal() and len(row_id) < 16
@@ -48,11 +75,13 @@ class RowIds:
 
     def _sought(self, row_id: str) -> int | None:
         wanted = _hashes([row_id])[0]
-        shards = self._rows.shards
-        for shard in shards:
+        until = self._clock() + self._seconds
+        for shard in self._rows.shards:
             known = self._hashes.get(shard)
             if known is not None and not (known == wanted).any():
                 continue
+            if known is None and self._clock() >= until:
+                raise StillSearching(sum(map(len, self._hashes.values())))
             if (found := self._read(shard, row_id)) is not None:
                 return found
         return None

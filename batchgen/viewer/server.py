@@ -3,9 +3,9 @@
 What it shows is what models and strangers' data sets wrote, and it stands beside a browser that has
 other pages open. So:
 
-- It listens on 127.0.0.1. Pages from elsewhere could still name it: by a host of their own that they
-  point to 127.0.0.1 (DNS rebinding), which the Host header gives away, or by loading a page of ours
-  as a script or a picture, which Sec-Fetch-Site gives away. Both are refused.
+- It listens on 127.0.0.1. Pages from elsewhere could still reach it: by a name of their own that
+  they point to 127.0.0.1 (DNS rebinding), which the Host header gives away, or by loading a page of
+  ours as a script or a picture, which Sec-Fetch-Site gives away. Both are refused.
 - The address begins with a random key. Other users of the machine can reach the port too, and with
   the key they would need to know what only this terminal shows; on a cluster's login node the file
   permissions of a job's folder would mean little without it.
@@ -156,7 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
         key, slash, page = target.path.removeprefix("/").partition("/")
         if not slash or not hmac.compare_digest(key.encode(), self.server.key.encode()):
             return _plain(
-                HTTPStatus.NOT_FOUND, "Open the address that batchgen view has printed, with its key."
+                HTTPStatus.NOT_FOUND,
+                "Open the address that batchgen view has printed, with its key.",
             )
         try:
             query = dict(parse_qsl(target.query, max_num_fields=_MOST_KEYS))

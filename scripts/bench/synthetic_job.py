@@ -58,23 +58,25 @@ def write_job(
     ids: str = "position",
     texts: Sequence[str] = (),
     seed: int = 0,
+    errors: float = 0.001,
 ) -> None:
     """Write the folder.
 
-    Every answer is a run of random words with a log-probability for each token; one in 1,000 has an
-    error, and seven in ten are right.
+    Every answer is a run of random words with a log-probability for each token, and seven in ten
+    are right.
 
     Args:
         ids: `position` for the ids that rows have without dataset.id_column, `shuffled` for ids in
             no order.
         texts: what answers say in turns; empty for random words.
         seed: of what is random.
+        errors: the share of rows that have an error.
     """
     config = _config(folder, samples, rows_per_shard)
     (folder / "data").mkdir(parents=True)
     table = pa.schema([("question", pa.string()), ("answer_is", pa.int64())])
     schema = OutputSchema.build(table, [LOGPROBS], [], prompt_token_ids=False)
-    maker = _Shards(schema, samples, ids, texts, seed)
+    maker = _Shards(schema, samples, ids, texts, np.random.default_rng(seed), errors)
     for shard, first in enumerate(range(0, rows, rows_per_shard)):
         data = maker.table(first, min(rows_per_shard, rows - first))
         pq.write_table(data, shard_path(folder / "data", shard), compression="zstd")
@@ -110,9 +112,15 @@ class _Shards:
     """Makes the tables of one shard after the other."""
 
     def __init__(
-        self, schema: OutputSchema, samples: int, ids: str, texts: Sequence[str], seed: int
+        self,
+        schema: OutputSchema,
+        samples: int,
+        ids: str,
+        texts: Sequence[str],
+        random: np.random.Generator,
+        share: float,
     ) -> None:
-        self._random = np.random.default_rng(seed)
+        self._random, self._share = random, share
         self._schema, self._samples, self._ids, self._texts = schema, samples, ids, texts
         letters = self._random.integers(97, 123, _CORPUS).astype(np.uint8)
         spaces = np.cumsum(self._random.integers(3, 10, _CORPUS // 6))
@@ -124,7 +132,7 @@ class _Shards:
         """The rows of a shard."""
         random, count = self._random, rows * self._samples
         index = np.repeat(np.arange(first, first + rows), self._samples)
-        failed = random.random(count) < 0.001
+        failed = random.random(count) < self._share
         tokens = np.where(failed, 0, random.integers(20, _MOST_TOKENS, count))
         self.errors, self.tokens = self.errors + int(failed.sum()), self.tokens + int(tokens.sum())
         answers = index + (random.random(count) > 0.7)
@@ -175,7 +183,5 @@ def _config(folder: Path, samples: int, rows_per_shard: int) -> JobConfig:
         sampling=SamplingConfig(n=samples, temperature=1.0, max_new_tokens=_MOST_TOKENS),
         strategy=StrategyConfig(target="batchgen.strategies.ar.strategy.ARStrategy"),
         engine=EngineGroup(),
-        output=OutputConfig(
-            dir=str(folder), columns=("logprobs",), rows_per_shard=rows_per_shard
-        ),
+        output=OutputConfig(dir=str(folder), columns=("logprobs",), rows_per_shard=rows_per_shard),
     )

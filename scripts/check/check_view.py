@@ -2,10 +2,10 @@
 
     python scripts/check/check_view.py [OUT [OUT2]] [--pictures FOLDER]
 
-Without folders of jobs, two small ones are written whose answers try to break out of the page. Every
-page is opened in headless Chromium at the size of a phone and of a desk, light and dark. The exit
-code is 1 if the browser's console has an error, a page asks for anything outside the server, a page
-is wider than the window, or a text that tries to be a script becomes one. Without Chromium and
+Without folders of jobs, two small ones are written whose answers try to break out of the page.
+Every page is opened in headless Chromium at the size of a phone and of a desk, light and dark. The
+exit code is 1 if the browser's console has an error, a page asks for anything outside the server, a
+page is wider than the window, or a text that tries to be a script becomes one. Without Chromium and
 playwright (`pip install playwright`; its own browsers are not needed) nothing is checked.
 """
 
