@@ -42,6 +42,7 @@ from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.model.source import model_files
 from batchgen.prompts.prompts import Prompt, build_prompt, constant_prompt_warning
+from batchgen.report.decode import decode_with
 from batchgen.strategies.base.strategy import BaseStrategy
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class OpenedJob:
             build_engine=partial(self._build_engine, config),
             strategy=self.strategy,
             decode=None if tokenizer is None else partial(decode, tokenizer),
+            decode_all=None if tokenizer is None else decode_with(tokenizer),
             close=lambda: None if self.compiler is None else self.compiler.close(),
         )
 

@@ -183,11 +183,14 @@ class Generation:
                     finished.append(request.finished(output=output))
             elif not finished:
                 self._write(self._first.rest(), progress)
+                self._add_point(time.monotonic() - started)
                 self._save_metrics()
                 return True
             self._write(self._first.passed(finished, len(self._in_flight)), progress)
             seconds = time.monotonic() - started
             self._metrics.attempt.generate_s = round(seconds, 3)
+            if self._metrics.timeline.due(seconds):
+                self._add_point(seconds)
             if self._metrics.due():
                 self._save_metrics()
             if progress.due():
@@ -201,6 +204,10 @@ class Generation:
             self._writer.write(finished)
             self._count(finished)
             progress.add(finished)
+
+    def _add_point(self, seconds: float) -> None:
+        rows = self._metrics.attempt.rows
+        self._metrics.timeline.add(seconds, rows, self._engine.generated_tokens)
 
     def _save_metrics(self) -> None:
         self._metrics.in_flight = self._engine.num_running

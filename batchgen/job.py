@@ -39,6 +39,7 @@ from batchgen.output.shards import read_columns, shard_files
 from batchgen.output.writer import OutputWriter
 from batchgen.progress import Progress, show_memory, summary
 from batchgen.prompts.prompts import Prompt, fit_prompt
+from batchgen.report.write_report import REPORT, is_up_to_date, try_report
 from batchgen.signals import JobStopped, StopSignals
 
 
@@ -58,6 +59,7 @@ class JobParts:
         strategy: declares what is counted for each row, which becomes columns, and has lines for
             the job's summary. None if it has none of either.
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
+        decode_all: the same with special tokens, to show single tokens.
         close: ends what was opened and works in the background.
     """
 
@@ -70,6 +72,7 @@ class JobParts:
     build_engine: Callable[[], Engine]
     strategy: Strategy | None = None
     decode: Callable[[list[int]], str] | None = None
+    decode_all: Callable[[list[int]], str] | None = None
     close: Callable[[], None] = lambda: None
 
     @property
@@ -153,6 +156,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
         with _recorded(metrics, folder.path):
             if not is_done:
                 write_atomic(folder.path / "README.md", unfinished_card(str(folder.path)))
+                (folder.path / REPORT).unlink(missing_ok=True)  # it would tell of fewer rows
                 engine = parts.build_engine()
                 signals.deferred = True
                 metrics.attempt.memory = asdict(engine.memory)
@@ -311,7 +315,8 @@ def _complete(
     write_atomic(folder.path / "README.md", graded_card(card, folder.path))
     metrics.save("complete")
     folder.remove_journal()
-    message = summary(totals, path, metrics, parts.strategy, metrics.score)
+    report = try_report(folder.path, parts.decode_all) if config.output.report else None
+    message = summary(totals, path, metrics, parts.strategy, metrics.score, report)
     return JobResult(totals.error_rows, None, message)
 
 
@@ -323,8 +328,11 @@ def _already_complete(
     if config.post:
         save_scores(folder.path, score)
     totals = _count_shards(config, parts, folder).totals
+    report = None
+    if config.output.report and not is_up_to_date(folder.path):
+        report = try_report(folder.path, parts.decode_all)
     message = "This job is complete already; nothing was computed.\n"
-    table = summary(totals, str(folder.path), strategy=parts.strategy, score=score)
+    table = summary(totals, str(folder.path), strategy=parts.strategy, score=score, report=report)
     return JobResult(totals.error_rows, None, message + table)
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from tqdm import tqdm
@@ -171,6 +172,7 @@ def summary(
     metrics: Metrics | None = None,
     strategy: Hooks | None = None,
     score: Mapping[str, Any] | None = None,
+    report: Path | None = None,
 ) -> str:
     """The table at the end of a job.
 
@@ -178,6 +180,7 @@ def summary(
         metrics: of this attempt, if it was the one that completed the job.
         strategy: has lines of its own to add.
         score: what the job's marks come to, if it has some.
+        report: the page about the job, if it was made.
     """
     lines = [
         ("rows", f"{totals.rows:,}"),
@@ -200,6 +203,8 @@ def summary(
         seconds = f"{duration(attempt.wall_s)} ({duration(attempt.generate_s)} generating)"
         lines += [("time", seconds), ("speed", f"{metrics.tokens_per_s:,.1f} tokens/s")]
     lines.append(("read it", f"{how_to_read(folder)['datasets']}; others: see its README.md"))
+    if report is not None:
+        lines.append(("report", str(report)))
     lines.append(("output", folder))
     width = max(len(name) for name, _ in lines)
     table = [f"{name:<{width}}  {value}" for name, value in lines]

@@ -62,6 +62,7 @@ def _grade(arguments: Sequence[str]) -> int:
         )
         scores = score(job.path, config.score)
         save_scores(job.path, scores)
+        job.renew_report()
     print(f"{count:,} rows graded" if count else "All rows have these grades already.")
     if scores is not None:
         from batchgen.scoring.table import score_lines, table

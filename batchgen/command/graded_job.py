@@ -59,6 +59,13 @@ class GradedJob:
         except OSError as error:
             raise ConfigError(f"{self.given} cannot be written: {error.strerror}") from None
 
+    def renew_report(self) -> None:
+        """Make the report again, if the job has one, so that it tells of the present scores."""
+        from batchgen.report.write_report import REPORT, try_report
+
+        if (self.path / REPORT).is_file():
+            try_report(self.path)
+
     @property
     def text_column(self) -> str:
         return self._reader.text_column

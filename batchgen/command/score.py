@@ -42,6 +42,7 @@ def _score(arguments: Sequence[str]) -> int:
     scores = job_score(job.path, config.score)
     with job.locked():
         save_score(job.path, scores)
+        job.renew_report()
     print(
         json.dumps(scores, indent=2, ensure_ascii=False)
         if given.json

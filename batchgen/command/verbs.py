@@ -54,6 +54,7 @@ VERBS = {
     "grade": Verb("batchgen.command.grade", "OUT", "grade a job's answers, without the model"),
     "score": Verb("batchgen.command.score", "OUT", "score a graded job, with intervals"),
     "compare": Verb("batchgen.command.compare", "A B", "compare the scores of two jobs by row"),
+    "report": Verb("batchgen.command.report", "OUT", "write a job's report.html again"),
     "validate": Verb("batchgen.validate", "OUT", "check the rows of a finished job again"),
 }
 

@@ -129,6 +129,7 @@ class OutputConfig:
     overwrite: bool = False
     retry_errors: bool = False
     on_all_errors: Literal["stop", "continue"] = "stop"
+    report: bool = True
 
     def __post_init__(self) -> None:
         _check(bool(self.dir), "output.dir", "a folder", self.dir)

@@ -37,7 +37,7 @@ _NOT_DECIDING = {
     "model": {"name", "path", "revision"},
     "dataset": {"path", "limit"},
     "sampling": {"n"},
-    "output": {"dir", "overwrite", "retry_errors", "on_all_errors"},
+    "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report"},
 }
 """Keys of each group that decide nothing about the content of a row."""
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))

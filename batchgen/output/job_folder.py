@@ -15,7 +15,10 @@ from batchgen.output.shards import shard_files
 MIN_FREE_BYTES = 32 * 2**20
 _MANIFEST = "manifest.json"
 _LOCK = ".lock"
-_OWN = ("data", "journal", "grades", "README.md", "config.yaml", "metrics.json", _MANIFEST)
+_OWN = (
+    *("data", "journal", "grades", "report.html", "README.md", "config.yaml", "metrics.json"),
+    _MANIFEST,
+)
 """All that a job ever writes, in the order in which it is deleted. The manifest is the last, so
 that a folder still says whose it is if its deletion was interrupted."""
 
@@ -26,6 +29,7 @@ class JobFolder:
         README.md  config.yaml  manifest.json  metrics.json  data/part-00000.parquet …
         journal/ (only while the job is not complete)  .lock
         grades/part-00000.parquet …  grades/steps.json (if the job has `post` steps)
+        report.html (once it is complete)
 
     Attributes:
         path: of the folder.

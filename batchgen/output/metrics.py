@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.output.manifest import write_atomic
+from batchgen.output.timeline import Timeline, metrics_text
 
 if TYPE_CHECKING:
     from batchgen.output.schema import FinishedRow
@@ -190,6 +191,7 @@ class Metrics:
         in_flight: how many rows run in the engine, without those that wait for their turn.
         was_complete: whether an earlier attempt completed the job.
         score: what the job's marks come to, as of `batchgen.scoring.score`; None without marks.
+        timeline: how the job went on over time, earlier attempts included.
     """
 
     def __init__(self, path: Path, rows_resumed: int, tally: Tally) -> None:
@@ -202,8 +204,10 @@ class Metrics:
         self._earlier: list[dict[str, Any]] = []
         self.was_complete = False
         self.score: Mapping[str, Any] | None = None
+        self.timeline = Timeline(rows=rows_resumed)
         if path.exists():
             earlier = json.loads(path.read_text(encoding="utf-8"))
+            self.timeline = Timeline(earlier.get("timeline", ()), rows_resumed)
             self._earlier = earlier["attempts"]
             self.was_complete = earlier["status"] == "complete"
         for earlier in self._earlier:
@@ -240,7 +244,8 @@ class Metrics:
         if self.score is not None:
             summary["score"] = self.score
         summary["attempts"] = attempts
-        write_atomic(self._path, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+        summary["timeline"] = self.timeline.points
+        write_atomic(self._path, metrics_text(summary))
 
 
 def peak_rss_mib() -> float:

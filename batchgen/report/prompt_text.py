@@ -53,8 +53,8 @@ class PromptText:
     def parts(self, row: Mapping[str, Any]) -> list[Part]:
         """The prompt of a row; empty if nothing is known of it."""
         ids = row.get("prompt_token_ids")
-        if ids and self._decode is not None:
-            return [("prompt", self._decode(list(ids)))]
+        if ids is not None and self._decode is not None:
+            return [("prompt", self._decode([int(id) for id in ids]))]
         try:
             parts = [(key, render(row, row["row_index"])) for key, render in self._templates]
         except ValueError:  # a RequestError: the row had no prompt, and its error says why

@@ -91,7 +91,7 @@ class RowPage:
         """The row without a heading, as the content of an element of class `row`.
 
         Args:
-            row: all its columns.
+            row: all its columns; those with a value per token may be lists or arrays.
             grades: its columns of the job's grades; None if it has none.
             key: makes ids unique in the page: letters, digits and `-`.
         """
@@ -108,10 +108,10 @@ class RowPage:
             "answer": None if text is None else self._answer(text, behind, spans, limits),
             "tokens": self._token_view(row, key, limits, text, spans),
             "num_tokens": row["num_generated_tokens"],
-            "error": row["error"],
-            "grades": _grades(grades),
-            "grade_error": (grades or {}).get("grade_error"),
-            "facts": self._facts(row),
+            "error": _error(row["error"], limits),
+            "grades": [(name, shortened(value, limits.text)) for name, value in _grades(grades)],
+            "grade_error": _error((grades or {}).get("grade_error"), limits),
+            "facts": [(name, shortened(value, limits.text)) for name, value in self._facts(row)],
             "inputs": [
                 (name, shortened(plain_text(row[name]), limits.text))
                 for name in self._inputs
@@ -208,6 +208,13 @@ def reasoning_end(grades: Mapping[str, Any] | None, text: str | None) -> int:
     if text is None or (at := text.rfind(_END_OF_REASONING)) < 0:
         return 0
     return at + len(_END_OF_REASONING)
+
+
+def _error(error: Mapping[str, str] | None, limits: Limits) -> dict[str, Any] | None:
+    """The type and the message of an error, as the template shows them."""
+    if error is None:
+        return None
+    return {name: shortened(text, limits.text) for name, text in error.items()}
 
 
 def _grades(grades: Mapping[str, Any] | None) -> list[tuple[str, str]]:

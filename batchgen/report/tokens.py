@@ -26,6 +26,7 @@ _HEAT = (0.05, 0.2, 0.5, 1.0, 2.0, 3.0, 5.0)
 _COLOURS = 6
 """How many colours tell steps and experts apart."""
 _CACHED = 20_000  # texts of tokens
+_MOST_TOP = 8  # of the likeliest tokens
 _MOST_LAYERS = 4  # whose experts a title names
 
 
@@ -79,13 +80,14 @@ class TokenView:
         """The tokens of a row; empty if it has none.
 
         Args:
+            row: all its columns; those with a value per token may be lists or arrays.
             key: makes the ids of inputs unique in the page: letters, digits and `-`.
             most: so many tokens are shown, from the beginning and the end; None shows all.
             text: of the row.
             answer: the part of the text that is the answer, whose tokens are underlined.
         """
-        ids: list[int] = row["token_ids"] or []
-        if not ids:
+        ids: Sequence[int] = () if row["token_ids"] is None else row["token_ids"]
+        if not len(ids):
             return Markup("")
         facts = _Facts.of(row, self.schema, self.step_name)
         texts = self._texts(ids)
@@ -100,7 +102,7 @@ class TokenView:
                     parts.append(_GAP.format(f"{len(gap):,}"))
                 continue
             classes = ["t", *facts.classes(place), *["a"] * (place in inside)]
-            title = self._title(ids[place], place, facts)
+            title = self._title(int(ids[place]), place, facts)
             text = _shown(texts[place]) if texts else escape(f"{ids[place]} ")
             parts.append(f'<span class="{" ".join(classes)}" title="{escape(title)}">{text}</span>')
         return _VIEW.format(
@@ -109,7 +111,7 @@ class TokenView:
 
     def _texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each token; empty if it cannot be known."""
-        return [] if self.decode is None else [self._token_text(id) for id in ids]
+        return [] if self.decode is None else [self._token_text(int(id)) for id in ids]
 
     def _token_text(self, id: int) -> str:
         text: str = self._text(id)  # type: ignore[attr-defined]
@@ -128,7 +130,8 @@ class TokenView:
         lines += facts.lines(place)
         if facts.top is not None:
             lines += [
-                f"{_logprob(value)}  {self._name(other)}" for other, value in facts.top(place)
+                f"{_logprob(value)}  {self._name(int(other))}"
+                for other, value in facts.top(place)[:_MOST_TOP]
             ]
         return "\n".join(lines)
 
@@ -222,7 +225,7 @@ def _experts(
     """The experts of each generated token (None for the last, which no forward has read), and the
     numbers of the layers that they are of."""
     values = row.get("routed_experts")
-    if not values or len(values) < count - 1:
+    if values is None or len(values) < max(count - 1, 1):
         return None, []
     metadata = schema.field("routed_experts").metadata or {}
     layers = json.loads(metadata.get(b"moe_layers", b"[]")) or list(range(len(values[0])))

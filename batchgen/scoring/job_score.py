@@ -15,6 +15,7 @@ from batchgen.errors import ConfigError
 from batchgen.grading.job_grades import JobGrades, Part
 from batchgen.output.manifest import write_atomic
 from batchgen.output.shards import damaged, read_columns
+from batchgen.output.timeline import metrics_text
 from batchgen.scoring.marks import Marks, Sample
 from batchgen.scoring.score import score
 
@@ -71,9 +72,9 @@ def save_score(job: Path, scores: Mapping[str, Any] | None) -> None:
     metrics = json.loads(path.read_text(encoding="utf-8"))
     metrics.pop("score", None)
     if scores is not None:
-        attempts = metrics.pop("attempts")
-        metrics |= {"score": scores, "attempts": attempts}
-    write_atomic(path, json.dumps(metrics, indent=2, ensure_ascii=False) + "\n")
+        last = {key: metrics.pop(key) for key in ("attempts", "timeline") if key in metrics}
+        metrics |= {"score": scores, **last}
+    write_atomic(path, metrics_text(metrics))
 
 
 def _samples(job: Path, config: ScoreConfig) -> Iterator[Sample]:

@@ -1,0 +1,73 @@
+"""How a job went on over time, in few numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MOST_POINTS = 240
+_FIRST_INTERVAL = 0.25  # seconds
+_IN_LINE = 6  # points
+Point = tuple[float, int, int]
+"""Seconds in which engines have run, output rows that are done, and tokens that were generated."""
+
+
+class Timeline:
+    """At most MOST_POINTS points of a job, about equally far apart in time.
+
+    When there are too many, every second one is dropped, and from then on points come half as
+    often. A job that goes on in another process goes on with the points of the one before.
+    """
+
+    def __init__(self, points: Sequence[Sequence[float]] = (), rows: int = 0) -> None:
+        """
+        Args:
+            points: of the job so far.
+            rows: output rows that are done before this process begins.
+        """
+        self._points: list[Point] = [(p[0], int(p[1]), int(p[2])) for p in points]
+        last = self._points[-1] if self._points else (0.0, 0, 0)
+        self._seconds, self._tokens = last[0], last[2]
+        self._rows = rows
+        self._interval = max(_FIRST_INTERVAL, last[0] / MOST_POINTS)
+        self._next = 0.0
+
+    def due(self, seconds: float) -> bool:
+        """Whether a point is wanted.
+
+        Args:
+            seconds: since the engine of this process began.
+        """
+        return seconds >= self._next
+
+    def add(self, seconds: float, rows: int, tokens: int) -> None:
+        """Add a point.
+
+        Args:
+            seconds: since the engine of this process began.
+            rows: output rows that this process has finished.
+            tokens: that this process has generated.
+        """
+        self._points.append(
+            (round(self._seconds + seconds, 3), self._rows + rows, self._tokens + tokens)
+        )
+        if len(self._points) > MOST_POINTS:
+            self._points = self._points[::-2][::-1]  # the last one stays
+            self._interval *= 2
+        self._next = seconds + self._interval
+
+    @property
+    def points(self) -> list[Point]:
+        """All points, the first one first."""
+        return list(self._points)
+
+
+def metrics_text(values: Mapping[str, Any]) -> str:
+    """The text of metrics.json: indented JSON, in which the points of `timeline` share lines."""
+    rest = {key: value for key, value in values.items() if key != "timeline"}
+    text = json.dumps(rest, indent=2, ensure_ascii=False)
+    points = [json.dumps(point) for point in values.get("timeline", ())]
+    lines = [", ".join(points[i : i + _IN_LINE]) for i in range(0, len(points), _IN_LINE)]
+    timeline = "".join(f"\n    {line}," for line in lines).removesuffix(",")
+    return text.removesuffix("\n}") + f',\n  "timeline": [{timeline}\n  ]\n}}\n'

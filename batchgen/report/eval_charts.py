@@ -1,0 +1,150 @@
+"""The charts of scores: intervals, score against length, and the samples of each question."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from markupsafe import Markup
+
+from batchgen.report.charts import LINE, Chart, label
+from batchgen.report.collect import Lengths, Question
+from batchgen.report.safe_text import visible
+from batchgen.report.svg import (
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Frame,
+    Scale,
+    drawing,
+    percent,
+    tag,
+    text,
+    ticks,
+)
+
+
+def score_by_length(lengths: Lengths) -> Chart:
+    """The mean mark of answers of about the same length, with ± two standard errors."""
+    total = np.cumsum(lengths.marked)
+    count = int(min(10, max(total[-1] // 10, 1)))
+    edges = np.searchsorted(total, np.linspace(0, total[-1], count + 1)[1:] - 0.5)
+    groups, start = [], 0
+    for edge in np.unique(edges).tolist():
+        marked = lengths.marked[start : edge + 1]
+        n, sum_ = int(marked.sum()), float(lengths.marks[start : edge + 1].sum())
+        if n:
+            middle = float(np.average(np.arange(start, edge + 1), weights=marked))
+            groups.append((start, edge, n, middle, sum_ / n))
+        start = edge + 1
+    errors = [2 * (max(mean * (1 - mean), 0.25 / n) / n) ** 0.5 for *_, n, _, mean in groups]
+    most = max(mean + error for (*_, mean), error in zip(groups, errors, strict=True))
+    frame = Frame.of((0, len(lengths.counts) - 1 or 1), (0, _range([0, most])[1]))
+    parts = frame.draw("tokens of the answer", "mean mark", y_text=percent)
+    rows, line = [], []
+    for (first, last, n, middle, mean), error in zip(groups, errors, strict=True):
+        x = frame.x(middle)
+        high, low = frame.y(min(mean + error, 1)), frame.y(max(mean - error, 0))
+        parts.append(tag("line", x1=x, x2=x, y1=high, y2=low, class_="whisker"))
+        parts.append(tag("circle", cx=x, cy=frame.y(mean), r=4, class_="dot"))
+        line.append(f"{x:.1f},{frame.y(mean):.1f}")
+        rows.append((f"{first:,}–{last:,}", f"{n:,}", percent(mean)))
+    parts.append(tag("polyline", points=" ".join(line), class_="line thin"))
+    said = "Score against length: " + ", ".join(f"{r[0]} tokens {r[2]}" for r in rows)
+    note = "Answers in groups of about equal number; the lines are two standard errors."
+    header = ("tokens", "answers", "mean mark")
+    return Chart("Score against length", note, drawing(parts, said), header, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A share with its 95% interval; None where that is not known."""
+
+    name: str
+    value: float | None
+    low: float | None
+    high: float | None
+    kind: str = ""
+
+
+def intervals(title: str, estimates: Sequence[Estimate], note: str) -> Chart:
+    """Estimates below each other, with their intervals."""
+    start, end = 14 + 6.8 * max(len(label(e.name)) for e in estimates), WIDTH - 56
+    low, high = _range([v for e in estimates for v in (e.low, e.value, e.high) if v is not None])
+    scale, bottom = Scale(low, high, start, end), 8 + LINE * len(estimates)
+    parts = []
+    for share in ticks(low, high, 4):
+        x = scale(share)
+        parts.append(tag("line", x1=x, x2=x, y1=2, y2=bottom, class_="grid"))
+        parts.append(text(percent(share), x, bottom + 15, "tick", text_anchor="middle"))
+    for place, found in enumerate(estimates):
+        y = 4 + place * LINE + LINE / 2
+        parts.append(text(label(found.name), start - 8, y + 4, "label", text_anchor="end"))
+        if found.value is None:
+            continue
+        if found.low is not None and found.high is not None:
+            x1, x2 = scale(found.low), scale(found.high)
+            parts.append(tag("line", x1=x1, x2=x2, y1=y, y2=y, class_=f"whisker {found.kind}"))
+        parts.append(tag("circle", cx=scale(found.value), cy=y, r=4.5, class_="dot"))
+        parts.append(text(f"{100 * found.value:.1f}%", end + 8, y + 4, "tick"))
+    rows = [
+        (e.name, *("–" if v is None else f"{100 * v:.1f}%" for v in (e.value, e.low, e.high)))
+        for e in estimates
+    ]
+    said = f"{title}: " + ", ".join(f"{r[0]} {r[1]}" for r in rows)
+    svg = drawing(parts, said, bottom + 22)
+    return Chart(title, note, svg, ("metric", "value", "low", "high"), rows)
+
+
+def _range(shares: Sequence[float]) -> tuple[float, float]:
+    """Tenths that hold all shares; from 0 or to 1 where they come near the middle."""
+    low, high = min(shares, default=0.0), max(shares, default=1.0)
+    return (
+        np.floor(10 * low) / 10 if low > 0.5 else 0.0,
+        np.ceil(10 * max(high, 0.01)) / 10 if high < 0.5 else 1.0,
+    )
+
+
+def question_dots(questions: Sequence[Question], links: Mapping[int, str], note: str) -> Chart:
+    """A column for each question and a dot for each of its samples, by score.
+
+    Args:
+        links: from the key of a row to its anchor, for rows that the page has.
+    """
+    means = [float(np.nanmean(q.marks)) if np.isfinite(q.marks).any() else -1.0 for q in questions]
+    order = np.argsort(-np.array(means), kind="stable")
+    high = max(len(q.marks) for q in questions)
+    cell = min((WIDTH - LEFT - RIGHT) / len(questions), 14.0)
+    step = min(cell, 240 / high) if high > 4 else max(cell, 4.0)
+    radius, parts = min(cell, step) * 0.42, []
+    for place, index in enumerate(order.tolist()):
+        question, x = questions[index], LEFT + (place + 0.5) * cell
+        dots = [
+            tag("circle", cx=x, cy=TOP + (n + 0.5) * step, r=radius, class_=_mark_class(mark))
+            for n, mark in enumerate(question.marks.tolist())
+        ]
+        marked = question.marks[np.isfinite(question.marks)]
+        said = f"{question.row_id}: {marked.sum():.3g} of {len(marked)}"
+        column = tag("g", tag("title", visible(said)) + Markup("").join(dots))
+        anchor = next((links[k] for k in question.keys.tolist() if k in links), None)
+        parts.append(column if anchor is None else tag("a", column, href=f"#{anchor}"))
+    bottom = TOP + high * step
+    parts.append(
+        text(
+            "question", LEFT + len(questions) * cell / 2, bottom + 20, "name", text_anchor="middle"
+        )
+    )
+    parts.append(text("sample", LEFT - 6, TOP + high * step / 2 + 4, "name", text_anchor="end"))
+    whole = sum(mean == 1 for mean in means)
+    said = (
+        f"Questions: {whole} of {len(questions)} always right, {sum(m == 0 for m in means)} never"
+    )
+    return Chart("Questions", note, drawing(parts, said, bottom + 28))
+
+
+def _mark_class(mark: float) -> str:
+    if not np.isfinite(mark):
+        return "unmarked"
+    return "right" if mark == 1 else "wrong" if mark == 0 else "partly"

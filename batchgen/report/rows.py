@@ -1,0 +1,188 @@
+"""The rows that a report has: which, how much of each, and how they are found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from batchgen.output.metrics import constraint_outcome
+from batchgen.report.collect import Collected
+from batchgen.report.job_data import JobData
+from batchgen.report.row_page import Limits, RowPage, Verdict, verdict
+from batchgen.shorten import beginning
+
+_LEVELS = (Limits(20_000, 600), Limits(6_000, 240), Limits(2_000, 80), Limits(600, 0))
+"""How much of a row is shown, from the most that there is room for down to the least."""
+_SMALL = 10_000  # characters of a row that need not become fewer
+_GIST = 110  # characters of an answer in the heading
+_KINDS = {
+    "wrong": "wrong", "right": "right", "partly": "partly right", "none": "no answer",
+    "ungraded": "not graded", "error": "errors", "cut": "cut", "constraint": "constraint not kept",
+    "disagreeing": "samples disagree", "longest": "longest", "random": "at random",
+}  # fmt: skip
+"""Kinds of rows, by class; the switches at the top of the rows choose among them."""
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A row in the page.
+
+    Attributes:
+        anchor: its id.
+        kinds: the keys of _KINDS that it belongs to.
+        gist: the beginning of its answer.
+        html: what is behind its heading.
+    """
+
+    anchor: str
+    row_id: str
+    sample: int
+    kinds: tuple[str, ...]
+    verdict: Verdict | None
+    tokens: int
+    finish_reason: str
+    gist: str
+    html: Markup
+
+
+@dataclass(frozen=True)
+class ShownRows:
+    """The rows of a page.
+
+    Attributes:
+        dropped: how many rows had no room.
+        cut: how many are shortened to make room for others.
+        kinds: class, name and number of rows of each kind that there is.
+    """
+
+    rows: Sequence[ShownRow]
+    dropped: int
+    cut: int
+
+    @property
+    def kinds(self) -> list[tuple[str, str, int]]:
+        counts = Counter(kind for row in self.rows for kind in row.kinds)
+        return [(kind, name, counts[kind]) for kind, name in _KINDS.items() if counts[kind]]
+
+
+def anchor(key: int) -> str:
+    """The id of a row in the page, given its key as of `row_keys`."""
+    return f"row-{key >> 31}-{key & 0x7FFFFFFF}"
+
+
+def shown_rows(data: JobData, page: RowPage, found: Collected, room: int) -> ShownRows:
+    """Read and render the chosen rows.
+
+    Args:
+        room: bytes that they may have together.
+
+    Raises:
+        JobError: a file is damaged.
+    """
+    reasons = found.chosen()
+    variants: list[tuple[dict[str, Any], list[Markup]]] = []
+    for row, grades in data.chosen(np.array(list(reasons), np.int64)):
+        key = (row["row_index"] << 31) | row["sample_index"]
+        heading = _heading(page, row, grades, key, reasons[key])
+        variants.append((heading, _variants(page, row, grades, heading["anchor"])))
+    levels, dropped = _fit([[len(h.encode()) for h in made] for _, made in variants], room)
+    rows = [
+        ShownRow(**heading, html=made[level])
+        for (heading, made), level in zip(variants, levels, strict=True)
+        if level is not None
+    ]
+    return ShownRows(rows, dropped, sum(bool(level) for level in levels))
+
+
+def _heading(
+    page: RowPage,
+    row: Mapping[str, Any],
+    grades: Mapping[str, Any] | None,
+    key: int,
+    reasons: Sequence[str],
+) -> dict[str, Any]:
+    """The fields of a ShownRow but its HTML."""
+    found = verdict(row, grades)
+    return {
+        "anchor": anchor(key),
+        "row_id": row["row_id"],
+        "sample": row["sample_index"],
+        "kinds": _kinds(row, grades, found, reasons),
+        "verdict": found,
+        "tokens": row["num_generated_tokens"],
+        "finish_reason": row["finish_reason"],
+        "gist": _gist(row, grades or {}, page.text_column),
+    }
+
+
+def _gist(row: Mapping[str, Any], grades: Mapping[str, Any], text_column: str) -> str:
+    """What a row came to in a line: its error, its answer beside the right one, or its text."""
+    if row["error"] is not None:
+        return beginning(row["error"]["message"], _GIST)
+    answer, target = grades.get("answer"), grades.get("graded_against")
+    if answer is None:
+        return beginning(row[text_column] or "", _GIST)
+    text = beginning(str(answer), _GIST)
+    wrong = target is not None and grades.get("mark") == 0
+    return f"{text}  (right is {beginning(str(target), _GIST)})" if wrong else text
+
+
+def _kinds(
+    row: Mapping[str, Any],
+    grades: Mapping[str, Any] | None,
+    found: Verdict | None,
+    reasons: Sequence[str],
+) -> tuple[str, ...]:
+    kinds = [reason for reason in ("disagreeing", "longest", "random") if reason in reasons]
+    if row["error"] is not None:
+        kinds.append("error")
+    elif (grades or {}).get("grade_error") is not None:
+        kinds.append("ungraded")
+    elif found is not None:
+        kinds.append("none" if found.name == "no answer" else found.kind)
+    if row["finish_reason"] == "length":
+        kinds.append("cut")
+    kept = row.get("constraint_satisfied")
+    if kept is not None and constraint_outcome(row["finish_reason"], kept) != "satisfied":
+        kinds.append("constraint")
+    return tuple(kinds)
+
+
+def _variants(
+    page: RowPage, row: Mapping[str, Any], grades: Mapping[str, Any] | None, key: str
+) -> list[Markup]:
+    """The row at all levels, as far as a lower one is worth it."""
+    made: list[Markup] = []
+    for limits in _LEVELS:
+        made.append(page.html(row, grades, key=key, limits=limits))
+        if len(made[-1]) < _SMALL:
+            break
+    return made
+
+
+def _fit(sizes: Sequence[Sequence[int]], room: int) -> tuple[list[int | None], int]:
+    """The level of each row so that all have room together; None for a row that has none.
+
+    The largest row is made smaller, again and again, or left out if it is at its lowest level.
+
+    Args:
+        sizes: for each row its bytes at each level.
+
+    Returns:
+        The levels, and how many rows were left out.
+    """
+    levels: list[int | None] = [0] * len(sizes)
+    now = [row[0] for row in sizes]
+    while sum(now) > room:
+        largest = int(np.argmax(now))
+        level = levels[largest]
+        assert level is not None
+        lower = level + 1
+        levels[largest] = lower if lower < len(sizes[largest]) else None
+        now[largest] = sizes[largest][lower] if lower < len(sizes[largest]) else 0
+    return levels, sum(level is None for level in levels)

@@ -1,0 +1,253 @@
+"""What a report says, section by section, as the template shows it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchgen.duration import duration
+from batchgen.output.metrics import OUTCOMES
+from batchgen.report.charts import Chart, bars, experts, histogram, numbers, timeline_charts
+from batchgen.report.collect import MOST_QUESTIONS, Collected
+from batchgen.report.eval_charts import Estimate, intervals, question_dots, score_by_length
+from batchgen.report.token_facts import TokenFacts
+
+_MOST_SUBSETS = 30
+_MOST_MESSAGE = 300
+_TARGETS = {"DLLMStrategy": "denoise step", "ARSpecStrategy": "forward"}
+
+
+@dataclass
+class Section:
+    """A part of the page with a heading of its own.
+
+    Attributes:
+        id: its anchor.
+        notes: sentences before the charts.
+        table: a title, a header and rows, behind the charts; None for none.
+    """
+
+    id: str
+    title: str
+    notes: list[str] = field(default_factory=list)
+    charts: list[Chart] = field(default_factory=list)
+    table: tuple[str, Sequence[str], Sequence[Sequence[str]]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A headline number: its name, its value, and what qualifies it."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+def headline(metrics: Mapping[str, Any], found: Collected) -> list[Fact]:
+    """The numbers at the top of the page."""
+    facts = []
+    if (score := metrics.get("score")) is not None and score["avg"]["value"] is not None:
+        facts.append(Fact("score", _percent(score["avg"]["value"]), _two_intervals(score["avg"])))
+    failed = sum(found.errors.values())
+    facts.append(Fact("rows", f"{found.rows:,}", f"{failed:,} with an error" if failed else ""))
+    if not metrics:
+        return facts
+    facts += [
+        Fact("generated tokens", f"{metrics['generated_tokens']:,}",
+             f"from {metrics['prompt_tokens']:,} of prompts"),
+        Fact("speed", f"{metrics['tokens_per_s']:,.1f}", "tokens per second"),
+        Fact("time", duration(metrics["wall_s"]), f"{duration(metrics['generate_s'])} generating"),
+    ]  # fmt: skip
+    return facts
+
+
+def sections(
+    metrics: Mapping[str, Any],
+    config: Mapping[str, Any],
+    found: Collected,
+    facts: TokenFacts,
+    links: Mapping[int, str],
+) -> list[Section]:
+    """All sections with charts; those of which nothing is known are left out.
+
+    Args:
+        links: from the keys of the rows that the page has to their anchors.
+    """
+    made = [
+        _scores(metrics, found, links),
+        _outcomes(found),
+        _lengths(found),
+        Section("speed", "Throughput", charts=timeline_charts(metrics.get("timeline", []))),
+        _steps(metrics, config, facts),
+        _experts(facts),
+    ]
+    return [section for section in made if section.charts or section.table]
+
+
+def _scores(metrics: Mapping[str, Any], found: Collected, links: Mapping[int, str]) -> Section:
+    section = Section("scores", "Scores")
+    score = metrics.get("score")
+    if score is None or score["avg"]["value"] is None:
+        return section
+    average = score["avg"]
+    estimates = [_estimate("mean", average, "population")]
+    if average["same_questions"] is not None:
+        estimates.append(_estimate("mean, same questions", average, "same_questions"))
+    estimates += [
+        _estimate(name, value, "population")
+        for name, value in score.items()
+        if name.startswith(("pass", "maj")) and value["value"] is not None
+        if name.partition("@")[2] != "1" and not name.endswith("^1")
+    ]
+    note = (
+        "With 95% intervals: blue for new questions of the same kind, orange for the same "
+        "questions asked again."
+    )
+    section.charts.append(intervals("Estimates", estimates, note))
+    subsets = list(score.get("subsets", {}).items())
+    if subsets:
+        section.charts.append(
+            intervals(
+                "Subsets",
+                [
+                    _estimate(name, part["avg"], "population")
+                    for name, part in subsets[:_MOST_SUBSETS]
+                ],
+                f"The first {_MOST_SUBSETS} of {len(subsets)}." * (len(subsets) > _MOST_SUBSETS),
+            )
+        )
+    if found.output.marked.sum() > 1:
+        section.charts.append(score_by_length(found.output))
+    if found.questions:
+        section.charts.append(question_dots(found.questions, links, _questions_note(found)))
+    rates = [(name.replace("_", " "), _percent(rate)) for name, rate in score["rates"].items()]
+    if score["bounds"][0] != score["bounds"][1]:
+        wrong, right = (_percent(bound) for bound in score["bounds"])
+        rates.append(("score if all without a mark were wrong, or right", f"{wrong}, {right}"))
+    section.table = ("What the score leaves open", ("of all answers", "share"), rates)
+    return section
+
+
+def _questions_note(found: Collected) -> str:
+    note = (
+        "A column is a question, by its mean mark; a dot is a sample: filled is right, hollow is "
+        "wrong."
+    )
+    if found.num_questions > len(found.questions):
+        note += f" {MOST_QUESTIONS} of {found.num_questions:,} questions, chosen at random."
+    return note + f" Of all questions {found.disagreeing:,} have samples that disagree."
+
+
+def _estimate(name: str, metric: Mapping[str, Any], interval: str) -> Estimate:
+    bounds = metric[interval] or {"low": None, "high": None}
+    return Estimate(name, metric["value"], bounds["low"], bounds["high"], interval)
+
+
+def _outcomes(found: Collected) -> Section:
+    section = Section("outcomes", "Outcomes")
+    if found.reasons:
+        note = "stop: the answer came to its end; length: it was cut at sampling.max_new_tokens."
+        section.charts.append(bars("Finish reasons", found.reasons, "finish_reason", note))
+    constrained = {n: c for n, c in found.constraint.items() if c}
+    if constrained:
+        note = "; ".join(f"{name}: {OUTCOMES[name]}" for name in constrained) + "."
+        section.charts.append(bars("Constraint", constrained, "outcome", note))
+    both = {"Errors": found.errors, "Answers without a grade": found.grade_errors}
+    section.charts += [bars(title, counts, "type") for title, counts in both.items() if counts]
+    if found.messages:
+        section.table = (
+            "First message of each type",
+            ("type", "rows", "message"),
+            [
+                (kind, f"{found.errors[kind]:,}", _short(message))
+                for kind, message in list(found.messages.items())[:20]
+            ],
+        )
+    return section
+
+
+def _short(message: str) -> str:
+    return message if len(message) <= _MOST_MESSAGE else message[:_MOST_MESSAGE] + "…"
+
+
+def _lengths(found: Collected) -> Section:
+    section = Section("lengths", "Lengths")
+    if found.prompt.total:
+        section.charts.append(histogram("Prompts", found.prompt, "tokens of the prompt"))
+    if found.output.total:
+        cut = found.reasons["length"]
+        note = f"{cut:,} were cut at their longest length." if cut else ""
+        section.charts.append(histogram("Answers", found.output, "tokens of the answer", note))
+    return section
+
+
+def _steps(metrics: Mapping[str, Any], config: Mapping[str, Any], facts: TokenFacts) -> Section:
+    """How many tokens a forward brings, with speculation or block diffusion."""
+    target = str((config.get("strategy") or {}).get("_target_", "")).rpartition(".")[2]
+    name = _TARGETS.get(target, "step")
+    section = Section("steps", "Speculation" if name == "forward" else "Steps")
+    counts = metrics.get("counts") or {}
+    if forwards := counts.get("num_forwards"):
+        tokens = metrics["generated_tokens"] / forwards
+        section.notes.append(f"{tokens:.2f} tokens per forward on the whole.")
+    if drafts := counts.get("num_draft_tokens"):
+        held = counts["num_accepted_tokens"]
+        section.notes.append(f"{held:,} of {drafts:,} drafts held ({_percent(held / drafts)}).")
+    some = "" if facts.all_rows else f" Of the first {facts.rows:,} rows."
+    if facts.per_step:
+        title = f"Tokens of a {name}"
+        section.charts.append(
+            numbers(title, facts.per_step, f"tokens of one {name}", f"{name}s",
+                    f"{facts.tokens_per_step:.2f} on average.{some}")
+        )  # fmt: skip
+    if facts.accepted.total() and max(facts.accepted):
+        section.charts.append(
+            numbers("Drafts that held", _at_least(facts.accepted), "place of the draft",
+                    "held", "How often the draft at a place held, of all forwards: a draft can "
+                    f"only hold if those before it did.{some}", of=facts.accepted.total())
+        )  # fmt: skip
+    if blocks := _steps_per_block(metrics):
+        section.charts.append(numbers("Steps of a block", blocks, "denoise steps", "blocks", ""))
+    return section if section.charts or section.notes else Section("steps", "")
+
+
+def _at_least(accepted: Counter[int]) -> dict[int, int]:
+    """For each place of a draft in how many steps it held."""
+    return {
+        place: sum(count for held, count in accepted.items() if held >= place)
+        for place in range(1, max(accepted) + 1)
+    }
+
+
+def _steps_per_block(metrics: Mapping[str, Any]) -> Counter[int]:
+    """How many blocks took how many steps, over all attempts."""
+    blocks: Counter[int] = Counter()
+    for attempt in metrics.get("attempts", ()):
+        stats = (attempt["engine"] or {}).get("strategy") or {}
+        for steps, count in (stats.get("steps_per_block") or {}).items():
+            blocks[int(steps)] += count
+    return blocks
+
+
+def _experts(facts: TokenFacts) -> Section:
+    section = Section("experts", "Experts")
+    if facts.experts is not None:
+        some = "" if facts.all_rows else f" Of the first {facts.rows:,} rows."
+        note = f"The darker, the more tokens went through the expert.{some}"
+        section.charts.append(experts(facts.experts, facts.layers, note))
+    return section
+
+
+def _two_intervals(average: Mapping[str, Any]) -> str:
+    names = {"population": "new questions", "same_questions": "same questions"}
+    return "; ".join(
+        f"{name} {_percent(bounds['low'])} to {_percent(bounds['high'])}"
+        for key, name in names.items()
+        if (bounds := average[key]) is not None and bounds["low"] is not None
+    )
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f}%"

@@ -1,0 +1,136 @@
+"""Pieces of SVG charts: elements, scales and axes. Colours and type are classes of `report.css`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+from batchgen.report.safe_text import visible
+
+WIDTH, HEIGHT = 440, 232
+"""Of a chart, in its own units; the page makes it as wide as there is room."""
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 42
+"""Margins around what is drawn."""
+
+
+def tag(name: str, content: str = "", /, **attributes: str | float) -> Markup:
+    """An element; `class_` and `text_anchor` are the attributes class and text-anchor."""
+    given = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"'
+        for key, value in attributes.items()
+    )
+    return Markup(f"<{name}{given}>{escape(content)}</{name}>")
+
+
+def text(content: str, x: float, y: float, class_: str = "", **attributes: str | float) -> Markup:
+    """A text at a point."""
+    return tag("text", visible(content), x=x, y=y, class_=class_, **attributes)
+
+
+def _value(value: str | float) -> Markup:
+    if isinstance(value, str):
+        return escape(visible(value))
+    return Markup(f"{value:.2f}".rstrip("0").rstrip("."))
+
+
+def drawing(content: Sequence[str], label: str, height: float = HEIGHT) -> Markup:
+    """A whole chart.
+
+    Args:
+        label: says what it shows, for those who cannot see it.
+    """
+    return tag(
+        "svg",
+        Markup("").join(content),
+        viewBox=f"0 0 {WIDTH} {height:.0f}",
+        role="img",
+        aria_label=label,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A line from values to places in the drawing."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        share = (value - self.low) / ((self.high - self.low) or 1.0)
+        return self.start + share * (self.end - self.start)
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers from `low` to `high`."""
+    span = (high - low) or 1.0
+    rough = span / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [step * i for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def short(value: float) -> str:
+    """A number in a few characters."""
+    for bound, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= bound:
+            return f"{value / (1e3 if name == 'k' else bound):.3g}{name}"
+    return f"{value:,.0f}" if value == int(value) else f"{value:.3g}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.3g}%"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The axes of a chart.
+
+    Attributes:
+        x, y: from values to places.
+    """
+
+    x: Scale
+    y: Scale
+
+    @staticmethod
+    def of(x: tuple[float, float], y: tuple[float, float]) -> Frame:
+        """Axes that hold these ranges of values."""
+        return Frame(
+            Scale(*x, LEFT, WIDTH - RIGHT),
+            Scale(*y, HEIGHT - BOTTOM, TOP),
+        )
+
+    def draw(
+        self,
+        x_name: str,
+        y_name: str,
+        x_text: Callable[[float], str] = short,
+        y_text: Callable[[float], str] = short,
+    ) -> list[Markup]:
+        """Lines, numbers and names of the axes."""
+        bottom, parts = HEIGHT - BOTTOM, []
+        for value in ticks(self.y.low, self.y.high, 4):
+            at = self.y(value)
+            parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, class_="grid"))
+            parts.append(text(y_text(value), LEFT - 6, at + 4, "tick", text_anchor="end"))
+        for value in ticks(self.x.low, self.x.high):
+            at = self.x(value)
+            parts.append(tag("line", x1=at, x2=at, y1=bottom, y2=bottom + 4, class_="axis"))
+            parts.append(text(x_text(value), at, bottom + 17, "tick", text_anchor="middle"))
+        parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=bottom, y2=bottom, class_="axis"))
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        parts.append(text(x_name, middle, HEIGHT - 6, "name", text_anchor="middle"))
+        y_middle = (TOP + bottom) / 2
+        parts.append(
+            text(
+                y_name, 12, y_middle, "name",
+                text_anchor="middle", transform=f"rotate(-90 12 {y_middle:.0f})",
+            )
+        )  # fmt: skip
+        return parts

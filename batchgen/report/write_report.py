@@ -1,0 +1,193 @@
+"""Makes `report.html`: what a job did, in one file without scripts that reads nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from batchgen.duration import duration
+from batchgen.output.manifest import write_atomic
+from batchgen.output.read_job import JobFolderReader
+from batchgen.report.collect import collect
+from batchgen.report.decode import job_decode
+from batchgen.report.job_data import JobData
+from batchgen.report.row_page import CSS, RowPage
+from batchgen.report.rows import ShownRows, anchor, shown_rows
+from batchgen.report.safe_text import environment, visible
+from batchgen.report.sections import headline, sections
+from batchgen.report.token_facts import token_facts
+from batchgen.report.tokens import Decode
+
+REPORT = "report.html"
+MOST_BYTES = 5_000_000
+_HEADINGS = 700
+"""Bytes that the page needs for a row besides what is in it, at most."""
+_LEAST_ROWS = 200_000  # bytes
+_MOST_CONFIG = 60_000  # characters
+
+
+def is_up_to_date(job: Path) -> bool:
+    """Whether a job has a report that is not older than its metrics, scores included."""
+    report, metrics = job / REPORT, job / "metrics.json"
+    if not report.is_file() or not metrics.is_file():
+        return False
+    return report.stat().st_mtime_ns >= metrics.stat().st_mtime_ns
+
+
+def try_report(job: Path, decode: Decode | None = None) -> Path | None:
+    """Make the report of a finished job; whatever goes wrong is a warning, and the job is fine.
+
+    Args:
+        decode: of the job's tokenizer, if that is loaded.
+
+    Returns:
+        Its path; None if it could not be made.
+    """
+    try:
+        return make_report(job, decode)
+    except Exception as error:  # a page for people must not fail hours of work that are done
+        print(
+            f"warning: {job / REPORT} could not be made ({type(error).__name__}: {error}). The "
+            f"rows are complete; `batchgen report {job}` tries again, output.report=false leaves "
+            "it out",
+            file=sys.stderr,
+        )
+        return None
+
+
+def make_report(job: Path, decode: Decode | None = None) -> Path:
+    """Write the report of a job, complete or not, and return its path.
+
+    Args:
+        decode: the text of token ids; None looks for the tokenizer of the job's model.
+
+    Raises:
+        ConfigError: the folder is not one of a job.
+        JobError: a file is damaged, or the report cannot be written.
+    """
+    path = job / REPORT
+    write_atomic(path, report_html(JobFolderReader(job), decode))
+    return path
+
+
+def report_html(reader: JobFolderReader, decode: Decode | None = None) -> str:
+    """The text of the page, which has at most MOST_BYTES.
+
+    Raises:
+        JobError: a file is damaged.
+    """
+    config, metrics, data = reader.config, reader.metrics, JobData(reader)
+    found = collect(data)
+    links = {key: anchor(key) for key in found.chosen()}
+    values: dict[str, Any] = {
+        **_about(reader, config, metrics, data),
+        "facts": headline(metrics, found),
+        "sections": sections(metrics, config, found, token_facts(data), links),
+        "total_rows": found.rows,
+    }
+    frame = _page(values, ShownRows((), 0, 0))
+    room = MOST_BYTES - len(frame.encode()) - _HEADINGS * len(links)
+    if data.schema is None or room < 0:
+        return frame
+    page = RowPage(config, data.schema, decode or job_decode(config))
+    return _page(values, shown_rows(data, page, found, room))
+
+
+def _page(values: Mapping[str, Any], rows: ShownRows) -> str:
+    style = _style(rows)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    template = environment().get_template("report.html.jinja")
+    return template.render(
+        values, shown=rows, style=Markup(style), policy=f"default-src 'none'; style-src "
+        f"'sha256-{digest}'; base-uri 'none'; form-action 'none'",
+    )  # fmt: skip
+
+
+def _style(rows: ShownRows) -> str:
+    """All rules of the page, with one for each kind of rows: it hides the others."""
+    sheets = [*CSS, Path(__file__).parent / "report.css"]
+    rules = [path.read_text(encoding="utf-8") for path in sheets]
+    rules += [
+        f"#k-{kind}:checked ~ .list > :not(.k-{kind}) {{ display: none; }}\n"
+        for kind, _, _ in rows.kinds
+    ]
+    return "".join(rules)
+
+
+def _about(
+    reader: JobFolderReader,
+    config: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    data: JobData,
+) -> dict[str, Any]:
+    """Which job it is, what to be careful about, and how it was configured."""
+    model, dataset = config.get("model") or {}, config.get("dataset") or {}
+    attempts = metrics.get("attempts", [])
+    manifest = reader.manifest
+    file = reader.path / "config.yaml"
+    text = visible(file.read_text(encoding="utf-8")) if file.is_file() else ""
+    if len(text) > _MOST_CONFIG:
+        text = text[:_MOST_CONFIG] + f"\n… {len(text) - _MOST_CONFIG:,} characters are left out"
+    return {
+        "model": model.get("name") or model.get("path") or "a model",
+        "dataset": _dataset(dataset),
+        "strategy": _strategy(config),
+        "started": attempts[0]["started"] if attempts else "",
+        "status": metrics.get("status", "not finished"),
+        "warnings": _warnings(metrics, data),
+        "config": text,
+        "versions": manifest["versions"],
+        "fingerprints": manifest["fingerprints"],
+        "attempts": [_attempt(attempt) for attempt in attempts[-20:]],
+    }
+
+
+def _dataset(dataset: Mapping[str, Any]) -> str:
+    parts = [dataset.get("path") or dataset.get("kind"), dataset.get("name"), dataset.get("split")]
+    return " ".join(str(part) for part in parts if part)
+
+
+def _strategy(config: Mapping[str, Any]) -> str:
+    """How tokens were chosen, in a line."""
+    sampling = config.get("sampling") or {}
+    target = str((config.get("strategy") or {}).get("_target_", "")).split(".")
+    names = [target[-3]] if len(target) > 2 else []
+    if sampling:
+        greedy = not sampling.get("temperature")
+        names.append("greedy" if greedy else f"temperature {sampling['temperature']:g}")
+        count = sampling.get("n", 1)
+        names.append(f"{count} sample{'s' * (count != 1)} of each row")
+    return ", ".join(names)
+
+
+def _warnings(metrics: Mapping[str, Any], data: JobData) -> list[str]:
+    """What a reader must know before trusting a number."""
+    found = []
+    status = metrics.get("status", "not finished")
+    if status != "complete":
+        found.append(f"The job is not complete ({status}): this is about the rows that are done.")
+    elif metrics.get("score") is not None and data.grades is None:
+        found.append("The grades do not belong to these rows: run `batchgen grade` again.")
+    attempts = metrics.get("attempts") or [{}]
+    if why := attempts[-1].get("batch_dependence"):
+        found.append(f"A row's tokens may depend on the rows beside it: {why}.")
+    return found
+
+
+def _attempt(attempt: Mapping[str, Any]) -> tuple[str, ...]:
+    """A line of the table of attempts."""
+    total = (attempt.get("memory") or {}).get("total")
+    device = (
+        "" if not attempt.get("memory") else f"GPU, {total / 2**30:.0f} GiB" if total else "CPU"
+    )
+    speed = attempt["generated_tokens"] / max(attempt["generate_s"], 1e-3)
+    return (
+        attempt["started"], attempt["host"], device, attempt["status"], f"{attempt['rows']:,}",
+        duration(attempt["wall_s"]), f"{speed:,.0f}", f"{attempt['peak_rss_mib']:,.0f} MiB",
+    )  # fmt: skip
