@@ -9,7 +9,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import yaml
 from markupsafe import Markup
 
 from batchgen.command.row_view import input_columns
@@ -67,6 +66,7 @@ class JobView:
         self.ids = RowIds(self.rows)
         self._lock = Lock()
         self._decode: tuple[Decode | None] | None = None
+        self._config: tuple[tuple[int, int], dict[str, Any]] | None = None
 
     @property
     def path(self) -> Path:
@@ -79,7 +79,17 @@ class JobView:
 
     @property
     def config(self) -> dict[str, Any]:
-        return self.rows.reader.config
+        """The job's configuration by group; empty if the job was killed before it was written. It
+        is read again when the file has changed: YAML takes a hundred milliseconds."""
+        try:
+            stat = (self.path / "config.yaml").stat()
+        except FileNotFoundError:
+            return {}
+        stamp = stat.st_mtime_ns, stat.st_size
+        known = self._config
+        if known is None or known[0] != stamp:
+            known = self._config = stamp, self.rows.reader.config
+        return known[1]
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -99,7 +109,9 @@ class JobView:
 
     @property
     def config_text(self) -> str:
-        return yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True)
+        """The file config.yaml; empty if there is none yet."""
+        path = self.path / "config.yaml"
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
 
     @property
     def scores(self) -> list[tuple[str, str]]:
