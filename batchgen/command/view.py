@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Thread
 
 from batchgen.command.job_rows import exit_code, open_job
 from batchgen.command.verbs import Parser
@@ -44,8 +43,7 @@ def _view(arguments: Sequence[str]) -> int:
 
     site = Site([JobView(reader, name) for name, reader in readers.items()])
     with ViewServer(site.respond, given.port) as server:
-        # The libraries that pages need take half a second to load: meanwhile the browser starts.
-        Thread(target=site.respond, args=("rows", {}), daemon=True).start()
+        site.respond("rows", {})  # loads what pages need, for half a second, before anybody waits
         print(f"{' and '.join(readers)}: {server.url} (Ctrl-C ends it)", flush=True)
         if given.open:
             import webbrowser

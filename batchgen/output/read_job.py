@@ -59,12 +59,6 @@ class JobFolderReader:
         return found
 
     @property
-    def rows_per_shard(self) -> int:
-        """How many input rows a shard has: shard k has those from k·rows_per_shard on."""
-        rows: int = self.manifest["identity"]["output"]["rows_per_shard"]
-        return rows
-
-    @property
     def text_column(self) -> str:
         """The name of the column of generated text."""
         name: str = self.manifest["identity"]["output"]["text_column"]

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.grading.job_grades import GRADES
+from batchgen.output.manifest import Manifest
 from batchgen.output.read_job import BATCH, JobFolderReader
 from batchgen.output.row_order import KEYS, first_key, row_keys
 from batchgen.viewer.grades import PREFIX, ShardGrades
@@ -51,12 +52,19 @@ class JobRows:
 
     Attributes:
         reader: of the job's folder.
+        rows_per_shard: how many input rows a shard has.
+        text_column: the column of generated text.
     """
 
     def __init__(self, reader: JobFolderReader) -> None:
+        """
+        Raises:
+            ConfigError: manifest.json cannot be read.
+        """
         self.reader = reader
-        self.rows_per_shard = reader.rows_per_shard
-        self.text_column = reader.text_column
+        output = Manifest.read(reader.path / "manifest.json").identity["output"]
+        self.rows_per_shard: int = output["rows_per_shard"]
+        self.text_column: str = output["text_column"]
         self._grades = ShardGrades(reader.path)
         self._listing: Listing | None = None
 
