@@ -19,10 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import pyarrow.parquet as pq
@@ -68,7 +66,7 @@ def _measure(folder: Path, url: str, pid: int) -> int:
 
     def timed(name: str, targets: list[str]) -> float:
         """The median of some pages, in milliseconds."""
-        times = sorted(1000 * _seconds(lambda t=target: _get(url + t)) for target in targets)
+        times = sorted(_get_ms(url + target) for target in targets)
         line = f"{name:<34}{median(times):>8.1f} ms"
         line += f"  (slowest of {len(times)}: {times[-1]:.1f})" if len(times) > 1 else ""
         print(f"{line:<72}{_resident_mib(pid):>6.0f} MiB")
@@ -95,19 +93,13 @@ def _measure(folder: Path, url: str, pid: int) -> int:
     return int(first > 1000 or one > 100 or grown > _MOST_MIB)
 
 
-def _get(url: str) -> None:
-    """Read a page, and again as long as it goes on searching."""
+def _get_ms(url: str) -> float:
+    """Read a page, and again as long as it goes on searching; returns milliseconds."""
+    began = time.perf_counter()
     while True:
         with urlopen(url, timeout=60) as answer:
-            assert urlsplit(answer.url).path
             if b'http-equiv="refresh"' not in answer.read():
-                return
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+                return 1000 * (time.perf_counter() - began)
 
 
 def _resident_mib(pid: int) -> float:

@@ -107,39 +107,38 @@ def _look(chromium: Any, url: str, jobs: int, pictures: Path) -> list[str]:
     for size, (width, height) in SIZES.items():
         for scheme in ("light", "dark"):
             view = {"width": width, "height": height}
-            page = chromium.new_context(viewport=view, color_scheme=scheme).new_page()
+            context = chromium.new_context(viewport=view, color_scheme=scheme)
             for name, target in pages.items():
-                told: list[str] = []
-                _listen(page, url, told, expect_missing=name in ("missing", "flip"))
-                page.goto(url + target)
-                page.wait_for_load_state("networkidle")
+                page = context.new_page()
+                told = _listening(page, url)
+                status = page.goto(url + target, wait_until="networkidle").status
+                # A browser tells its console of every page that is not there.
+                told = [text for text in told if status == 200 or "status of 404" not in text]
                 if page.evaluate("document.documentElement.scrollWidth") > width:
                     told.append("wider than the window")
                 if page.evaluate("window.broken_out !== undefined"):
                     told.append("a text became a script")
                 faults += [f"{name} {size} {scheme}: {text}" for text in told]
                 page.screenshot(path=str(pictures / f"{name}-{jobs}-{size}-{scheme}.png"))
-            faults += _keys(page, url) if size == "desk" else []
-            page.context.close()
+                page.close()
+            if size == "desk":
+                faults += _keys(context.new_page(), url)
+            context.close()
     return faults
 
 
-def _listen(page: Any, url: str, told: list[str], *, expect_missing: bool) -> None:
-    """Collect what the browser complains of, and what is asked for outside the server."""
-    for event in ("console", "pageerror", "request"):
-        page.remove_all_listeners(event) if hasattr(page, "remove_all_listeners") else None
+def _listening(page: Any, url: str) -> list[str]:
+    """A list that gets what the browser complains of, and what is asked for outside the server."""
+    told: list[str] = []
 
-    def console(message: Any) -> None:
-        is_status = "status of 404" in message.text or "status of 400" in message.text
-        if not (expect_missing and is_status):
-            told.append(f"console: {message.text}")
+    def requested(request: Any) -> None:
+        if not request.url.startswith(url):
+            told.append(f"asks for {request.url}")
 
-    page.on("console", console)
+    page.on("console", lambda message: told.append(f"console: {message.text}"))
     page.on("pageerror", lambda error: told.append(f"error: {error}"))
-    page.on(
-        "request",
-        lambda request: None if request.url.startswith(url) else told.append(f"asks {request.url}"),
-    )
+    page.on("request", requested)
+    return told
 
 
 def _keys(page: Any, url: str) -> list[str]:

@@ -51,7 +51,8 @@ def all_samples(folder: Path) -> list[dict[str, Any]]:
 
 def every(search: Search, count: int) -> dict[int, list[int]]:
     """The hits of page after page."""
-    found, first = {}, 0
+    found: dict[int, list[int]] = {}
+    first = 0
     while True:
         page = search.forward(first, count)
         assert len(page.hits) <= count and not set(page.hits) & set(found)
