@@ -81,14 +81,21 @@ class JobFolderReader:
 
     @property
     def schema(self) -> pa.Schema | None:
-        """The columns of the rows, None if no row is finished."""
+        """The columns of the rows, None if no row is finished.
+
+        Raises:
+            JobError: a shard is damaged.
+        """
         # The journals first: a shard that is published in between is then found among the shards.
         for files in self._journals().values():
             for path in files:
                 for batch in _read_if_there(path) or ():
                     return batch.schema
         for path in shard_files(self.path / "data").values() if self._has("data") else ():
-            return pq.read_schema(path)
+            try:
+                return pq.read_schema(path)
+            except pa.ArrowInvalid as error:
+                raise damaged(path, str(error)) from error
         return None
 
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:

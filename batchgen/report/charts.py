@@ -23,9 +23,10 @@ from batchgen.report.svg import (
     short,
     tag,
     text,
+    whole,
 )
 
-_BINS = 30
+_LEAST_BINS, _BINS = 8, 30
 _MOST_COLUMNS = 64
 LINE = 24
 """Height of a line of bars."""
@@ -57,8 +58,8 @@ def bars(title: str, counts: Mapping[str, int], name: str, note: str = "") -> Ch
     """Counts of kinds, the largest first."""
     items = sorted(counts.items(), key=lambda item: -item[1])[:20]
     total, most = sum(counts.values()) or 1, max(counts.values(), default=1) or 1
-    start = 168
-    scale = Scale(0, most, start, WIDTH - 84)
+    start = 14 + 6.8 * max((len(label(kind)) for kind, _ in items), default=0)
+    scale = Scale(0, most, start, WIDTH - 96)
     parts = []
     for place, (kind, count) in enumerate(items):
         y = 4 + place * LINE
@@ -82,8 +83,9 @@ def histogram(title: str, lengths: Lengths, name: str, note: str = "") -> Chart:
     first = low // width * width
     starts = np.arange(first, top + 1, width)
     sums = np.add.reduceat(np.append(lengths.counts, 0), starts)
-    frame = Frame.of((first, starts[-1] + width), (0, float(sums.max()) * 1.05))
-    parts = frame.draw(name, "rows")
+    end = first + max(len(starts), _LEAST_BINS) * width
+    frame = Frame.of((first, end), (0, float(sums.max()) * 1.05))
+    parts = frame.draw(name, "rows", whole, whole)
     for start, count in zip(starts.tolist(), sums.tolist(), strict=True):
         if count:
             x, right = frame.x(start), frame.x(start + width)
@@ -120,7 +122,7 @@ def numbers(
     total = of or sum(counts.values()) or 1
     first, last = min(shown), max(shown)
     frame = Frame.of((first - 0.5, last + 0.5), (0, max(shown.values()) / total * 1.05))
-    parts = frame.draw(x_name, y_name, lambda v: short(v) if v == int(v) else "", percent)
+    parts = frame.draw(x_name, y_name, whole, percent)
     half = 0.38 * (frame.x(1) - frame.x(0))
     for number, count in shown.items():
         y = min(frame.y(count / total), frame.y(0) - 1)
@@ -207,13 +209,16 @@ def timeline_charts(points: Sequence[Sequence[Any]]) -> list[Chart]:
     """Tokens per second and finished rows over time; none if there are too few points."""
     if len(points) < 3:
         return []
-    # A point every so often is noisy: speeds are those of about a thirtieth of the job.
-    every = max(len(points) // 30, 1)
-    thin = [*points[::every], *([points[-1]] if (len(points) - 1) % every else [])]
+    if points[0][0] > 0:
+        points = [(0, 0, 0), *points]
+    # Many rows end in one step, and their tokens come at once: a speed is that of some time.
+    thin = [points[0]]
+    for point in points:
+        if point[0] - thin[-1][0] >= points[-1][0] / 30:
+            thin.append(point)
     speeds = [
         (after[0], max(after[2] - before[2], 0) / (after[0] - before[0]))
         for before, after in pairwise(thin)
-        if after[0] > before[0]
     ]
     rows = [(point[0], point[1]) for point in points]
     charts = [over_time("Rows over time", rows, "rows done")] if rows[-1][0] > 0 else []

@@ -12,7 +12,6 @@ from batchgen.report.charts import LINE, Chart, label
 from batchgen.report.collect import Lengths, Question
 from batchgen.report.safe_text import visible
 from batchgen.report.svg import (
-    LEFT,
     RIGHT,
     TOP,
     WIDTH,
@@ -107,41 +106,46 @@ def _range(shares: Sequence[float]) -> tuple[float, float]:
     )
 
 
+_LEAST_CELL, _MOST_CELL = 6.5, 14.0
+_GAP = 8.0
+"""Room for a dot, and between two lines of questions."""
+
+
 def question_dots(questions: Sequence[Question], links: Mapping[int, str], note: str) -> Chart:
-    """A column for each question and a dot for each of its samples, by score.
+    """A column for each question with a dot for each of its samples, in lines, the best first.
 
     Args:
         links: from the key of a row to its anchor, for rows that the page has.
     """
     means = [float(np.nanmean(q.marks)) if np.isfinite(q.marks).any() else -1.0 for q in questions]
-    order = np.argsort(-np.array(means), kind="stable")
     high = max(len(q.marks) for q in questions)
-    cell = min((WIDTH - LEFT - RIGHT) / len(questions), 14.0)
-    step = min(cell, 240 / high) if high > 4 else max(cell, 4.0)
-    radius, parts = min(cell, step) * 0.42, []
-    for place, index in enumerate(order.tolist()):
-        question, x = questions[index], LEFT + (place + 0.5) * cell
-        dots = [
-            tag("circle", cx=x, cy=TOP + (n + 0.5) * step, r=radius, class_=_mark_class(mark))
-            for n, mark in enumerate(question.marks.tolist())
-        ]
-        marked = question.marks[np.isfinite(question.marks)]
-        said = f"{question.row_id}: {marked.sum():.3g} of {len(marked)}"
-        column = tag("g", tag("title", visible(said)) + Markup("").join(dots))
-        anchor = next((links[k] for k in question.keys.tolist() if k in links), None)
-        parts.append(column if anchor is None else tag("a", column, href=f"#{anchor}"))
-    bottom = TOP + high * step
-    parts.append(
-        text(
-            "question", LEFT + len(questions) * cell / 2, bottom + 20, "name", text_anchor="middle"
-        )
-    )
-    parts.append(text("sample", LEFT - 6, TOP + high * step / 2 + 4, "name", text_anchor="end"))
-    whole = sum(mean == 1 for mean in means)
-    said = (
-        f"Questions: {whole} of {len(questions)} always right, {sum(m == 0 for m in means)} never"
-    )
-    return Chart("Questions", note, drawing(parts, said, bottom + 28))
+    room = WIDTH - 2 * RIGHT
+    cell = min(max(room / len(questions), _LEAST_CELL), _MOST_CELL)
+    in_line, line = int(room / cell), high * cell + (_GAP if high > 1 else 0)
+    parts = []
+    for place, index in enumerate(np.argsort(-np.array(means), kind="stable").tolist()):
+        below, beside = divmod(place, in_line)
+        x, y = RIGHT + (beside + 0.5) * cell, TOP + below * line + 0.5 * cell
+        parts.append(_column(questions[index], x, y, cell, links))
+    bottom = TOP + -(-len(questions) // in_line) * line
+    right, wrong = sum(mean == 1 for mean in means), sum(mean == 0 for mean in means)
+    said = f"Questions: {right} of {len(questions)} always right, {wrong} never"
+    return Chart("Questions", note, drawing(parts, said, bottom + 4))
+
+
+def _column(
+    question: Question, x: float, y: float, cell: float, links: Mapping[int, str]
+) -> Markup:
+    """The dots of one question, from a place downwards."""
+    dots = [
+        tag("circle", cx=x, cy=y + n * cell, r=cell * 0.4, class_=_mark_class(mark))
+        for n, mark in enumerate(question.marks.tolist())
+    ]
+    marked = question.marks[np.isfinite(question.marks)]
+    said = f"{question.row_id}: {marked.sum():.3g} of {len(marked)}"
+    column = tag("g", tag("title", visible(said)) + Markup("").join(dots))
+    anchor = next((links[key] for key in question.keys.tolist() if key in links), None)
+    return column if anchor is None else tag("a", column, href=f"#{anchor}")
 
 
 def _mark_class(mark: float) -> str:

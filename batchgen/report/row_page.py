@@ -21,6 +21,7 @@ CSS = (Path(__file__).parent / "base.css", Path(__file__).parent / "row.css")
 """The style sheets that a page with rows needs; it is for the page to embed or to serve them."""
 _STEP_NAMES = {"DLLMStrategy": "denoise step", "ARSpecStrategy": "forward"}
 _KEYS = ("row_id", "row_index", "sample_index")
+_MOST_FACT = 2_000
 _END_OF_REASONING = "</think>"
 _SPAN_OF = re.compile(r"(?P<name>.*answer)_start")
 _SHOWN_APART = (
@@ -35,12 +36,17 @@ class Limits:
     """How much of a row is shown; None is all.
 
     Attributes:
-        text: characters of each text.
+        text: characters of the prompt and of the answer.
         tokens: of the token view; with 0 there is none.
     """
 
     text: int | None = None
     tokens: int | None = None
+
+    @property
+    def fact(self) -> int | None:
+        """Characters of what stands beside the prompt and the answer."""
+        return None if self.text is None else min(self.text, _MOST_FACT)
 
 
 WHOLE = Limits()
@@ -95,54 +101,84 @@ class RowPage:
             grades: its columns of the job's grades; None if it has none.
             key: makes ids unique in the page: letters, digits and `-`.
         """
+        return self.htmls(row, grades, key=key, limits=[limits])[0]
+
+    def htmls(
+        self,
+        row: Mapping[str, Any],
+        grades: Mapping[str, Any] | None = None,
+        *,
+        key: str,
+        limits: Sequence[Limits],
+        enough: int = 0,
+    ) -> list[Markup]:
+        """The same within several limits, of which each is narrower than the one before.
+
+        Args:
+            enough: what has fewer characters is the last one.
+        """
         row = self.read(row)
         text: str | None = row[self.text_column]
         spans = answer_spans(grades, text)
-        behind = reasoning_end(grades, text)
-        values = {
-            "prompt": [
-                (name, shortened(part, limits.text)) for name, part in self.prompt.parts(row)
-            ],
-            "reasoning": shortened(text[:behind], limits.text) if text and behind else None,
-            "reasoning_length": behind,
-            "answer": None if text is None else self._answer(text, behind, spans, limits),
-            "tokens": self._token_view(row, key, limits, text, spans),
-            "num_tokens": row["num_generated_tokens"],
-            "error": _error(row["error"], limits),
-            "grades": [(name, shortened(value, limits.text)) for name, value in _grades(grades)],
-            "grade_error": _error((grades or {}).get("grade_error"), limits),
-            "facts": [(name, shortened(value, limits.text)) for name, value in self._facts(row)],
-            "inputs": [
-                (name, shortened(plain_text(row[name]), limits.text))
-                for name in self._inputs
-                if row.get(name) is not None
-            ],
-        }
-        return Markup(environment().get_template("row.html.jinja").render(values))
+        tokens = self.tokens.of(row, key, text, spans[0] if spans else None)
+        made: list[Markup] = []
+        for limit in limits:
+            values = {
+                **self._texts(row, text, reasoning_end(grades, text), spans, limit),
+                **self._columns(row, grades, limit),
+                "tokens": tokens.html(limit.tokens),
+                "num_tokens": row["num_generated_tokens"],
+            }
+            made.append(Markup(environment().get_template("row.html.jinja").render(values)))
+            if len(made[-1]) < enough:
+                break
+        return made
 
-    def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The row with the JSON in its columns parsed, where they hold JSON as text."""
-        return {n: r(v) if (r := self._readers.get(n)) else v for n, v in row.items()}
+    def _texts(
+        self,
+        row: Mapping[str, Any],
+        text: str | None,
+        behind: int,
+        spans: Sequence[Span],
+        limits: Limits,
+    ) -> dict[str, Any]:
+        """Prompt, reasoning and answer, as the template shows them.
 
-    def _answer(self, text: str, behind: int, spans: Sequence[Span], limits: Limits) -> Markup:
+        Args:
+            behind: where the reasoning ends.
+        """
         moved = [
             Span(span.start - behind, span.end - behind, span.name)
             for span in spans
             if span.start >= behind
         ]
-        return shortened(text[behind:], limits.text, moved)
+        prompt = [(name, shortened(part, limits.text)) for name, part in self.prompt.parts(row)]
+        return {
+            "prompt": prompt,
+            "reasoning": shortened(text[:behind], limits.text) if text and behind else None,
+            "reasoning_length": behind,
+            "answer": None if text is None else shortened(text[behind:], limits.text, moved),
+        }
 
-    def _token_view(
-        self,
-        row: Mapping[str, Any],
-        key: str,
-        limits: Limits,
-        text: str | None,
-        spans: Sequence[Span],
-    ) -> Markup:
-        if limits.tokens == 0:
-            return Markup("")
-        return self.tokens.html(row, key, limits.tokens, text, spans[0] if spans else None)
+    def _columns(
+        self, row: Mapping[str, Any], grades: Mapping[str, Any] | None, limits: Limits
+    ) -> dict[str, Any]:
+        """What stands beside prompt and answer, as the template shows it."""
+        named = {
+            "grades": _grades(grades),
+            "facts": self._facts(row),
+            "inputs": [(n, plain_text(row[n])) for n in self._inputs if row.get(n) is not None],
+        }
+        columns = {
+            kind: [(name, shortened(value, limits.fact)) for name, value in values]
+            for kind, values in named.items()
+        }
+        failed = {"error": row["error"], "grade_error": (grades or {}).get("grade_error")}
+        return {**columns, **{name: _error(error, limits) for name, error in failed.items()}}
+
+    def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row with the JSON in its columns parsed, where they hold JSON as text."""
+        return {n: r(v) if (r := self._readers.get(n)) else v for n, v in row.items()}
 
     def _facts(self, row: Mapping[str, Any]) -> list[tuple[str, str]]:
         """What is known of the row in a word each."""
@@ -170,7 +206,7 @@ def verdict(row: Mapping[str, Any], grades: Mapping[str, Any] | None) -> Verdict
         grades: its columns of the job's grades.
     """
     if row["error"] is not None:
-        return Verdict(f"error: {row['error']['type']}", "bad")
+        return Verdict(row["error"]["type"], "bad")
     if grades is None:
         return None
     if (error := grades.get("grade_error")) is not None:
@@ -214,7 +250,7 @@ def _error(error: Mapping[str, str] | None, limits: Limits) -> dict[str, Any] | 
     """The type and the message of an error, as the template shows them."""
     if error is None:
         return None
-    return {name: shortened(text, limits.text) for name, text in error.items()}
+    return {name: shortened(text, limits.fact) for name, text in error.items()}
 
 
 def _grades(grades: Mapping[str, Any] | None) -> list[tuple[str, str]]:

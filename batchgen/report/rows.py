@@ -66,8 +66,10 @@ class ShownRows:
 
     @property
     def kinds(self) -> list[tuple[str, str, int]]:
+        """Those of all rows are left out: there is nothing to choose."""
         counts = Counter(kind for row in self.rows for kind in row.kinds)
-        return [(kind, name, counts[kind]) for kind, name in _KINDS.items() if counts[kind]]
+        some = {kind: count for kind, count in counts.items() if count < len(self.rows)}
+        return [(kind, name, some[kind]) for kind, name in _KINDS.items() if kind in some]
 
 
 def anchor(key: int) -> str:
@@ -89,7 +91,8 @@ def shown_rows(data: JobData, page: RowPage, found: Collected, room: int) -> Sho
     for row, grades in data.chosen(np.array(list(reasons), np.int64)):
         key = (row["row_index"] << 31) | row["sample_index"]
         heading = _heading(page, row, grades, key, reasons[key])
-        variants.append((heading, _variants(page, row, grades, heading["anchor"])))
+        made = page.htmls(row, grades, key=heading["anchor"], limits=_LEVELS, enough=_SMALL)
+        variants.append((heading, made))
     levels, dropped = _fit([[len(h.encode()) for h in made] for _, made in variants], room)
     rows = [
         ShownRow(**heading, html=made[level])
@@ -151,18 +154,6 @@ def _kinds(
     if kept is not None and constraint_outcome(row["finish_reason"], kept) != "satisfied":
         kinds.append("constraint")
     return tuple(kinds)
-
-
-def _variants(
-    page: RowPage, row: Mapping[str, Any], grades: Mapping[str, Any] | None, key: str
-) -> list[Markup]:
-    """The row at all levels, as far as a lower one is worth it."""
-    made: list[Markup] = []
-    for limits in _LEVELS:
-        made.append(page.html(row, grades, key=key, limits=limits))
-        if len(made[-1]) < _SMALL:
-            break
-    return made
 
 
 def _fit(sizes: Sequence[Sequence[int]], room: int) -> tuple[list[int | None], int]:

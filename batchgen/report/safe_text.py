@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
@@ -32,23 +32,25 @@ U+200D) are not among them: emoji and several scripts need them."""
 
 def visible(text: str) -> str:
     """The text with its code in place of each hidden character, as in `⟨U+202E⟩`."""
-    return _HIDDEN.sub(lambda match: _code(match[0]), text)
+    return _HIDDEN.sub(_code, text)
 
 
 def marked(text: str) -> Markup:
     """The text as HTML, in which codes of hidden characters stand out."""
-    parts, at = [], 0
-    for match in _HIDDEN.finditer(text):
-        parts += [escape(text[at : match.start()]), _MARK.format(_code(match[0]))]
-        at = match.end()
-    return Markup("").join([*parts, escape(text[at:])])
+    return Markup(_HIDDEN.sub(_mark, str(escape(text))))
 
 
-def _code(character: str) -> str:
+@lru_cache(512)
+def _named(character: str) -> str:
     return f"⟨U+{ord(character):04X}⟩"
 
 
-_MARK = Markup('<span class="code">{}</span>')
+def _code(match: re.Match[str]) -> str:
+    return _named(match[0])
+
+
+def _mark(match: re.Match[str]) -> str:
+    return f'<span class="code">{_named(match[0])}</span>'
 
 
 def plain(value: Any) -> Any:

@@ -131,13 +131,16 @@ def _scores(metrics: Mapping[str, Any], found: Collected, links: Mapping[int, st
 
 
 def _questions_note(found: Collected) -> str:
-    note = (
-        "A column is a question, by its mean mark; a dot is a sample: filled is right, hollow is "
-        "wrong."
+    several = max(len(question.marks) for question in found.questions) > 1
+    what = (
+        "A column is a question and a dot one of its samples" if several else "A dot is a question"
     )
+    note = f"{what}, the best first: filled is right, hollow is wrong."
     if found.num_questions > len(found.questions):
         note += f" {MOST_QUESTIONS} of {found.num_questions:,} questions, chosen at random."
-    return note + f" Of all questions {found.disagreeing:,} have samples that disagree."
+    if several:
+        note += f" Of all questions {found.disagreeing:,} have samples that disagree."
+    return note
 
 
 def _estimate(name: str, metric: Mapping[str, Any], interval: str) -> Estimate:

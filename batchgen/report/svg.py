@@ -12,7 +12,7 @@ from batchgen.report.safe_text import visible
 
 WIDTH, HEIGHT = 440, 232
 """Of a chart, in its own units; the page makes it as wide as there is room."""
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 42
+LEFT, RIGHT, TOP, BOTTOM = 60, 12, 10, 42
 """Margins around what is drawn."""
 
 
@@ -83,6 +83,11 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:.3g}"
 
 
+def whole(value: float) -> str:
+    """The same of a count; empty for what lies between two."""
+    return short(value) if value == round(value) else ""
+
+
 def percent(value: float) -> str:
     return f"{100 * value:.3g}%"
 
@@ -113,9 +118,11 @@ class Frame:
         x_text: Callable[[float], str] = short,
         y_text: Callable[[float], str] = short,
     ) -> list[Markup]:
-        """Lines, numbers and names of the axes."""
+        """Lines, numbers and names of the axes; numbers without a text are left out."""
         bottom, parts = HEIGHT - BOTTOM, []
         for value in ticks(self.y.low, self.y.high, 4):
+            if not y_text(value):
+                continue
             at = self.y(value)
             parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, class_="grid"))
             parts.append(text(y_text(value), LEFT - 6, at + 4, "tick", text_anchor="end"))
@@ -129,8 +136,8 @@ class Frame:
         y_middle = (TOP + bottom) / 2
         parts.append(
             text(
-                y_name, 12, y_middle, "name",
-                text_anchor="middle", transform=f"rotate(-90 12 {y_middle:.0f})",
+                y_name, 10, y_middle, "name",
+                text_anchor="middle", transform=f"rotate(-90 10 {y_middle:.0f})",
             )
         )  # fmt: skip
         return parts

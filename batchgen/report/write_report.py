@@ -138,7 +138,7 @@ def _about(
         "model": model.get("name") or model.get("path") or "a model",
         "dataset": _dataset(dataset),
         "strategy": _strategy(config),
-        "started": attempts[0]["started"] if attempts else "",
+        "started": attempts[0].get("started", "") if attempts else "",
         "status": metrics.get("status", "not finished"),
         "warnings": _warnings(metrics, data),
         "config": text,

@@ -61,6 +61,7 @@ class FakeJob:
         answers: text, finish reason and constraint_satisfied that rows take in turns; empty for
             texts of tokens.
         show: every how many seconds an answer is shown.
+        report: whether the job ends with a report, which takes longer than the job.
     """
 
     out: str
@@ -86,6 +87,7 @@ class FakeJob:
     text_column: str = "text"
     answers: tuple[tuple[str, str, bool | None], ...] = ()
     show: float = 0.0
+    report: bool = False
 
     def config(self) -> JobConfig:
         asked = {"prompt_token_ids": self.prompt_token_ids, "parsed": self.parsed}
@@ -108,6 +110,7 @@ class FakeJob:
                 retry_errors=self.retry_errors,
                 on_all_errors=self.on_all_errors,
                 text_column=self.text_column,
+                report=self.report,
             ),
             progress=ProgressConfig(show=self.show),
         )

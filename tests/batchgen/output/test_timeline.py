@@ -1,6 +1,7 @@
 """The points of a job over time: few, equally far apart, and kept when the job goes on."""
 
 import json
+from itertools import pairwise
 
 from batchgen.output.timeline import MOST_POINTS, Timeline, metrics_text
 
@@ -21,7 +22,7 @@ def test_points_stay_few_and_equally_far_apart() -> None:
     assert run(timeline, 3600) < 2000
     points = timeline.points
     assert MOST_POINTS / 2 <= len(points) <= MOST_POINTS
-    gaps = [after[0] - before[0] for before, after in zip(points, points[1:], strict=False)]
+    gaps = [after[0] - before[0] for before, after in pairwise(points)]
     assert max(gaps) <= 4 * min(gaps)
     assert points[-1][0] > 3500
     assert all(abs(tokens - 100 * seconds) < 1 for seconds, _, tokens in points)

@@ -190,7 +190,7 @@ def test_tokens_keep_the_space_that_a_tokenizer_drops_at_the_start() -> None:
         (None, {"mark": 0.0, "answer": None}, "no answer"),
         (None, {"mark": 0.25}, "0.25"),
         (None, {"grade_error": {"type": "timeout", "message": ""}}, "not graded: timeout"),
-        ({"type": "bad", "message": ""}, {"mark": None}, "error: bad"),
+        ({"type": "bad", "message": ""}, {"mark": None}, "bad"),
     ],
 )
 def test_verdicts(error: Any, grades: Any, name: str | None) -> None:

@@ -1,0 +1,137 @@
+"""What is known about the tokens of one row, and the ways to colour them."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+_HEAT = (0.05, 0.2, 0.5, 1.0, 2.0, 3.0, 5.0)
+"""Bounds of the classes p0 to p7, in nats below certainty."""
+_COLOURS = 6
+"""How many colours tell steps and experts apart."""
+_MOST_LAYERS = 4  # whose experts a title names
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A way to colour tokens.
+
+    Attributes:
+        key: the letter of its classes in `row.css`.
+        name: on the switch.
+        legend: what the colours mean.
+    """
+
+    key: str
+    name: str
+    legend: str
+
+
+_LOGPROB = Mode("p", "log-probability", "The redder, the less likely the token was.")
+_DRAFT = Mode("d", "drafts", "Green tokens were drafts that held; the others are the model's own.")
+_STEP = Mode("s", "steps", "Neighbours of one colour came from one forward.")
+_EXPERTS = "The colour is that of the token's first expert; colours repeat."
+_NONE = Mode("n", "none", "Titles tell what is known about a token.")
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """What is known about the tokens of one row. Each list has a value per token."""
+
+    logprobs: Sequence[float | None] | None
+    top: Callable[[int], list[tuple[int, float]]] | None
+    steps: Sequence[int] | None
+    drafts: Sequence[bool] | None
+    experts: Sequence[Sequence[Sequence[int]] | None] | None
+    layers: Sequence[int]
+    step_name: str
+
+    @staticmethod
+    def of(row: Mapping[str, Any], schema: pa.Schema, step_name: str) -> TokenRow:
+        count = 0 if row["token_ids"] is None else len(row["token_ids"])
+
+        def column(name: str) -> Any:
+            values = row.get(name)
+            return values if values is not None and len(values) == count else None
+
+        top, top_ids = column("top_logprobs"), column("top_logprob_ids")
+        both = top is not None and top_ids is not None
+        experts, layers = _experts(row, schema, count)
+        return TokenRow(
+            column("logprobs"),
+            (lambda at: _pairs(top_ids[at], top[at])) if both else None,
+            column("step_map"),
+            column("draft_accepted"),
+            experts,
+            layers,
+            step_name,
+        )
+
+    @property
+    def modes(self) -> list[Mode]:
+        found = [
+            *[_LOGPROB] * (self.logprobs is not None),
+            *[_STEP] * (self.steps is not None),
+            *[_DRAFT] * (self.drafts is not None),
+        ]
+        found += [
+            Mode(f"x{n}", f"experts of layer {self.layers[i]}", _EXPERTS)
+            for n, i in enumerate(self._shown_layers)
+        ]
+        return [*found, _NONE]
+
+    @property
+    def _shown_layers(self) -> list[int]:
+        """The places of the first, the middle and the last layer with experts."""
+        count = len(self.layers)
+        return sorted({0, count // 2, count - 1}) if self.experts is not None else []
+
+    def classes(self, place: int) -> str:
+        """The classes of a token, with a space before each."""
+        found = ""
+        if self.logprobs is not None and (value := self.logprobs[place]) is not None:
+            found += f" p{bisect_left(_HEAT, -value)}"
+        if self.steps is not None:
+            found += f" s{self.steps[place] % _COLOURS}"
+        if self.drafts is not None and self.drafts[place]:
+            found += " d1"
+        if self.experts is not None and (mine := self.experts[place]) is not None:
+            for n, i in enumerate(self._shown_layers):
+                found += f" x{n}-{mine[i][0] % _COLOURS}"
+        return found
+
+    def lines(self, place: int) -> list[str]:
+        """What the title of a token says besides its log-probability; safe as HTML."""
+        found = []
+        if self.steps is not None:
+            found.append(f"{self.step_name} {self.steps[place]}")
+        if self.drafts is not None:
+            found.append("a draft that held" if self.drafts[place] else "no draft")
+        if self.experts is not None and (mine := self.experts[place]) is not None:
+            every = max(len(self.layers) // _MOST_LAYERS, 1)
+            for i in range(0, len(self.layers), every):
+                found.append(f"layer {self.layers[i]}: experts {', '.join(map(str, mine[i]))}")
+        return found
+
+
+def _experts(
+    row: Mapping[str, Any], schema: pa.Schema, count: int
+) -> tuple[list[Any] | None, list[int]]:
+    """The experts of each generated token (None for the last, which no forward has read), and the
+    numbers of the layers that they are of."""
+    values = row.get("routed_experts")
+    if values is None or len(values) < max(count - 1, 1):
+        return None, []
+    metadata = schema.field("routed_experts").metadata or {}
+    layers = json.loads(metadata.get(b"moe_layers", b"[]")) or list(range(len(values[0])))
+    mine = [*values[len(values) - count + 1 :], None]
+    return ([None] * (count - len(mine)) + mine, layers) if layers else (None, [])
+
+
+def _pairs(ids: Sequence[int], values: Sequence[float]) -> list[tuple[int, float]]:
+    return [(int(id), float(value)) for id, value in zip(ids, values, strict=True)]
