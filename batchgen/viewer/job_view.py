@@ -145,7 +145,7 @@ class JobView:
 
     def html(self, sample: Sample, key: str) -> Markup:
         """What the row says, without its tokens."""
-        return self._page(None).html(sample.row, sample.grades, key=key, limits=Limits(tokens=0))
+        return _without_tokens(self._page(None), sample, key)
 
     def tokens_html(self, sample: Sample, key: str, most: int | None) -> tuple[Markup, Markup]:
         """The row, with the prompt as the model saw it where the job has that, and its tokens.
@@ -156,11 +156,8 @@ class JobView:
         page = self._page(self.decode())
         text = sample.row[page.text_column]
         spans = answer_spans(sample.grades, text)
-        row = page.read(sample.row)
-        return (
-            page.html(sample.row, sample.grades, key=key, limits=Limits(tokens=0)),
-            page.tokens.html(row, key, most, text, spans[0] if spans else None),
-        )
+        tokens = page.tokens.of(sample.row, key, text, spans[0] if spans else None)
+        return _without_tokens(page, sample, key), tokens.html(most)
 
     def decode(self) -> Decode | None:
         """The text of token ids; None if the tokenizer is not on this machine.
@@ -196,6 +193,11 @@ class JobView:
                 "output.columns=logprobs would bring one."
             )
         return found
+
+
+def _without_tokens(page: RowPage, sample: Sample, key: str) -> Markup:
+    row = {**sample.row, "token_ids": None}
+    return page.html(row, sample.grades, key=key, limits=Limits(tokens=0))
 
 
 def _is_per_token(field: pa.Field) -> bool:
