@@ -48,7 +48,7 @@ class Flips:
     def __init__(self, a: JobView, b: JobView) -> None:
         self._jobs = (a, b)
         self._lock = Lock()
-        self._known: dict[bool, tuple[tuple[int, ...], Flipped]] = {}
+        self._known: dict[bool, tuple[tuple[int, ...], Flipped | ConfigError]] = {}
 
     def find(self, *, anyway: bool) -> Flipped:
         """The comparison.
@@ -64,9 +64,16 @@ class Flips:
             stamps = tuple(stamp for job in self._jobs for stamp in job.rows.stamps)
             known = self._known.get(anyway)
             if known is None or known[0] != stamps:
-                known = stamps, self._compared(anyway)
-                self._known[anyway] = known
-            return known[1]
+                known = self._known[anyway] = stamps, self._compared_or_refused(anyway)
+        if isinstance(known[1], ConfigError):
+            raise known[1]
+        return known[1]
+
+    def _compared_or_refused(self, anyway: bool) -> Flipped | ConfigError:
+        try:
+            return self._compared(anyway)
+        except ConfigError as error:  # it takes as long to find, and is asked for as often
+            return error
 
     def _compared(self, anyway: bool) -> Flipped:
         for job in self._jobs:

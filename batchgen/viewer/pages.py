@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
 from pathlib import Path
@@ -15,8 +14,8 @@ from batchgen.report.row_page import CSS
 from batchgen.report.safe_text import environment
 from batchgen.viewer.filters import MARKS, REASONS, Filter, text_columns
 from batchgen.viewer.flips import Flips
-from batchgen.viewer.grades import PREFIX
 from batchgen.viewer.job_view import MOST_TOKENS, JobView, Sample, same_sample
+from batchgen.viewer.lines import row_lines
 from batchgen.viewer.overview import overview
 from batchgen.viewer.row_ids import StillSearching
 from batchgen.viewer.search import Search
@@ -39,8 +38,6 @@ _REPORT_POLICY = (
     "form-action 'none'; frame-ancestors 'none'; sandbox"
 )
 """Of a report, which has its style sheet inside; it could have been made by anybody."""
-_SHOWN = ("row_id", "finish_reason", "error", "num_generated_tokens")
-_GRADES_SHOWN = ("mark", "answer", "graded_against", "grade_error")
 _LARGEST = 2**31
 """Above the `row_index` of all rows."""
 Query = dict[str, str]
@@ -48,32 +45,6 @@ Query = dict[str, str]
 
 class NotThere(Exception):
     """Raised where there is no such page, or nothing to show in it; the message says why."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row in a list.
-
-    Attributes:
-        index: its `row_index`.
-        asked: the columns of its prompt, by name, shortened.
-        jobs: for each job its samples, whose texts are shortened; empty if it does not have them.
-        matching: the numbers of those samples of the first job that the filter lists.
-    """
-
-    index: int
-    asked: dict[str, str]
-    jobs: list[list[Sample]]
-    matching: list[int]
-
-    @property
-    def row_id(self) -> str:
-        row_id: str = self.jobs[0][0].row["row_id"]
-        return row_id
-
-    def shown(self, job: int) -> Sample | None:
-        """The sample whose text is shown."""
-        return same_sample(self.jobs[job], self.matching[0])
 
 
 class Site:
@@ -121,6 +92,9 @@ class Site:
             return self._message(str(error), HTTPStatus.BAD_REQUEST)
         except JobError as error:
             return self._message(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
+        except FileNotFoundError as error:
+            text = f"{error.filename} was there and is gone: start batchgen view again."
+            return self._message(text, HTTPStatus.NOT_FOUND)
 
     def _html(self, template: str, status: HTTPStatus = HTTPStatus.OK, **values: Any) -> Response:
         values = {"jobs": self.jobs, "flips": self.flips, **values}
@@ -144,7 +118,7 @@ class Site:
             "rows",
             wanted=wanted,
             first=first,
-            lines=self._lines(search, found.hits),
+            lines=row_lines(self.jobs, search, found.hits),
             result=found,
             before=max(first - PER_PAGE, 0) if first and not wanted else None,
             num_rows=job.num_rows,
@@ -154,21 +128,6 @@ class Site:
             reasons=REASONS,
             errors=list(job.metrics.get("errors") or {}),
         )
-
-    def _lines(self, search: Search, hits: Mapping[int, list[int]]) -> list[Line]:
-        """The rows that a search has found, with the same rows of the other job."""
-        first, *others = self.jobs
-        asked = first.inputs()
-        tables = search.rows(list(hits), [*asked, *_columns(first)])
-        found = {row: [first.samples(table)] for row, table in tables.items()}
-        for other in others:
-            ids = {row: samples[0][0].row["row_id"] for row, samples in found.items()}
-            same = _same_rows(other, ids)
-            for row, samples in found.items():
-                samples.append(same.get(row, []))
-        return [
-            Line(row, _texts(jobs[0][0].row, asked), jobs, hits[row]) for row, jobs in found.items()
-        ]
 
     def _row(self, query: Query) -> Response:
         index = _number(query, "n")
@@ -276,41 +235,6 @@ class Site:
         if path is None:
             raise NotThere("This job has no report.html.")
         return Response(path.read_bytes(), policy=_REPORT_POLICY)
-
-
-def _same_rows(job: JobView, ids: Mapping[int, str]) -> dict[int, list[Sample]]:
-    """The samples that a job has of the rows with some ids.
-
-    Args:
-        ids: from the places of the rows in another job to their ids.
-
-    Returns:
-        The samples by those places, as far as the job has them.
-    """
-    search = Search(job.rows, Filter())
-    same = {row: job.samples(t) for row, t in search.rows(list(ids), _columns(job)).items()}
-    same = {row: found for row, found in same.items() if found[0].row["row_id"] == ids[row]}
-    elsewhere: dict[int, int] = {}
-    for row, row_id in ids.items():
-        if row not in same and (place := job.ids.find(row_id)) is not None:
-            elsewhere[row] = place
-    found = search.rows(sorted(elsewhere.values()), _columns(job))
-    return same | {row: job.samples(found[at]) for row, at in elsewhere.items() if at in found}
-
-
-def _columns(job: JobView) -> list[str]:
-    """What a list shows of a sample."""
-    schema = job.rows.schema
-    names = [] if schema is None else schema.names
-    graded = [PREFIX + name for name in _GRADES_SHOWN]
-    return [n for n in (*_SHOWN, job.rows.text_column, *graded) if n in names]
-
-
-def _texts(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
-    from batchgen.command.row_json import plain_text
-    from batchgen.shorten import beginning
-
-    return {n: beginning(plain_text(row[n]), 240) for n in names if row[n] is not None}
 
 
 def _number(query: Query, key: str, default: int | None = None) -> int:

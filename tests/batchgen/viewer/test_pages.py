@@ -83,6 +83,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return folders
 
 
+@pytest.fixture(scope="module")
+def pair_site(pair: list[Path]) -> Site:
+    return site(*pair)
+
+
 def crawl(pages: Site, first: str) -> dict[str, Page]:
     """Pages that links lead to, a few of each kind."""
     seen: dict[str, Page] = {}
@@ -90,7 +95,7 @@ def crawl(pages: Site, first: str) -> dict[str, Page]:
     while todo:
         target = todo.popleft()
         path = urlsplit(target).path
-        if target in seen or count[path] == 8:
+        if target in seen or count[path] == 5:
             continue
         count[path] += 1
         response = get(pages, target)
@@ -103,9 +108,9 @@ def crawl(pages: Site, first: str) -> dict[str, Page]:
     return seen
 
 
-def test_every_page_keeps_texts_texts(pair: list[Path]) -> None:
+def test_every_page_keeps_texts_texts(pair: list[Path], pair_site: Site) -> None:
     """Whatever answers hold, the elements of pages are those of the templates."""
-    pages = crawl(site(*pair), "rows?from=40") | crawl(site(pair[0]), "./")
+    pages = crawl(pair_site, "rows?from=40") | crawl(site(pair[0]), "./")
     assert {"row", "rows", "flips", "flip", "step"} <= {urlsplit(t).path for t in pages}
     for target, page in pages.items():
         scripts = [attrs for tag, attrs in page.tags if tag == "script"]
@@ -249,8 +254,17 @@ def test_a_job_without_a_finished_row(tmp_path: Path) -> None:
     read(pages, "find?id=id0", 404)
 
 
-def test_two_jobs_side_by_side(pair: list[Path], tmp_path: Path) -> None:
-    pages = site(*pair)
+def test_a_second_job_that_has_just_begun(pair: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        FakeJob(str(tmp_path / "out"), bad=False, fail_at_step=1).run()
+    pages = site(pair[0], tmp_path / "out")
+    for target in ("", "rows", "row?n=3"):
+        assert "What is 3 plus 0?" in read(pages, target).text or not target
+    assert "is not complete" in read(pages, "flips").text
+
+
+def test_two_jobs_side_by_side(pair_site: Site) -> None:
+    pages = pair_site
     row = read(pages, "row?n=5")
     assert row.text.count("What is 5 plus 0?") >= 2 and "sample_b=1" in str(row.links)
     flips = read(pages, "flips")
@@ -333,3 +347,11 @@ print({"torch", "transformers", "datasets"} & set(sys.modules))
         capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3],
     )  # fmt: skip
     assert (done.stdout, done.returncode) == ("set()\n", 0), done.stderr
+
+
+def test_a_folder_that_goes_away(tmp_path: Path) -> None:
+    write_job(tmp_path / "out", 3, 1)
+    pages = site(tmp_path / "out")
+    read(pages, "rows")
+    (tmp_path / "out").rename(tmp_path / "gone")
+    assert "is gone: start batchgen view again" in read(pages, "rows", 404).text
