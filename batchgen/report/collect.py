@@ -283,4 +283,5 @@ class _Pass:
 
 
 def _ints(values: Any) -> Ints:
-    return pc.fill_null(values, 0).to_numpy().astype(np.int64)
+    numbers: Ints = pc.fill_null(values, 0).to_numpy().astype(np.int64)
+    return numbers

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchgen.errors import ConfigError
 from batchgen.model.package_files import PACKAGE_SCHEME
 from batchgen.paths import user_path
-from batchgen.report.tokens import Decode
+
+if TYPE_CHECKING:
+    from batchgen.report.tokens import Decode
 
 
 def job_decode(config: Mapping[str, Any]) -> Decode | None:

@@ -34,7 +34,7 @@ class Mode:
 
 _LOGPROB = Mode("p", "log-probability", "The redder, the less likely the token was.")
 _DRAFT = Mode("d", "drafts", "Green tokens were drafts that held; the others are the model's own.")
-_STEP = Mode("s", "steps", "Neighbours of one colour came from one forward.")
+_STEP = Mode("s", "steps", "Neighbours of one colour came in one step.")
 _EXPERTS = "The colour is that of the token's first expert; colours repeat."
 _NONE = Mode("n", "none", "Titles tell what is known about a token.")
 

@@ -113,7 +113,7 @@ class RowTokens:
 
     def _title(self, place: int) -> str:
         facts, name = self.facts, self.view.name
-        lines = [name(self.ids[place])]
+        lines: list[str] = [name(self.ids[place])]
         if facts.logprobs is not None:
             lines[0] += f"  {_logprob(facts.logprobs[place])}"
         lines += facts.lines(place)

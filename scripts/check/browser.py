@@ -1,0 +1,124 @@
+"""Headless Chromium for the checks of pages: opens one at several sizes and tells what is wrong."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SIZES = {"phone": (375, 800), "desk": (1400, 900)}
+SCHEMES = ("light", "dark")
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+_FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+LEAST_CONTRAST = 4.5
+"""Of text that is not large (WCAG 2.2, 1.4.3)."""
+_CONTRASTS = """() => {
+  const parse = text => {
+    const [r, g, b, a] = text.match(/[\\d.]+/g).map(Number);
+    return [r, g, b, a === undefined ? 1 : a];
+  };
+  const over = (top, below) => top.slice(0, 3).map((c, i) => c * top[3] + below[i] * (1 - top[3]));
+  const behind = element => {
+    const layers = [];
+    for (let e = element; e; e = e.parentElement) {
+      layers.push(parse(getComputedStyle(e).backgroundColor));
+    }
+    return layers.reverse().reduce((below, layer) => over(layer, below), [255, 255, 255]);
+  };
+  const light = rgb => {
+    const [r, g, b] = rgb.map(c => c / 255)
+      .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const worst = {};
+  for (const element of document.body.querySelectorAll('*')) {
+    const own = [...element.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
+    if (!own || !element.getClientRects().length) continue;
+    const style = getComputedStyle(element);
+    const ink = parse(element instanceof SVGElement ? style.fill : style.color);
+    const paper = behind(element);
+    const [high, low] = [light(over(ink, paper)), light(paper)].sort((a, b) => b - a);
+    const name = element.tagName.toLowerCase() + '.' + (element.getAttribute('class') || '');
+    const contrast = (high + 0.05) / (low + 0.05);
+    worst[name] = Math.min(worst[name] || 99, contrast);
+  }
+  return worst;
+}"""
+"""For each kind of element that shows text the least contrast of its text to what is behind."""
+
+
+def no_browser() -> str | None:
+    """Why pages cannot be checked; None if they can."""
+    if _browser() is None:
+        return "there is no Chromium"
+    try:
+        import playwright.sync_api  # noqa: F401
+    except ImportError:
+        return "playwright is not installed (pip install playwright; its browsers are not needed)"
+    return None
+
+
+def _browser() -> str | None:
+    return next(filter(None, map(shutil.which, _BROWSERS)), None)
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """The browser, with a fresh profile."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=_browser(), args=list(_FLAGS))
+        yield browser
+        browser.close()
+
+
+def look(
+    browser: Any, url: str, picture: Path, then: Callable[[Any], list[str]] = lambda page: []
+) -> list[str]:
+    """Open a page in all sizes and schemes, and return what is wrong.
+
+    Args:
+        url: all that the page asks for has to begin with it.
+        picture: pictures of the page get this name with the size and the scheme behind it.
+        then: does something with the open page, and returns what is wrong with that.
+    """
+    faults: list[str] = []
+    for size, (width, height) in SIZES.items():
+        for scheme in SCHEMES:
+            view = {"width": width, "height": height}
+            page = browser.new_context(viewport=view, color_scheme=scheme).new_page()
+            told = _listening(page, url)
+            page.goto(url)
+            page.screenshot(path=f"{picture}-{size}-{scheme}.png")
+            told += then(page)
+            if (wide := page.evaluate("document.documentElement.scrollWidth")) > width:
+                told.append(f"{wide} pixels wide")
+            told += [
+                f"contrast {contrast:.2f} of {name}"
+                for name, contrast in page.evaluate(_CONTRASTS).items()
+                if contrast < LEAST_CONTRAST
+            ]
+            page.screenshot(path=f"{picture}-{size}-{scheme}-then.png")
+            faults += [f"{size} {scheme}: {text}" for text in told]
+            page.context.close()
+    return faults
+
+
+def _listening(page: Any, url: str) -> list[str]:
+    """A list that gets what the browser complains of, and what is asked for elsewhere."""
+    told: list[str] = []
+
+    def requested(request: Any) -> None:
+        if not request.url.startswith(url):
+            told.append(f"asks for {request.url}")
+
+    page.on("console", lambda message: told.append(f"console: {message.text}"))
+    page.on("pageerror", lambda error: told.append(f"error: {error}"))
+    page.on("request", requested)
+    return told
