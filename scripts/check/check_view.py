@@ -4,15 +4,15 @@
 
 Without folders of jobs, two small ones are written whose answers try to break out of the page.
 Every page is opened in headless Chromium at the size of a phone and of a desk, light and dark. The
-exit code is 1 if the browser's console has an error, a page asks for anything outside the server, a
-page is wider than the window, or a text that tries to be a script becomes one. Without Chromium and
-playwright (`pip install playwright`; its own browsers are not needed) nothing is checked.
+exit code is 1 if the browser's console has an error, a page asks for anything outside the server,
+is wider than the window or has text of too little contrast, a text becomes a script, or a key does
+not do what the pages say. Without Chromium and playwright (`pip install playwright`; its own
+browsers are not needed) nothing is checked.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
 import threading
@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from browser import chromium, look, no_browser
 from synthetic_job import grade_job, write_job
 
 from batchgen.output.read_job import JobFolderReader
@@ -28,11 +29,6 @@ from batchgen.viewer.job_view import JobView
 from batchgen.viewer.pages import Site
 from batchgen.viewer.server import ViewServer
 
-SIZES = {"phone": (375, 800), "desk": (1400, 900)}
-_FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
 _PAGES = {
     "overview": "",
     "rows": "rows",
@@ -42,6 +38,7 @@ _PAGES = {
     "nothing": "rows?text=no+such+text",
     "missing": "row?n=1000000",
 }
+_OF_TWO = {"flips": "flips", "flip": "flip?i=0"}
 _TEXTS = (
     "<script>window.broken_out = 1</script> so it is",
     '"><img src=x onerror="window.broken_out = 1"> and',
@@ -52,7 +49,6 @@ _TEXTS = (
     "javascript:window.broken_out=1",
 )
 """What answers say that try to break out of the page."""
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def main() -> int:
@@ -60,24 +56,24 @@ def main() -> int:
     parser.add_argument("jobs", nargs="*", type=Path)
     parser.add_argument("--pictures", type=Path)
     given = parser.parse_args()
-    browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        browser = None
-    if browser is None:
-        print("nothing was checked: this needs Chromium and playwright")
+    if (why := no_browser()) is not None:
+        print(f"nothing was checked: {why}")
         return 0
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+    with tempfile.TemporaryDirectory() as folder, chromium() as browser:
         jobs = given.jobs or write_jobs(Path(folder))
         pictures = given.pictures or Path(folder, "pictures")
         pictures.mkdir(parents=True, exist_ok=True)
-        chromium = playwright.chromium.launch(executable_path=browser, args=list(_FLAGS))
         faults: list[str] = []
         for some in (jobs[:1], jobs) if len(jobs) > 1 else (jobs,):
+            pages = _PAGES if len(some) == 1 else {**_PAGES, **_OF_TWO}
             with _served(some) as url:
-                faults += _look(chromium, url, len(some), pictures)
-        chromium.close()
+                for name, target in pages.items():
+                    picture = pictures / f"{name}-{len(some)}"
+                    found = look(browser, url + target, picture, _use, within=url)
+                    # A browser tells its console of every page that is not there.
+                    found = [f for f in found if name != "missing" or "status of 404" not in f]
+                    faults += [f"{name} of {len(some)}: {fault}" for fault in found]
+                faults += _keys(browser.new_page(), url)
     print(*faults, f"{len(faults)} faults", sep="\n")
     return bool(faults)
 
@@ -100,45 +96,11 @@ def _served(jobs: list[Path]) -> Iterator[str]:
         server.shutdown()
 
 
-def _look(chromium: Any, url: str, jobs: int, pictures: Path) -> list[str]:
-    """Open all pages in all ways, save pictures, and return what is wrong."""
-    faults: list[str] = []
-    pages = _PAGES if jobs == 1 else {**_PAGES, "flips": "flips", "flip": "flip?i=0"}
-    for size, (width, height) in SIZES.items():
-        for scheme in ("light", "dark"):
-            view = {"width": width, "height": height}
-            context = chromium.new_context(viewport=view, color_scheme=scheme)
-            for name, target in pages.items():
-                page = context.new_page()
-                told = _listening(page, url)
-                status = page.goto(url + target, wait_until="networkidle").status
-                # A browser tells its console of every page that is not there.
-                told = [text for text in told if status == 200 or "status of 404" not in text]
-                if page.evaluate("document.documentElement.scrollWidth") > width:
-                    told.append("wider than the window")
-                if page.evaluate("window.broken_out !== undefined"):
-                    told.append("a text became a script")
-                faults += [f"{name} {size} {scheme}: {text}" for text in told]
-                page.screenshot(path=str(pictures / f"{name}-{jobs}-{size}-{scheme}.png"))
-                page.close()
-            if size == "desk":
-                faults += _keys(context.new_page(), url)
-            context.close()
-    return faults
-
-
-def _listening(page: Any, url: str) -> list[str]:
-    """A list that gets what the browser complains of, and what is asked for outside the server."""
-    told: list[str] = []
-
-    def requested(request: Any) -> None:
-        if not request.url.startswith(url):
-            told.append(f"asks for {request.url}")
-
-    page.on("console", lambda message: told.append(f"console: {message.text}"))
-    page.on("pageerror", lambda error: told.append(f"error: {error}"))
-    page.on("request", requested)
-    return told
+def _use(page: Any) -> list[str]:
+    """Open what is folded; what is wrong then."""
+    page.evaluate("document.querySelectorAll('details').forEach(e => { e.open = true; })")
+    broken = page.evaluate("window.broken_out !== undefined")
+    return ["a text became a script"] * broken
 
 
 def _keys(page: Any, url: str) -> list[str]:
