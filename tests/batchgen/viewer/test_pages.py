@@ -271,6 +271,8 @@ def test_two_jobs_side_by_side(pair_site: Site) -> None:
     assert "B is worse" in flips.text and "B − A" in flips.text
     first = read(pages, "flip?i=0")
     assert "Next flipped" in first.text and "flip?i=1" in first.links
+    assert "Previous flipped" not in first.text
+    assert "flip?i=0" in read(pages, "flip?i=1").links
     count = sum(int(n) for n in re.findall(r"B is (?:worse|better) \((\d+)\)", flips.text))
     assert count > 5 and read(pages, f"flip?i={count}", 404)
     assert len([link for link in flips.links if link.startswith("flip?")]) == count
