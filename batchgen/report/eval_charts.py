@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -130,7 +131,9 @@ def question_dots(questions: Sequence[Question], links: Mapping[int, str], note:
     bottom = TOP + -(-len(questions) // in_line) * line
     right, wrong = sum(mean == 1 for mean in means), sum(mean == 0 for mean in means)
     said = f"Questions: {right} of {len(questions)} always right, {wrong} never"
-    return Chart("Questions", note, drawing(parts, said, bottom + 4))
+    rows = Counter(_right(question) for question in questions)
+    table = [(kind, f"{count:,}") for kind, count in sorted(rows.items())]
+    return Chart("Questions", note, drawing(parts, said, bottom + 4), ("mark", "questions"), table)
 
 
 def _column(
@@ -141,11 +144,16 @@ def _column(
         tag("circle", cx=x, cy=y + n * cell, r=cell * 0.4, class_=_mark_class(mark))
         for n, mark in enumerate(question.marks.tolist())
     ]
-    marked = question.marks[np.isfinite(question.marks)]
-    said = f"{question.row_id}: {marked.sum():.3g} of {len(marked)}"
-    column = tag("g", tag("title", visible(said)) + Markup("").join(dots))
+    said = visible(f"{label(question.row_id)}: {_right(question)}")
+    column = tag("g", tag("title", said) + Markup("").join(dots))
     anchor = next((links[key] for key in question.keys.tolist() if key in links), None)
     return column if anchor is None else tag("a", column, href=f"#{anchor}")
+
+
+def _right(question: Question) -> str:
+    """The sum of the marks of a question, and how many there are."""
+    marked = question.marks[np.isfinite(question.marks)]
+    return f"{marked.sum():.3g} of {len(marked)}"
 
 
 def _mark_class(mark: float) -> str:

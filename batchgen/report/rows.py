@@ -14,11 +14,13 @@ from batchgen.output.metrics import constraint_outcome
 from batchgen.report.collect import Collected
 from batchgen.report.job_data import JobData
 from batchgen.report.row_page import Limits, RowPage, Verdict, verdict
+from batchgen.report.safe_text import shortened
 from batchgen.shorten import beginning
 
 _LEVELS = (Limits(20_000, 600), Limits(6_000, 240), Limits(2_000, 80), Limits(600, 0))
 """How much of a row is shown, from the most that there is room for down to the least."""
 _SMALL = 10_000  # characters of a row that need not become fewer
+_LONGEST_ID = 100
 _GIST = 110  # characters of an answer in the heading
 _KINDS = {
     "wrong": "wrong", "right": "right", "partly": "partly right", "none": "no answer",
@@ -40,7 +42,7 @@ class ShownRow:
     """
 
     anchor: str
-    row_id: str
+    row_id: Markup
     sample: int
     kinds: tuple[str, ...]
     verdict: Verdict | None
@@ -93,7 +95,8 @@ def shown_rows(data: JobData, page: RowPage, found: Collected, room: int) -> Sho
         heading = _heading(page, row, grades, key, reasons[key])
         made = page.htmls(row, grades, key=heading["anchor"], limits=_LEVELS, enough=_SMALL)
         variants.append((heading, made))
-    levels, dropped = _fit([[len(h.encode()) for h in made] for _, made in variants], room)
+    sizes = [[len((heading["row_id"] + h).encode()) for h in made] for heading, made in variants]
+    levels, dropped = _fit(sizes, room)
     rows = [
         ShownRow(**heading, html=made[level])
         for (heading, made), level in zip(variants, levels, strict=True)
@@ -113,7 +116,7 @@ def _heading(
     found = verdict(row, grades)
     return {
         "anchor": anchor(key),
-        "row_id": row["row_id"],
+        "row_id": shortened(row["row_id"], _LONGEST_ID),
         "sample": row["sample_index"],
         "kinds": _kinds(row, grades, found, reasons),
         "verdict": found,

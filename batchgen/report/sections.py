@@ -15,7 +15,7 @@ from batchgen.report.eval_charts import Estimate, intervals, question_dots, scor
 from batchgen.report.token_facts import TokenFacts
 
 _MOST_SUBSETS = 30
-_MOST_MESSAGE = 300
+_MOST_TEXT = 300  # characters of a message or a name
 _TARGETS = {"DLLMStrategy": "denoise step", "ARSpecStrategy": "forward"}
 
 
@@ -145,7 +145,7 @@ def _questions_note(found: Collected) -> str:
 
 def _estimate(name: str, metric: Mapping[str, Any], interval: str) -> Estimate:
     bounds = metric[interval] or {"low": None, "high": None}
-    return Estimate(name, metric["value"], bounds["low"], bounds["high"], interval)
+    return Estimate(_short(name), metric["value"], bounds["low"], bounds["high"], interval)
 
 
 def _outcomes(found: Collected) -> Section:
@@ -171,8 +171,8 @@ def _outcomes(found: Collected) -> Section:
     return section
 
 
-def _short(message: str) -> str:
-    return message if len(message) <= _MOST_MESSAGE else message[:_MOST_MESSAGE] + "…"
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "…"
 
 
 def _lengths(found: Collected) -> Section:
@@ -238,7 +238,10 @@ def _experts(facts: TokenFacts) -> Section:
     section = Section("experts", "Experts")
     if facts.experts is not None:
         some = "" if facts.all_rows else f" Of the first {facts.rows:,} rows."
-        note = f"The darker, the more tokens went through the expert.{some}"
+        note = (
+            "The darker, the more tokens went through the expert; red is about eight times the "
+            f"mean of its layer, or more.{some}"
+        )
         section.charts.append(experts(facts.experts, facts.layers, note))
     return section
 

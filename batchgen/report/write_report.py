@@ -26,9 +26,8 @@ from batchgen.report.tokens import Decode
 
 REPORT = "report.html"
 MOST_BYTES = 5_000_000
-_HEADINGS = 700
-"""Bytes that the page needs for a row besides what is in it, at most."""
-_LEAST_ROWS = 200_000  # bytes
+_HEADING = 1500
+"""Bytes that the page needs for a row besides its id and what is in it, at most."""
 _MOST_CONFIG = 60_000  # characters
 
 
@@ -83,20 +82,25 @@ def report_html(reader: JobFolderReader, decode: Decode | None = None) -> str:
         JobError: a file is damaged.
     """
     config, metrics, data = reader.config, reader.metrics, JobData(reader)
-    found = collect(data)
+    found, tokens = collect(data), token_facts(data)
     links = {key: anchor(key) for key in found.chosen()}
     values: dict[str, Any] = {
         **_about(reader, config, metrics, data),
         "facts": headline(metrics, found),
-        "sections": sections(metrics, config, found, token_facts(data), links),
+        "sections": sections(metrics, config, found, tokens, links),
         "total_rows": found.rows,
     }
     frame = _page(values, ShownRows((), 0, 0))
-    room = MOST_BYTES - len(frame.encode()) - _HEADINGS * len(links)
+    room = MOST_BYTES - len(frame.encode()) - _HEADING * len(links)
     if data.schema is None or room < 0:
         return frame
     page = RowPage(config, data.schema, decode or job_decode(config))
-    return _page(values, shown_rows(data, page, found, room))
+    rows = shown_rows(data, page, found, room)
+    if rows.dropped:  # no link may lead to them
+        there = {row.anchor for row in rows.rows}
+        links = {key: name for key, name in links.items() if name in there}
+        values["sections"] = sections(metrics, config, found, tokens, links)
+    return _page(values, rows)
 
 
 def _page(values: Mapping[str, Any], rows: ShownRows) -> str:

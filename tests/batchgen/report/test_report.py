@@ -151,7 +151,7 @@ def test_text_from_outside_stays_text_wherever_it_stands(tmp_path: Path) -> None
 def test_the_page_has_a_greatest_size(tmp_path: Path) -> None:
     texts = ["x" * 300_000, "word " * 60_000, "\u202e" * 50_000, "<&>" * 90_000]
     rows = [row(i, text=text, token_ids=[65] * 900) for i, text in enumerate(texts * 2)]
-    rows += [row(20 + i, text="no") for i in range(5)]
+    rows += [row(20 + i, text="no", row_id=text) for i, text in enumerate(texts)]
     job = finished_job(tmp_path / "job", rows, config={"extra": {"long": "y" * 200_000}})
     html, page = read(job)
     assert len(html.encode()) < MOST_BYTES
@@ -163,13 +163,14 @@ def test_rows_without_room_are_shortened_and_then_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [row(i, text=f"{i} " + "word " * 2000) for i in range(20)]
-    job = finished_job(tmp_path / "job", rows)
+    job = finished_job(tmp_path / "job", rows, graded=True)
     sizes = {}
     for most in (600_000, 300_000, 80_000):
         monkeypatch.setattr(write_report, "MOST_BYTES", most)
         html, page = read(job)
         assert len(html.encode()) < most
         sizes[most] = page.text.count("link to this row")
+        assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
     assert sizes[600_000] == sizes[300_000] == 20 > sizes[80_000] > 0
     assert "had no room" in page.text
 
