@@ -27,6 +27,7 @@ MARKS = {
 """How a sample can be marked, and what that means."""
 REASONS = ("stop", "length", "constraint_conflict", "error")
 MARK, ANSWER_KEY, GRADE_ERROR = (PREFIX + n for n in ("mark", "answer_key", "grade_error"))
+TEXT_TYPES = (pa.string(), pa.large_string())
 LONGEST = 1000
 """Characters of a text that is sought."""
 
@@ -137,7 +138,7 @@ class Filter:
 
 def text_columns(schema: pa.Schema) -> list[str]:
     """The columns that hold texts."""
-    return [field.name for field in schema if field.type in (pa.string(), pa.large_string())]
+    return [field.name for field in schema if field.type in TEXT_TYPES]
 
 
 def marks(table: pa.Table) -> npt.NDArray[np.str_]:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.output.row_order import KEYS
-from batchgen.viewer.filters import Filter
+from batchgen.viewer.filters import TEXT_TYPES, Filter
 from batchgen.viewer.job_rows import JobRows
 
 SECONDS = 2.0
@@ -112,7 +112,7 @@ class Search:
         wanted = {row for row in hits if row // self._rows.rows_per_shard == shard}
         last = max(wanted)
         for table in self._rows.whole_rows(shard, columns, min(wanted)):
-            chosen = _excerpts(table.filter(pc.is_in(table[KEYS[0]], pa.array(sorted(wanted)))))
+            chosen = excerpts(table.filter(pc.is_in(table[KEYS[0]], pa.array(sorted(wanted)))))
             for row, start, stop in _runs(chosen):
                 found[row] = chosen.slice(start, stop - start)
             if table[KEYS[0]][-1].as_py() >= last:
@@ -133,13 +133,14 @@ class Search:
         return self._clock() >= self._until
 
 
-def _excerpts(table: pa.Table) -> pa.Table:
+def excerpts(table: pa.Table) -> pa.Table:
+    """The table with the beginning and the end of its long texts, apart from ids."""
     for place, field in enumerate(table.schema):
-        if field.type == pa.string() and field.name != "row_id":
+        if field.type in TEXT_TYPES and field.name != "row_id":
             column = table[field.name]
             begin = pc.utf8_slice_codeunits(column, 0, _BEGINNING)
             end = pc.utf8_slice_codeunits(column, -_END)
-            both = pc.binary_join_element_wise(begin, end, " … ")
+            both = pc.binary_join_element_wise(begin, end, pa.scalar(" … ", field.type))
             is_long = pc.greater(pc.utf8_length(column), _BEGINNING + _END)
             table = table.set_column(place, field, pc.if_else(is_long, both, column))
     return table

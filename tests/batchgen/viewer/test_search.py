@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from synthetic_job import grade_job, write_job
 
@@ -18,7 +19,7 @@ from batchgen.viewer.filters import MARKS, Filter
 from batchgen.viewer.grades import PREFIX
 from batchgen.viewer.job_rows import JobRows
 from batchgen.viewer.row_ids import RowIds, StillSearching
-from batchgen.viewer.search import Found, Search
+from batchgen.viewer.search import Found, Search, excerpts
 
 ROWS, SAMPLES, PER_SHARD = 47, 3, 10
 
@@ -141,6 +142,16 @@ def test_lists_show_the_ends_of_long_texts(graded: Path, tmp_path: Path) -> None
     assert text.startswith("begin xxx") and " … xxx" in text and text.endswith(("x 1", "x 2"))
     assert len(text) < 500
     assert list(search.rows([2, 0], ["text"])) == [2, 0]
+
+
+@pytest.mark.parametrize("type", [pa.string(), pa.large_string()])
+def test_excerpts_of_all_kinds_of_texts(type: pa.DataType) -> None:
+    texts = ["short", None, "é" * 420, "a" * 300 + "é" * 300, ""]
+    table = pa.table({"row_id": pa.array(["x" * 999] * 5, type), "said": pa.array(texts, type)})
+    found = excerpts(table)
+    assert found["row_id"].equals(table["row_id"]) and found.schema == table.schema
+    expected = ["short", None, "é" * 420, "a" * 280 + " … " + "é" * 140, ""]
+    assert found["said"].to_pylist() == expected
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1e9])
