@@ -49,16 +49,7 @@ def _compare(arguments: Sequence[str]) -> int:
     if given.rows < 0:
         raise ConfigError(f"compare --rows must be at least 0, got {given.rows}")
     jobs = GradedJob(given.a), GradedJob(given.b)
-    from batchgen.scoring.compare import compare
-    from batchgen.scoring.job_score import job_marks
-
-    a, b = (job_marks(job.path, scoring(job, given.override).score) for job in jobs)
-    found = _differences(jobs)
-    if found and not given.anyway:
-        raise ConfigError(
-            f"{given.a} and {given.b} are not one exam: {'; '.join(found)}: --anyway compares them"
-        )
-    comparison = compare(a, b)
+    comparison, found = compared(jobs, given.override, anyway=given.anyway)
     if given.json:
         print(json.dumps(_plain({**asdict(comparison), "differs": list(found)}), indent=2))
         return 0
@@ -66,6 +57,30 @@ def _compare(arguments: Sequence[str]) -> int:
         print("Not one exam:", *found, sep="\n  ")
     print(_text(comparison, given.rows))
     return 0
+
+
+def compared(
+    jobs: Sequence[GradedJob], overrides: Sequence[str] = (), *, anyway: bool = False
+) -> tuple[Comparison, tuple[str, ...]]:
+    """Compare two jobs, and say what makes them different exams, a sentence each.
+
+    Args:
+        overrides: `score.KEY=…` of both.
+        anyway: compare different exams, too.
+
+    Raises:
+        ConfigError: a job lacks grades, they are different exams, or an argument is wrong.
+        JobError: a file is damaged.
+    """
+    from batchgen.scoring.compare import compare
+    from batchgen.scoring.job_score import job_marks
+
+    a, b = (job_marks(job.path, scoring(job, overrides).score) for job in jobs)
+    found = _differences(jobs)
+    if found and not anyway:
+        names = " and ".join(job.given for job in jobs)
+        raise ConfigError(f"{names} are not one exam: {'; '.join(found)}: --anyway compares them")
+    return compare(a, b), found
 
 
 def _differences(jobs: Sequence[GradedJob]) -> tuple[str, ...]:
@@ -80,9 +95,8 @@ def _differences(jobs: Sequence[GradedJob]) -> tuple[str, ...]:
     return exam_differences(*exams)
 
 
-def _text(found: Comparison, rows: int) -> str:
-    from batchgen.scoring.table import table
-
+def comparison_lines(found: Comparison) -> list[tuple[str, str]]:
+    """A name and a value for each line that tells what a comparison found."""
     questions = (*found.wins, *found.ties, *found.losses)
     count = len(questions)
     a, b = (sum(getattr(q, side) for q in questions) / count for side in "ab")
@@ -100,7 +114,13 @@ def _text(found: Comparison, rows: int) -> str:
         lines.append(("noticeable", f"differences of {100 * found.detectable:.1f} points or more"))
     wins, ties, losses = (f"{len(x):,}" for x in (found.wins, found.ties, found.losses))
     lines.append(("rows", f"B is better in {wins}, equal in {ties}, worse in {losses}"))
-    text = [table(lines)]
+    return lines
+
+
+def _text(found: Comparison, rows: int) -> str:
+    from batchgen.scoring.table import table
+
+    text = [table(comparison_lines(found))]
     for what, flipped in (("better", found.wins), ("worse", found.losses)):
         if flipped and rows:
             text += ["", f"B is {what} in:", *_listed(flipped, rows)]

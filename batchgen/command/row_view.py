@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -96,12 +96,19 @@ class RowView:
             return list(dict.fromkeys([*self._named, *([] if self._as_json else ["error"])]))
         if self._as_json:
             return None
-        known = self._schema.names
-        config = self._reader.config
-        inputs = [name for name in used_columns(config.get("prompt", {})) if name in known]
-        if not inputs:
-            inputs = [field.name for field in self._schema if _is_input(field)]
+        inputs = input_columns(self._reader.config, self._schema)
         return [*inputs, self._reader.text_column, "error"]
+
+
+def input_columns(config: Mapping[str, Any], schema: pa.Schema) -> list[str]:
+    """The columns that say what a row was asked: those of its prompt, else all of the data set.
+
+    Args:
+        config: the job's, by group; may be empty.
+        schema: of its rows.
+    """
+    used = [name for name in used_columns(config.get("prompt", {})) if name in schema.names]
+    return used or [field.name for field in schema if _is_input(field)]
 
 
 def of_sample(rows: Iterable[dict[str, Any]], sample: int | None) -> Iterator[dict[str, Any]]:

@@ -50,6 +50,7 @@ VERBS = {
     "init": Verb("batchgen.command.init", "FILE", "write a commented job file"),
     "plan": Verb("batchgen.command.plan", "…", "what a job would read, need and cost, in seconds"),
     "show": Verb("batchgen.command.show", "OUT", "print rows of a job, also while it runs"),
+    "view": Verb("batchgen.command.view", "OUT [OUT2]", "look at rows in a browser"),
     "export": Verb("batchgen.command.export", "OUT", "write a job's rows as JSON lines or CSV"),
     "grade": Verb("batchgen.command.grade", "OUT", "grade a job's answers, without the model"),
     "score": Verb("batchgen.command.score", "OUT", "score a graded job, with intervals"),

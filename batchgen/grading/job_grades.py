@@ -48,14 +48,22 @@ class Part:
     path: Path
     digest: str
 
+    @property
+    def is_of_shard(self) -> bool:
+        """Whether the grades are there, and of this very shard."""
+        return self._made.get(_SHARD_KEY) == self.digest.encode()
+
     def is_made_by(self, steps: str) -> bool:
         """Whether the grades are there, of this very shard and by these steps."""
+        return self.is_of_shard and self._made.get(_STEPS_KEY) == steps.encode()
+
+    @property
+    def _made(self) -> Mapping[bytes, bytes]:
+        """The metadata of the grades."""
         try:
-            found = pq.read_schema(self.path).metadata or {}
+            return pq.read_schema(self.path).metadata or {}
         except (FileNotFoundError, pa.ArrowInvalid):
-            return False
-        same_shard = found.get(_SHARD_KEY) == self.digest.encode()
-        return same_shard and found.get(_STEPS_KEY) == steps.encode()
+            return {}
 
 
 class JobGrades:
@@ -79,12 +87,15 @@ class JobGrades:
 
     def parts(self, shards: Collection[int] | None = None) -> Iterator[Part]:
         """A part for each shard of the job, or for those of these numbers, in order."""
-        for number, shard in shard_files(self.job / "data").items():
-            if shards is not None and number not in shards:
-                continue
-            with shard.open("rb") as file:
-                digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-            yield Part(shard, shard_path(self.path, number), digest.hexdigest())
+        found = shard_files(self.job / "data")
+        return map(self.part, (n for n in found if shards is None or n in shards))
+
+    def part(self, number: int) -> Part:
+        """The part of the shard with this number, which is there."""
+        shard = shard_path(self.job / "data", number)
+        with shard.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+        return Part(shard, shard_path(self.path, number), digest.hexdigest())
 
     def finished(self) -> list[Part]:
         """The parts, once all are there.

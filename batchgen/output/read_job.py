@@ -18,7 +18,7 @@ import yaml
 
 from batchgen.errors import ConfigError
 from batchgen.output.journal import journal_files, read_file
-from batchgen.output.row_order import KEYS, RowsInOrder, row_keys
+from batchgen.output.row_order import KEYS, RowsInOrder, first_key, row_keys
 from batchgen.output.shards import damaged, shard_files, shard_path
 
 BATCH = 256
@@ -121,8 +121,8 @@ class JobFolderReader:
         schema = self.fields(columns)
         if schema is None:
             return
-        for shard in self._shards():
-            yield from self._open(shard).batches(schema.names)
+        for number in self.shards():
+            yield from self.shard(number).batches(schema.names)
 
     def fields(self, columns: Sequence[str] | None = None) -> pa.Schema | None:
         """The schema of some columns, of all if `columns` is None; None if no row is finished.
@@ -145,10 +145,10 @@ class JobFolderReader:
         schema = self.schema
         if schema is None:
             return
-        for shard in self._shards():
-            ids = self._open(shard).batches(["row_id"])
+        for number in self.shards():
+            ids = self.shard(number).batches(["row_id"])
             if any(pc.any(pc.equal(batch["row_id"], row_id)).as_py() for batch in ids):
-                for batch in self._open(shard).batches(schema.names):
+                for batch in self.shard(number).batches(schema.names):
                     yield from batch.filter(pc.equal(batch["row_id"], row_id)).to_pylist()
 
     def _has(self, folder: str) -> bool:
@@ -160,13 +160,13 @@ class JobFolderReader:
         except FileNotFoundError:  # a complete job has none
             return {}
 
-    def _shards(self) -> list[int]:
+    def shards(self) -> list[int]:
         """The numbers of the shards that have finished rows."""
         # The journals first: what is published in between is then found among the shards.
         numbers = set(self._journals())
         return sorted(numbers | set(shard_files(self.path / "data") if self._has("data") else ()))
 
-    def _open(self, shard: int) -> _Shard:
+    def shard(self, number: int) -> Shard:
         """The rows of a shard as they are now.
 
         The journal files of a shard are deleted after it is published, never before. So if one of
@@ -174,12 +174,12 @@ class JobFolderReader:
         """
         while True:
             written: list[pa.RecordBatch] | None = []
-            for path in self._journals().get(shard, ()):
+            for path in self._journals().get(number, ()):
                 found = _read_if_there(path)
                 written = None if found is None or written is None else [*written, *found]
             if written is not None:
-                path = shard_path(self.path / "data", shard)
-                return _Shard(path if path.is_file() else None, written)
+                path = shard_path(self.path / "data", number)
+                return Shard(path if path.is_file() else None, written)
 
     @property
     def may_run(self) -> bool:
@@ -197,8 +197,8 @@ class JobFolderReader:
         return True
 
 
-class _Shard:
-    """The rows of one shard.
+class Shard:
+    """The rows of one shard as they were when it was opened.
 
     Args:
         published: the Parquet file, None if there is none.
@@ -209,14 +209,36 @@ class _Shard:
         self._published = published
         self._written = RowsInOrder(written)
 
-    def batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """All rows in order, each once."""
-        start, end = 0, len(self._written.keys)
+    @property
+    def is_open(self) -> bool:
+        """Whether there are rows in journals."""
+        return len(self._written.keys) > 0
+
+    def batches(
+        self, names: Sequence[str], first_row: int = 0, size: int = BATCH
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows in order, each once.
+
+        Args:
+            names: of the columns.
+            first_row: the `row_index` to begin with. Row groups before it are not read.
+            size: about how many rows a batch has; more are faster where rows are small.
+
+        Raises:
+            JobError: the shard is damaged.
+        """
+        least = first_key(first_row)
+        start, end = int(np.searchsorted(self._written.keys, least)), len(self._written.keys)
         wanted = [*dict.fromkeys([*names, *KEYS])]
         if self._published is not None:
             try:
                 with pq.ParquetFile(self._published) as file:
-                    for batch in file.iter_batches(BATCH, columns=wanted):
+                    groups = _groups_from(file.metadata, first_row)
+                    for batch in file.iter_batches(size, row_groups=groups, columns=wanted):
+                        if first_row:
+                            batch = batch.slice(int(np.searchsorted(row_keys(batch), least)))
+                            if not batch.num_rows:
+                                continue
                         stop = start
                         if batch.num_rows:
                             last = row_keys(batch)[-1]
@@ -225,8 +247,8 @@ class _Shard:
                         start = stop
             except (pa.ArrowException, OSError) as error:
                 raise damaged(self._published, str(error)) from error
-        for first in range(start, end, BATCH):
-            rows = np.arange(first, min(first + BATCH, end))
+        for first in range(start, end, size):
+            rows = np.arange(first, min(first + size, end))
             yield from self._written.table(rows, names).to_batches()
 
     def _merged(
@@ -239,6 +261,14 @@ class _Shard:
         newer = self._written.table(np.arange(start, stop), batch.schema.names).to_batches()
         both = RowsInOrder([batch, *newer])
         yield from both.table(np.arange(len(both.keys)), names).to_batches()
+
+
+def _groups_from(meta: pq.FileMetaData, first_row: int) -> list[int]:
+    """The row groups of a shard that can hold the row with this `row_index` or later ones."""
+    column = [meta.schema.column(i).path for i in range(meta.num_columns)].index(KEYS[0])
+    found = [meta.row_group(i).column(column).statistics for i in range(meta.num_row_groups)]
+    is_before = [s is not None and s.has_min_max and s.max < first_row for s in found]
+    return [group for group, before in enumerate(is_before) if not before]
 
 
 def _read_if_there(path: Path) -> list[pa.RecordBatch] | None:

@@ -18,6 +18,11 @@ def row_keys(batch: pa.RecordBatch | pa.Table) -> npt.NDArray[np.int64]:
     return (rows << 31) | samples
 
 
+def first_key(row_index: int) -> int:
+    """The least of the `row_keys` that samples of an input row can have."""
+    return row_index << 31
+
+
 class RowsInOrder:
     """The rows of many batches in order.
 

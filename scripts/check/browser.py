@@ -79,21 +79,26 @@ def chromium() -> Iterator[Any]:
 
 
 def look(
-    browser: Any, url: str, picture: Path, then: Callable[[Any], list[str]] = lambda page: []
+    browser: Any,
+    url: str,
+    picture: Path,
+    then: Callable[[Any], list[str]] = lambda page: [],
+    within: str | None = None,
 ) -> list[str]:
     """Open a page in all sizes and schemes, and return what is wrong.
 
     Args:
-        url: all that the page asks for has to begin with it.
+        url: of the page.
         picture: pictures of the page get this name with the size and the scheme behind it.
         then: does something with the open page, and returns what is wrong with that.
+        within: how all has to begin that the page asks for; None for `url`.
     """
     faults: list[str] = []
     for size, (width, height) in SIZES.items():
         for scheme in SCHEMES:
             view = {"width": width, "height": height}
             page = browser.new_context(viewport=view, color_scheme=scheme).new_page()
-            told = _listening(page, url)
+            told = _listening(page, within or url)
             page.goto(url)
             page.screenshot(path=f"{picture}-{size}-{scheme}.png")
             told += then(page)

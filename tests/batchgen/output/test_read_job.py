@@ -88,8 +88,33 @@ def test_a_shard_published_while_its_journal_is_opened(
             return opened(path)
 
         monkeypatch.setattr(read_job, "read_file", publish_first)
-        rows = list(read_job._Shard.batches(_reader(tmp_path)._open(0), ["row_index"]))
+        rows = list(_reader(tmp_path).shard(0).batches(["row_index"]))
         assert sum(batch.num_rows for batch in rows) == PER_SHARD * SAMPLES
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_a_shard_from_a_row_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_published: bool
+) -> None:
+    """From shards with several row groups, from journals, and from both."""
+    monkeypatch.setattr("batchgen.output.shards.ROW_GROUP_BYTES", 3000)
+    with open_writer(tmp_path) as writer:
+        writer.write(all_rows() if is_published else all_rows()[::2])
+        if is_published:
+            writer.finish(ROWS)
+    reader = _reader(tmp_path)
+    whole = list(reader.rows(["row_index", "sample_index", "text"]))
+    if is_published:
+        assert pq.ParquetFile(tmp_path / "data/part-00000.parquet").num_row_groups > 1
+    for first in range(ROWS + 1):
+        for size in (2, 1000):
+            found = [
+                row
+                for number in reader.shards()
+                for batch in reader.shard(number).batches(list(whole[0]), first, size)
+                for row in batch.to_pylist()
+            ]
+            assert found == [row for row in whole if row["row_index"] >= first]
 
 
 def test_a_damaged_shard_is_named(tmp_path: Path) -> None:

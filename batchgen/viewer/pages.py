@@ -1,0 +1,264 @@
+"""The pages of `batchgen view`: from the keys of a query to HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+from batchgen.errors import ConfigError, JobError
+from batchgen.report.row_page import CSS
+from batchgen.report.safe_text import environment
+from batchgen.viewer.filters import MARKS, REASONS, Filter, text_columns
+from batchgen.viewer.flips import Flips
+from batchgen.viewer.job_view import MOST_TOKENS, JobView, Sample, same_sample
+from batchgen.viewer.lines import row_lines
+from batchgen.viewer.overview import overview
+from batchgen.viewer.row_ids import StillSearching
+from batchgen.viewer.search import Search
+from batchgen.viewer.server import Response
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+PER_PAGE = 50
+_STATIC = Path(__file__).parent / "static"
+_FILES = {path.name: path for path in (*CSS, *(_STATIC / n for n in ("view.css", "keys.js")))}
+_FILES["icon.svg"] = _STATIC / "icon.svg"
+_KINDS = {
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_REPORT_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; sandbox"
+)
+"""Of a report, which has its style sheet inside; it could have been made by anybody."""
+_LARGEST = 2**31
+"""Above the `row_index` of all rows."""
+Query = dict[str, str]
+
+
+class NotThere(Exception):
+    """Raised where there is no such page, or nothing to show in it; the message says why."""
+
+
+class Site:
+    """All pages over one job, or over two side by side.
+
+    Args:
+        jobs: the first is the one whose rows are listed.
+    """
+
+    def __init__(self, jobs: Sequence[JobView]) -> None:
+        self.jobs = list(jobs)
+        self.flips = Flips(jobs[0], jobs[1]) if len(jobs) == 2 else None
+        self._pages: dict[str, Callable[[Query], Response]] = {
+            "": self._overview,
+            "rows": self._rows,
+            "row": self._row,
+            "step": self._step,
+            "find": self._find,
+            "flips": self._flips,
+            "flip": self._flip,
+            "report": self._report,
+        }
+
+    def respond(self, page: str, query: Query) -> Response:
+        """The answer to a request for a page.
+
+        Args:
+            page: its name; empty for the first one.
+        """
+        if (file := _FILES.get(page)) is not None:
+            return Response(file.read_bytes(), _KINDS[file.suffix])
+        try:
+            make = self._pages.get(page)
+            if make is None:
+                raise NotThere("There is no such page.")
+            return make(query)
+        except NotThere as error:
+            return self._message(str(error), HTTPStatus.NOT_FOUND)
+        except StillSearching as error:
+            return self._html(
+                "message", title="Still searching", again=True,
+                text=f"{error.searched:,} rows were searched for the row_id. Going on …",
+            )  # fmt: skip
+        except ConfigError as error:
+            return self._message(str(error), HTTPStatus.BAD_REQUEST)
+        except JobError as error:
+            return self._message(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
+        except FileNotFoundError as error:
+            text = f"{error.filename} was there and is gone: start batchgen view again."
+            return self._message(text, HTTPStatus.NOT_FOUND)
+
+    def _html(self, template: str, status: HTTPStatus = HTTPStatus.OK, **values: Any) -> Response:
+        values = {"jobs": self.jobs, "flips": self.flips, **values}
+        text = _templates().get_template(f"{template}.html.jinja").render(values)
+        return Response(text.encode("utf-8", "replace"), status=status)
+
+    def _message(self, text: str, status: HTTPStatus) -> Response:
+        return self._html("message", status, title=status.phrase, text=text)
+
+    def _overview(self, query: Query) -> Response:
+        return self._html("overview", views=[overview(job) for job in self.jobs])
+
+    def _rows(self, query: Query) -> Response:
+        job = self.jobs[0]
+        wanted = Filter.of(query)
+        first = _number(query, "from", 0)
+        search = Search(job.rows, wanted)
+        found = search.forward(first, PER_PAGE)
+        schema = job.rows.schema
+        return self._html(
+            "rows",
+            wanted=wanted,
+            first=first,
+            lines=row_lines(self.jobs, search, found.hits),
+            result=found,
+            before=max(first - PER_PAGE, 0) if first and not wanted else None,
+            num_rows=job.num_rows,
+            columns=[] if schema is None else text_columns(schema),
+            text_column=job.rows.text_column,
+            marks=MARKS if job.rows.grade_names else {},
+            reasons=REASONS,
+            errors=list(job.metrics.get("errors") or {}),
+        )
+
+    def _row(self, query: Query) -> Response:
+        index = _number(query, "n")
+        tokens = query.get("tokens", "")
+        first = self.jobs[0].row(index, tokens=bool(tokens))
+        if not first:
+            raise NotThere(f"Row {index:,} is not finished, or there is none.")
+        row_id = first[0].row["row_id"]
+        columns = [self._column(0, first, query)]
+        for number, other in enumerate(self.jobs[1:], 1):
+            place = other.ids.find(row_id, near=index)
+            samples = [] if place is None else other.row(place, tokens=bool(tokens))
+            columns.append(self._column(number, samples, query))
+        return self._html(
+            "row",
+            index=index,
+            row_id=row_id,
+            columns=columns,
+            tokens=tokens,
+            wanted=Filter.of(query),
+            query={key: value for key, value in query.items() if key != "n"},
+            without_tokens={k: v for k, v in query.items() if k not in ("n", "tokens")},
+            kept={k: v for k, v in query.items() if k not in ("n", "flip", "anyway")},
+            flip=_number(query, "flip", 0),
+            flip_query={"anyway": "yes"} if query.get("anyway") == "yes" else {},
+            num_rows=self.jobs[0].num_rows,
+        )
+
+    def _column(self, number: int, samples: list[Sample], query: Query) -> dict[str, Any]:
+        """What one job shows of a row."""
+        job, key = self.jobs[number], "ab"[number]
+        chosen = same_sample(samples, _number(query, f"sample_{key}", 0))
+        values: dict[str, Any] = {"job": job, "key": key, "samples": samples, "chosen": chosen}
+        if chosen is None:
+            return values
+        if tokens := query.get("tokens"):
+            most = None if tokens == "all" else MOST_TOKENS
+            html, view = job.tokens_html(chosen, key, most)
+            count = len(chosen.row["token_ids"] or [])
+            left_out = most is not None and count > most
+            return values | {"html": html, "token_view": view, "left_out": left_out,
+                             "has_text": job.decode() is not None}  # fmt: skip
+        return values | {"html": job.html(chosen, key)}
+
+    def _step(self, query: Query) -> Response:
+        """Go to the next row that the filter lists, or to the one before."""
+        index, back = _number(query, "n"), query.get("to") == "back"
+        wanted = Filter.of(query)
+        search = Search(self.jobs[0].rows, wanted)
+        found = search.backward(index, 1) if back else search.forward(index + 1, 1)
+        kept = {key: value for key, value in query.items() if key not in ("n", "to", "flip")}
+        if found.hits:
+            return _redirect("row", {**kept, "n": next(iter(found.hits))})
+        if found.next_row is None:
+            where = "before" if back else "after"
+            raise NotThere(f"There is no such row {where} row {index:,}.")
+        at = found.next_row if back else found.next_row - 1
+        go_on = {**query, "n": str(at)}
+        return self._html(
+            "message", title="Still searching",
+            text=f"{found.searched:,} answers were searched up to row {at:,}, and none is such.",
+            go_on="step?" + urlencode(go_on),
+        )  # fmt: skip
+
+    def _find(self, query: Query) -> Response:
+        row_id = query.get("id", "")
+        index = self.jobs[0].ids.find(row_id)
+        if index is None:
+            raise NotThere(
+                f"No finished row of {self.jobs[0].name} has the row_id {row_id[:200]!r}."
+            )
+        return _redirect("row", {"n": index})
+
+    def _flips(self, query: Query) -> Response:
+        if self.flips is None:
+            raise NotThere("Flipped rows need two jobs: batchgen view OUT OUT2.")
+        anyway = query.get("anyway") == "yes"
+        try:
+            found, why = self.flips.find(anyway=anyway), None
+        except ConfigError as error:
+            found, why = None, str(error)
+        return self._html(
+            "flips", comparison=found, why=why, anyway=anyway, most=4 * PER_PAGE,
+            lines=[] if found is None else found.lines,
+        )  # fmt: skip
+
+    def _flip(self, query: Query) -> Response:
+        """Go to the i-th flipped row."""
+        if self.flips is None:
+            raise NotThere("Flipped rows need two jobs: batchgen view OUT OUT2.")
+        anyway = query.get("anyway") == "yes"
+        rows = self.flips.find(anyway=anyway).flipped
+        place = _number(query, "i")
+        if place >= len(rows):
+            raise NotThere("There are no more flipped rows.")
+        index = self.jobs[0].ids.find(rows[place].row_id)
+        if index is None:
+            raise NotThere(f"Row {rows[place].row_id} is not there any more.")
+        kept = {"anyway": "yes"} if anyway else {}
+        return _redirect("row", {"n": index, "flip": place, **kept})
+
+    def _report(self, query: Query) -> Response:
+        number = _number(query, "job", 0)
+        path = self.jobs[number].report if number < len(self.jobs) else None
+        if path is None:
+            raise NotThere("This job has no report.html.")
+        return Response(path.read_bytes(), policy=_REPORT_POLICY)
+
+
+def _number(query: Query, key: str, default: int | None = None) -> int:
+    """A whole number in a query.
+
+    Raises:
+        ConfigError: it is none, or it is missing and there is no default.
+    """
+    value = query.get(key)
+    if value is None and default is not None:
+        return default
+    if value is None or not (value.isascii() and value.isdecimal()) or len(value) > 18:
+        raise ConfigError(f"{key} must be a whole number")
+    return min(int(value), _LARGEST)
+
+
+def _redirect(page: str, query: Mapping[str, Any]) -> Response:
+    return Response(b"", status=HTTPStatus.SEE_OTHER, location=f"{page}?{urlencode(query)}")
+
+
+@cache
+def _templates() -> Environment:
+    from jinja2 import PackageLoader
+
+    made = environment().overlay(loader=PackageLoader("batchgen.viewer", "templates"))
+    made.filters["query"] = urlencode
+    return made

@@ -1,0 +1,194 @@
+"""The server of `batchgen view`: GET alone, for this machine alone.
+
+What it shows is what models and strangers' data sets wrote, and it stands beside a browser that has
+other pages open. So:
+
+- It listens on 127.0.0.1. Pages from elsewhere could still reach it: by a name of their own that
+  they point to 127.0.0.1 (DNS rebinding), which the Host header gives away, or by loading a page of
+  ours as a script or a picture, which Sec-Fetch-Site gives away. Both are refused.
+- The address begins with a random key. Other users of the machine can reach the port too, and with
+  the key they would need to know what only this terminal shows; on a cluster's login node the file
+  permissions of a job's folder would mean little without it.
+- There is nothing to write, and no path of a request is a path of a file: pages are named here, and
+  rows by number.
+- The pages allow themselves nothing but their own style sheets and one script of their own
+  (Content-Security-Policy), so text that should ever get into a page unescaped still does nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from batchgen.errors import ConfigError
+
+ADDRESS = "127.0.0.1"
+LONGEST_TARGET = 8192
+"""Bytes of what is asked for in the first line of a request."""
+_SECONDS = 30.0
+"""How long a connection may be silent."""
+_MOST_KEYS = 40
+POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+@dataclass(frozen=True)
+class Response:
+    """What is answered.
+
+    Attributes:
+        body: as it is sent.
+        kind: its Content-Type.
+        location: for a redirection, the page to go to.
+        policy: the Content-Security-Policy.
+    """
+
+    body: bytes
+    kind: str = "text/html; charset=utf-8"
+    status: HTTPStatus = HTTPStatus.OK
+    location: str | None = None
+    policy: str = POLICY
+
+
+Respond = Callable[[str, dict[str, str]], Response]
+"""From the name of a page and the keys of its query to the answer."""
+
+
+class ViewServer(ThreadingHTTPServer):
+    """Answers requests from this machine, each in a thread of its own.
+
+    Attributes:
+        url: where a browser finds the first page.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+
+    def __init__(self, respond: Respond, port: int = 0) -> None:
+        """
+        Args:
+            respond: makes the pages; it is called in several threads.
+            port: to listen on; 0 takes a free one.
+
+        Raises:
+            ConfigError: the port cannot be had.
+        """
+        self.respond = respond
+        self.key = secrets.token_urlsafe(12)
+        try:
+            super().__init__((ADDRESS, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"view: port {port} cannot be had ({error}): leave out --port to get a free one"
+            ) from None
+        self.hosts = {f"{name}:{self.server_port}" for name in (ADDRESS, "localhost")}
+        if self.server_port == 80:  # browsers leave this one out
+            self.hosts |= {ADDRESS, "localhost"}
+        self.url = f"http://{ADDRESS}:{self.server_port}/{self.key}/"
+
+    def server_bind(self) -> None:
+        """Bind without asking the network for this machine's name, as the standard library does."""
+        socket.socket.bind(self.socket, self.server_address)
+        self.server_name, self.server_port = ADDRESS, self.socket.getsockname()[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that left in the middle of an answer is no error."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection, which is closed after its answer."""
+
+    server: ViewServer
+    server_version, sys_version = "batchgen", ""
+    timeout = _SECONDS
+
+    def do_GET(self) -> None:
+        self._send(self._response())
+
+    def do_HEAD(self) -> None:
+        self._send(self._response())
+
+    def parse_request(self) -> bool:
+        """Read the request, and refuse it if it is none of ours; then the answer is sent."""
+        if not super().parse_request():
+            return False
+        if refused := self._refusal():
+            self.send_error(*refused)
+            return False
+        return True
+
+    def _refusal(self) -> tuple[HTTPStatus, str] | None:
+        hosts = self.headers.get_all("Host") or []
+        if len(hosts) != 1 or hosts[0].lower() not in self.server.hosts:
+            return HTTPStatus.FORBIDDEN, f"this server is {self.server.url.rsplit('/', 2)[0]} alone"
+        if self.command not in ("GET", "HEAD"):
+            return HTTPStatus.METHOD_NOT_ALLOWED, "there is nothing to write here"
+        if len(self.path) > LONGEST_TARGET:
+            return HTTPStatus.REQUEST_URI_TOO_LONG, "the address is too long"
+        is_ours = self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
+        if not is_ours and self.headers.get("Sec-Fetch-Dest") != "document":
+            return HTTPStatus.FORBIDDEN, "pages from elsewhere cannot load this"
+        return None
+
+    def _response(self) -> Response:
+        target = urlsplit(self.path)
+        key, slash, page = target.path.removeprefix("/").partition("/")
+        if not slash or not hmac.compare_digest(key.encode(), self.server.key.encode()):
+            return _plain(
+                HTTPStatus.NOT_FOUND,
+                "Open the address that batchgen view has printed, with its key.",
+            )
+        try:
+            query = dict(parse_qsl(target.query, max_num_fields=_MOST_KEYS))
+        except ValueError:
+            return _plain(HTTPStatus.BAD_REQUEST, "The address has too many keys.")
+        return self.server.respond(page, query)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer with a line of plain text; the one of the standard library is HTML."""
+        status = HTTPStatus(code)
+        self.close_connection = True
+        self._send(_plain(status, message or status.phrase))
+
+    def _send(self, response: Response) -> None:
+        self.send_response(response.status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Security-Policy", response.policy)
+        self.send_header("Content-Type", response.kind)
+        self.send_header("Content-Length", str(len(response.body)))
+        if response.status == HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET, HEAD")
+        if response.location is not None:
+            self.send_header("Location", response.location)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(response.body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged: the terminal shows the address."""
+
+
+def _plain(status: HTTPStatus, text: str) -> Response:
+    return Response(f"{text}\n".encode(), "text/plain; charset=utf-8", status)
