@@ -134,12 +134,19 @@ def plan_prefill(
     group = num_heads // num_kv_heads
     config = config or _config(head_dim, dtype.itemsize, group)
     if gather is None:
-        on_gpu = torch.device(device).type == "cuda" and dtype.itemsize == 2
-        known = tiles is None and context_lens is not None
-        gather = on_gpu and known and does_gathering_pay(query_lens, context_lens, head_dim)
+        gather = (
+            torch.device(device).type == "cuda"
+            and dtype.itemsize == 2
+            and tiles is None
+            and context_lens is not None
+            and does_gathering_pay(query_lens, context_lens, head_dim)
+        )
+    gather_plan = None
+    if gather:
+        assert context_lens is not None
+        gather_plan = plan_gather(context_lens, device)
     if tiles is None:
         tiles = upload(cut_tiles(query_lens, _tile_tokens(config, group), context_lens), device)
-    gather_plan = plan_gather(context_lens, device) if gather else None
     return PrefillPlan(tiles, sum(query_lens), len(query_lens), group, config, gather_plan)
 
 

@@ -70,9 +70,7 @@ def delta_step_reference(
     return out
 
 
-def _step_rows(
-    inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: StepRows
-) -> Tensor:
+def _step_rows(inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: StepRows) -> Tensor:
     slots, width, repeats = rows.slots, rows.width, state.shape[1] // records.key.shape[3]
     most = records.decay.shape[2]
     folds, half = rows.folds[slots].clamp(0, most)[:, None, None, None], rows.half[slots].long()

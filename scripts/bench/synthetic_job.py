@@ -103,7 +103,7 @@ def grade_job(folder: Path, *, scored: bool) -> None:
     Args:
         scored: make the scores, too, for which all marks have to be in memory.
     """
-    JobGrades(folder).make(_STEPS, "text")
+    JobGrades(folder).make(_STEPS, "text", ScoreConfig())
     if scored:
         save_score(folder, job_score(folder, ScoreConfig()))
 

@@ -86,7 +86,7 @@ def finished_job(
         pq.write_table(table, shard_path(path / "data", shard), row_group_size=64)
     _write_facts(path, rows, metrics or {}, config or {})
     if graded:
-        JobGrades(path).make(POST, "text")
+        JobGrades(path).make(POST, "text", ScoreConfig())
         save_score(path, job_score(path, ScoreConfig()))
     return path
 

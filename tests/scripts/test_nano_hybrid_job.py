@@ -81,8 +81,9 @@ def routes(model: NanoHybrid, ids: Tensor) -> Tensor:
     def note(found: list[Tensor], router: Router, _: Any, output: tuple[Tensor, Tensor]) -> None:
         found.append(output[1][0].topk(router.top_k).indices)
 
-    for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(partial(note, found))
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(partial(note, found))
     with torch.inference_mode():
         model(ids, torch.ones(ids.shape))
     return torch.stack(found, dim=1)
