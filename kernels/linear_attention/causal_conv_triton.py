@@ -15,8 +15,8 @@ _STEP_BLOCK = 256
 warp."""
 _BLOCK = 256
 """Channels of a program of a prefill."""
-_TOKENS = 16
-"""Tokens of a chunk that such a program computes at once."""
+_TOKENS = 8
+"""Tokens of a chunk that such a program loads and computes at once."""
 
 
 def causal_conv_step_triton(
@@ -32,7 +32,7 @@ def causal_conv_step_triton(
             x, weight, window, records, out, rows.slots, rows.folds, rows.half, x.stride(0),
             weight.stride(0), weight.stride(1), window.stride(0), records.stride(0), channels,
             TAPS=taps, WIDTH=rows.width, MOST=records.shape[2], BLOCKS=blocks, BLOCK=_STEP_BLOCK,
-            num_warps=1,
+            TILE=triton.next_power_of_2(taps), num_warps=1,
         )  # fmt: skip
     return out
 
@@ -51,7 +51,7 @@ def causal_conv_prefill_triton(
             x, weight, window, out, rows.slots, rows.positions, rows.starts, x.stride(0),
             weight.stride(0), weight.stride(1), window.stride(0), channels, batch,
             TAPS=taps, CHUNK=CHUNK, TOKENS=_TOKENS, BLOCK=_BLOCK,
-            ROWS=triton.next_power_of_2(batch), num_warps=4,
+            ROWS=triton.next_power_of_2(batch), num_warps=1,
         )  # fmt: skip
         _conv_windows[(batch, blocks)](
             x, window, rows.slots, rows.positions, rows.starts, snapshots, x.stride(0),
@@ -67,12 +67,12 @@ def _conv_step(
     x_ptr, weight_ptr, window_ptr, records_ptr, out_ptr, slots_ptr, folds_ptr, half_ptr, x_stride,
     weight_channel, weight_tap, window_stride, half_stride, channels,
     TAPS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes BLOCK channels of one row."""
+    """Each program takes BLOCK channels of one row, and of each token a tile [TILE, BLOCK]: what
+    its TAPS taps see."""
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    channel = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < channels
+    channel = (tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK))[None, :]
     slot = tl.load(slots_ptr + row)
     folds = tl.minimum(tl.maximum(tl.load(folds_ptr + slot), 0), MOST)
     half = tl.load(half_ptr + slot).to(tl.int64)
@@ -80,39 +80,38 @@ def _conv_step(
     slot_records = records_ptr + slot * (MOST * channels) + channel
     old = slot_records + half * half_stride
     new = slot_records + (1 - half) * half_stride
-    first = row * WIDTH
+    tap = tl.arange(0, TILE)[:, None]
+    inside = (tap < TAPS) & (channel < channels)
+    weight = tl.load(
+        weight_ptr + channel * weight_channel + tap * weight_tap, mask=inside, other=0.0
+    ).to(tl.float32)
+    x = x_ptr + row * WIDTH * x_stride + channel
     for j in tl.static_range(WIDTH):
-        total = tl.zeros((BLOCK,), tl.float32)
-        for tap in tl.static_range(TAPS):
-            weight = tl.load(
-                weight_ptr + channel * weight_channel + tap * weight_tap, mask=inside, other=0.0
-            )
-            if j + tap < TAPS - 1:
-                x = _before(window, old, folds + j + tap, channel, channels, TAPS)
-            else:
-                token = first + j + tap - (TAPS - 1)
-                x = tl.load(x_ptr + token * x_stride + channel, mask=inside, other=0.0)
-            total += x.to(tl.float32) * weight.to(tl.float32)
+        place = j + tap - (TAPS - 1)
+        value = tl.load(x + place * x_stride, mask=inside & (place >= 0), other=0.0)
+        if j < TAPS - 1:
+            before = _before(window, old, folds + j + tap, inside & (place < 0), channels, TAPS)
+            value = tl.where(place < 0, before, value)
+        total = tl.sum(value.to(tl.float32) * weight, axis=0)[None, :]
         out = total / (1.0 + tl.exp(-total))
-        target = out_ptr + (first + j) * channels + channel
-        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)
-        x = tl.load(x_ptr + (first + j) * x_stride + channel, mask=inside, other=0.0)
-        tl.store(new + j * channels, x, mask=inside)
-    for i in tl.static_range(TAPS - 1):
-        x = _before(window, old, folds + i, channel, channels, TAPS)
-        # What is read here may be overwritten by other threads of the program.
-        tl.debug_barrier()
-        tl.store(window + i * channels, x, mask=inside)
+        target = out_ptr + (row * WIDTH + j) * channels + channel
+        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=channel < channels)
+        record = tl.load(x + j * x_stride, mask=channel < channels, other=0.0)
+        tl.store(new + j * channels, record, mask=channel < channels)
+    kept = inside & (tap < TAPS - 1)
+    before = _before(window, old, folds + tap, kept, channels, TAPS)
+    # Other threads of the program may read what this one overwrites.
+    tl.debug_barrier()
+    tl.store(window + tap * channels, before, mask=kept)
 
 
 @triton.jit
-def _before(window, records, place, channel, channels, TAPS: tl.constexpr):
-    """The inputs at a place of the window, behind which the records stand."""
-    kept = channel < tl.where(place < TAPS - 1, channels, 0)
-    recorded = channel < tl.where(place < TAPS - 1, 0, channels)
-    x = tl.load(window + place * channels, mask=kept, other=0.0)
-    record = tl.load(records + (place - (TAPS - 1)) * channels, mask=recorded, other=0.0)
-    return tl.where(recorded, record, x)
+def _before(window, records, place, mask, channels, TAPS: tl.constexpr):
+    """The inputs at places of the window, behind which the records stand."""
+    recorded = place >= TAPS - 1
+    kept = tl.load(window + place * channels, mask=mask & (place < TAPS - 1), other=0.0)
+    record = records + (place - (TAPS - 1)) * channels
+    return tl.where(recorded, tl.load(record, mask=mask & recorded, other=0.0), kept)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -128,32 +127,35 @@ def _conv_prefill(
     first, count = tokens_of_chunk(positions_ptr, start, end, chunk, CHUNK)
     if count <= 0:
         return
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = channel < channels
-    kept = channel < tl.where(tl.load(positions_ptr + start) == 0, 0, channels)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kept = tl.where(tl.load(positions_ptr + start) == 0, 0, channels)
     window = window_ptr + tl.load(slots_ptr + row) * window_stride + channel
-    for begin in range(0, count, TOKENS):
-        place = begin + tl.arange(0, TOKENS)[:, None]
-        here = inside & (place < count)
-        token = first + place
-        total = tl.zeros((TOKENS, BLOCK), tl.float32)
-        for tap in tl.static_range(TAPS):
-            weight = tl.load(
-                weight_ptr + channel * weight_channel + tap * weight_tap, mask=inside, other=0.0
-            )
-            source = token + tap - (TAPS - 1)
-            in_row = source >= start
-            x = tl.load(
-                x_ptr + source.to(tl.int64) * x_stride + channel, mask=here & in_row, other=0.0
-            )
-            before = tl.load(
-                window + (source - start + TAPS - 1) * channels,
-                mask=here & kept & (source < start), other=0.0,
-            )  # fmt: skip
-            total += tl.where(in_row, x, before).to(tl.float32) * weight.to(tl.float32)
-        out = total / (1.0 + tl.exp(-total))
-        target = out_ptr + token.to(tl.int64) * channels + channel
-        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=here)
+    weights = ()
+    for tap in tl.static_range(TAPS):
+        weight = weight_ptr + channel * weight_channel + tap * weight_tap
+        weight = tl.load(weight, mask=channel < channels, other=0.0).to(tl.float32)
+        weights += (weight,)  # type: ignore[assignment]
+    for offset in range(0, count, TOKENS):
+        begin, values = first + offset, ()
+        for i in tl.static_range(TOKENS + TAPS - 1):
+            token = begin + i - (TAPS - 1)
+            size = tl.where((token >= start) & (token < first + count), channels, 0)
+            x = x_ptr + token.to(tl.int64) * x_stride + channel
+            value = tl.load(x, mask=channel < size, other=0.0)
+            if i < TAPS - 1:
+                size = tl.where(token < start, kept, 0)
+                before = window + (token - start + TAPS - 1) * channels
+                before = tl.load(before, mask=channel < size, other=0.0)
+                value = tl.where(channel < size, before, value)
+            values += (value.to(tl.float32),)  # type: ignore[assignment]
+        for i in tl.static_range(TOKENS):
+            total = values[i] * weights[0]  # type: ignore[misc]
+            for tap in tl.static_range(1, TAPS):
+                total += values[i + tap] * weights[tap]
+            out = total / (1.0 + tl.exp(-total))
+            size = tl.where(begin + i < first + count, channels, 0)
+            target = out_ptr + (begin + i).to(tl.int64) * channels + channel
+            tl.store(target, out.to(out_ptr.dtype.element_ty), mask=channel < size)
 
 
 @triton.jit

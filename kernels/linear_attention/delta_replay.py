@@ -103,7 +103,8 @@ def _delta_replay(
     block = tl.program_id(0) % BLOCKS
     head = tl.program_id(0) // BLOCKS % VALUE_HEADS
     row = tl.program_id(0) // (BLOCKS * VALUE_HEADS)
-    first, end = tl.load(starts_ptr + row).to(tl.int64), tl.load(starts_ptr + row + 1)
+    first = tl.load(starts_ptr + row).to(tl.int64)
+    end = tl.load(starts_ptr + row + 1).to(tl.int64)
     if first < end:
         key, value = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
         is_key, is_value = key < KEY_DIM, value < VALUE_DIM

@@ -39,15 +39,14 @@ PREFILLS = ((8192, 8192), (8192, 1024), (16384, 16384), (16384, 1024))
 STEP_TILES = [
     StepTiles(block_v, lanes, warps)
     for block_v, lanes, warps in (
-        (8, 8, 1), (16, 8, 1), (32, 8, 1), (32, 8, 2), (64, 8, 4), (32, 8, 4), (32, 16, 4),
-        (32, 4, 2), (32, 32, 4),
+        (8, 8, 1), (16, 8, 1), (8, 16, 1), (16, 16, 1), (32, 8, 2), (32, 16, 4), (16, 32, 1),
     )
 ]  # fmt: skip
 PREFILL_TILES = [
-    PrefillTiles(block_v, warps, stages, chunk_warps)
-    for block_v, warps, stages, chunk_warps in (
-        (16, 4, 1, 4), (16, 4, 2, 4), (32, 4, 1, 4), (32, 4, 2, 4), (32, 4, 3, 4), (32, 8, 2, 4),
-        (64, 4, 1, 4), (64, 4, 2, 4), (64, 8, 2, 8), (128, 8, 2, 2),
+    PrefillTiles(block_v, warps, stages, 4, registers)
+    for block_v, warps, stages, registers in (
+        (16, 4, 2, None), (16, 4, 3, None), (32, 4, 2, None), (32, 4, 3, None), (32, 4, 3, 168),
+        (64, 4, 2, None), (64, 4, 2, 168), (64, 4, 3, None), (32, 2, 2, None), (16, 2, 2, None),
     )
 ]  # fmt: skip
 _COLD_BYTES = 2**28
@@ -192,7 +191,7 @@ def bench(shape: Shape, all_rows: list[int], widths: list[int], rates: Rates, tu
 
 def show(what: str, name: str, floor: float, time: float) -> None:
     print(
-        f"{what:18}{name:24}{floor * 1e6:9.1f}{time:9.1f} µs{floor * 1e6 / time:7.2f}", flush=True
+        f"{what:19}{name:27}{floor * 1e6:9.1f}{time:9.1f} µs{floor * 1e6 / time:7.2f}", flush=True
     )
 
 
@@ -210,7 +209,7 @@ def main() -> None:
     rates = measure_rates(torch.device("cuda"))
     print(
         f"{torch.cuda.get_device_name()}: copy {rates.bandwidth / 1e12:.2f} TB/s, "
-        f"matmul {rates.flops / 1e12:.0f} TFLOP/s\n{'':42}{'floor':>9}{'time':>9}{'share':>10}"
+        f"matmul {rates.flops / 1e12:.0f} TFLOP/s\n{'':46}{'floor':>9}{'time':>9}{'share':>10}"
     )
     rows, widths = ([int(n) for n in text.split(",")] for text in (arguments.rows, arguments.width))
     bench(SHAPES[arguments.shape], rows, widths, rates, arguments.tune)

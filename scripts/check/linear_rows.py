@@ -10,6 +10,7 @@ from torch import Tensor
 
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
+from batchgen.kernels.linear_attention.delta_replay import delta_replay
 from batchgen.kernels.linear_attention.delta_rule import delta_prefill, delta_step
 from batchgen.kernels.linear_attention.gated_norm import gated_rms_norm
 from batchgen.kernels.linear_attention.rows import PrefillRows, StepRows
@@ -91,6 +92,9 @@ def results(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Ten
         folds.fill_(max(1, width - 1))
         half.copy_(1 - half)
     yield "windows", kept.window[1:]
+    again = delta(normal(sum(LENGTHS), CHANNELS))
+    yield "replay", delta_replay(again, kept.state, prefill._replace(snapshots=None))
+    yield "state after a replay", kept.state[1 : 1 + rows]
 
 
 def _prefill(slots: Tensor) -> PrefillRows:

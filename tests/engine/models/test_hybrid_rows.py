@@ -17,6 +17,7 @@ import pytest
 import torch
 from engine_rows import Request, expect_short_rows
 from forced_drafts import ForcedStrategy, some_slow
+from torch import Tensor
 
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
@@ -25,6 +26,10 @@ from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.strategy import Strategy
+from batchgen.kernels.linear_attention.causal_conv import causal_conv_step
+from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
+from batchgen.kernels.linear_attention.delta_rule import delta_step
+from batchgen.kernels.linear_attention.rows import StepRows
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 
@@ -173,6 +178,36 @@ def check_forced(alone: Alone, folder: Path, k: int) -> None:
     strategy._engine = engine
     check(alone, rows, run(engine, rows))
     assert all(strategy.held), "the case is about every number of drafts that can hold"
+
+
+def test_states_after_drafts_are_those_of_plain_steps(alone: Alone, folder: Path) -> None:
+    (prompt, params) = requests(seed=50, lengths=(17,))[2]
+    strategy = ForcedStrategy({"0": alone((prompt, params)).token_ids}, 3, seed=1)
+    found = []
+    for chosen in (None, strategy):
+        engine = strategy._engine = make_engine(load(folder), chosen, max_num_seqs=1)
+        run(engine, [(prompt, params)])
+        found.append(folded_states(engine))
+    assert sum(strategy.held[1:]) > 2, "some drafts held"
+    for plain, drafted in zip(*found, strict=True):
+        assert plain.any() and torch.equal(plain, drafted)
+
+
+def folded_states(engine: LLMEngine) -> list[Tensor]:
+    """The windows and matrices of the last row, after the records of its last step."""
+    states, found = engine._runner.states, []
+    assert states is not None
+    for cache in states.layers:
+        window, matrix = cache.state["window"], cache.state["matrix"]
+        step = StepRows(torch.ones(1, dtype=torch.int64), cache.folds, cache.half, 0)
+        nothing = torch.zeros(0, window.shape[-1])
+        weight, none = torch.zeros(window.shape[-1], 4), torch.zeros(0, 4)
+        causal_conv_step(nothing, weight, window, cache.records["inputs"], step)
+        inputs = DeltaInputs(nothing, none, none, none.new_zeros(4), none.new_zeros(4))
+        records = DeltaRecords(*(cache.records[name] for name in DeltaRecords._fields))
+        delta_step(inputs, matrix, records, step)
+        found += [window[1].clone(), matrix[1].clone()]
+    return found
 
 
 def test_ngram_drafts(alone: Alone, folder: Path) -> None:

@@ -20,7 +20,7 @@ from batchgen.kernels.linear_attention.causal_conv_triton import (
     causal_conv_step_triton,
 )
 
-CHANNELS = 300
+CHANNELS = 300 if DEVICE == "cuda" else 70
 CLOSE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 Conv = Callable[..., Tensor]
 BOTH = [
@@ -45,7 +45,9 @@ def expected(x: Tensor, weight: Tensor) -> Tensor:
     return F.silu(F.conv1d(wide, weight.double()[:, None], groups=len(weight)))[0].T
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 @pytest.mark.parametrize("step, prefill", BOTH)
 def test_a_prefill_is_the_convolution_however_it_is_cut(
     step: Conv, prefill: Conv, dtype: torch.dtype
@@ -70,7 +72,9 @@ def test_a_prefill_is_the_convolution_however_it_is_cut(
     assert torch.equal(window[4], untouched)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 @pytest.mark.parametrize("step, prefill", BOTH)
 def test_steps_take_back_what_was_not_accepted(
     step: Conv, prefill: Conv, dtype: torch.dtype

@@ -24,6 +24,7 @@ from batchgen.kernels.linear_attention.delta_reference import (
 from batchgen.kernels.linear_attention.delta_step_triton import delta_step_triton
 from batchgen.kernels.linear_attention.rows import PrefillRows, StepRows
 
+TINY = Shape(1, 1, 16, 16)
 SMALL = Shape()
 ODD = Shape(key_heads=2, value_heads=4, key_dim=24, value_dim=40)
 LARGE = Shape(key_heads=2, value_heads=4, key_dim=128, value_dim=128)
@@ -116,9 +117,9 @@ def test_steps_fold_and_run_as_the_reference(shape: Shape, dtype: torch.dtype) -
         both.accept(accepted)
 
 
-@pytest.mark.parametrize("accepted", [0, 1, 3])
+@pytest.mark.parametrize("accepted", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_folding_gives_the_bits_of_plain_steps(accepted: int) -> None:
-    shape, slots = SMALL if DEVICE == "cpu" else LARGE, 3
+    shape, slots = TINY if DEVICE == "cpu" else LARGE, 3
     inputs = shape.inputs(3, seed=accepted)
     wide, plain = Both(shape, slots), Both(shape, slots)
     out = wide.step(inputs, [1], 3, 1e-5)
@@ -146,8 +147,18 @@ def test_ragged_prefill_is_that_of_the_reference(shape: Shape, dtype: torch.dtyp
     both.prefill(shape.inputs(120, 1, dtype), rows, CLOSE[dtype])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_rows_of_many_chunks_are_those_of_the_reference(rows: int, dtype: torch.dtype) -> None:
+    """Few rows and many are cut into different tiles."""
+    lengths = [1000] + [100] * (rows - 1)
+    both, inputs = Both(LARGE, slots=rows + 2), LARGE.inputs(sum(lengths), 2, dtype)
+    both.prefill(inputs, prefill_rows(lengths), CLOSE[dtype])
+
+
 def test_a_split_at_a_multiple_of_64_keeps_bits() -> None:
-    shape = SMALL if DEVICE == "cpu" else LARGE
+    shape = TINY if DEVICE == "cpu" else LARGE
     inputs, whole, parts = shape.inputs(100), Both(shape, 3), Both(shape, 3)
     expected = whole.prefill(inputs, prefill_rows([100]), 1e-5)
     first = parts.prefill(take(inputs, slice(0, 64)), prefill_rows([64]), 1e-5)
@@ -158,22 +169,22 @@ def test_a_split_at_a_multiple_of_64_keeps_bits() -> None:
 
 def test_padding_that_only_the_device_knows() -> None:
     """As in the graph of a prefill: rows without tokens, and a last one on scratch."""
-    both = Both(SMALL, slots=4)
+    both = Both(TINY, slots=4)
     lengths, slots = [20, 0, 12], [2, 0, 0]
     rows = prefill_rows(lengths, first=[64, 0, 3], slots=slots, on_host=False)
-    found = delta_prefill_triton(SMALL.inputs(32), both.state, rows)
-    alone = Both(SMALL, slots=4)
+    found = delta_prefill_triton(TINY.inputs(32), both.state, rows)
+    alone = Both(TINY, slots=4)
     expected = alone.prefill(
-        take(SMALL.inputs(32), slice(0, 20)), prefill_rows([20], [64], [2]), 1e-5
+        take(TINY.inputs(32), slice(0, 20)), prefill_rows([20], [64], [2]), 1e-5
     )
     assert torch.equal(found[:20], expected)
     assert torch.equal(both.state[1:3], alone.state[1:3])
 
 
-@pytest.mark.parametrize("bad", [NAN, float("inf")])
+@pytest.mark.parametrize("bad", [NAN, pytest.param(float("inf"), marks=pytest.mark.slow)])
 def test_a_row_that_is_not_finite_spoils_no_other(bad: float) -> None:
-    inputs, rows = SMALL.inputs(15), prefill_rows([5, 6, 4], [0, 64, 0], [1, 2, 3])
-    good, spoiled = Both(SMALL, 5), Both(SMALL, 5)
+    inputs, rows = TINY.inputs(15), prefill_rows([5, 6, 4], [0, 64, 0], [1, 2, 3])
+    good, spoiled = Both(TINY, 5), Both(TINY, 5)
     expected = delta_prefill_triton(inputs, good.state, rows)
     inputs.qkv[8], inputs.a[9] = bad, bad
     found = delta_prefill_triton(inputs, spoiled.state, rows)
