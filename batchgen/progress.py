@@ -66,6 +66,8 @@ class Progress:
             bar_format=bar + rows + "{postfix}",
         )
         self._rows = resumed
+        self._others, self._others_rows, self._others_speed = 0, 0, 0.0
+        self._before: dict[int, int] = {}  # by worker: what it had finished before this one came
         self._resumed = resumed
         self._total = total
         self._errors: Counter[str] = Counter()
@@ -101,6 +103,31 @@ class Progress:
                 self._answer_shown = now
                 self._print(self._answer(chosen))
 
+    def set_others(self, beats: Sequence[Mapping[str, Any]], number: int) -> None:
+        """Count what other workers have finished, as of their last heartbeats.
+
+        Args:
+            beats: of all other workers.
+            number: of this worker. What those before it have finished until now was there already
+                when it came.
+        """
+        living = [beat for beat in beats if not beat["dead"]]
+        rows = 0
+        for beat in beats:
+            done = beat["attempt"]["rows"] if "attempt" in beat else 0
+            if beat["worker"] < number:
+                done -= self._before.setdefault(beat["worker"], done)
+            rows += done
+        self._bar.update(rows - self._others_rows)
+        self._rows += rows - self._others_rows
+        self._others_rows = rows
+        self._others = len(living)
+        self._others_speed = sum(
+            beat["attempt"]["generated_tokens"] / max(beat["attempt"]["generate_s"], 1e-9)
+            for beat in living
+            if "attempt" in beat
+        )
+
     def due(self) -> bool:
         """Whether it is time to call `show` again, whose figures are not free to get."""
         return time.monotonic() - self._shown >= self._interval
@@ -113,7 +140,10 @@ class Progress:
             num_running: requests that run in the engine, without those that wait for their turn.
         """
         self._shown = now = time.monotonic()
-        facts = [f"{self._speed.at(now, generated_tokens):,.0f} tok/s", f"{num_running:,} running"]
+        speed = self._speed.at(now, generated_tokens) + self._others_speed
+        facts = [f"{speed:,.0f} tok/s", f"{num_running:,} running"]
+        if self._others:
+            facts.append(f"{1 + self._others} workers")
         facts += self._error_count()
         rate = (self._rows - self._resumed) / max(now - self._started, 1e-9)
         if self._total is not None and rate > 0:

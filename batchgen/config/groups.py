@@ -16,6 +16,7 @@ from batchgen.config.constraint import ConstraintConfig, NoConstraintConfig, job
 from batchgen.config.dataset import DatasetConfig as DatasetConfig
 from batchgen.config.prompt import PROMPT_KINDS as PROMPT_KINDS
 from batchgen.config.prompt import PromptConfig as PromptConfig
+from batchgen.config.workers import LauncherConfig, NoLauncherConfig, WorkersConfig
 from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.sampling.params import LogprobsMode, SamplingParams
@@ -194,6 +195,8 @@ class JobConfig:
     strategy: StrategyConfig
     constraint: ConstraintConfig = field(default_factory=NoConstraintConfig)
     engine: EngineGroup
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    launcher: LauncherConfig = field(default_factory=NoLauncherConfig)
     post: tuple[StepConfig, ...] = ()
     score: ScoreConfig = field(default_factory=ScoreConfig)
     output: OutputConfig

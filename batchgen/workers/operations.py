@@ -20,7 +20,7 @@ Payload = bytes | Path
 
 
 class Unanswered(Exception):
-    """Thrown into a generator if nobody knows whether the operation that it yielded has happened."""
+    """Thrown into a generator if nobody knows whether the operation which it yielded happened."""
 
 
 @dataclass(frozen=True)
