@@ -159,9 +159,10 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
         total = None if source.num_rows is None else source.num_rows * samples
         metrics.attempt.rows_total = total
         with _recorded(metrics, folder.path):
+            if folder.is_alone and not is_done:
+                write_atomic(folder.path / "README.md", unfinished_card(str(folder.path)))
             folder.share()
             if not is_done:
-                write_atomic(folder.path / "README.md", unfinished_card(str(folder.path)))
                 engine = parts.build_engine()
                 signals.deferred = True
                 # A GPU rounds sums differently in batches of another size.

@@ -91,7 +91,7 @@ class HydraTask:
             share_cores()
             be_quiet()
         sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-        job = SweepJob(self._name() if sweep else "", None)
+        job = SweepJob((self._name() or ".") if sweep else "", None)
         if sweep:
             of = f" of {len(self.arguments.names)}" if self.arguments.names else ""
             print(f"── job {HydraConfig.get().job.num + 1}{of}: {job.name}", flush=True)

@@ -48,6 +48,7 @@ class Verb:
 
 VERBS = {
     "init": Verb("batchgen.command.init", "FILE", "write a commented job file"),
+    "status": Verb("batchgen.command.status", "OUT", "say what each worker of a job does"),
     "show": Verb("batchgen.command.show", "OUT", "print rows of a job, also while it runs"),
     "export": Verb("batchgen.command.export", "OUT", "write a job's rows as JSON lines or CSV"),
     "grade": Verb("batchgen.command.grade", "OUT", "grade a job's answers, without the model"),

@@ -205,9 +205,8 @@ class OutputWriter:
         """Whether another worker has written rows since this one came."""
         self._journal.refresh()
         files = {path for shard in self._journal.shards() for path in self._journal.files(shard)}
-        return (
-            not files <= self._at_first or not shard_files(self._data).keys() <= self._older.keys()
-        )
+        shards = shard_files(self._data).keys()
+        return not (files <= self._at_first and shards <= self._older.keys())
 
     def is_open(self, number: int) -> bool:
         """Whether a shard was taken and is not complete."""
@@ -290,9 +289,11 @@ class OutputWriter:
         shards = max(1, -(-num_rows // self._rows_per_shard))
         expected = [self._whole(k) for k in range(shards)]
         for number in range(shards):  # those of other workers
-            if number not in self._open and self._published.get(number) != expected[number]:
+            if self._published.get(number) != expected[number]:
                 if shard_path(self._data, number).exists():
                     self._published[number] = self._read_extent(number)
+                    if self._published[number] == expected[number]:
+                        self.drop(number)
         if self._open or self._published != dict(enumerate(expected)):
             raise self._wrong_shards(expected)
 
