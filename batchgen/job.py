@@ -189,9 +189,11 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
             signals.deferred = True
             writer.flush()
             _refuse_quarantined(todo, worker)
-            while not worker.claim_finish():
+            while True:
                 if (found := _completed_elsewhere(folder, parts, metrics)) is not None:
                     return found
+                if worker.claim_finish():
+                    break
                 if signals.received is not None:
                     return _stopped(writer, metrics, signals, folder.path)
                 time.sleep(min(1.0, worker.look_seconds))

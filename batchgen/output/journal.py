@@ -127,7 +127,7 @@ class Journal:
         for path in self._unsynced:
             if path.exists():  # else its shard was published by another worker
                 fsync_path(path)
-        if self._unsynced:
+        if self._unsynced and self._folder.exists():
             fsync_path(self._folder)
         self._unsynced.clear()
         self._last_sync = now

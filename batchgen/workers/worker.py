@@ -155,8 +155,8 @@ class Worker:
         """Whether it is this worker that grades, scores and completes the job."""
         try:
             return self._do(self._member.claim_finish())
-        except FolderGone:
-            return False
+        except FolderGone:  # who deleted the folder has not come to the end, or was overwritten
+            return True
 
     def tell(self, facts: Mapping[str, Any]) -> None:
         """Have these facts in the heartbeat, where the others see them."""
@@ -164,7 +164,10 @@ class Worker:
 
     def is_first(self) -> bool:
         """Whether all workers with a lower number are dead. The first one writes metrics.json."""
-        for number in self._numbers():
+        numbers = self._numbers()
+        if self.number not in numbers:  # the job was completed without this worker
+            return False
+        for number in numbers:
             if number < self.number and number not in self._gone:
                 if not self._do(self._member.is_dead(number)):
                     return False
