@@ -133,6 +133,12 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         _check(bool(self.dir), "output.dir", "a folder", self.dir)
+        if "://" in self.dir:
+            raise ConfigError(
+                f"output.dir={self.dir}: jobs are written to folders, not to object stores: give a "
+                "folder, on a file system that all workers see if there are several, and copy it "
+                "when the job is complete"
+            )
         object.__setattr__(self, "dir", str(short_user_path(self.dir, "output.dir")))
         if len(set(self.columns)) != len(self.columns):
             raise ConfigError(f"output.columns names a column twice: {list(self.columns)}")
