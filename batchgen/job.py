@@ -32,6 +32,7 @@ from batchgen.output.dataset_card import dataset_card, unfinished_card
 from batchgen.output.job_folder import JobFolder
 from batchgen.output.manifest import ROWS, Manifest, write_atomic
 from batchgen.output.metrics import Metrics, Tally, Totals
+from batchgen.output.older import Older
 from batchgen.output.parsed_column import ParsedColumn
 from batchgen.output.schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.output.shards import read_columns, shard_files
@@ -142,7 +143,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
             num_rows=source.num_rows,
             retry_errors=output.retry_errors,
             worker=worker.number,
-            is_alone=folder.is_alone,
+            older=_older(folder, worker),
             publish=worker.publish,
         ) as writer,
     ):
@@ -150,6 +151,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
             retried = [f"output.retry_errors: {writer.retried:,} rows"] if writer.retried else []
             folder.record(*retried, rows=writer.resumed)
             write_atomic(folder.path / "config.yaml", job_file_text(config))
+            worker.tell_older(writer.older)
         metrics = _metrics(config, parts, folder, writer, worker)
         todo = Todo(source, writer, worker, output.rows_per_shard)
         is_done = todo.is_empty()
@@ -188,6 +190,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                         return _stopped(writer, metrics, signals, folder.path)
             signals.deferred = True
             writer.flush()
+            worker.beat()
             _refuse_quarantined(todo, worker)
             while True:
                 if (found := _completed_elsewhere(folder, parts, metrics)) is not None:
@@ -214,6 +217,22 @@ def _worker(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
         raise
     finally:
         worker.end(how)
+
+
+def _older(folder: JobFolder, worker: Worker) -> Older | None:
+    """What was there when the first worker came; None if this one is the first.
+
+    Raises:
+        JobError: the others have completed the job since this worker began to join them.
+    """
+    if folder.is_alone:
+        return None
+    if (found := worker.older()) is not None:
+        return found
+    folder.remove_journal()
+    raise JobError(
+        f"other workers have completed the job in {folder.path} just now; the same command says how"
+    )
 
 
 def _refuse_quarantined(todo: Todo, worker: Worker) -> None:

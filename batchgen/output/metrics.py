@@ -276,7 +276,9 @@ class Metrics:
     def _attempts(self) -> list[dict[str, Any]]:
         """All attempts in their order, those of the other workers too."""
         present = [asdict(self.attempt)]
-        present += [told for beat in self.others if (told := attempt_of(beat)) is not None]
+        is_complete = self.attempt.status == "complete"
+        told = (attempt_of(beat, is_complete) for beat in self.others)
+        present += [attempt for attempt in told if attempt is not None]
         present.sort(key=lambda attempt: int(attempt["worker"]))
         known = {(attempt["worker"], attempt["started"]) for attempt in present}
         earlier = (a for a in self._earlier if (a.get("worker"), a["started"]) not in known)

@@ -37,13 +37,20 @@ class Team(Protocol):
         ...
 
 
-def attempt_of(beat: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The attempt that another worker has told; None if it has told nothing yet."""
+def attempt_of(beat: Mapping[str, Any], is_complete: bool) -> dict[str, Any] | None:
+    """The attempt that another worker has told; None if it has told nothing yet.
+
+    Args:
+        is_complete: whether the job is; then those who live have done their part.
+    """
     if "attempt" not in beat:
         return None
     attempt = dict(beat["attempt"])
-    if attempt["status"] == "running" and beat["dead"]:
-        attempt["status"] = beat["ended"] or "killed"
+    if attempt["status"] == "running":
+        if beat["dead"]:
+            attempt["status"] = beat["ended"] or "killed"
+        elif is_complete:
+            attempt["status"] = "complete"
     return attempt
 
 

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from batchgen.errors import ConfigError, JobError
 from batchgen.output.journal import Journal, JournalGone, attempt_of, read_file
+from batchgen.output.older import Older
 from batchgen.output.open_shard import STATE_COLUMNS, OpenShard
 from batchgen.output.publisher import Publish, Publisher, delete
 from batchgen.output.retry_round import RetryRound
@@ -65,7 +66,7 @@ class OutputWriter:
         num_rows: int | None = None,
         retry_errors: bool = False,
         worker: int | None = None,
-        is_alone: bool = True,
+        older: Older | None = None,
         publish: Publish | None = None,
     ) -> None:
         """Read from shards and journal files what is done.
@@ -78,8 +79,8 @@ class OutputWriter:
             num_rows: how many it has; None if that is not known.
             retry_errors: whether error rows of earlier attempts are computed again.
             worker: the number of this worker; None for one more than all that were there.
-            is_alone: whether no other worker writes now. Then what earlier ones have left is put
-                in order.
+            older: what was there when the first of the workers came; None if this one is the first.
+                Then it is found out here, and what earlier ones have left is put in order.
             publish: gives shards their names; None renames files.
 
         Raises:
@@ -93,14 +94,14 @@ class OutputWriter:
         self._samples = samples
         self.num_rows = num_rows
         self._round = RetryRound(journal)
-        self._published = self._read_extents()
+        self._published = self._read_extents() if older is None else dict(older.extents)
         self._older = dict(self._published)
         self._journal = Journal(journal, schema.arrow, self._round.least_attempt, worker)
         self._publisher = Publisher(
             data, journal, schema, self._round, self._journal.attempt, publish
         )
         self.retried: int | None = None
-        if is_alone:
+        if older is None:
             self._check_shrinking(most_rows)
             delete(journal.glob("*.tmp"))
             self.retried = self._begin_round(retry_errors)
@@ -114,12 +115,17 @@ class OutputWriter:
         self._at_first = {path for shard in found for path in self._journal.files(shard)}
         self._seen: dict[Path, int] = {}  # of files of others: how many batches were taken
         self._dropped: set[int] = set()
+        self.resumed = self._resume() if older is None else older.rows
+
+    def _resume(self) -> int:
+        """Count what is finished, and publish what is complete."""
         for shard in sorted(self._journal.shards() | self._round.shards()):
             self._reopen(shard)
-        self.resumed = sum(extent.rows * extent.samples for extent in self._published.values())
-        self.resumed += sum(shard.num_done for shard in self._open.values())
-        for number in sorted(self._open) if is_alone else ():
+        rows = sum(extent.rows * extent.samples for extent in self._published.values())
+        rows += sum(shard.num_done for shard in self._open.values())
+        for number in sorted(self._open):
             self._publish_if_complete(number)
+        return rows
 
     def __enter__(self) -> Self:
         return self
@@ -128,9 +134,9 @@ class OutputWriter:
         self._publisher.close()
 
     @property
-    def attempt(self) -> int:
-        """The number of this worker."""
-        return self._journal.attempt
+    def older(self) -> Older:
+        """What was there when this worker came."""
+        return Older(self._older, self.resumed)
 
     @property
     def complete_shards(self) -> set[int]:

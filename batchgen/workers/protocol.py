@@ -45,6 +45,8 @@ from batchgen.workers.watch import Watch
 MOST_ENDED = 3
 """How many workers a shard may end before nobody takes it any more."""
 _WIDEST = 256
+_MOST_ASKED = 16
+"""Of how many shards of other workers one look asks how their owners are."""
 
 
 @dataclass(frozen=True)
@@ -207,9 +209,7 @@ class Member:
         if self.is_over():
             return Task("over")
         running = []
-        for shard in sorted(self.board.epochs):
-            if shard == FINISH or self.is_finished(shard) or self._is_beyond(shard):
-                continue
+        for shard in self._some_begun():
             lease = yield from self._lease(shard, "e", self.board.epochs[shard])
             if lease.worker == self.number:
                 continue
@@ -239,8 +239,19 @@ class Member:
         content = yield from ask(Read(worker_name(worker)))
         return self._watch.is_dead(worker, content)
 
-    def _is_beyond(self, shard: int) -> bool:
-        return self.num_shards is not None and shard >= self.num_shards
+    def _some_begun(self) -> list[int]:
+        """Shards that have been begun and are not finished: all of them, or a random part if they
+        are many, so that many idle workers do not ask for all heartbeats again and again."""
+        end = self.num_shards
+        begun = [
+            shard
+            for shard in sorted(self.board.epochs)
+            if shard != FINISH and not self.is_finished(shard) and (end is None or shard < end)
+        ]
+        if len(begun) > _MOST_ASKED:
+            start = self._draw(len(begun))
+            begun = (begun[start:] + begun[:start])[:_MOST_ASKED]
+        return begun
 
     def _free(self) -> Iterator[int]:
         end = itertools.count() if self.num_shards is None else range(self.num_shards)

@@ -11,15 +11,17 @@ from random import Random
 from typing import Any, Literal
 
 from batchgen.config import WorkersConfig
+from batchgen.output.older import Older
 from batchgen.workers.file_store import FileStore, FolderGone
 from batchgen.workers.heartbeat import Heartbeat, encoded
 from batchgen.workers.names import LEASES, WORKERS, mark_name, parse_worker, worker_name
-from batchgen.workers.operations import Create, Names, Read, Steps, T, carry_out
+from batchgen.workers.operations import Create, Names, Overwrite, Read, Steps, T, carry_out
 from batchgen.workers.process import identity, is_gone, machine
 from batchgen.workers.protocol import Lease, Member, Task, join, publish
 from batchgen.workers.watch import Watch
 
 _SESSION = f"{LEASES}/session.json"
+_OLDER = f"{LEASES}/older.json"
 _TAIL = 5
 """How much more often a worker looks around when no shard is left to begin."""
 How = Literal["complete", "stopped", "failed"]
@@ -161,6 +163,19 @@ class Worker:
     def tell(self, facts: Mapping[str, Any]) -> None:
         """Have these facts in the heartbeat, where the others see them."""
         self._heartbeat.facts = facts
+
+    def beat(self) -> None:
+        """Let the others see at once what was told."""
+        self._heartbeat.beat()
+
+    def tell_older(self, older: Older) -> None:
+        """Let those who join know what was there when this worker, the first one, came."""
+        self.store.do(Overwrite(_OLDER, older.encoded()))
+
+    def older(self) -> Older | None:
+        """What the first worker has told; None if the job was completed meanwhile."""
+        content = self.store.do(Read(_OLDER))
+        return None if content is None else Older.decoded(content)
 
     def is_first(self) -> bool:
         """Whether all workers with a lower number are dead. The first one writes metrics.json."""

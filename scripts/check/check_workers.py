@@ -3,7 +3,7 @@ one undisturbed worker.
 
     python scripts/check/check_workers.py --kills 60 --work /tmp/check
 
-The job has a tiny model with random weights on the CPU. Processes of this script are its workers:
+The job has the small model that comes with batchgen, on the CPU. Processes of this script are its workers:
 each is a fork of one that has imported everything, so that 60 kills take minutes and not hours. At
 random moments one of them is
 
@@ -46,11 +46,11 @@ STALE = 1.5  # seconds after which a paused worker is given up
 
 def arguments(out: Path, rows: Path) -> list[str]:
     return [
-        *("model=dummy", "dataset=files", f"dataset.path={rows}", "prompt.user={{ q }}"),
-        *("sampling=sample", "sampling.n=2", "sampling.max_new_tokens=24", "engine.device=cpu"),
-        *("engine.max_num_seqs=8", "engine.kv_cache_gib=0.02", "output.rows_per_shard=8"),
-        *("output.columns=[logprobs]", "workers.heartbeat=0.2", f"workers.stale_after={STALE}"),
-        f"output.dir={out}",
+        *("+experiment=nano_sdar", "dataset=files", f"dataset.path={rows}"),
+        *("prompt.user={{ q }}", "sampling=sample", "sampling.n=2", "sampling.max_new_tokens=16"),
+        *("engine.device=cpu", "engine.max_num_seqs=8", "engine.kv_cache_gib=0.02"),
+        *("output.rows_per_shard=8", "output.columns=[logprobs]", "post=[]"),
+        *("workers.heartbeat=0.2", f"workers.stale_after={STALE}", f"output.dir={out}"),
     ]
 
 
@@ -165,16 +165,22 @@ def check(work_dir: Path, kills: int, count: int, rows: int, seed: int, launcher
     """
     rng = random.Random(seed)
     data = work_dir / "rows.jsonl"
-    data.write_text("".join(json.dumps({"q": f"What is {i}? " * (i % 5)}) + "\n" for i in range(rows)))
+    lines = (json.dumps({"q": f"What is {i} + {i % 7}?" * (1 + i % 3)}) for i in range(rows))
+    data.write_text("\n".join(lines), encoding="utf-8")
     whole, out = work_dir / "whole", work_dir / "out"
+    started = time.monotonic()
     alone = Forks(arguments(whole, data), 1, rng)
+    while not finished(whole):
+        time.sleep(0.05)
+    startup = time.monotonic() - started
     alone.join()
-    print(f"one undisturbed worker: {len(finished(whole)):,} rows", flush=True)
+    print(f"one undisturbed worker: {len(finished(whole)):,} rows, first after {startup:.1f} s")
     workers = (Launched if launcher else Forks)(arguments(out, data), count, rng)
     safe: set[tuple[int, int]] = set()
     done: dict[str, int] = {}
     while sum(n for what, n in done.items() if what.startswith("kill")) < kills:
-        time.sleep(rng.uniform(0.1, 8.0 if launcher else 2.5))
+        # Some come while workers start, and all so late that some get to work.
+        time.sleep(rng.uniform(0.0, 1.2 * startup))
         if (what := workers.disturb()) is None:
             break
         done[what] = done.get(what, 0) + 1
