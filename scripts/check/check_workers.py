@@ -3,9 +3,9 @@ one undisturbed worker.
 
     python scripts/check/check_workers.py --kills 60 --work /tmp/check
 
-The job has the small model that comes with batchgen, on the CPU. Processes of this script are its workers:
-each is a fork of one that has imported everything, so that 60 kills take minutes and not hours. At
-random moments one of them is
+The job has the small model that comes with batchgen, on the CPU. Processes of this script are its
+workers: each is a fork of one that has imported everything, so that 60 kills take minutes and not
+hours. At random moments one of them is
 
 - killed (`kill -9`) and followed by a new one,
 - stopped (SIGSTOP) until it was given up, and then let go on,

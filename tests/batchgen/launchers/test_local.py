@@ -95,9 +95,8 @@ def test_each_worker_has_a_device_or_its_share_of_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    program = (
-        "e = os.environ; note(e.get('CUDA_VISIBLE_DEVICES', '') + e.get('OMP_NUM_THREADS', ''))"
-    )
+    names = "'CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS'"
+    program = f"note(''.join(os.environ.get(name, '') for name in ({names})))"
     _launch(tmp_path / "gpu", program, 3, devices=["4", "GPU-a"])
     assert _log(tmp_path / "gpu") == ["4", "4", "GPU-a"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -114,11 +113,8 @@ def test_what_cannot_be_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         launch(compose(job))
     with pytest.raises(ConfigError, match="cannot read rows from standard input"):
         launch(compose({**job, "dataset.path": "-", "launcher.workers": 2}))
-    for key, value in {
-        "launcher.workers": 0,
-        "launcher.restarts": -1,
-        "workers.heartbeat": 0,
-    }.items():
+    bad = {"launcher.workers": 0, "launcher.restarts": -1, "workers.heartbeat": 0}
+    for key, value in bad.items():
         with pytest.raises(ConfigError, match=key):
             compose({**job, key: value})
     with pytest.raises(ConfigError, match=r"workers\.stale_after=20.* at least twice"):

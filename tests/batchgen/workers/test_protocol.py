@@ -183,21 +183,25 @@ def test_a_shard_that_ends_three_workers_is_left_alone() -> None:
     assert store.rows(1) >= {0}  # what was finished of it stays
 
 
-def test_a_request_that_is_not_answered_is_known_by_its_content() -> None:
-    for happened, mine, expected in [(True, True, True), (True, False, False), (False, True, True)]:
-        store = MemoryStore()
-        attempts = []
+@pytest.mark.parametrize(
+    ("happened", "content", "expected"),
+    [(True, b"me", True), (True, b"you", False), (False, b"", True)],
+)
+def test_a_request_that_is_not_answered_is_known_by_its_content(
+    happened: bool, content: bytes, expected: bool
+) -> None:
+    store, attempts = MemoryStore(), list[Create]()
 
-        def do(operation: Any, store: MemoryStore = store, attempts: Any = attempts) -> Any:
-            if isinstance(operation, Create):
-                attempts.append(operation)
-                if len(attempts) == 1:
-                    if happened:
-                        store.do(Create(operation.name, b"me" if mine else b"you"))
-                    raise Unanswered
-            return store.do(operation)
+    def do(operation: Any) -> Any:
+        if isinstance(operation, Create):
+            attempts.append(operation)
+            if len(attempts) == 1:
+                if happened:
+                    store.do(Create(operation.name, content))
+                raise Unanswered
+        return store.do(operation)
 
-        assert carry_out(create("leases/x", b"me"), do) is expected
+    assert carry_out(create("leases/x", b"me"), do) is expected
 
 
 def test_names_that_are_no_leases_are_passed_over() -> None:
