@@ -44,6 +44,9 @@ from batchgen.signals import JobStopped, StopSignals
 from batchgen.workers.todo import Todo
 from batchgen.workers.worker import How, Worker, others_run
 
+_OPENING_SECONDS = 60.0
+"""How long a worker waits, at least, for the one that opens the folder."""
+
 
 @dataclass(frozen=True)
 class JobParts:
@@ -274,7 +277,7 @@ def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFold
         job_manifest(config, parts, schema),
         lambda stop: rows_digest(parts.source, stop),
         overwrite=config.output.overwrite,
-        wait=config.workers.stale_after,
+        wait=max(_OPENING_SECONDS, config.workers.stale_after),
         is_alone=lambda path: not others_run(path, config.workers),
     )
 

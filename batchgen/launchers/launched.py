@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchgen.errors import ConfigError
 from batchgen.output.lock import FolderLock
 
 
@@ -39,12 +40,16 @@ class LaunchedFolder:
 
     def hold(self) -> None:
         """Share the folder, as soon as workers do."""
-        if self._lock is None and any((self.path / "workers").glob("*.json")):
-            lock = FolderLock(self.path / ".lock", join=True, wait=60)
-            if lock.is_alone:  # the workers are gone already
-                lock.__exit__()
-            else:
-                self._lock = lock
+        if self._lock is not None or not any((self.path / "workers").glob("*.json")):
+            return
+        try:
+            lock = FolderLock(self.path / ".lock", join=True)
+        except ConfigError:  # the first worker still has it alone
+            return
+        if lock.is_alone:  # the workers are gone already
+            lock.__exit__()
+        else:
+            self._lock = lock
 
     def release(self) -> None:
         if self._lock is not None:

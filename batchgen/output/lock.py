@@ -38,6 +38,7 @@ class FolderLock:
         """
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._path = path
+        self.is_alone = False
         until = time.monotonic() + wait
         try:
             while not self._take(join):

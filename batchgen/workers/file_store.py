@@ -11,7 +11,7 @@ from typing import Any
 
 from batchgen.errors import JobError
 from batchgen.output.journal import fsync_path
-from batchgen.workers.names import DATA
+from batchgen.workers.names import DATA, LEASES, WORKERS
 from batchgen.workers.operations import Create, Names, Operation, Overwrite, Payload, Read, Same
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
@@ -120,11 +120,21 @@ def _link(source: Path, path: Path) -> bool:
 
 
 def _copy(source: Path, path: Path) -> bool:
-    """The same on a file system without links. Readers may see a file that is not whole yet, which
-    they take for a lease that they cannot read."""
+    """The same on a file system without links.
+
+    A lease is written with one call, and who sees it before that passes it over. A shard is copied
+    and renamed; where two workers do so at once, the second one takes the place of an equal file.
+    """
+    if path.parent.name not in (LEASES, WORKERS):
+        if path.exists():
+            return False
+        copy = path.with_name(f".{path.name}.{source.name}.copy.tmp")
+        shutil.copyfile(source, copy)
+        copy.replace(path)
+        return True
     try:
-        with source.open("rb") as whole, path.open("xb") as copy:
-            shutil.copyfileobj(whole, copy)
+        with path.open("xb", buffering=0) as lease:
+            lease.write(source.read_bytes())
     except FileExistsError:
         return False
     return True

@@ -47,7 +47,7 @@ def identity() -> dict[str, Any]:
 
 def is_gone(beat: Mapping[str, Any]) -> bool:
     """Whether the process that wrote a heartbeat ran on this machine and does not any more."""
-    return beat["machine"] == machine() and started(beat["pid"]) != beat["process_started"]
+    return bool(beat["machine"] == machine() and started(beat["pid"]) != beat["process_started"])
 
 
 def _is_there(pid: int) -> str | None:

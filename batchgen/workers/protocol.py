@@ -323,7 +323,7 @@ class Member:
         key = (shard, kind, epoch)
         if key not in self._leases:
             content = yield from ask(Read(lease_name(shard, epoch, kind)))
-            if content is None:  # listed, and not to be read yet: it is left alone for now
+            if not content:  # listed, and not to be read yet: it is left alone for now
                 return Lease(self.number)
             self._leases[key] = Lease.decoded(content)
         return self._leases[key]

@@ -35,7 +35,7 @@ class Watch:
     def is_dead(self, worker: int, content: bytes | None) -> bool:
         """Whether a worker is dead, given the present content of its heartbeat."""
         now = self._clock()
-        if content is not None:
+        if content:
             beat = json.loads(content)
             if beat["ended"] is not None or self._is_gone(beat):
                 return True
@@ -47,7 +47,7 @@ class Watch:
 
     def how_ended(self, content: bytes | None) -> str | None:
         """How a worker says that it ended; None if it says nothing."""
-        if content is None:
+        if not content:
             return None
         how: str | None = json.loads(content)["ended"]
         return how

@@ -65,11 +65,6 @@ class Worker:
         self.store.do(Create(_SESSION, json.dumps(key).encode()))
         self.session: str = json.loads(self.store.do(Read(_SESSION)) or b'""')
 
-    @property
-    def name(self) -> str:
-        """What the user calls this worker, else its number."""
-        return self._config.name or str(self.number)
-
     def end(self, how: How) -> None:
         """Tell the others that this worker has ended, and how."""
         self._heartbeat.end(how)
@@ -194,7 +189,7 @@ class Worker:
         found = []
         for number in self._numbers():
             content = self.store.do(Read(worker_name(number)))
-            if number != self.number and content is not None:
+            if number != self.number and content:
                 dead = self._watch.is_dead(number, content)
                 found.append({**json.loads(content), "dead": dead})
         return found

@@ -113,7 +113,7 @@ TestWorkersOnAnObjectStore.settings = _SETTINGS
 
 
 @pytest.mark.slow
-class TestManyRuns(WorkersOnAnObjectStore.TestCase):  # type: ignore[misc, name-defined]
+class TestManyRuns(WorkersOnAnObjectStore.TestCase):  # type: ignore[misc, valid-type]
     settings = settings(_SETTINGS, max_examples=5000, stateful_step_count=60)
 
 

@@ -7,7 +7,7 @@ goes on, and may kill it, keep it waiting, or leave its operation unanswered.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -66,10 +66,12 @@ class MemoryStore:
             case Create(name, payload):
                 if name in objects:
                     return False
+                assert isinstance(payload, bytes)
                 objects[name] = payload
                 self.created.append(name)
                 return True
             case Overwrite(name, payload):
+                assert isinstance(payload, bytes)
                 objects[name] = payload
             case Read(name):
                 return objects.get(name)
@@ -157,7 +159,7 @@ class Worker:
         beat = {"worker": number, "beats": self.beats, "seed": self.seed, "ended": self.ended}
         return json.dumps(beat).encode()
 
-    def _life(self) -> Iterator[Any]:
+    def _life(self) -> Generator[Any, Any, str]:
         self.number = yield from join(1, self._content, self._random.randrange)
         watch = Watch(STALE, lambda: self.clock, lambda beat: False)
         member = Member(self.number, watch, self._random.randrange)
