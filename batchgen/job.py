@@ -163,9 +163,9 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
             return _already_complete(config, parts, folder, signals)
         total = None if source.num_rows is None else source.num_rows * samples
         metrics.attempt.rows_total = total
+        if folder.is_alone and not is_done:
+            write_atomic(folder.path / "README.md", unfinished_card(str(folder.path)))
         with _recorded(metrics, folder.path):
-            if folder.is_alone and not is_done:
-                write_atomic(folder.path / "README.md", unfinished_card(str(folder.path)))
             folder.share()
             if not is_done:
                 engine = parts.build_engine()
@@ -196,8 +196,9 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
             worker.beat()
             _refuse_quarantined(todo, worker)
             while True:
-                if (found := _completed_elsewhere(folder, parts, metrics)) is not None:
-                    return found
+                elsewhere = _completed_elsewhere(folder, parts, metrics)
+                if elsewhere is not None:
+                    return elsewhere
                 if worker.claim_finish():
                     break
                 if signals.received is not None:

@@ -88,4 +88,4 @@ def _num_shards(reader: JobFolderReader) -> int | None:
     if total is None or not config:
         return None
     rows = config["output"]["rows_per_shard"] * config["sampling"]["n"]
-    return -(-int(total) // rows)
+    return int(-(-total // rows))

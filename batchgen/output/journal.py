@@ -125,8 +125,11 @@ class Journal:
         if not force and now - self._last_sync < SYNC_SECONDS:
             return
         for path in self._unsynced:
-            if path.exists():  # else its shard was published by another worker
+            try:
                 fsync_path(path)
+            except JobError:
+                if path.exists():  # else its shard was published by another worker
+                    raise
         if self._unsynced and self._folder.exists():
             fsync_path(self._folder)
         self._unsynced.clear()

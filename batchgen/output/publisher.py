@@ -73,6 +73,15 @@ class Publisher:
             self._publishing.pop(0).result()
 
     def _publish(self, number: int, files: Sequence[Path], replaces: bool) -> None:
+        try:
+            self._merge(number, files, replaces)
+        except (FileNotFoundError, JobError):
+            # Others may have completed the job, while this process was paused: then the folder of
+            # the journal is not there any more, and this shard is published.
+            if self._temporary.exists():
+                raise
+
+    def _merge(self, number: int, files: Sequence[Path], replaces: bool) -> None:
         path = shard_path(self._data, number)
         temporary = self._temporary / f"{path.name}.{self._worker}.tmp"
         copy = self._temporary / f"{path.name}.{self._worker}.old.tmp"
