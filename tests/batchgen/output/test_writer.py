@@ -198,7 +198,7 @@ def test_every_field_says_what_it_is() -> None:
 
 
 def test_a_worker_that_awakes_behind_the_end_of_the_job(tmp_path: Path) -> None:
-    """It finds neither its journal nor a place for its temporary files, and all shards are there."""
+    """It finds neither its journal nor a place for temporary files, and all shards are there."""
     write(tmp_path / "whole", [all_rows()], PER_SHARD, ROWS)
     with open_writer(tmp_path / "out", num_rows=ROWS) as writer:
         writer.write([finished_row(i, s) for i in range(4) for s in range(SAMPLES)])
