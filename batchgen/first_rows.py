@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from batchgen.errors import JobError
 from batchgen.output.schema import FinishedRow
@@ -22,8 +22,13 @@ class FirstRows:
     next attempt computes it again, so that a mistake which was mended in between leaves no trace.
     """
 
-    def __init__(self, enabled: bool) -> None:
+    def __init__(self, enabled: bool, others_have_rows: Callable[[], bool] = lambda: False) -> None:
+        """
+        Args:
+            others_have_rows: whether another worker has written rows; then the mistake is in these.
+        """
         self._undecided = enabled
+        self._others_have_rows = others_have_rows
         self._held: list[FinishedRow] = []
         self._indices: set[int] = set()
 
@@ -52,6 +57,8 @@ class FirstRows:
         ):
             return self.rest()
         if self.wait and not in_flight:
+            if self._others_have_rows():
+                return self.rest()
             raise self._stop()
         return []
 

@@ -1,7 +1,6 @@
 """Turns rows into requests of the engine, and finished requests into rows of the output."""
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,9 @@ from batchgen.output.schema import FinishedRow
 from batchgen.output.writer import OutputWriter
 from batchgen.progress import Progress
 from batchgen.signals import StopSignals
+from batchgen.workers.todo import Todo
+
+_IDLE_SECONDS = 0.05
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -88,40 +90,6 @@ class Engine(Protocol):
         ...
 
 
-class Todo:
-    """An iterator over the rows that have samples left to compute, each with those samples.
-
-    Attributes:
-        num_rows: rows of the source that were looked at so far, which are all of them once the
-            iterator is at its end.
-    """
-
-    def __init__(self, source: RowSource | SteppedSource, writer: OutputWriter) -> None:
-        self._writer = writer
-        self.num_rows = writer.num_leading_rows
-        self._rows = source.rows(self.num_rows)
-        self._next = self._missing()
-
-    def is_empty(self) -> bool:
-        """Whether nothing is left to compute.
-
-        This reads the source up to the first row that is not done.
-        """
-        first = next(self._next, None)
-        if first is not None:
-            self._next = itertools.chain([first], self._next)
-        return first is None
-
-    def __iter__(self) -> Iterator[tuple[Row, list[int]]]:
-        return self._next
-
-    def _missing(self) -> Iterator[tuple[Row, list[int]]]:
-        for row in self._rows:
-            self.num_rows = row.index + 1
-            if samples := self._writer.missing(row.index):
-                yield row, samples
-
-
 @dataclass(frozen=True, slots=True)
 class _Request:
     """One sample of one row, from before it is queued until it is finished.
@@ -174,26 +142,32 @@ class Generation:
         self._metrics = metrics
         self._engine = engine
         stops = config.output.on_all_errors == "stop"
-        self._first = FirstRows(enabled=stops and not metrics.attempt.rows_resumed)
+        enabled = stops and not metrics.attempt.rows_resumed
+        self._first = FirstRows(enabled, writer.others_have_rows)
         # Twice as many as can run: a step that finishes all running rows finds the next ones there.
         self._window = 2 * engine.max_num_seqs
         self._in_flight: dict[str, _Request] = {}
 
     def run(self, todo: Todo, signals: StopSignals, progress: Progress) -> bool:
-        """Generate until all rows are written; returns False if a signal came first."""
+        """Generate until all rows are written, by this worker or by others.
+
+        Returns:
+            False if a signal came first.
+        """
         requests = self._requests(todo)
         started = time.monotonic()
-        while True:
+        while not todo.is_over():
+            todo.in_flight = len(self._in_flight)
             finished = [] if self._first.wait else self._refill(requests)
             if self._in_flight:
                 for output in self._engine.step():
                     request = self._in_flight.pop(output.request_id)
                     finished.append(request.finished(output=output))
             elif not finished:
-                self._write(self._first.rest(), progress)
-                self._add_point(time.monotonic() - started)
-                self._save_metrics()
-                return True
+                if held := self._first.rest():
+                    self._write(held, progress)
+                else:  # other workers do what is left
+                    time.sleep(_IDLE_SECONDS)
             self._write(self._first.passed(finished, len(self._in_flight)), progress)
             seconds = time.monotonic() - started
             self._metrics.attempt.generate_s = round(seconds, 3)
@@ -201,17 +175,27 @@ class Generation:
                 self._add_point(seconds)
             if self._metrics.due():
                 self._save_metrics()
+                progress.set_others(self._metrics.others, self._metrics.attempt.worker)
             if progress.due():
                 progress.show(self._engine.generated_tokens, self._engine.running_lengths)
             if signals.received is not None:
                 self._save_metrics()
                 return False
+        self._add_point(time.monotonic() - started)
+        self._save_metrics()
+        return True
 
     def _write(self, finished: list[FinishedRow], progress: Progress) -> None:
-        if finished:
-            self._writer.write(finished)
-            self._count(finished)
-            progress.add(finished)
+        # What another worker has finished meanwhile counts as its own.
+        new = [
+            row
+            for row in finished
+            if not self._writer.is_done_by_others(row.row_index, row.sample_index)
+        ]
+        if new:
+            self._writer.write(new)
+            self._count(new)
+            progress.add(new)
 
     def _add_point(self, seconds: float) -> None:
         rows = self._metrics.attempt.rows
@@ -222,8 +206,8 @@ class Generation:
         self._metrics.attempt.engine = dataclasses.asdict(self._engine.stats)
         self._metrics.save("running")
 
-    def _refill(self, requests: Iterator[_Request]) -> list[FinishedRow]:
-        """Queue requests until the window is full.
+    def _refill(self, requests: Iterator[_Request | None]) -> list[FinishedRow]:
+        """Queue requests until the window is full, or nothing can be begun for now.
 
         Returns the rows that failed before they reached the engine.
         """
@@ -248,9 +232,16 @@ class Generation:
         self._in_flight[request_id] = request
         return None
 
-    def _requests(self, todo: Todo) -> Iterator[_Request]:
-        """A request for each missing sample; samples of a row share its prompt and constraint."""
-        for row, samples in todo:
+    def _requests(self, todo: Todo) -> Iterator[_Request | None]:
+        """A request for each missing sample; samples of a row share its prompt and constraint.
+
+        It gives None as long as nothing can be begun.
+        """
+        for task in todo:
+            if task is None:
+                yield None
+                continue
+            row, samples = task
             prompt: list[int] = []
             constraint: Constraint | None = None
             fields: Mapping[str, Any] = dict.fromkeys(self._source.schema.names)

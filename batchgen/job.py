@@ -1,14 +1,12 @@
 """Runs a job: every row of the data set gets into the output folder exactly once."""
 
 import contextlib
-import re
+import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from batchgen.config import (
     PARSED,
@@ -17,6 +15,7 @@ from batchgen.config import (
     JsonSchemaConstraintConfig,
     growing,
     identity,
+    job_file_text,
     resolved,
 )
 from batchgen.constraint.row_constraints import RowConstraints
@@ -27,22 +26,29 @@ from batchgen.engine.outputs import OutputColumn, RowCount
 from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError, JobError
 from batchgen.first_rows import AllRowsFailed
-from batchgen.generation import Engine, Generation, Todo
+from batchgen.generation import Engine, Generation
 from batchgen.grading.background import Beside, grading_beside
 from batchgen.job_grades import graded_card, save_scores, scores_of
 from batchgen.output.dataset_card import dataset_card, unfinished_card
 from batchgen.output.job_folder import JobFolder
 from batchgen.output.manifest import ROWS, Manifest, write_atomic
-from batchgen.output.metrics import Metrics, Tally
+from batchgen.output.metrics import Metrics, Tally, Totals
+from batchgen.output.older import Older
 from batchgen.output.parsed_column import ParsedColumn
 from batchgen.output.schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.output.shards import read_columns, shard_files
+from batchgen.output.team import totals_of
 from batchgen.output.writer import OutputWriter
 from batchgen.planning.forecast import Forecast
 from batchgen.progress import Progress, show_memory, summary
 from batchgen.prompts.prompts import Prompt, fit_prompt
 from batchgen.report.write_report import REPORT, is_up_to_date, try_report
 from batchgen.signals import JobStopped, StopSignals
+from batchgen.workers.todo import Todo
+from batchgen.workers.worker import How, Worker, others_run
+
+_OPENING_SECONDS = 60.0
+"""How long a worker waits, at least, for the one that opens the folder."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
     schema = output_schema(config, parts)
     with (
         _folder(config, parts, schema) as folder,
+        _worker(config, folder) as worker,
         OutputWriter(
             folder.data,
             folder.journal,
@@ -144,33 +151,43 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
             output.rows_per_shard,
             samples,
             most_rows=config.dataset.limit if source.num_rows is None else source.num_rows,
+            num_rows=source.num_rows,
             retry_errors=output.retry_errors,
+            worker=worker.number,
+            older=_older(folder, worker),
+            publish=worker.publish,
         ) as writer,
     ):
-        retried = [f"output.retry_errors: {writer.retried:,} rows"] if writer.retried else []
-        folder.record(*retried, rows=writer.resumed)
-        write_atomic(folder.path / "config.yaml", _config_file(config))
-        metrics = _metrics(config, parts, folder, writer)
-        todo = Todo(source, writer)
+        if folder.is_alone:
+            retried = [f"output.retry_errors: {writer.retried:,} rows"] if writer.retried else []
+            folder.record(*retried, rows=writer.resumed)
+            write_atomic(folder.path / "config.yaml", job_file_text(config))
+            worker.tell_older(writer.older)
+        metrics = _metrics(config, parts, folder, writer, worker)
+        todo = Todo(source, writer, worker, output.rows_per_shard)
         is_done = todo.is_empty()
         if is_done and metrics.was_complete:
             signals.deferred = True
             return _already_complete(config, parts, folder, signals)
         total = None if source.num_rows is None else source.num_rows * samples
         metrics.attempt.rows_total = total
-        beside = grading_beside(folder.path, config, needed=not is_done)
+        if folder.is_alone and not is_done:
+            write_atomic(folder.path / "README.md", unfinished_card(str(folder.path)))
+            (folder.path / REPORT).unlink(missing_ok=True)  # it would tell of fewer rows
+        beside = grading_beside(folder.path, config, needed=folder.is_alone and not is_done)
         with _recorded(metrics, folder.path), beside as grading:
+            folder.share()
             if not is_done:
-                write_atomic(folder.path / "README.md", unfinished_card(str(folder.path)))
-                (folder.path / REPORT).unlink(missing_ok=True)  # it would tell of fewer rows
                 engine = parts.build_engine()
                 signals.deferred = True
+                # A GPU rounds sums differently in batches of another size.
+                writer.set_exact(engine.memory.total is None and engine.batch_dependence is None)
                 metrics.attempt.memory = asdict(engine.memory)
                 metrics.attempt.batch_dependence = engine.batch_dependence
                 show_memory(engine.memory)
                 if engine.batch_dependence is not None:
                     found = replace(folder.manifest, batch_dependence=engine.batch_dependence)
-                    folder.update(found)
+                    folder.update(found, str(worker.number))
                 expected = _predict(parts, engine, metrics)
                 generation = Generation(
                     config, source, prompt, constraints, engine, writer, metrics
@@ -189,6 +206,18 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                     if not generation.run(todo, signals, progress):
                         return _stopped(writer, metrics, signals, folder.path)
             signals.deferred = True
+            writer.flush()
+            worker.beat()
+            _refuse_quarantined(todo, worker)
+            while True:
+                elsewhere = _completed_elsewhere(folder, parts, metrics)
+                if elsewhere is not None:
+                    return elsewhere
+                if worker.claim_finish():
+                    break
+                if signals.received is not None:
+                    return _stopped(writer, metrics, signals, folder.path)
+                time.sleep(min(1.0, worker.look_seconds))
             writer.finish(todo.num_rows)
             return _complete(config, parts, folder, schema, metrics, signals, grading)
 
@@ -204,6 +233,69 @@ def _predict(parts: JobParts, engine: Engine, metrics: Metrics) -> Forecast | No
     return expected
 
 
+@contextmanager
+def _worker(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
+    """This process among the workers of the folder, who are told how it ends."""
+    worker = Worker(folder.path, config.workers, folder.least_worker)
+    how: How = "failed"
+    try:
+        yield worker
+        how = "complete"
+    except JobStopped:
+        how = "stopped"
+        raise
+    finally:
+        worker.end(how)
+
+
+def _older(folder: JobFolder, worker: Worker) -> Older | None:
+    """What was there when the first worker came; None if this one is the first.
+
+    Raises:
+        JobError: the others have completed the job since this worker began to join them.
+    """
+    if folder.is_alone:
+        return None
+    if (found := worker.older()) is not None:
+        return found
+    folder.remove_journal()
+    raise JobError(
+        f"other workers have completed the job in {folder.path} just now; the same command says how"
+    )
+
+
+def _refuse_quarantined(todo: Todo, worker: Worker) -> None:
+    """End a job in which all is done but shards that have ended workers again and again.
+
+    Raises:
+        JobError: there are such shards.
+    """
+    lines = []
+    ended = worker.quarantined()
+    for shard, rows in todo.quarantined_rows().items():
+        some = ", ".join(rows[:20]) + (f" … ({len(rows):,} in all)" if len(rows) > 20 else "")
+        who = ", ".join(map(str, ended.get(shard, ())))
+        lines.append(f"shard {shard} has ended the workers {who}; rows not computed: {some}")
+    if lines:
+        raise JobError(
+            "all other rows are computed, but some are in quarantine:\n  "
+            + "\n  ".join(lines)
+            + "\nlook at these rows, and at what the workers printed when they ended; the same "
+            "command tries them again"
+        )
+
+
+def _completed_elsewhere(folder: JobFolder, parts: JobParts, metrics: Metrics) -> JobResult | None:
+    """How the job ended if another worker has completed it; None if none has yet."""
+    figures = json.loads((folder.path / "metrics.json").read_text(encoding="utf-8"))
+    if figures["status"] != "complete":
+        return None
+    totals = totals_of(Totals, figures)
+    head = f"The job is complete; this worker has computed {metrics.attempt.rows:,} rows of it.\n"
+    table = summary(totals, str(folder.path), strategy=parts.strategy, score=figures.get("score"))
+    return JobResult(totals.error_rows, None, head + table)
+
+
 def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
     """The job's folder, locked, once it is sure that it is this job's."""
     return JobFolder(
@@ -211,6 +303,8 @@ def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFold
         job_manifest(config, parts, schema),
         lambda stop: rows_digest(parts.source, stop),
         overwrite=config.output.overwrite,
+        wait=max(_OPENING_SECONDS, config.workers.stale_after),
+        is_alone=lambda path: not others_run(path, config.workers),
     )
 
 
@@ -226,13 +320,20 @@ def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Ma
 
 
 def _metrics(
-    config: JobConfig, parts: JobParts, folder: JobFolder, writer: OutputWriter
+    config: JobConfig,
+    parts: JobParts,
+    folder: JobFolder,
+    writer: OutputWriter,
+    worker: Worker,
 ) -> Metrics:
-    """The metrics of this attempt, which begin with what earlier ones have done."""
+    """The metrics of this attempt, which begin with what earlier ones have done.
+
+    Who joins others counts its own rows only: the first of them has counted those from before.
+    """
     tally = _tally(config, parts)
-    for table in writer.done_rows(tally.columns) if writer.resumed else ():
+    for table in writer.done_rows(tally.columns) if writer.resumed and folder.is_alone else ():
         tally.add_table(table)
-    return Metrics(folder.path / "metrics.json", writer.resumed, tally)
+    return Metrics(folder.path / "metrics.json", writer.resumed, tally, worker)
 
 
 def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
@@ -276,20 +377,6 @@ def fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[in
         return fit_prompt(ids, room, config.prompt.too_long, parts.bos_id)
 
     return token_ids
-
-
-def _config_file(config: JobConfig) -> str:
-    """The text of config.yaml, which is a job file: `batchgen OUT/config.yaml` runs it."""
-    return yaml.safe_dump(_literal(resolved(config)), sort_keys=False, allow_unicode=True)
-
-
-def _literal(value: Any) -> Any:
-    """The value with every `${` escaped, so that OmegaConf reads it as text, not as a reference."""
-    if isinstance(value, dict):
-        return {key: _literal(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_literal(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 @contextmanager

@@ -74,6 +74,8 @@ class Progress:
             bar_format=bar + rows + "{postfix}",
         )
         self._rows = resumed
+        self._others, self._others_rows, self._others_speed = 0, 0, 0.0
+        self._before: dict[int, int] = {}  # by worker: what it had finished before this one came
         self._resumed = resumed
         self._total = total
         self._errors: Counter[str] = Counter()
@@ -114,6 +116,31 @@ class Progress:
                 self._answer_shown = now
                 self._print(self._answer(chosen))
 
+    def set_others(self, beats: Sequence[Mapping[str, Any]], number: int) -> None:
+        """Count what other workers have finished, as of their last heartbeats.
+
+        Args:
+            beats: of all other workers.
+            number: of this worker. What those before it have finished until now was there already
+                when it came.
+        """
+        living = [beat for beat in beats if not beat["dead"]]
+        rows = 0
+        for beat in beats:
+            done = beat["attempt"]["rows"] if "attempt" in beat else 0
+            if beat["worker"] < number:
+                done -= self._before.setdefault(beat["worker"], done)
+            rows += done
+        self._bar.update(rows - self._others_rows)
+        self._rows += rows - self._others_rows
+        self._others_rows = rows
+        self._others = len(living)
+        self._others_speed = sum(
+            beat["attempt"]["generated_tokens"] / max(beat["attempt"]["generate_s"], 1e-9)
+            for beat in living
+            if "attempt" in beat
+        )
+
     def due(self) -> bool:
         """Whether it is time to call `show` again, whose figures are not free to get."""
         return time.monotonic() - self._shown >= self._interval
@@ -127,16 +154,31 @@ class Progress:
                 that wait for their turn.
         """
         self._shown = now = time.monotonic()
-        speed = self._speed.at(now, generated_tokens)
-        facts = [f"{speed:,.0f} tok/s", f"{len(running):,} running", *self._error_count()]
-        if self._left is not None:
-            left = self._left.seconds(now, generated_tokens, running)
-            facts += [] if left is None else [f"{duration(left, 0)} left"]
+        speed = self._speed.at(now, generated_tokens) + self._others_speed
+        facts = [f"{speed:,.0f} tok/s", f"{len(running):,} running"]
+        if self._others:
+            facts.append(f"{1 + self._others} workers")
+        facts += self._error_count()
+        left = self._seconds_left(now, generated_tokens, running)
+        facts += [] if left is None else [f"{duration(left, 0)} left"]
         if self._is_terminal:
             self._bar.set_postfix_str(", ".join(facts))
             return
         done = f"{self._rows:,}" + (f"/{self._total:,}" if self._total is not None else "")
         self._print(", ".join([f"{done} rows", *facts]))
+
+    def _seconds_left(
+        self, now: float, generated_tokens: int, running: npt.NDArray[np.int64]
+    ) -> float | None:
+        """When the job should end. With other workers that is as the rows of all have come so far,
+        because how far theirs are is not known here."""
+        if self._left is None:
+            return None
+        if not self._others:
+            return self._left.seconds(now, generated_tokens, running)
+        rate = (self._rows - self._resumed) / max(now - self._started, 1e-9)
+        assert self._total is not None
+        return (self._total - self._rows) / rate if rate > 0 else None
 
     def _error_count(self) -> list[str]:
         number = self._resumed_errors + self._errors.total()

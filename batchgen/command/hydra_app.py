@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -25,7 +24,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.command.hydra_arguments import HydraArguments, hydra_argument, hydra_arguments
-from batchgen.command.job import be_quiet, report, run_configured
+from batchgen.command.job import Result, be_quiet, report, run_configured
 from batchgen.command.options import Options
 from batchgen.command.run import choice_folders
 from batchgen.command.sweep import SweepJob, dated_folder, folder_name, record, table, worst
@@ -33,9 +32,6 @@ from batchgen.config import load_config
 from batchgen.config.keys import choice_values
 from batchgen.cpu_threads import share_cores
 from batchgen.errors import ConfigError
-
-if TYPE_CHECKING:
-    from batchgen.job import JobResult
 
 _PLUGINS = {
     "joblib": "hydra-joblib-launcher",
@@ -95,7 +91,7 @@ class HydraTask:
             share_cores()
             be_quiet()
         sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-        job = SweepJob(self._name() if sweep else "", None)
+        job = SweepJob((self._name() or ".") if sweep else "", None)
         if sweep:
             of = f" of {len(self.arguments.names)}" if self.arguments.names else ""
             print(f"── job {HydraConfig.get().job.num + 1}{of}: {job.name}", flush=True)
@@ -107,7 +103,7 @@ class HydraTask:
             sys.exit(job.code)
         return _speed(job)
 
-    def _run(self, cfg: DictConfig, job: SweepJob) -> JobResult:
+    def _run(self, cfg: DictConfig, job: SweepJob) -> Result:
         hydra_config = HydraConfig.get()
         if self.below == "run.dir":
             cfg.output.dir = hydra_config.run.dir

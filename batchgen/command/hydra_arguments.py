@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 
 from batchgen.command.options import Options
 from batchgen.command.run import choice_folders, compose_options, job_file
-from batchgen.command.sweep import folder_name, swept, swept_values
+from batchgen.command.sweep import FolderNames, swept, swept_values
 from batchgen.config.compose import collect
 from batchgen.config.keys import EXPERIMENT
 from batchgen.config.overrides import Override, parse_override
@@ -72,11 +72,9 @@ def hydra_arguments(options: Options, sweep: bool) -> HydraArguments:
         found.typed.update(typed)
         parts.append(list(typed))
     if all(parts):
-        taken: list[str] = []
+        names = FolderNames()
         for job in itertools.product(*parts):
-            name = folder_name([found.typed[part] for part in job], taken)
-            taken.append(name)
-            found.names[job] = name
+            found.names[job] = names.of([found.typed[part] for part in job])
     return found
 
 

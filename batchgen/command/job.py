@@ -7,16 +7,28 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from batchgen.errors import ConfigError, JobError
 
 if TYPE_CHECKING:
     from batchgen.config import JobConfig
-    from batchgen.job import JobResult
 
 
-def report(run: Callable[[], JobResult]) -> int:
+class Result(Protocol):
+    """How a job ended, whether it ran in this process or in others."""
+
+    @property
+    def exit_code(self) -> int: ...
+
+    @property
+    def stopped_by(self) -> int | None: ...
+
+    @property
+    def message(self) -> str: ...
+
+
+def report(run: Callable[[], Result]) -> int:
     """Run a job, tell the user how it ended, and return the exit code."""
     try:
         result = run()
@@ -32,8 +44,12 @@ def report(run: Callable[[], JobResult]) -> int:
     return result.exit_code
 
 
-def run_configured(config: JobConfig) -> JobResult:
+def run_configured(config: JobConfig) -> Result:
     """Run the job of a configuration, and say before the first import that it begins."""
+    if config.launcher.kind == "local":
+        from batchgen.launchers.local import launch
+
+        return launch(config)
     from batchgen.command.version import version
 
     print(

@@ -25,6 +25,7 @@ from batchgen.command.run import compose_options
 from batchgen.config import JobConfig
 from batchgen.config.compose import checked
 from batchgen.config.keys import choice_values, choices
+from batchgen.config.overrides import names_worker
 from batchgen.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -137,12 +138,11 @@ def _jobs(options: Options) -> tuple[list[SweepJob], Path | None]:
     own_dir = any(
         values and values[0].lstrip("+").startswith("output.dir=") for values in values_of
     )
-    names: list[str] = []
+    names = FolderNames()
     jobs: list[SweepJob] = []
     dated: Path | None = None
     for overrides in itertools.product(*listed):
-        name = folder_name(list(itertools.compress(overrides, varied)), names)
-        names.append(name)
+        name = names.of(list(itertools.compress(overrides, varied)))
         try:
             groups = compose_options(options, overrides).groups
             given = groups["output"]["dir"]
@@ -151,9 +151,9 @@ def _jobs(options: Options) -> tuple[list[SweepJob], Path | None]:
                 groups["output"]["dir"] = str(dated / name)
             elif not own_dir:
                 groups["output"]["dir"] = _own_folder(given, name, len(jobs))
-            jobs.append(SweepJob(name, checked(groups)))
+            jobs.append(SweepJob(name or ".", checked(groups)))
         except ConfigError as error:
-            jobs.append(SweepJob(name, None, str(error), None))
+            jobs.append(SweepJob(name or ".", None, str(error), None))
     return jobs, dated
 
 
@@ -205,6 +205,24 @@ def folder_name(overrides: Sequence[str], taken: Sequence[str]) -> str:
         digest = blake2b("\0".join(overrides).encode(), digest_size=4).hexdigest()
         name = f"{name.encode()[:_LONGEST_NAME].decode(errors='ignore')}-{digest}"
     return name
+
+
+class FolderNames:
+    """The names of the folders of a sweep's jobs.
+
+    Jobs that differ only in what their worker is called are one job, and have one folder.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[str, ...], str] = {}
+
+    def of(self, overrides: Sequence[str]) -> str:
+        """The name for the arguments in which a job differs; empty if it has the parent folder."""
+        own = tuple(argument for argument in overrides if not names_worker(argument))
+        if own not in self._names:
+            alone = overrides and not own
+            self._names[own] = "" if alone else folder_name(own, list(self._names.values()))
+        return self._names[own]
 
 
 def table(jobs: Sequence[SweepJob]) -> str:

@@ -49,6 +49,7 @@ class Verb:
 VERBS = {
     "init": Verb("batchgen.command.init", "FILE", "write a commented job file"),
     "plan": Verb("batchgen.command.plan", "…", "what a job would read, need and cost, in seconds"),
+    "status": Verb("batchgen.command.status", "OUT", "say what each worker of a job does"),
     "show": Verb("batchgen.command.show", "OUT", "print rows of a job, also while it runs"),
     "view": Verb("batchgen.command.view", "OUT [OUT2]", "look at rows in a browser"),
     "export": Verb("batchgen.command.export", "OUT", "write a job's rows as JSON lines or CSV"),

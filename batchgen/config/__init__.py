@@ -26,13 +26,26 @@ from batchgen.config.groups import (
     StepConfig,
     StrategyConfig,
 )
-from batchgen.config.load import constraint_config, growing, identity, load_config, resolved
+from batchgen.config.load import (
+    constraint_config,
+    growing,
+    identity,
+    job_file_text,
+    load_config,
+    resolved,
+)
 from batchgen.config.options import strategy_options
 from batchgen.config.prompt import (
     ChatPromptConfig,
     PromptConfig,
     TextPromptConfig,
     TokensPromptConfig,
+)
+from batchgen.config.workers import (
+    LauncherConfig,
+    LocalLauncherConfig,
+    NoLauncherConfig,
+    WorkersConfig,
 )
 
 __all__ = [
@@ -47,8 +60,11 @@ __all__ = [
     "JobConfig",
     "JsonConstraintConfig",
     "JsonSchemaConstraintConfig",
+    "LauncherConfig",
+    "LocalLauncherConfig",
     "ModelGroup",
     "NoConstraintConfig",
+    "NoLauncherConfig",
     "OutputConfig",
     "ProgressConfig",
     "PromptConfig",
@@ -58,11 +74,13 @@ __all__ = [
     "StrategyConfig",
     "TextPromptConfig",
     "TokensPromptConfig",
+    "WorkersConfig",
     "constraint_column",
     "constraint_config",
     "growing",
     "identity",
     "job_constraint",
+    "job_file_text",
     "job_value",
     "load_config",
     "make_constraint",

@@ -16,6 +16,7 @@ from batchgen.config.constraint import ConstraintConfig, NoConstraintConfig, job
 from batchgen.config.dataset import DatasetConfig as DatasetConfig
 from batchgen.config.prompt import PROMPT_KINDS as PROMPT_KINDS
 from batchgen.config.prompt import PromptConfig as PromptConfig
+from batchgen.config.workers import LauncherConfig, NoLauncherConfig, WorkersConfig
 from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.sampling.params import LogprobsMode, SamplingParams
@@ -133,6 +134,12 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         _check(bool(self.dir), "output.dir", "a folder", self.dir)
+        if "://" in self.dir:
+            raise ConfigError(
+                f"output.dir={self.dir}: jobs are written to folders, not to object stores: give a "
+                "folder, on a file system that all workers see if there are several, and copy it "
+                "when the job is complete"
+            )
         object.__setattr__(self, "dir", str(short_user_path(self.dir, "output.dir")))
         if len(set(self.columns)) != len(self.columns):
             raise ConfigError(f"output.columns names a column twice: {list(self.columns)}")
@@ -201,6 +208,8 @@ class JobConfig:
     strategy: StrategyConfig
     constraint: ConstraintConfig = field(default_factory=NoConstraintConfig)
     engine: EngineGroup
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    launcher: LauncherConfig = field(default_factory=NoLauncherConfig)
     post: tuple[StepConfig, ...] = ()
     score: ScoreConfig = field(default_factory=ScoreConfig)
     output: OutputConfig

@@ -23,6 +23,7 @@ from batchgen.config.groups import (
     SamplingConfig,
     ScoreConfig,
 )
+from batchgen.config.workers import LAUNCHER_KINDS, WorkersConfig
 
 STEP_LISTS = ("rows", "post")
 """The keys of a job that are no groups: each is a list of steps `{_target_: …, KEY: VALUE}`."""
@@ -39,6 +40,8 @@ _DECLARED: dict[str, Sequence[type]] = {
     "sampling": [SamplingConfig],
     "constraint": [*CONSTRAINT_KINDS.values()],
     "engine": [EngineGroup],
+    "workers": [WorkersConfig],
+    "launcher": [*LAUNCHER_KINDS.values()],
     "score": [ScoreConfig],
     "output": [OutputConfig],
     "progress": [ProgressConfig],

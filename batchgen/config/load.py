@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -31,6 +33,7 @@ from batchgen.config.groups import (
     StrategyConfig,
 )
 from batchgen.config.keys import STEP_LISTS
+from batchgen.config.workers import LAUNCHER_KINDS, LauncherConfig, WorkersConfig
 from batchgen.errors import ConfigError
 
 _NOT_DECIDING = {
@@ -61,8 +64,9 @@ def load_config(cfg: DictConfig) -> JobConfig:
         raise ConfigError("the configuration must be a mapping of groups (model, dataset, …)")
     names = [f.name for f in dataclasses.fields(JobConfig)]
     # The config.yaml of a job from before there were these groups does not have them.
-    groups.setdefault("constraint", {"kind": "none"})
-    for name in ("progress", "score"):
+    for name in ("constraint", "launcher"):
+        groups.setdefault(name, {"kind": "none"})
+    for name in ("progress", "score", "workers"):
         groups.setdefault(name, {})
     for name in STEP_LISTS:
         groups.setdefault(name, [])
@@ -81,6 +85,8 @@ def load_config(cfg: DictConfig) -> JobConfig:
         strategy=_build_strategy(groups["strategy"]),
         constraint=constraint_config(groups["constraint"]),
         engine=build(EngineGroup, groups["engine"], "engine"),
+        workers=build(WorkersConfig, groups["workers"], "workers"),
+        launcher=_build_launcher(groups["launcher"]),
         post=_build_steps(groups["post"], "post"),
         score=build(ScoreConfig, groups["score"], "score"),
         output=build(OutputConfig, groups["output"], "output"),
@@ -131,7 +137,7 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
     if not config.rows:
         del groups["rows"]
     # What becomes of finished rows does not change them.
-    for name in ("post", "score", "progress"):
+    for name in ("post", "score", "progress", "workers", "launcher"):
         del groups[name]
     return groups
 
@@ -142,11 +148,34 @@ def growing(config: JobConfig) -> dict[str, Any]:
     return {f"{name}.{key}": groups[name][key] for name, key in _REMEMBERED}
 
 
+def job_file_text(config: JobConfig) -> str:
+    """The text of config.yaml, which is a job file: `batchgen OUT/config.yaml` runs it."""
+    groups = resolved(config)
+    groups["workers"]["name"] = None  # that of one process
+    return yaml.safe_dump(_literal(groups), sort_keys=False, allow_unicode=True)
+
+
+def _literal(value: Any) -> Any:
+    """The value with every `${` escaped, so that OmegaConf reads it as text, not as a reference."""
+    if isinstance(value, dict):
+        return {key: _literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
 def _build_prompt(values: dict[str, Any]) -> PromptConfig:
     kind = values.get("kind", MISSING)
     if not isinstance(kind, str) or kind not in PROMPT_KINDS:
         raise ConfigError(f"prompt.kind must be one of {', '.join(PROMPT_KINDS)}, got {kind!r}")
     return build(PROMPT_KINDS[kind], values, "prompt")
+
+
+def _build_launcher(values: dict[str, Any]) -> LauncherConfig:
+    kind = values.get("kind", MISSING)
+    if not isinstance(kind, str) or kind not in LAUNCHER_KINDS:
+        raise ConfigError(f"launcher.kind must be one of {', '.join(LAUNCHER_KINDS)}, got {kind!r}")
+    return build(LAUNCHER_KINDS[kind], values, "launcher")
 
 
 def _build_strategy(values: dict[str, Any]) -> StrategyConfig:

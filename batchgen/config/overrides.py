@@ -11,7 +11,15 @@ from batchgen.config.keys import GROUPS, declared_type, has_escapes, nearest, ne
 from batchgen.config.read_value import UnclearEscape, Unreadable, read_value
 from batchgen.errors import ConfigError
 
+WORKER = "worker"
+"""What names this process among the workers of a job, as `+worker=3`; it is no group."""
+_WORKER_NAME = "workers.name"
 _ARGUMENT = re.compile(r"(\+\+|\+|~|)([\w./@-]+)(?:=(.*))?", re.DOTALL)
+
+
+def names_worker(argument: str) -> bool:
+    """Whether an argument only says what this process is called, which makes no other job."""
+    return argument.partition("=")[0].lstrip("+") in (WORKER, _WORKER_NAME)
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,8 @@ def parse_override(argument: str) -> Override:
     if match is None or (match[3] is None and match[1] != "~"):
         raise ConfigError(_no_override(argument))
     sign, key, text = match.groups()
+    if key == WORKER:
+        sign, key = "", _WORKER_NAME
     if re.match(r"hydra\b", key):
         raise ConfigError(
             f"{argument}: keys of Hydra itself are for the command line only: output.dir says "

@@ -1,7 +1,7 @@
 """The output folder of a job, which belongs to this job alone while it runs."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -15,9 +15,11 @@ from batchgen.output.shards import shard_files
 MIN_FREE_BYTES = 32 * 2**20
 _MANIFEST = "manifest.json"
 _LOCK = ".lock"
+_OF_WORKERS = ("leases", "workers")
+"""What tells the workers of a job of each other while it runs."""
 _OWN = (
-    *("data", "journal", "grades", "report.html", "README.md", "config.yaml", "metrics.json"),
-    _MANIFEST,
+    *("data", "journal", "differing", "grades", *_OF_WORKERS, "report.html"),
+    *("README.md", "config.yaml", "metrics.json", _MANIFEST),
 )
 """All that a job ever writes, in the order in which it is deleted. The manifest is the last, so
 that a folder still says whose it is if its deletion was interrupted."""
@@ -27,18 +29,30 @@ class JobFolder:
     """An output folder, locked while this object is entered.
 
         README.md  config.yaml  manifest.json  metrics.json  data/part-00000.parquet …
-        journal/ (only while the job is not complete)  .lock
+        journal/  leases/  workers/ (only while the job is not complete)  .lock
         grades/part-00000.parquet …  grades/steps.json (if the job has `post` steps)
         report.html (once it is complete)
 
+    The lock is held alone until `share`, so that others join a job that is as it shall be. Those
+    who join find the same job, or are refused.
+
     Attributes:
         path: of the folder.
+        is_alone: whether no other worker of the job runs. Then the job may change.
+        least_worker: the number of a new worker is at least this.
         is_new: whether this is the job's first attempt.
         manifest: as it is written in the folder.
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, digests: RowDigests, *, overwrite: bool
+        self,
+        path: Path,
+        manifest: Manifest,
+        digests: RowDigests,
+        *,
+        overwrite: bool,
+        wait: float = 0.0,
+        is_alone: Callable[[Path], bool] = lambda path: True,
     ) -> None:
         """Make the folder this job's, or take up the same job where it was left.
 
@@ -49,6 +63,9 @@ class JobFolder:
             digests: of the rows of this job's data set.
             overwrite: whether to delete the output of a different job. The same job is resumed in
                 any case, so that running a command again always resumes.
+            wait: for so many seconds for another worker that is opening the folder.
+            is_alone: whether the folder is nobody else's, as far as can be known without the lock,
+                which does not reach other machines on every file system.
 
         Raises:
             ConfigError: the folder cannot be written, holds files that are no job's or another
@@ -58,11 +75,15 @@ class JobFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             refuse_foreign_files(path)
-            self._lock = FolderLock(path / _LOCK)
+            self._lock = FolderLock(path / _LOCK, join=True, wait=wait)
         except OSError as error:
             raise _unusable(path, error) from None
         try:
-            self.is_new = self._claim(manifest, digests, overwrite)
+            self.is_alone = self._lock.is_alone and is_alone(path)
+            if not self.is_alone:
+                self.share()
+                self._join(manifest, digests)
+            self.is_new = self.is_alone and self._claim(manifest, digests, overwrite)
         except (OSError, JobError) as error:
             self.close()
             raise _unusable(path, error) from None
@@ -80,6 +101,10 @@ class JobFolder:
         """Give the lock back."""
         self._lock.__exit__()
 
+    def share(self) -> None:
+        """Let other workers join."""
+        self._lock.share()
+
     @property
     def data(self) -> Path:
         return self.path / "data"
@@ -89,8 +114,11 @@ class JobFolder:
         return self.path / "journal"
 
     def remove_journal(self) -> None:
-        """Delete the journal, which a complete job does not need."""
-        shutil.rmtree(self.journal)
+        """Delete the journal and what workers wrote, which a complete job does not need."""
+        for name in ("journal", *_OF_WORKERS):
+            # Other workers, who wait for the end, may write a last heartbeat in between.
+            while (self.path / name).exists():
+                shutil.rmtree(self.path / name, ignore_errors=True)
 
     def record(self, *more: str, rows: int) -> None:
         """Write into the manifest's history how the job has grown, if it has.
@@ -111,18 +139,41 @@ class JobFolder:
             asked = replace(asked, row_digests=digests)
             self.update(self.manifest.goes_on(asked, changed, rows))
 
-    def update(self, manifest: Manifest) -> None:
+    def update(self, manifest: Manifest, worker: str = "") -> None:
         """Write another manifest of the same job.
+
+        Args:
+            worker: a text that no other worker has, if others run.
 
         Raises:
             JobError: it cannot be written.
         """
         self.manifest = manifest
-        manifest.write(self.path / _MANIFEST)
+        manifest.write(self.path / _MANIFEST, worker)
+
+    def _join(self, manifest: Manifest, digests: RowDigests) -> None:
+        """Take part in the job of those who have the folder.
+
+        Raises:
+            ConfigError: it is another job, or the same with other rows.
+        """
+        self.manifest = Manifest.read(self.path / _MANIFEST)
+        others = self.manifest.differences(manifest, digests) or self.manifest.grown(manifest)
+        if others:
+            error = self._lock.in_use()
+            raise ConfigError(f"{error}\nthat job differs from this one:\n  " + "\n  ".join(others))
+        self.least_worker = 1
+        for folder in (self.data, self.journal):
+            folder.mkdir(exist_ok=True)
 
     def _claim(self, manifest: Manifest, digests: RowDigests, overwrite: bool) -> bool:
         path = self.path / _MANIFEST
         self._asked = manifest
+        workers = self.path / "workers"
+        found = [int(file.stem) for file in workers.glob("[0-9]*.json")] if workers.is_dir() else []
+        self.least_worker = 1 + max(found, default=0)
+        for name in _OF_WORKERS:  # of workers who all are gone
+            shutil.rmtree(self.path / name, ignore_errors=True)
         rows = manifest.growing.get(ROWS)
 
         def own_digests() -> list[str] | None:

@@ -1,12 +1,14 @@
 """The journal keeps the finished rows of incomplete shards safe from a kill at any moment.
 
-Each attempt (run of the command) writes one file for each shard, such as
-`part-00003.0001.journal`. A file is a sequence of frames: `uint32 length, uint32 crc32, payload`,
-little endian. The first payload is an Arrow IPC schema message, every other one is an Arrow IPC
-record batch. A batch is appended with one unbuffered write, so that it survives `kill -9` from then
-on. The files are fsynced every `SYNC_SECONDS`, so that a power loss costs at most the rows which
-finished since. An end that is incomplete or damaged does not match its length or checksum, and the
-reader leaves it out. A later attempt never appends to such a file, because it has files of its own.
+Each worker (run of the command) writes one file for each of its shards, such as
+`part-00003.0001.journal`. The number at the end is the worker's: a file has one writer, and those
+of later workers have higher numbers. A file is a sequence of frames: `uint32 length, uint32 crc32,
+payload`, little endian. The first payload is an Arrow IPC schema message, every other one is an
+Arrow IPC record batch. A batch is appended with one unbuffered write, so that it survives `kill -9`
+from then on. The files are fsynced every `SYNC_SECONDS`, so that a power loss costs at most the
+rows which finished since. An end that is incomplete or damaged does not match its length or
+checksum, and the reader leaves it out. A later worker never appends to such a file, because it has
+files of its own.
 """
 
 import os
@@ -26,24 +28,38 @@ _FRAME = struct.Struct("<II")
 _NAME = re.compile(r"part-(\d{5,})\.(\d{4,})\.journal")
 
 
+class JournalGone(Exception):
+    """Raised if the file to append to was deleted: another worker has published its shard."""
+
+
 class Journal:
     """The journal files of a job's folder, all with one schema.
 
     Attributes:
-        attempt: the number of the attempt that this object writes.
+        attempt: the number of the worker whose files this object writes.
     """
 
-    def __init__(self, folder: Path, schema: pa.Schema, least_attempt: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        schema: pa.Schema,
+        least_attempt: int = 1,
+        attempt: int | None = None,
+    ) -> None:
         """Start a new attempt in a folder that exists.
 
         Args:
             least_attempt: the attempt's number is at least this, and above those of all files.
+            attempt: its number, if that is known.
         """
         self._folder = folder
         self._schema = schema
         self._files = journal_files(folder)
-        earlier = (attempt_of(path) for files in self._files.values() for path in files)
-        self.attempt = max(least_attempt, 1 + max(earlier, default=0))
+        if attempt is None:
+            earlier = (attempt_of(path) for files in self._files.values() for path in files)
+            attempt = max(least_attempt, 1 + max(earlier, default=0))
+        self.attempt = attempt
+        self._own: set[Path] = set()
         self._unsynced: set[Path] = set()
         self._last_sync = time.monotonic()
 
@@ -51,26 +67,43 @@ class Journal:
         """Shards that have journal files."""
         return set(self._files)
 
+    def refresh(self) -> None:
+        """See which files other workers have written or deleted since."""
+        try:
+            self._files = journal_files(self._folder)
+        except FileNotFoundError:  # the job is complete
+            self._files = {}
+
+    def files(self, shard: int, *, own: bool = False) -> list[Path]:
+        """The files of a shard that other workers have written, or all."""
+        return [path for path in self._files.get(shard, ()) if own or path not in self._own]
+
     def append(self, shard: int, batch: pa.RecordBatch) -> None:
         """Append finished rows of one shard.
 
         Raises:
             JobError: the file cannot be written. The rows before it are safe.
+            JournalGone: it was deleted, because the shard is published.
         """
         path = self._folder / f"part-{shard:05d}.{self.attempt:04d}.journal"
         files = self._files.setdefault(shard, [])
         data = _frame(batch.serialize())
-        if path not in files:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        if path not in self._own:
+            self._own.add(path)
             files.append(path)
             data = _frame(self._schema.serialize()) + data
+            flags |= os.O_CREAT
         # The file is opened anew each time: a job with small shards has more incomplete ones than a
         # process may have open files.
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fd = os.open(path, flags, 0o666)
             try:
                 _write_all(fd, data)
             finally:
                 os.close(fd)
+        except FileNotFoundError as error:
+            raise JournalGone(path) from error
         except OSError as error:
             raise JobError(f"cannot write {path}: {error.strerror or error}") from error
         self._unsynced.add(path)
@@ -92,8 +125,12 @@ class Journal:
         if not force and now - self._last_sync < SYNC_SECONDS:
             return
         for path in self._unsynced:
-            fsync_path(path)
-        if self._unsynced:
+            try:
+                fsync_path(path)
+            except JobError:
+                if path.exists():  # else its shard was published by another worker
+                    raise
+        if self._unsynced and self._folder.exists():
             fsync_path(self._folder)
         self._unsynced.clear()
         self._last_sync = now
@@ -106,16 +143,16 @@ class Journal:
 
 
 def journal_files(folder: Path) -> dict[int, list[Path]]:
-    """From a shard to its journal files, those of earlier attempts first."""
+    """From a shard to its journal files, those of earlier workers first."""
     files: dict[int, list[Path]] = {}
-    for path in folder.iterdir():
-        if match := _NAME.fullmatch(path.name):
-            files.setdefault(int(match[1]), []).append(path)
+    for name in os.listdir(folder):
+        if match := _NAME.fullmatch(name):
+            files.setdefault(int(match[1]), []).append(folder / name)
     return {shard: sorted(files[shard], key=attempt_of) for shard in sorted(files)}
 
 
 def attempt_of(path: Path) -> int:
-    """The number of the attempt that wrote a journal file."""
+    """The number of the worker that wrote a journal file."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[2])

@@ -92,8 +92,9 @@ class Manifest:
             "another output.dir, or finish the job with the version that started it"
         )
 
-    def write(self, path: Path) -> None:
-        write_atomic(path, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
+    def write(self, path: Path, writer: str = "") -> None:
+        """As of `write_atomic`."""
+        write_atomic(path, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", writer)
 
     def differences(self, new: "Manifest", digests: RowDigests) -> list[str]:
         """A line `key: old → new` for everything that would make the content another one.
@@ -203,13 +204,16 @@ def _version(package: str) -> str | None:
         return None
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str, writer: str = "") -> None:
     """Write a file so that it is either whole or not there, whenever the program is killed.
+
+    Args:
+        writer: a text for the name of the temporary file, if several processes write this one.
 
     Raises:
         JobError: the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}{writer and '.'}{writer}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.output.manifest import write_atomic
+from batchgen.output.team import Team, added, attempt_of, seconds
 from batchgen.output.timeline import Timeline, metrics_text
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Attempt:
         memory: how the engine divides the device's memory, in bytes; empty without an engine.
         engine: what the engine itself has counted.
         start_s: seconds until the engine began, of which most is the loading of the weights.
+        worker: its number among the workers of the job.
+        session: a text that is the same for workers who ran beside each other.
         batch_dependence: why a token's bits depend on what else is in the batch, as was found out
             on this CPU; None if they do not, and on a GPU.
     """
@@ -64,6 +67,8 @@ class Attempt:
     engine: Mapping[str, Any] = field(default_factory=dict)
     start_s: float = 0.0
     batch_dependence: str | None = None
+    worker: int = 0
+    session: str = ""
 
 
 OUTCOMES = {
@@ -185,11 +190,13 @@ class Tally:
 class Metrics:
     """The content of metrics.json.
 
-    It is saved while the job runs, so that it tells of an attempt that was killed, too.
+    It is saved while the job runs, so that it tells of an attempt that was killed, too. Where there
+    are several workers, each tells the others its figures, and the first one writes the file.
 
     Attributes:
         attempt: the present one.
         tally: of the rows that are finished, those of earlier attempts too.
+        others: what the other workers have told, when this one last looked.
         in_flight: how many rows run in the engine, without those that wait for their turn.
         was_complete: whether an earlier attempt completed the job.
         score: what the job's marks come to, as of `batchgen.scoring.score`; None without marks.
@@ -198,11 +205,17 @@ class Metrics:
         timeline: how the job went on over time, earlier attempts included.
     """
 
-    def __init__(self, path: Path, rows_resumed: int, tally: Tally) -> None:
+    def __init__(
+        self, path: Path, rows_resumed: int, tally: Tally, team: Team | None = None
+    ) -> None:
         self._path = path
+        self._team = team
         self._started = time.monotonic()
         self._saved = 0.0
         self.attempt = Attempt(rows_resumed)
+        if team is not None:
+            self.attempt.worker, self.attempt.session = team.number, team.session
+        self.others: Sequence[Mapping[str, Any]] = ()
         self.tally = tally
         self.in_flight = 0
         self._earlier: list[dict[str, Any]] = []
@@ -242,12 +255,26 @@ class Metrics:
         self.attempt.status = status
         self.attempt.wall_s = round(now - self._started, 3)
         self.attempt.peak_rss_mib = peak_rss_mib()
-        attempts = [*self._earlier, asdict(self.attempt)]
-        summary: dict[str, Any] = {"status": status, **asdict(self.tally.totals)}
+        totals = asdict(self.tally.totals)
+        told = [totals]
+        if self._team is not None:
+            facts = {"attempt": asdict(self.attempt), "totals": totals, "in_flight": self.in_flight}
+            self._team.tell(facts)
+            if status != "complete" and not self._team.is_first():
+                return
+            self.others = self._team.others()
+            if status != "complete":  # else all rows were counted in the shards
+                told += [beat["totals"] for beat in self.others if "totals" in beat]
+                if any(not beat["dead"] for beat in self.others):
+                    status = "running"
+        attempts = self._attempts()
+        summary: dict[str, Any] = {"status": status, **added(told)}
         if status == "running":
-            summary["in_flight"] = self.in_flight
+            summary["in_flight"] = self.in_flight + sum(
+                beat.get("in_flight", 0) for beat in self.others if not beat["dead"]
+            )
         for key in ("wall_s", "generate_s"):
-            summary[key] = round(sum(attempt[key] for attempt in attempts), 3)
+            summary[key] = seconds(attempts, key)
         tokens = sum(attempt["generated_tokens"] for attempt in attempts)
         summary["tokens_per_s"] = round(tokens / max(summary["generate_s"], 1e-3), 1)
         if self.score is not None:
@@ -255,10 +282,22 @@ class Metrics:
         if self.predicted is not None:
             names = ("wall_s", "start_s", "prompt_tokens", "generated_tokens")
             summary["predicted"] = self.predicted
-            summary["actual"] = {n.replace("wall_s", "seconds"): attempts[-1][n] for n in names}
+            own = asdict(self.attempt)
+            summary["actual"] = {name.replace("wall_s", "seconds"): own[name] for name in names}
         summary["attempts"] = attempts
         summary["timeline"] = self.timeline.points
-        write_atomic(self._path, metrics_text(summary))
+        write_atomic(self._path, metrics_text(summary), f"{self.attempt.worker}")
+
+    def _attempts(self) -> list[dict[str, Any]]:
+        """All attempts in their order, those of the other workers too."""
+        present = [asdict(self.attempt)]
+        is_complete = self.attempt.status == "complete"
+        told = (attempt_of(beat, is_complete) for beat in self.others)
+        present += [attempt for attempt in told if attempt is not None]
+        present.sort(key=lambda attempt: int(attempt["worker"]))
+        known = {(attempt["worker"], attempt["started"]) for attempt in present}
+        earlier = (a for a in self._earlier if (a.get("worker"), a["started"]) not in known)
+        return [*earlier, *present]
 
 
 def peak_rss_mib() -> float:

@@ -20,6 +20,8 @@ class OpenShard:
     Attributes:
         done: [rows_per_shard, samples] bool, whether the sample of the row is done.
         num_done: how many are.
+        by_others: [rows_per_shard, samples] bool, which of them other workers have written since
+            this object was made.
         num_expected: how many make the shard complete: fewer than the others if it is the last one.
     """
 
@@ -30,6 +32,7 @@ class OpenShard:
         """
         self._first = first_row
         self.done = np.zeros((rows, samples), np.bool_)
+        self.by_others = np.zeros((rows, samples), np.bool_)
         self.num_done = 0
         self.num_expected = rows * samples
 
@@ -52,8 +55,20 @@ class OpenShard:
         self.done[self.places(rows)] = done | errors_count
         self.num_done = int(self.done.sum())
 
+    def take_others(self, rows: pa.RecordBatch, *, errors_count: bool) -> None:
+        """Note rows that another worker has written meanwhile."""
+        before = self.done.copy()
+        self.take(rows, errors_count=errors_count)
+        self.done |= before  # what this worker has finished stays so, whatever another one has
+        self.num_done = int(self.done.sum())
+        self.by_others |= self.done & ~before
+
+    def is_by_others(self, row_index: int, sample: int) -> bool:
+        """Whether another worker has written a sample of a row while this one computed it."""
+        return bool(self.by_others[row_index - self._first, sample])
+
     def add(self, rows: list[int], samples: list[int]) -> None:
-        """Note rows that this attempt has written."""
+        """Note rows that this worker has written."""
         at = np.asarray(rows) - self._first, np.asarray(samples)
         assert not self.done[at].any(), "a (row, sample) was written twice"
         self.done[at] = True

@@ -20,6 +20,7 @@ from batchgen.errors import ConfigError
 from batchgen.output.journal import journal_files, read_file
 from batchgen.output.row_order import KEYS, RowsInOrder, first_key, row_keys
 from batchgen.output.shards import damaged, shard_files, shard_path
+from batchgen.workers.process import is_gone
 
 BATCH = 256
 """How many rows are in memory at a time."""
@@ -183,7 +184,9 @@ class JobFolderReader:
 
     @property
     def may_run(self) -> bool:
-        """Whether the process that last held the folder's lock may still be there."""
+        """Whether a worker of the job, or who last held the folder's lock, may still be there."""
+        if any(map(_may_live, (self.path / "workers").glob("[0-9]*.json"))):
+            return True
         path = self.path / ".lock"
         owner = _OWNER.match(path.read_text(errors="replace")) if path.is_file() else None
         if owner is None or owner[2] != socket.gethostname():
@@ -269,6 +272,15 @@ def _groups_from(meta: pq.FileMetaData, first_row: int) -> list[int]:
     found = [meta.row_group(i).column(column).statistics for i in range(meta.num_row_groups)]
     is_before = [s is not None and s.has_min_max and s.max < first_row for s in found]
     return [group for group, before in enumerate(is_before) if not before]
+
+
+def _may_live(heartbeat: Path) -> bool:
+    """Whether the worker that writes a heartbeat may run: it has not ended, as far as is known."""
+    try:
+        beat = json.loads(heartbeat.read_bytes())
+    except FileNotFoundError:  # the job is complete
+        return False
+    return beat["ended"] is None and not is_gone(beat)
 
 
 def _read_if_there(path: Path) -> list[pa.RecordBatch] | None:

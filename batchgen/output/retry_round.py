@@ -66,7 +66,7 @@ class RetryRound:
     def finished(self, shard: int) -> None:
         """Forget a shard of which nothing is left to compute."""
         if shard in self._before:
-            self._file(shard).unlink()
+            self._file(shard).unlink(missing_ok=True)  # or another worker was faster
             del self._before[shard]
 
     def end(self) -> None:

@@ -1,7 +1,7 @@
 """Writes finished rows, which come in any order, and knows which rows of a job are done."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -10,28 +10,27 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.errors import ConfigError, JobError
-from batchgen.output.journal import Journal, read_file
+from batchgen.output.journal import Journal, JournalGone, attempt_of, read_file
+from batchgen.output.older import Older
 from batchgen.output.open_shard import STATE_COLUMNS, OpenShard
+from batchgen.output.publisher import Publish, Publisher, delete
 from batchgen.output.retry_round import RetryRound
 from batchgen.output.row_order import KEYS, RowsInOrder
 from batchgen.output.schema import FinishedRow, OutputSchema
 from batchgen.output.shards import (
     Extent,
     damaged,
-    mapped_shard,
-    publish_shard,
     read_columns,
     shard_extent,
     shard_files,
     shard_path,
-    write_shard,
 )
 
 MAX_UNPUBLISHED = 2  # complete shards that wait for the publisher before `write` waits for it
 
 
 class OutputWriter:
-    """Writes the shards of a job.
+    """Writes the shards of a job, of which other workers may write some at the same time.
 
     Shard k holds all samples of the input rows from k·rows_per_shard up to (k+1)·rows_per_shard.
     Rows go to the journal as they finish. When the last sample of a shard's last row is there, a
@@ -44,10 +43,15 @@ class OutputWriter:
     takes the place of the old one. A row that is there more than once counts as it was written
     last, so a journal that a kill has left beside its shard does no harm.
 
+    Workers share the folder of the journal, where each has files of its own. `take` finds out what
+    all of them have written of a shard, `absorb` what they have written since, and `drop` forgets a
+    shard that another one has published. Which worker does which shard is not decided here.
+
     Attributes:
         resumed: how many samples of rows earlier attempts have written and need no computing.
         retried: how many error rows are to be computed again that were not in this round before;
             None unless this attempt has begun a round.
+        num_rows: of the data set; None while that is not known.
     """
 
     def __init__(
@@ -59,7 +63,11 @@ class OutputWriter:
         samples: int,
         *,
         most_rows: int | None = None,
+        num_rows: int | None = None,
         retry_errors: bool = False,
+        worker: int | None = None,
+        older: Older | None = None,
+        publish: Publish | None = None,
     ) -> None:
         """Read from shards and journal files what is done.
 
@@ -68,38 +76,76 @@ class OutputWriter:
             journal: the folder of the journal, which exists.
             samples: of each row.
             most_rows: how many rows the data set has at most; None if that is not known.
+            num_rows: how many it has; None if that is not known.
             retry_errors: whether error rows of earlier attempts are computed again.
+            worker: the number of this worker; None for one more than all that were there.
+            older: what was there when the first of the workers came; None if this one is the first.
+                Then it is found out here, and what earlier ones have left is put in order.
+            publish: gives shards their names; None renames files.
 
         Raises:
             JobError: a published shard is damaged or is not of this job.
-            ConfigError: rows from `most_rows` on are finished.
+            ConfigError: rows from `most_rows` on are finished, or the other workers have another
+                `retry_errors`.
         """
         self._data = data
-        self._temporary = journal
         self._schema = schema
         self._rows_per_shard = rows_per_shard
         self._samples = samples
+        self.num_rows = num_rows
         self._round = RetryRound(journal)
-        self._published = self._read_extents()
-        self._journal = Journal(journal, schema.arrow, self._round.least_attempt)
-        self._check_shrinking(most_rows)
-        _delete(journal.glob("*.tmp"))
-        self.retried = self._begin_round(retry_errors)
+        self._published = self._read_extents() if older is None else dict(older.extents)
+        self._older = dict(self._published)
+        self._journal = Journal(journal, schema.arrow, self._round.least_attempt, worker)
+        self._publisher = Publisher(
+            data, journal, schema, self._round, self._journal.attempt, publish
+        )
+        self.retried: int | None = None
+        if older is None:
+            self._check_shrinking(most_rows)
+            delete(journal.glob("*.tmp"))
+            self.retried = self._begin_round(retry_errors)
+        elif retry_errors != self._round.is_open:
+            raise ConfigError(
+                f"output.retry_errors={str(retry_errors).lower()}: the workers that run in "
+                f"{data.parent} have it otherwise: wait for them or stop them first"
+            )
         self._open: dict[int, OpenShard] = {}
+        found = self._journal.shards()
+        self._at_first = {path for shard in found for path in self._journal.files(shard)}
+        self._seen: dict[Path, int] = {}  # of files of others: how many batches were taken
+        self._dropped: set[int] = set()
+        self.resumed = self._resume() if older is None else older.rows
+
+    def _resume(self) -> int:
+        """Count what is finished, and publish what is complete."""
         for shard in sorted(self._journal.shards() | self._round.shards()):
             self._reopen(shard)
-        self.resumed = sum(extent.rows * extent.samples for extent in self._published.values())
-        self.resumed += sum(shard.num_done for shard in self._open.values())
-        self._publisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
-        self._publishing: list[Future[None]] = []
+        rows = sum(extent.rows * extent.samples for extent in self._published.values())
+        rows += sum(shard.num_done for shard in self._open.values())
         for number in sorted(self._open):
             self._publish_if_complete(number)
+        return rows
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._publisher.shutdown()
+        self._publisher.close()
+
+    @property
+    def older(self) -> Older:
+        """What was there when this worker came."""
+        return Older(self._older, self.resumed)
+
+    @property
+    def complete_shards(self) -> set[int]:
+        """The shards of which nothing is left to compute, as far as this worker knows."""
+        return {
+            number
+            for number, extent in self._published.items()
+            if extent == self._whole(number) and number not in self._round.shards()
+        }
 
     @property
     def num_leading_rows(self) -> int:
@@ -128,9 +174,72 @@ class OutputWriter:
             return list(range(self._samples))
         return opened.missing(row_index)
 
+    def set_exact(self, exact: bool) -> None:
+        """Say whether a row that is computed twice must be the same to the bit."""
+        self._publisher.exact = exact
+
+    def take(self, number: int) -> None:
+        """Find out what all workers have finished of a shard that shall be completed now."""
+        self._dropped.discard(number)
+        self._journal.refresh()
+        self._reopen(number)
+        self._publish_if_complete(number)
+
+    def absorb(self, number: int) -> bool:
+        """Find out what other workers have finished of an open shard meanwhile.
+
+        Returns:
+            Whether there was something.
+        """
+        opened = self._open[number]
+        self._journal.refresh()
+        before, retried_before = opened.num_done, self._round.before(number) or 0
+        for path in self._journal.files(number):
+            errors_count = attempt_of(path) >= retried_before
+            try:
+                batches = read_file(path, self._schema.arrow)
+                for batch in itertools.islice(batches, self._seen.get(path, 0), None):
+                    opened.take_others(batch, errors_count=errors_count)
+                    self._seen[path] = self._seen.get(path, 0) + 1
+            except FileNotFoundError:  # the shard was published just now
+                pass
+        found = opened.num_done > before
+        self._publish_if_complete(number)
+        return found
+
+    def others_have_rows(self) -> bool:
+        """Whether another worker has written rows since this one came."""
+        self._journal.refresh()
+        files = {path for shard in self._journal.shards() for path in self._journal.files(shard)}
+        shards = shard_files(self._data).keys()
+        return not (files <= self._at_first and shards <= self._older.keys())
+
+    def is_open(self, number: int) -> bool:
+        """Whether a shard was taken and is not complete."""
+        return number in self._open
+
+    def is_done_by_others(self, row_index: int, sample: int) -> bool:
+        """Whether another worker has finished a sample of a row that this one has begun."""
+        opened = self._open.get(row_index // self._rows_per_shard)
+        return opened is None or opened.is_by_others(row_index, sample)
+
+    def drop(self, number: int) -> None:
+        """Forget a shard that another worker has published."""
+        self._open.pop(number, None)
+        self._dropped.add(number)
+        self._journal.release(number)
+
+    def end_at(self, num_rows: int) -> None:
+        """Learn how many rows the data set has."""
+        self.num_rows = num_rows
+        last, rest = divmod(num_rows, self._rows_per_shard)
+        if rest and (opened := self._open.get(last)) is not None:
+            opened.num_expected = rest * self._samples
+            self._publish_if_complete(last)
+
     def done_rows(self, columns: Sequence[str]) -> Iterator[pa.Table]:
         """Some columns of all rows that earlier attempts have done."""
-        self._wait(0)
+        self._publisher.wait(0)
         for shard, extent in sorted(self._published.items()):
             if extent.rows:
                 yield read_columns(shard_path(self._data, shard), columns)
@@ -150,14 +259,21 @@ class OutputWriter:
         for row in rows:
             by_shard.setdefault(row.row_index // self._rows_per_shard, []).append(row)
         for number, shard_rows in by_shard.items():
+            if number in self._dropped:
+                continue
             opened = self._open.get(number) or self._reopen(number)
-            self._journal.append(number, self._schema.encode(shard_rows))
-            opened.add(
-                [row.row_index for row in shard_rows], [row.sample_index for row in shard_rows]
-            )
+            new = [r for r in shard_rows if not opened.is_by_others(r.row_index, r.sample_index)]
+            if not new:
+                continue
+            try:
+                self._journal.append(number, self._schema.encode(new))
+            except JournalGone:
+                self.drop(number)
+                continue
+            opened.add([row.row_index for row in new], [row.sample_index for row in new])
             self._publish_if_complete(number)
         self._journal.sync()
-        self._wait(MAX_UNPUBLISHED)
+        self._publisher.wait(MAX_UNPUBLISHED)
 
     def finish(self, num_rows: int) -> None:
         """Publish the last shard, once all rows are written.
@@ -170,24 +286,27 @@ class OutputWriter:
         Raises:
             JobError: a file cannot be written, or the shards do not have as many rows.
         """
-        last, rest = divmod(num_rows, self._rows_per_shard)
-        if rest and (opened := self._open.get(last)) is not None:
-            opened.num_expected = rest * self._samples
+        self.end_at(num_rows)
         for number in sorted(self._open):
             self._publish_if_complete(number)
         if num_rows == 0 and 0 not in self._published:
             self._publish(0, Extent(0, 0))
-        self._wait(0)
-        size, shards = self._rows_per_shard, max(1, -(-num_rows // self._rows_per_shard))
-        rows = [min(num_rows - k * size, size) for k in range(shards)]
-        expected = [Extent(n, self._samples if n else 0) for n in rows]
+        self._publisher.wait(0)
+        shards = max(1, -(-num_rows // self._rows_per_shard))
+        expected = [self._whole(k) for k in range(shards)]
+        for number in range(shards):  # those of other workers
+            if self._published.get(number) != expected[number]:
+                if shard_path(self._data, number).exists():
+                    self._published[number] = self._read_extent(number)
+                    if self._published[number] == expected[number]:
+                        self.drop(number)
         if self._open or self._published != dict(enumerate(expected)):
             raise self._wrong_shards(expected)
 
     def flush(self) -> None:
         """Make all rows safe from a power loss, and wait for shards that are being published."""
         self._journal.sync(force=True)
-        self._wait(0)
+        self._publisher.wait(0)
 
     def _publish_if_complete(self, number: int) -> None:
         opened = self._open[number]
@@ -196,40 +315,30 @@ class OutputWriter:
             self._publish(number, Extent(opened.num_done // self._samples, self._samples))
 
     def _publish(self, number: int, extent: Extent) -> None:
-        path = shard_path(self._data, number)
         files = self._journal.release(number)
         self._published[number] = extent
-
-        def publish() -> None:
-            temporary = self._temporary / f"{path.name}.tmp"
-            copy = self._temporary / f"{path.name}.old.tmp"
-            batches = mapped_shard(path, self._schema, copy) if path.exists() else []
-            for file in files:
-                batches += read_file(file, self._schema.arrow)
-            write_shard(batches, self._schema, path, temporary)
-            # Before the shard has its name: else a kill in between would have its errors, which
-            # were computed again just now, computed once more.
-            self._round.finished(number)
-            publish_shard(temporary, path)
-            copy.unlink(missing_ok=True)
-            _delete(files)
-
-        self._publishing.append(self._publisher.submit(publish))
-
-    def _wait(self, most: int) -> None:
-        """Wait until at most so many shards are being published; raise what the thread raised."""
-        while self._publishing and (len(self._publishing) > most or self._publishing[0].done()):
-            self._publishing.pop(0).result()
+        if self._older.get(number) == extent and not files:
+            self._publisher.note_complete(number)
+        else:
+            self._publisher.submit(number, files, replaces=number in self._older)
 
     def _read_extents(self) -> dict[int, Extent]:
         """From the number of a published shard to the rows that it has."""
-        published = {}
-        for number, path in shard_files(self._data).items():
-            extent = shard_extent(path, self._schema, number * self._rows_per_shard)
-            if extent.rows > self._rows_per_shard or extent.samples > self._samples:
-                raise damaged(path, f"{extent.rows * extent.samples} rows cannot be right")
-            published[number] = extent
-        return published
+        return {number: self._read_extent(number) for number in shard_files(self._data)}
+
+    def _read_extent(self, number: int) -> Extent:
+        path = shard_path(self._data, number)
+        extent = shard_extent(path, self._schema, number * self._rows_per_shard)
+        if extent.rows > self._rows_per_shard or extent.samples > self._samples:
+            raise damaged(path, f"{extent.rows * extent.samples} rows cannot be right")
+        return extent
+
+    def _whole(self, number: int) -> Extent:
+        """Which rows a shard has when it is complete."""
+        rows = self._rows_per_shard
+        if self.num_rows is not None:
+            rows = max(0, min(rows, self.num_rows - number * rows))
+        return Extent(rows, self._samples if rows else 0)
 
     def _check_shrinking(self, most_rows: int | None) -> None:
         """Refuse a data set that ends before a row which is finished.
@@ -275,14 +384,20 @@ class OutputWriter:
         """Note what is there of a shard that is not complete, or was complete before."""
         first = number * self._rows_per_shard
         opened = self._open[number] = OpenShard(first, self._rows_per_shard, self._samples)
+        if self.num_rows is not None:
+            opened.num_expected = self._whole(number).rows * self._samples
         retried_before = self._round.before(number) or 0
-        if (extent := self._published.pop(number, None)) is not None:
+        self._published.pop(number, None)
+        if (extent := self._older.get(number)) is not None:
             opened.take_published(extent)
             if retried_before:
                 table = read_columns(shard_path(self._data, number), STATE_COLUMNS)
                 opened.take(table, errors_count=False)
-        for attempt, batch in self._journal.read(number):
-            opened.take(batch, errors_count=attempt >= retried_before)
+        for path in self._journal.files(number, own=True):
+            self._seen[path] = 0
+            for batch in read_file(path, self._schema.arrow):
+                opened.take(batch, errors_count=attempt_of(path) >= retried_before)
+                self._seen[path] += 1
         return opened
 
     def _wrong_shards(self, expected: list[Extent]) -> JobError:
@@ -296,8 +411,3 @@ class OutputWriter:
             f"the dataset ended after {len(expected)} shards, but shards {sorted(self._open)} are "
             "not complete: it has changed since the job was started; use another output.dir"
         )
-
-
-def _delete(files: Iterable[Path]) -> None:
-    for path in files:
-        path.unlink()

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.command.job import Result
+from batchgen.config import JobConfig
 from batchgen.config.compose import compose
+from batchgen.errors import JobError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -75,11 +78,21 @@ def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJo
         SystemExit: SIGTERM stopped the job. Finished rows are safe.
     """
     config = compose(job, overrides)
+    if config.launcher.kind == "local":
+        from batchgen.launchers.local import launch
+
+        return _completed(config, launch(config))
     # These load torch and datasets, which a mistake in the configuration need not wait for.
     from batchgen.build import job_parts
     from batchgen.job import run_job as run
 
-    result = run(config, job_parts(config))
+    return _completed(config, run(config, job_parts(config)))
+
+
+def _completed(config: JobConfig, result: Result) -> CompleteJob:
+    """The result of a job that has come to its end; raises what `run_job` does."""
+    if result.exit_code in (1, 2):  # of a launcher, whose workers have printed why
+        raise JobError(result.message)
     # A caller who was told to stop must not go on as if the job were complete.
     if result.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt(result.message)

@@ -122,3 +122,18 @@ def test_jobs_in_other_processes(
     assert run_command([*arguments, "sampling.seed=0", "sampling.temperature=0.2,0.3"]) == 0
     captured = capfd.readouterr()
     assert captured.err == "" and "tokens/s" not in captured.out
+
+
+@pytest.mark.parametrize("key", ["+worker", "worker", "workers.name"])
+def test_workers_of_one_job_have_one_folder(jobs: Jobs, key: str) -> None:
+    arguments = ["-m", "hydra/launcher=basic", f"{key}=range(0,3)", "output.dir=o"]
+    assert run_command(arguments) == 0
+    assert [Path(folder) for folder in jobs.folders] == [Path("o")] * 3
+    assert [config.workers.name for config in jobs.configs] == [0, 1, 2]
+
+
+def test_workers_of_the_jobs_of_a_sweep(jobs: Jobs) -> None:
+    arguments = ["-m", "hydra/launcher=basic", "sampling.seed=0,3", "+worker=0,1", "output.dir=o"]
+    assert run_command(arguments) == 3
+    seeds = ["o/sampling.seed=0", "o/sampling.seed=3"]
+    assert sorted(jobs.folders) == sorted(2 * seeds)

@@ -124,3 +124,10 @@ def test_a_refused_job_does_not_end_a_sweep(
 )
 def test_the_gravest_code(codes: list[int], code: int) -> None:
     assert worst(codes) == code
+
+
+def test_workers_make_no_other_job() -> None:
+    _, jobs = sweep("sampling.seed=0,3", "+worker=range(0,2)", "output.dir=o")
+    assert jobs.folders == ["o/sampling.seed=0"] * 2 + ["o/sampling.seed=3"] * 2
+    _, jobs = sweep("+worker=a,b", "output.dir=o")
+    assert jobs.folders == ["o"] * 2

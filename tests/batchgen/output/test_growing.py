@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from output_rows import PER_SHARD, all_rows, finished_row, open_writer, shards, split
 
-import batchgen.output.writer as writer_module
+import batchgen.output.publisher as publisher_module
 from batchgen.output.schema import FinishedRow
 from batchgen.output.writer import OutputWriter
 
@@ -85,11 +85,11 @@ def test_killed_at_each_step_of_publishing_again(
         left = [_mended(row) for row in _missing(writer, big)]
         assert len(left) == (2 if retry else 1)
         for owner, name in (
-            (writer_module, "mapped_shard"),
-            (writer_module, "write_shard"),
+            (publisher_module, "mapped_shard"),
+            (publisher_module, "write_shard"),
             (writer._round, "finished"),
-            (writer_module, "publish_shard"),
-            (writer_module, "_delete"),
+            (publisher_module, "publish_shard"),
+            (publisher_module, "delete"),
         ):
             killed_before(owner, name)
         with pytest.raises(_Killed) if step < 5 else nullcontext():

@@ -1,6 +1,7 @@
 """Rows in any order become the same shards; nothing is lost, doubled or half-written."""
 
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -194,3 +195,17 @@ def test_every_field_says_what_it_is() -> None:
     assert top.type == pa.list_(pa.list_(pa.list_(pa.float32(), 3), 2))
     assert top.metadata[b"shape"] == b"[num_tokens, 2, 3]"
     assert (top.metadata[b"dtype"], top.metadata[b"scope"]) == (b"float32", b"output")
+
+
+def test_a_worker_that_awakes_behind_the_end_of_the_job(tmp_path: Path) -> None:
+    """It finds neither its journal nor a place for temporary files, and all shards are there."""
+    write(tmp_path / "whole", [all_rows()], PER_SHARD, ROWS)
+    with open_writer(tmp_path / "out", num_rows=ROWS) as writer:
+        writer.write([finished_row(i, s) for i in range(4) for s in range(SAMPLES)])
+        opened = writer.older
+        shutil.rmtree(tmp_path / "out/journal")
+        shutil.copytree(tmp_path / "whole/data", tmp_path / "out/data", dirs_exist_ok=True)
+        writer.write([finished_row(4, s) for s in range(SAMPLES)])
+        writer.write([finished_row(i, 0) for i in (6, 7)])
+        writer.flush()
+    assert opened.rows == 0 and shards(tmp_path / "out") == shards(tmp_path / "whole")

@@ -1,0 +1,76 @@
+"""How a job ended whose workers were started by a launcher, and what its folder says meanwhile."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import ConfigError
+from batchgen.output.lock import FolderLock
+
+
+@dataclass(frozen=True)
+class Launched:
+    """How a job ended.
+
+    Attributes:
+        exit_code: as `batchgen.__main__` describes them.
+        stopped_by: the number of the signal that stopped the job, None if none did.
+        message: what the user is told.
+    """
+
+    exit_code: int
+    stopped_by: int | None
+    message: str
+
+
+class LaunchedFolder:
+    """What a launcher sees of the folder of its job.
+
+    While it holds the folder's lock together with the workers, one that is started again joins the
+    others, even if they have all ended in the meantime: so the job remembers which shards have
+    ended workers.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: FolderLock | None = None
+
+    def hold(self) -> None:
+        """Share the folder, as soon as workers do."""
+        if self._lock is not None or not any((self.path / "workers").glob("*.json")):
+            return
+        try:
+            lock = FolderLock(self.path / ".lock", join=True)
+        except ConfigError:  # the first worker still has it alone
+            return
+        if lock.is_alone:  # the workers are gone already
+            lock.__exit__()
+        else:
+            self._lock = lock
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.__exit__()
+            self._lock = None
+
+    def beats(self) -> list[dict[str, Any]]:
+        """The heartbeats of all workers."""
+        found = []
+        for path in sorted((self.path / "workers").glob("[0-9]*.json")):
+            try:
+                found.append(json.loads(path.read_bytes()))
+            except FileNotFoundError:  # the job is complete
+                return []
+        return found
+
+    def has_quarantined(self) -> bool:
+        return any((self.path / "leases").glob("*.quarantined.json"))
+
+    def rows(self) -> tuple[int, int | None]:
+        """How many rows are finished, and how many there are, if that is known."""
+        beats = [beat for beat in self.beats() if "totals" in beat]
+        total = next((beat["attempt"]["rows_total"] for beat in beats), None)
+        return sum(beat["totals"]["rows"] for beat in beats), total

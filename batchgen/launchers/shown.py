@@ -1,0 +1,71 @@
+"""What a launcher shows while its workers run: one bar for all of them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Self
+
+from tqdm import tqdm
+
+from batchgen.duration import duration
+from batchgen.launchers.launched import LaunchedFolder
+
+_LINE_SECONDS = 30.0
+_BAR_SECONDS = 1.0
+
+
+class Shown:
+    """A bar over the rows of all workers, or a line every 30 seconds if there is no terminal."""
+
+    def __init__(self, folder: LaunchedFolder, count: int) -> None:
+        self._folder = folder
+        self._is_terminal = sys.stderr.isatty()
+        self._bar = tqdm(
+            disable=not self._is_terminal,
+            dynamic_ncols=True,
+            bar_format="{percentage:3.0f}%|{bar}| {n:,}/{total:,} rows{postfix}",
+            total=1,
+        )
+        self._begun = self._shown = time.monotonic()
+        self._first: int | None = None  # rows that were there when the first worker told of them
+        self.print(f"{count} workers start; batchgen status {folder.path} says what each does")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def show(self) -> None:
+        """Show how far the job is, if it is time to."""
+        now = time.monotonic()
+        if now - self._shown < (_BAR_SECONDS if self._is_terminal else _LINE_SECONDS):
+            return
+        self._shown = now
+        facts = self._facts(now)
+        rows, total = self._folder.rows()
+        if self._is_terminal:
+            self._bar.total, self._bar.n = max(total or rows, 1), rows
+            self._bar.set_postfix_str(", ".join(facts))
+        else:
+            done = f"{rows:,}" + (f"/{total:,}" if total is not None else "")
+            self.print(", ".join([f"{done} rows", *facts]))
+
+    def print(self, text: str) -> None:
+        """Print above the bar, if there is one."""
+        tqdm.write(text, file=sys.stderr)
+        sys.stderr.flush()
+
+    def _facts(self, now: float) -> list[str]:
+        beats = [beat for beat in self._folder.beats() if beat["ended"] is None]
+        attempts = [beat["attempt"] for beat in beats if "attempt" in beat]
+        speed = sum(a["generated_tokens"] / max(a["generate_s"], 1e-9) for a in attempts)
+        facts = [f"{speed:,.0f} tok/s", f"{len(beats)} workers"]
+        rows, total = self._folder.rows()
+        if self._first is None and attempts:
+            self._first, self._begun = rows, now
+        if total is not None and self._first is not None and rows > self._first:
+            left = (total - rows) * (now - self._begun) / (rows - self._first)
+            facts.append(f"{duration(left, 0)} left")
+        return facts

@@ -1,0 +1,1 @@
+"""Several workers on one job folder: leases, heartbeats, takeover, publishing, status."""

@@ -1,0 +1,140 @@
+"""Carries out the operations of the protocol in a folder of a file system, local or NFS."""
+
+from __future__ import annotations
+
+import errno
+import filecmp
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import JobError
+from batchgen.output.journal import fsync_path
+from batchgen.workers.names import DATA, LEASES, WORKERS
+from batchgen.workers.operations import Create, Names, Operation, Overwrite, Payload, Read, Same
+
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+
+
+class FolderGone(Exception):
+    """The folders of the workers are not there any more: the job is complete."""
+
+
+class FileStore:
+    """Objects are files, which appear whole or not at all.
+
+    A file is made under a name that no other worker uses and then linked to its own name, which
+    fails if there is such a file (link(2)). That holds on NFS, too, where the answer may be lost:
+    then the number of links tells.
+
+    Attributes:
+        operations: how many operations were carried out, by their kinds.
+    """
+
+    def __init__(self, folder: Path, owner: str) -> None:
+        """
+        Args:
+            owner: a text that no other worker has, for the names of temporary files.
+        """
+        self._folder = folder
+        self._owner = owner
+        self.operations: dict[str, int] = {}
+
+    def do(self, operation: Operation) -> Any:
+        """Carry out an operation and return its answer.
+
+        Raises:
+            FolderGone: the folder of the object is not there.
+            JobError: a file cannot be written or read.
+        """
+        kind = type(operation).__name__
+        self.operations[kind] = self.operations.get(kind, 0) + 1
+        try:
+            match operation:
+                case Create(name, payload):
+                    return self._create(self._folder / name, payload)
+                case Overwrite(name, payload):
+                    return self._overwrite(self._folder / name, payload)
+                case Read(name):
+                    return self._read(self._folder / name)
+                case Same(name, payload):
+                    return self._same(self._folder / name, payload)
+                case Names(folder):
+                    return os.listdir(self._folder / folder)
+        except FileNotFoundError as error:
+            raise FolderGone(str(error.filename)) from None
+        except OSError as error:
+            raise JobError(f"cannot write {error.filename}: {error.strerror or error}") from error
+
+    def _create(self, path: Path, payload: Payload) -> bool:
+        made = _link(payload, path) if isinstance(payload, Path) else self._write(path, payload)
+        if made and path.parent.name == DATA:
+            fsync_path(path.parent)
+        return made
+
+    def _write(self, path: Path, content: bytes) -> bool:
+        temporary = self._temporary(path)
+        temporary.write_bytes(content)
+        made = _link(temporary, path)
+        temporary.unlink(missing_ok=True)
+        return made
+
+    def _overwrite(self, path: Path, payload: Payload) -> None:
+        temporary = self._temporary(path)
+        if isinstance(payload, bytes):
+            temporary.write_bytes(payload)
+        else:
+            _link(payload, temporary)
+        temporary.replace(path)
+        if path.parent.name == DATA:
+            fsync_path(path.parent)
+
+    def _read(self, path: Path) -> bytes | None:
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _same(self, path: Path, payload: Payload) -> bool:
+        if isinstance(payload, bytes):
+            return self._read(path) == payload
+        return path.exists() and filecmp.cmp(path, payload, shallow=False)
+
+    def _temporary(self, path: Path) -> Path:
+        return path.with_name(f".{path.name}.{self._owner}.tmp")
+
+
+def _link(source: Path, path: Path) -> bool:
+    """Give a file one more name, if that is free; returns whether it has it now."""
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        # On NFS the link may be ours, and the first answer was lost.
+        return os.path.samefile(source, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _copy(source, path)
+    return True
+
+
+def _copy(source: Path, path: Path) -> bool:
+    """The same on a file system without links.
+
+    A lease is written with one call, and who sees it before that passes it over. A shard is copied
+    and renamed; where two workers do so at once, the second one takes the place of an equal file.
+    """
+    if path.parent.name not in (LEASES, WORKERS):
+        if path.exists():
+            return False
+        copy = path.with_name(f".{path.name}.{source.name}.copy.tmp")
+        shutil.copyfile(source, copy)
+        copy.replace(path)
+        return True
+    try:
+        with path.open("xb", buffering=0) as lease:
+            lease.write(source.read_bytes())
+    except FileExistsError:
+        return False
+    return True

@@ -1,0 +1,65 @@
+"""The names of the objects by which workers agree, all of them below a job's folder."""
+
+from __future__ import annotations
+
+import re
+
+LEASES, WORKERS, JOURNAL, DATA = "leases", "workers", "journal", "data"
+FINISH = -1
+"""Stands in the place of a shard for what comes after all shards: grades, scores and the card."""
+_LEASE = re.compile(r"(\d{5,}|finish)\.([eb])(\d{3,})\.json")
+_MARK = re.compile(r"(\d{5,})\.(done|quarantined)\.json")
+_WORKER = re.compile(r"(\d{4,})\.json")
+
+
+def lease_name(shard: int, epoch: int, kind: str = "e") -> str:
+    """The lease of a shard (kind e) or of its backup copy (kind b) in an epoch, from 1 on."""
+    return f"{LEASES}/{_shard(shard)}.{kind}{epoch:03d}.json"
+
+
+def mark_name(shard: int, what: str) -> str:
+    """The mark that a shard is `done` or `quarantined`."""
+    return f"{LEASES}/{_shard(shard)}.{what}.json"
+
+
+def worker_name(number: int) -> str:
+    """The heartbeat of a worker."""
+    return f"{WORKERS}/{number:04d}.json"
+
+
+def published_name(shard: int) -> str:
+    return f"{DATA}/part-{shard:05d}.parquet"
+
+
+def claim_name(shard: int) -> str:
+    """What a shard becomes that takes the place of an older one."""
+    return f"{JOURNAL}/part-{shard:05d}.parquet.claim.tmp"
+
+
+def journal_name(shard: int, worker: int) -> str:
+    """The file of a worker's finished rows of a shard, without its folder."""
+    return f"part-{shard:05d}.{worker:04d}.journal"
+
+
+def parse_lease(name: str) -> tuple[int, str, int] | None:
+    """Shard, kind and epoch of a lease; None for other names."""
+    match = _LEASE.fullmatch(name)
+    if match is None:
+        return None
+    return FINISH if match[1] == "finish" else int(match[1]), match[2], int(match[3])
+
+
+def parse_mark(name: str) -> tuple[int, str] | None:
+    """Shard and meaning of a mark; None for other names."""
+    match = _MARK.fullmatch(name)
+    return None if match is None else (int(match[1]), match[2])
+
+
+def parse_worker(name: str) -> int | None:
+    """The number of the worker whose heartbeat has this name; None for other names."""
+    match = _WORKER.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def _shard(shard: int) -> str:
+    return "finish" if shard == FINISH else f"{shard:05d}"

@@ -1,0 +1,53 @@
+"""Tells living workers from dead ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+class Watch:
+    """Judges workers by the content of their heartbeats, over the clock of this process alone.
+
+    A worker is dead if it says that it ended, if this machine knows that its process is gone, or if
+    its heartbeat has not changed for long. No clock of another machine is looked at, so clocks may
+    differ as they like. A worker that was paused is alive again with its next heartbeat.
+    """
+
+    def __init__(
+        self,
+        stale_after: float,
+        clock: Callable[[], float],
+        is_gone: Callable[[Mapping[str, Any]], bool],
+    ) -> None:
+        """
+        Args:
+            stale_after: after how many seconds without a change a worker is taken for dead.
+            clock: seconds, which never go back.
+            is_gone: whether the process that wrote a heartbeat is known not to run any more.
+        """
+        self._stale_after = stale_after
+        self._clock = clock
+        self._is_gone = is_gone
+        self._seen: dict[int, tuple[bytes | None, float]] = {}
+
+    def is_dead(self, worker: int, content: bytes | None) -> bool:
+        """Whether a worker is dead, given the present content of its heartbeat."""
+        now = self._clock()
+        if content:
+            beat = json.loads(content)
+            if beat["ended"] is not None or self._is_gone(beat):
+                return True
+        seen = self._seen.get(worker)
+        if seen is None or seen[0] != content:
+            self._seen[worker] = content, now
+            return False
+        return now - seen[1] >= self._stale_after
+
+    def how_ended(self, content: bytes | None) -> str | None:
+        """How a worker says that it ended; None if it says nothing."""
+        if not content:
+            return None
+        how: str | None = json.loads(content)["ended"]
+        return how

@@ -1,0 +1,236 @@
+"""This process as one of the workers of a job's folder."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+from batchgen.config import WorkersConfig
+from batchgen.output.older import Older
+from batchgen.workers.file_store import FileStore, FolderGone
+from batchgen.workers.heartbeat import Heartbeat, encoded
+from batchgen.workers.names import LEASES, WORKERS, mark_name, parse_worker, worker_name
+from batchgen.workers.operations import Create, Names, Overwrite, Read, Steps, T, carry_out
+from batchgen.workers.process import identity, is_gone, machine
+from batchgen.workers.protocol import Lease, Member, Task, join, publish
+from batchgen.workers.watch import Watch
+
+_SESSION = f"{LEASES}/session.json"
+_OLDER = f"{LEASES}/older.json"
+_TAIL = 5
+"""How much more often a worker looks around when no shard is left to begin."""
+How = Literal["complete", "stopped", "failed"]
+
+
+class Worker:
+    """A worker: its number, its heartbeat, its leases, and what it sees of the others.
+
+    Attributes:
+        number: which orders it among all workers that have written to the folder.
+        session: a text that it shares with the workers beside whom it runs.
+        store: where leases and heartbeats are.
+    """
+
+    def __init__(self, folder: Path, config: WorkersConfig, least: int) -> None:
+        """Join the workers of a folder.
+
+        Args:
+            least: the number is at least this.
+
+        Raises:
+            JobError: the folder cannot be written.
+        """
+        for name in (LEASES, WORKERS):
+            (folder / name).mkdir(exist_ok=True)
+        key = uuid.uuid4().hex
+        self.store = FileStore(folder, key)
+        about = {**identity(), "name": config.name, "key": key}
+        random = Random(key)
+        self._config = config
+        self._watch = Watch(config.stale_after, time.monotonic, is_gone)
+        self.number = self._do(
+            join(least, lambda number: encoded(about, number, 0, None, {}), random.randrange)
+        )
+        self._member = Member(self.number, self._watch, random.randrange)
+        self._heartbeat = Heartbeat(self.number, config.heartbeat, about, self.store.do)
+        self._heartbeat.start()
+        self._next_look = 0.0
+        self._gone: set[int] = set()
+        self._in_tail = False
+        self.store.do(Create(_SESSION, json.dumps(key).encode()))
+        self.session: str = json.loads(self.store.do(Read(_SESSION)) or b'""')
+
+    def end(self, how: How) -> None:
+        """Tell the others that this worker has ended, and how."""
+        self._heartbeat.end(how)
+
+    def begin(self, complete: set[int], num_shards: int | None) -> None:
+        """Learn what there is to do.
+
+        Args:
+            complete: the shards of which nothing is left to compute.
+            num_shards: how many there are; None if that is not known.
+        """
+        self._member.complete |= complete
+        self._member.num_shards = num_shards
+
+    @property
+    def num_shards(self) -> int | None:
+        return self._member.num_shards
+
+    def look(self) -> None:
+        """See what the others have done, if it is time to."""
+        self._next_look = time.monotonic() + self.look_seconds
+        try:
+            self._do(self._member.look())
+        except FolderGone:
+            self._see_complete()
+
+    @property
+    def look_seconds(self) -> float:
+        """How many seconds lie between two looks."""
+        return self._config.heartbeat / (_TAIL if self._in_tail else 1)
+
+    def is_time_to_look(self) -> bool:
+        return time.monotonic() >= self._next_look
+
+    def next_task(self, idle: bool) -> Task:
+        """What to do next, as of `Member.next_task`."""
+        self._next_look = time.monotonic() + self.look_seconds
+        try:
+            task = self._do(self._member.next_task(idle))
+        except FolderGone:
+            self._see_complete()
+            return Task("over")
+        self._in_tail = task.kind != "shard"
+        return task
+
+    def is_over(self) -> bool:
+        """Whether all shards are finished, as far as this worker has seen."""
+        return self._member.is_over()
+
+    def is_finished(self, shard: int) -> bool:
+        return self._member.is_finished(shard)
+
+    def is_shared(self, shard: int) -> bool:
+        """Whether another worker may compute rows of a shard of this worker's."""
+        board = self._member.board
+        try:
+            return shard in board.backups or self._do(self._member.lost(shard))
+        except FolderGone:
+            return True
+
+    def has_completed(self, shard: int) -> None:
+        """Note that nothing of a shard is left to do for this worker."""
+        self._member.complete.add(shard)
+
+    def quarantined(self) -> dict[int, tuple[int, ...]]:
+        """The shards that nobody takes any more, each with the workers that it has ended."""
+        found = {}
+        for shard in sorted(self._member.board.quarantined):
+            content = self.store.do(Read(mark_name(shard, "quarantined")))
+            if content is not None:
+                found[shard] = Lease.decoded(content).ended
+        return found
+
+    def publish(self, shard: int, file: Path | None, replaces: bool) -> bool:
+        """As of `output.publisher.Publish`."""
+        try:
+            if file is None:
+                self.store.do(Create(mark_name(shard, "done"), Lease(self.number).encoded()))
+                return True
+            return self._do(publish(shard, file, self.number, replaces=replaces))
+        except FolderGone:  # the job was completed without this worker
+            return True
+
+    def claim_finish(self) -> bool:
+        """Whether it is this worker that grades, scores and completes the job."""
+        try:
+            return self._do(self._member.claim_finish())
+        except FolderGone:  # who deleted the folder has not come to the end, or was overwritten
+            return True
+
+    def tell(self, facts: Mapping[str, Any]) -> None:
+        """Have these facts in the heartbeat, where the others see them."""
+        self._heartbeat.facts = facts
+
+    def beat(self) -> None:
+        """Let the others see at once what was told."""
+        self._heartbeat.beat()
+
+    def tell_older(self, older: Older) -> None:
+        """Let those who join know what was there when this worker, the first one, came."""
+        self.store.do(Overwrite(_OLDER, older.encoded()))
+
+    def older(self) -> Older | None:
+        """What the first worker has told; None if the job was completed meanwhile."""
+        content = self.store.do(Read(_OLDER))
+        return None if content is None else Older.decoded(content)
+
+    def is_first(self) -> bool:
+        """Whether all workers with a lower number are dead. The first one writes metrics.json."""
+        numbers = self._numbers()
+        if self.number not in numbers:  # the job was completed without this worker
+            return False
+        for number in numbers:
+            if number < self.number and number not in self._gone:
+                if not self._do(self._member.is_dead(number)):
+                    return False
+                self._gone.add(number)
+        return True
+
+    def others(self) -> list[dict[str, Any]]:
+        """The last heartbeats of all other workers, with `dead`: whether that worker is."""
+        found = []
+        for number in self._numbers():
+            content = self.store.do(Read(worker_name(number)))
+            if number != self.number and content:
+                dead = self._watch.is_dead(number, content)
+                found.append({**json.loads(content), "dead": dead})
+        return found
+
+    def _numbers(self) -> list[int]:
+        try:
+            names = self.store.do(Names(WORKERS))
+        except FolderGone:
+            return []
+        return sorted(number for name in names if (number := parse_worker(name)) is not None)
+
+    def _see_complete(self) -> None:
+        """The folder of leases is deleted when the job is complete."""
+        shards = self._member.num_shards
+        self._member.complete |= set(range(shards)) if shards is not None else set()
+
+    def _do(self, steps: Steps[T]) -> T:
+        return carry_out(steps, self.store.do)
+
+
+def _is_afar(content: bytes) -> bool:
+    """Whether a worker that has not ended is on another machine."""
+    beat = json.loads(content)
+    return beat["ended"] is None and beat["machine"] != machine()
+
+
+def others_run(folder: Path, config: WorkersConfig) -> bool:
+    """Whether a worker on another machine runs on a folder, whose lock may not reach as far.
+
+    It does if its heartbeat changes within `workers.stale_after` seconds. Who has ended cleanly
+    need not be waited for, and on this machine the lock tells.
+    """
+    if not (folder / WORKERS).is_dir():
+        return False
+    store = FileStore(folder, "")
+    names = [worker_name(n) for name in store.do(Names(WORKERS)) if (n := parse_worker(name))]
+    beats = {name: store.do(Read(name)) for name in names}
+    unsure = [name for name, beat in beats.items() if beat is not None and _is_afar(beat)]
+    until = time.monotonic() + config.stale_after
+    while unsure and time.monotonic() < until:
+        time.sleep(min(1.0, config.heartbeat / _TAIL))
+        if any(store.do(Read(name)) != beats[name] for name in unsure):
+            return True
+    return False

@@ -1,0 +1,217 @@
+"""Kill, pause and misdate the workers of a job at random moments, and compare its data with that of
+one undisturbed worker.
+
+    python scripts/check/check_workers.py --kills 60 --work /tmp/check
+
+The job has the small model that comes with batchgen, on the CPU. Processes of this script are its
+workers: each is a fork of one that has imported everything, so that 60 kills take minutes and not
+hours. At random moments one of them is
+
+- killed (`kill -9`) and followed by a new one,
+- stopped (SIGSTOP) until it was given up, and then let go on,
+- started with a clock that is hours off, in both directions.
+
+With `--launcher` the workers are started by `launcher=local` instead, in real processes, and the
+launcher itself is killed, too; then the same command is run again.
+
+At last the job is left alone. Every data file must be equal, byte for byte, no row may be there
+twice, and no row that was finished may have been lost on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import batchgen.build
+import batchgen.job
+import batchgen.llm
+from batchgen.config.compose import compose
+from batchgen.output.read_job import JobFolderReader
+
+STALE = 1.5  # seconds after which a paused worker is given up
+
+
+def arguments(out: Path, rows: Path) -> list[str]:
+    return [
+        *("+experiment=nano_sdar", "dataset=files", f"dataset.path={rows}"),
+        *("prompt.user={{ q }}", "sampling=sample", "sampling.n=2", "sampling.max_new_tokens=16"),
+        *("engine.device=cpu", "engine.max_num_seqs=8", "engine.kv_cache_gib=0.02"),
+        *("output.rows_per_shard=8", "output.columns=[logprobs]", "post=[]"),
+        *("workers.heartbeat=0.2", f"workers.stale_after={STALE}", f"output.dir={out}"),
+    ]
+
+
+def work(command: list[str], clock: float) -> None:
+    """Be a worker, whose clock is so many seconds off."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    now = time.time
+    time.time = lambda: now() + clock
+    config = compose({}, command)
+    result = batchgen.job.run_job(config, batchgen.build.job_parts(config))
+    os._exit(result.exit_code)
+
+
+def finished(out: Path) -> set[tuple[int, int]]:
+    """The rows that are safe in shards and journals."""
+    if not (out / "manifest.json").is_file():
+        return set()
+    rows = JobFolderReader(out).rows(["row_index", "sample_index"])
+    return {(row["row_index"], row["sample_index"]) for row in rows}
+
+
+def digests(out: Path) -> dict[str, str]:
+    files = sorted((out / "data").iterdir())
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+class Forks:
+    """Workers that are forks of a process which has imported everything."""
+
+    def __init__(self, command: list[str], count: int, rng: random.Random) -> None:
+        self._command = command
+        self._rng = rng
+        self._context: ForkServerContext = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["check_workers"])
+        self._all: list[BaseProcess] = [self._start() for _ in range(count)]
+
+    def _start(self) -> BaseProcess:
+        clock = self._rng.choice([0.0, 7200.0, -7200.0])
+        process = self._context.Process(target=work, args=(self._command, clock))
+        process.start()
+        return process
+
+    def disturb(self) -> str | None:
+        """Do something bad to one of them; returns what, or None if the job is complete."""
+        ended = [process.exitcode for process in self._all]
+        if 0 in ended or 3 in ended:
+            return None
+        failed = [code for code in ended if code is not None]
+        assert not failed, f"workers ended with {failed}"
+        place = self._rng.randrange(len(self._all))
+        process = self._all[place]
+        assert process.pid is not None
+        if self._rng.random() < 0.15:
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(2 * STALE)
+            os.kill(process.pid, signal.SIGCONT)
+            return "pause"
+        process.kill()
+        process.join()
+        self._all[place] = self._start()
+        return "kill"
+
+    def join(self) -> None:
+        for process in self._all:
+            process.join(600)
+            assert process.exitcode in (0, 3), f"a worker ended with {process.exitcode}"
+
+
+class Launched:
+    """Workers that `launcher=local` has started, with the launcher."""
+
+    def __init__(self, command: list[str], count: int, rng: random.Random) -> None:
+        more = ["launcher=local", f"launcher.workers={count}", "launcher.restarts=1000"]
+        self._command = [sys.executable, "-m", "batchgen", *command, *more]
+        self._rng = rng
+        self._out = Path(command[-1].partition("=")[2])
+        self._start()
+
+    def _start(self) -> None:
+        quiet = subprocess.DEVNULL
+        self._launcher = subprocess.Popen(self._command, stdout=quiet, stderr=quiet)
+
+    def disturb(self) -> str | None:
+        if (code := self._launcher.poll()) is not None:
+            assert code in (0, 3), f"the launcher ended with {code}"
+            return None
+        if self._rng.random() < 0.1:
+            self._launcher.kill()
+            self._launcher.wait()
+            self._start()
+            return "kill of the launcher"
+        pids = [json.loads(path.read_bytes()) for path in (self._out / "workers").glob("0*.json")]
+        living = [beat["pid"] for beat in pids if beat["ended"] is None]
+        if not living:
+            return "nothing"
+        try:
+            os.kill(self._rng.choice(living), signal.SIGKILL)
+        except ProcessLookupError:
+            return "nothing"
+        return "kill"
+
+    def join(self) -> None:
+        code = self._launcher.wait(600)
+        assert code in (0, 3), f"the launcher ended with {code}"
+
+
+def check(work_dir: Path, kills: int, count: int, rows: int, seed: int, launcher: bool) -> None:
+    """Run the job undisturbed and disturbed, and compare.
+
+    Raises:
+        AssertionError: the data differ, or a finished row was lost.
+    """
+    rng = random.Random(seed)
+    data = work_dir / "rows.jsonl"
+    lines = (json.dumps({"q": f"What is {i} + {i % 7}?" * (1 + i % 3)}) for i in range(rows))
+    data.write_text("\n".join(lines), encoding="utf-8")
+    whole, out = work_dir / "whole", work_dir / "out"
+    started = time.monotonic()
+    alone = Forks(arguments(whole, data), 1, rng)
+    while not finished(whole):
+        time.sleep(0.05)
+    startup = time.monotonic() - started
+    alone.join()
+    print(f"one undisturbed worker: {len(finished(whole)):,} rows, first after {startup:.1f} s")
+    workers = (Launched if launcher else Forks)(arguments(out, data), count, rng)
+    safe: set[tuple[int, int]] = set()
+    done: dict[str, int] = {}
+    while sum(n for what, n in done.items() if what.startswith("kill")) < kills:
+        # Some come while workers start, and all so late that some get to work.
+        time.sleep(rng.uniform(0.0, 1.2 * startup))
+        if (what := workers.disturb()) is None:
+            break
+        done[what] = done.get(what, 0) + 1
+        now = finished(out)
+        assert safe <= now, f"{len(safe - now)} finished rows are lost"
+        safe = now
+        print(f"{what}: {len(safe):,} rows are safe", flush=True)
+    workers.join()
+    assert digests(out) == digests(whole), "the data differ"
+    assert len(finished(out)) == len(finished(whole)) == 2 * rows
+    left = {path.name for path in out.iterdir()} & {"leases", "workers", "journal", "differing"}
+    assert not left, f"{left} are left"
+    attempts = json.loads((out / "metrics.json").read_text())["attempts"]
+    print(f"{done}, {len(attempts)} workers: the data equal those of one worker, byte for byte")
+    if sum(n for what, n in done.items() if what.startswith("kill")) < kills:
+        raise SystemExit("the job was complete before there were so many kills: give more --rows")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Check workers that share a folder.")
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--launcher", action="store_true", help="use launcher=local")
+    parser.add_argument("--work", type=Path, required=True, help="folder to work in; is emptied")
+    args = parser.parse_args()
+    shutil.rmtree(args.work, ignore_errors=True)
+    args.work.mkdir(parents=True)
+    check(args.work, args.kills, args.workers, args.rows, args.seed, args.launcher)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Several workers in one folder: the data are those of one, whoever comes, goes and dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_job import FakeEngine, FakeJob
+from forked import fork_server
+
+from batchgen.config import JobConfig, WorkersConfig
+from batchgen.engine.outputs import RequestOutput
+from batchgen.errors import ConfigError, JobError
+from batchgen.job import JobResult, run_job
+from batchgen.output.read_job import JobFolderReader
+
+FAST = WorkersConfig(heartbeat=0.05, stale_after=0.5)
+
+
+@dataclass(frozen=True)
+class SharedJob(FakeJob):
+    """A fake job whose workers notice each other within a second."""
+
+    def config(self) -> JobConfig:
+        return replace(super().config(), workers=FAST)
+
+
+def _data(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((out / "data").iterdir())}
+
+
+def _metrics(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "metrics.json").read_text())
+    return found
+
+
+def _in_threads(jobs: list[FakeJob]) -> list[JobResult | Exception]:
+    """Run jobs as workers beside each other, and return how each ended."""
+    found: list[JobResult | Exception] = []
+
+    def run(job: FakeJob) -> None:
+        try:
+            found.append(job.run())
+        except Exception as error:
+            found.append(error)
+            traceback.print_exc()
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert len(found) == len(jobs)
+    return found
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> SharedJob:
+    """A job that one worker has run undisturbed."""
+    job = SharedJob(str(tmp_path / "whole"), rows=150, rows_per_shard=8)
+    job.run()
+    return job
+
+
+def test_four_workers_make_the_data_of_one(whole: SharedJob, tmp_path: Path) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    job = replace(whole, out=str(out), log=str(log), step_s=0.002)
+    results = _in_threads([job] * 4)
+    assert [r.exit_code if isinstance(r, JobResult) else r for r in results] == [3] * 4
+    assert _data(out) == _data(Path(whole.out))
+    metrics, alone = _metrics(out), _metrics(Path(whole.out))
+    for key in ("status", "rows", "error_rows", "finish_reasons", "generated_tokens"):
+        assert metrics[key] == alone[key], key
+    assert [attempt["worker"] for attempt in metrics["attempts"]] == sorted(
+        attempt["worker"] for attempt in metrics["attempts"]
+    )
+    assert len(metrics["attempts"]) == 4 and len({a["session"] for a in metrics["attempts"]}) == 1
+    assert sum(attempt["rows"] > 0 for attempt in metrics["attempts"]) > 1
+    computed = Counter(log.read_text().split())
+    # Copies of the last shards compute some rows twice, and no more than they have.
+    assert computed.total() - len(computed) <= 4 * 8 * 2 * 2
+    assert sorted(path.name for path in out.iterdir()) == [
+        ".lock", "README.md", "config.yaml", "data", "manifest.json", "metrics.json",
+    ]  # fmt: skip
+    messages = [r.message for r in results if isinstance(r, JobResult)]
+    assert sum("this worker has computed" in message for message in messages) == 3
+    assert all("rows           " in message for message in messages)
+
+
+def test_a_worker_whose_engine_fails_leaves_its_rows_to_the_others(
+    whole: SharedJob, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    job = replace(whole, out=str(out), step_s=0.005)
+    results = _in_threads([job, replace(job, fail_at_step=9), job])
+    assert sum(isinstance(result, RuntimeError) for result in results) == 1
+    assert _data(out) == _data(Path(whole.out))
+    statuses = Counter(attempt["status"] for attempt in _metrics(out)["attempts"])
+    assert statuses["failed"] == 1
+
+
+def test_another_job_may_not_join(whole: SharedJob, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    job = replace(whole, out=str(out), step_s=0.01)
+    first = threading.Thread(target=job.run)
+    first.start()
+    while not list(JobFolderReader(out).rows()) if (out / "manifest.json").exists() else True:
+        time.sleep(0.01)
+    for other, says in (
+        (replace(job, samples=3), "sampling.n: 2 → 3"),
+        (replace(job, temperature=0.5), "sampling.temperature: 1.0 → 0.5"),
+        (replace(job, temperature=0.5, overwrite=True), "sampling.temperature: 1.0 → 0.5"),
+        (replace(job, retry_errors=True), "output.retry_errors=true: the workers that run"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            other.run()
+    first.join()
+    assert _data(out) == _data(Path(whole.out))
+
+
+def test_first_rows_that_all_fail_end_every_worker(tmp_path: Path) -> None:
+    class Broken(FakeEngine):
+        def step(self) -> list[RequestOutput]:
+            raise RuntimeError("the device fell off the bus")
+
+    job = SharedJob(str(tmp_path), rows=80, rows_per_shard=4, bad=False)
+    results: list[Exception] = []
+
+    def run() -> None:
+        try:
+            run_job(job.config(), replace(job.parts(), build_engine=lambda: Broken(job)))
+        except RuntimeError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(results) == 3 and not list(JobFolderReader(tmp_path).rows())
+    assert job.run().exit_code == 0
+
+
+class _Poisoned(FakeEngine):
+    """An engine that ends with the row of index 40."""
+
+    def step(self) -> list[RequestOutput]:
+        if any(r.prompt[0] == 40 for r in list(self._running.values())[: self.job.max_num_seqs]):
+            raise RuntimeError("row 40 was too much")
+        return super().step()
+
+
+def test_a_shard_that_ends_workers_is_put_in_quarantine(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    job = SharedJob(str(out), rows=64, rows_per_shard=8, samples=1, bad=False, step_s=0.02)
+    ends: list[str] = []
+
+    def run(build: type[FakeEngine]) -> None:
+        try:
+            run_job(job.config(), replace(job.parts(), build_engine=lambda: build(job)))
+        except (RuntimeError, JobError) as error:
+            ends.append(str(error))
+
+    threads = [threading.Thread(target=run, args=(_Poisoned,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sum("row 40 was too much" in end for end in ends) == 3
+    (quarantine,) = (end for end in ends if "quarantine" in end)
+    assert "shard 5 has ended the workers" in quarantine and "id40" in quarantine
+    done = {row["row_index"] for row in JobFolderReader(out).rows(["row_index"])}
+    assert done >= {i for i in range(64) if i // 8 != 5} and 40 not in done
+    # With what ended the workers mended, the same command computes the rest.
+    assert job.run().exit_code == 0
+    whole = replace(job, out=str(tmp_path / "whole"))
+    whole.run()
+    assert _data(out) == _data(Path(whole.out))
+
+
+def _run(job: FakeJob) -> None:
+    os._exit(job.run().exit_code)
+
+
+def test_killed_and_paused_workers(whole: SharedJob, tmp_path: Path) -> None:
+    """One worker is killed and one is paused for longer than it takes to be given up."""
+    out = tmp_path / "out"
+    job = replace(whole, out=str(out), step_s=0.02)
+    context = fork_server()
+    processes = [context.Process(target=_run, args=(job,)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 60
+    while len(list((out / "workers").glob("*.json")) if out.exists() else []) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.3)
+    processes[0].kill()
+    assert processes[1].pid is not None
+    os.kill(processes[1].pid, signal.SIGSTOP)
+    processes[2].join(100)
+    assert processes[2].exitcode == 3
+    assert _data(out) == _data(Path(whole.out))
+    os.kill(processes[1].pid, signal.SIGCONT)  # awakes behind the end of the job
+    processes[1].join(60)
+    assert processes[1].exitcode == 3
+    assert _data(out) == _data(Path(whole.out))
+    assert _metrics(out)["status"] == "complete"
+    assert not (out / "leases").exists() and not (out / "journal").exists()
