@@ -113,7 +113,8 @@ def paged_attention(
 
     Args:
         q: [T, num_heads, head_dim]; num_heads is a multiple of the cache's (grouped queries).
-        cache: already holds the keys and values of the T new tokens.
+        cache: already holds the keys and values of the T new tokens. On a CPU both may be the
+            same tensor.
         parts: of the T tokens, one part after another; each is computed by itself, so decoding
             rows and rows of prefill are best apart.
         scale: of the scores.
@@ -271,7 +272,9 @@ def _attend(q: Tensor, cache: KVCache, plan: _Plan, group: _Group, scale: float)
     out = torch.zeros_like(qs)
     for number, blocks in enumerate(group.chunks):
         key = _gather(cache.key, blocks, plan.keys)
-        value = _gather(cache.value, blocks, plan.values)
+        value = key
+        if cache.value is not cache.key:
+            value = _gather(cache.value, blocks, plan.values)
         score = row_batches(qs, key.transpose(1, 2))
         context = torch.arange(number * CHUNK, (number + 1) * CHUNK, device=q.device)
         hidden = context > group.limits.unsqueeze(-1)
