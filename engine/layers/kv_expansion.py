@@ -39,7 +39,7 @@ class KVExpansion(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self._key_size = key_size
+        self._key_size, self.value_size = key_size, value_size
         shape = (num_heads, key_size + value_size, latent_size)
         self.weight = empty_parameter(*shape, device=device, dtype=dtype)
         self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
@@ -75,7 +75,7 @@ class KVExpansion(nn.Module):
         """
         if self._packed is not None or self.weight.device.type != "cpu":
             return
-        keys, values = self.weight.split([self._key_size, self.weight.shape[1] - self._key_size], 1)
+        keys, values = self.weight.split([self._key_size, self.value_size], 1)
         self._packed = (
             packed_products(keys.transpose(1, 2).contiguous(), products),
             packed_products(values.contiguous(), products),

@@ -72,7 +72,7 @@ class AttentionMetadata:
     tiles: Mapping[int, Tensor] | None = None
     decode_width: int | None = None
     block_length: int = 1
-    _plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
+    plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +139,9 @@ def _attend_part_triton(
     kv_heads, _, block_size, head_dim = cache.key.shape
     num_heads = q.shape[1]
     shape = (num_heads, kv_heads, block_size, head_dim)
-    if shape not in meta._plans:
-        meta._plans[shape] = _make_triton_plan(q, cache, meta)
-    plan = meta._plans[shape]
+    if shape not in meta.plans:
+        meta.plans[shape] = _make_triton_plan(q, cache, meta)
+    plan = meta.plans[shape]
     arguments = (q, cache, meta.positions, meta.block_tables, scale, plan)
     if isinstance(plan, DecodePlan):
         paged_attention_decode(*arguments, out=out, block_length=meta.block_length)
@@ -186,9 +186,9 @@ def _attend_part_reference(
     q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: float, out: Tensor
 ) -> None:
     shape = (q.shape[1], *cache.key.shape)
-    plan = meta._plans.get(shape)
+    plan = meta.plans.get(shape)
     if plan is None:
-        plan = meta._plans[shape] = _make_plan(q.shape[1], cache, meta)
+        plan = meta.plans[shape] = _make_plan(q.shape[1], cache, meta)
     for group in plan.groups:
         out[group.tokens] = _attend(q[group.tokens], cache, plan, group, scale)
 

@@ -8,7 +8,13 @@ from torch import Tensor
 
 
 class Expansion(Protocol):
-    """The linear map from a latent of L values to N values of a key and V of a value per head."""
+    """The linear map from a latent of L values to N values of a key and V of a value per head.
+
+    Attributes:
+        value_size: V.
+    """
+
+    value_size: int
 
     def absorb(self, q: Tensor) -> Tensor:
         """Turn queries [T, heads, N] of keys into queries [T, heads, L] of latents.
