@@ -59,7 +59,7 @@ class KVExpansion(nn.Module):
     def expand(self, latents: Tensor) -> Tensor:
         """Expand latents [S, L] to keys and values [S, heads, N + V]; not once it is packed."""
         expanded: Tensor = F.linear(latents, self.weight.flatten(0, 1))
-        return expanded.unflatten(1, self.weight.shape[:2])
+        return expanded.view(-1, *self.weight.shape[:2])
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slot of the weight, which checkpoints hold as [heads · (N + V), L]."""

@@ -8,13 +8,11 @@ from torch import Tensor
 
 
 class Expansion(Protocol):
-    """The linear map from a latent of L values to N values of a key and V of a value per head.
+    """The linear map from a latent of L values to N values of a key and V of a value per head."""
 
-    Attributes:
-        value_size: V.
-    """
-
-    value_size: int
+    @property
+    def value_size(self) -> int:
+        """V, the number of values of a head's value."""
 
     def absorb(self, q: Tensor) -> Tensor:
         """Turn queries [T, heads, N] of keys into queries [T, heads, L] of latents.

@@ -38,7 +38,7 @@ def prepared(
     return found
 
 
-@settings(max_examples=settings.default.max_examples // 5)
+@settings(max_examples=settings().max_examples // 5)
 @given(
     tokens=st.integers(1, 9),
     heads=st.sampled_from([1, 3, 16]),
