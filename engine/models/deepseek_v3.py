@@ -35,7 +35,16 @@ class DeepseekV3ForCausalLM(LatentForCausalLM):
             renormalise=hf.norm_topk_prob,
             moe_layers=sparse_from(hf),
             interleaved=hf.rope_interleave,
+            mtp_layers=mtp_layers(hf),
         )
+
+
+def mtp_layers(hf: PretrainedConfig) -> int:
+    """Return how many layers behind the last one predict tokens further ahead; 0 if the
+    configuration does not say. transformers 5.17 and 5.23 have different names for it."""
+    values = hf.to_dict()
+    count: int = values.get("num_nextn_predict_layers", values.get("num_mtp_layers")) or 0
+    return count
 
 
 def sigmoid_router(hf: PretrainedConfig) -> Router:

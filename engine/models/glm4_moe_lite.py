@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchgen.engine.models.config import ModelConfig
-from batchgen.engine.models.deepseek_v3 import sigmoid_router
+from batchgen.engine.models.deepseek_v3 import mtp_layers, sigmoid_router
 from batchgen.engine.models.latent import LatentForCausalLM, latent_config
 
 if TYPE_CHECKING:
@@ -33,4 +33,5 @@ class Glm4MoeLiteForCausalLM(LatentForCausalLM):
             renormalise=hf.norm_topk_prob,
             moe_layers=[i for i, kind in enumerate(kinds) if kind == "sparse"],
             interleaved=hf.rope_interleave,
+            mtp_layers=mtp_layers(hf),
         )

@@ -8,13 +8,16 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from batchgen.engine.layers.decoder_layer import DecoderLayer
+from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward
 from batchgen.engine.layers.latent_attention import LatentAttention, LatentShape
 from batchgen.engine.layers.moe import Router
+from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import YarnRope
 from batchgen.engine.models.config import ModelConfig, check_positive
 from batchgen.engine.models.dense import DenseConfig, dense_config
 from batchgen.engine.models.moe import MoEConfig, MoEForCausalLM
+from batchgen.engine.models.mtp import MTP_HEAD, MTPHead
+from batchgen.engine.models.token_model import TokenModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -22,6 +25,16 @@ if TYPE_CHECKING:
 _LATENT_NORM_EPS = 1e-6
 """The epsilon of the norms of latents, whatever a checkpoint says of its other norms."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_HEAD_NAMES = {
+    "enorm.": "pre_fc_norm_embedding.",
+    "hnorm.": "pre_fc_norm_hidden.",
+    "eh_proj.": "fc.",
+    "shared_head.norm.": "norm.",
+    "embed_tokens.": "embed_tokens.",
+    "shared_head.head.": "lm_head.",
+}
+"""What the head for multi-token prediction calls its parts, by their beginning in checkpoints. The
+rest belong to its layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +44,13 @@ class LatentConfig(MoEConfig):
     Attributes:
         latent: the sizes of attention.
         interleaved: the two values of a rotated pair are neighbours in checkpoints.
+        mtp_layers: how many layers behind the last one predict tokens further ahead; 0 if the
+            checkpoint's configuration names none.
     """
 
     latent: LatentShape
     interleaved: bool
+    mtp_layers: int
 
     def __post_init__(self) -> None:
         super(LatentConfig, self).__post_init__()
@@ -72,6 +88,10 @@ class LatentForCausalLM(MoEForCausalLM):
 
     def make_layer(self, index: int) -> DecoderLayer:
         """Make a layer of latent attention and a feed-forward part."""
+        return self._make_layer(index, self.make_mlp(index))
+
+    def _make_layer(self, index: int, mlp: FeedForward) -> DecoderLayer:
+        """Make a layer that finds its cache under this index."""
         family = self.family
         attention = LatentAttention(
             index,
@@ -84,14 +104,53 @@ class LatentForCausalLM(MoEForCausalLM):
             device=self.device,
             dtype=self.dtype,
         )
-        return DecoderLayer(attention, self.make_mlp(index), self.make_norm(), self.make_norm())
+        return DecoderLayer(attention, mlp, self.make_norm(), self.make_norm())
+
+    def make_norm(self) -> RMSNorm:
+        """Make an RMSNorm over hidden states."""
+        return RMSNorm(
+            self.config.hidden_size,
+            self.family.rms_norm_eps,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def make_head(self, name: str) -> TokenModel:
+        """Make the head for multi-token prediction, whose layer has experts if any of the model
+        has. It shares the embedding and the layer for logits, of which checkpoints hold copies."""
+        if name != MTP_HEAD or name not in self.config.heads:
+            return super().make_head(name)
+        family = self.family
+        if family.mtp_layers != 1:
+            raise ValueError(
+                f"the head for multi-token prediction has {family.mtp_layers} layers, and only one "
+                "is supported"
+            )
+        mlp = self.make_mlp(family.moe_layers[-1] if family.moe_layers else 0)
+        spared = self.spared_parameters if family.moe_layers else 0
+        return MTPHead(self, self._make_layer(0, mlp), spared=spared)
+
+    def piece_name(self, name: str) -> str:
+        """Name the tensors of the layer behind the last one as the head's weight slots do."""
+        found = _LAYER.match(name)
+        if found is None or int(found[1]) < self.config.num_layers:
+            return name
+        rest = name[found.end() :]
+        for published, own in _HEAD_NAMES.items():
+            if rest.startswith(published):
+                return f"{MTP_HEAD}.{own}{rest.removeprefix(published)}"
+        return f"{MTP_HEAD}.layers.0.{rest}"
+
+    def is_derived(self, name: str) -> bool:
+        """The head for multi-token prediction shares what checkpoints hold once more."""
+        shared = (f"{MTP_HEAD}.embed_tokens.weight", f"{MTP_HEAD}.lm_head.weight")
+        return name in shared or super().is_derived(name)
 
     def skipped_part(self, name: str) -> str | None:
         """Name the layers behind the last one, which predict tokens further ahead."""
         found = _LAYER.match(name)
-        if found is not None and int(found[1]) >= self.config.num_layers:
-            return "the head for multi-token prediction"
-        return None
+        behind = found is not None and int(found[1]) >= self.config.num_layers
+        return "the head for multi-token prediction" if behind and not self.heads else None
 
 
 def latent_config(
@@ -103,6 +162,7 @@ def latent_config(
     moe_layers: Collection[int],
     interleaved: bool = True,
     mlp_bias: bool = False,
+    mtp_layers: int = 0,
 ) -> ModelConfig:
     """Make the configuration of a decoder with latent attention from that of transformers.
 
@@ -114,6 +174,7 @@ def latent_config(
         moe_layers: the indices of the layers that have experts.
         interleaved: the two values of a rotated pair are neighbours in checkpoints.
         mlp_bias: the projections of MLPs have a bias.
+        mtp_layers: how many layers behind the last one predict tokens further ahead.
 
     Raises:
         ValueError: the checkpoint needs something that the engine does not have, which the message
@@ -152,8 +213,9 @@ def latent_config(
             value_size=hf.v_head_dim,
         ),
         interleaved=interleaved,
+        mtp_layers=mtp_layers,
     )
-    return replace(dense, family=family)
+    return replace(dense, family=family, heads=(MTP_HEAD,) if mtp_layers else ())
 
 
 def sparse_from(hf: PretrainedConfig) -> list[int]:

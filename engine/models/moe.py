@@ -21,9 +21,9 @@ ROUTED_EXPERTS = "routed_experts"
 _REPLAY = (
     "entry t belongs to token t of prompt_token_ids followed by token_ids, whose last token has no "
     "entry because the model never read it; entry[t][l] are the ids of the experts that the token "
-    "went through in layer moe_layers[l] of the model, those with the largest weight first. To "
-    "replay the routing in training, let token t in that layer go through these experts, with "
-    "weights that the trained router gives them"
+    "went through in layer moe_layers[l] of the model, the one that the router chose first in "
+    "front. To replay the routing in training, let token t in that layer go through these experts, "
+    "with weights that the trained router gives them"
 )
 
 
@@ -73,7 +73,8 @@ class MoEConfig(DenseConfig):
     def routed_experts(self) -> OutputColumn:
         """The column of the experts that each token went through, [moe_layers, experts per token].
 
-        The ids stand in the order of their weights, the largest first.
+        The ids stand in the order in which the router chose them: that of their weights, unless it
+        adds something to the scores for the choice.
         """
         return OutputColumn(
             ROUTED_EXPERTS,

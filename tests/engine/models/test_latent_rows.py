@@ -128,7 +128,7 @@ def test_rows_that_lose_their_caches(
     expect_short_rows(monkeypatch)
     params = SamplingParams(max_new_tokens=40, seed=3, logprobs=True, columns=(ROUTED_EXPERTS,))
     rows = [([3 + (i + 2) * j % 125 for j in range(20 + 9 * i)], params) for i in range(5)]
-    small = {"max_model_len": 128, "kv_cache_gib": cache_gib(folder, 160)}
+    small: dict[str, Any] = {"max_model_len": 128, "kv_cache_gib": cache_gib(folder, 160)}
     engine = make_engine(load(folder), max_batched_tokens=32, **small)
     alone.check(rows, run(engine, rows))
     assert engine.stats.preemptions > 1

@@ -311,9 +311,7 @@ def test_drafts_that_fall_anywhere_are_taken_back(loop: PlainLoop, k: int) -> No
 
 @pytest.mark.parametrize(
     ("overlap", "k"),
-    some_slow(
-        itertools.product([False, True], range(1, 8)), quick=((False, 3), (True, 1))
-    ),
+    some_slow(itertools.product([False, True], range(1, 8)), quick=((False, 3), (True, 1))),
 )
 def test_ngram_drafts(loop: PlainLoop, k: int, overlap: bool) -> None:
     # Greedy rows of a random model soon repeat themselves.
