@@ -79,8 +79,8 @@ def _prepare_latent(
         head = start + tl.arange(0, HEAD_BLOCK)[:, None]
         place = q_ptr + token * q_stride + head * QUERY + (QUERY - ROTATED) + pair[None, :]
         mask = (head < HEADS) & paired[None, :]
-        first = tl.load(place, mask=mask, other=0.0)
-        second = tl.load(place + ROTATED // 2, mask=mask, other=0.0)
-        first, second = rotate_pairs(first, second, cos[None, :], sin[None, :])
-        tl.store(place, first, mask=mask)
-        tl.store(place + ROTATED // 2, second, mask=mask)
+        near = tl.load(place, mask=mask, other=0.0)
+        far = tl.load(place + ROTATED // 2, mask=mask, other=0.0)
+        near, far = rotate_pairs(near, far, cos[None, :], sin[None, :])
+        tl.store(place, near, mask=mask)
+        tl.store(place + ROTATED // 2, far, mask=mask)
