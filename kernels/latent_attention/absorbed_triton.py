@@ -75,7 +75,9 @@ def _config(queries: int, itemsize: int) -> AbsorbedConfig:
     if itemsize == 4:
         return AbsorbedConfig(16, 16, num_warps=8, num_stages=1, programs_per_sm=1)
     if queries <= 16:
-        return AbsorbedConfig(64, 32, num_warps=4, num_stages=2, programs_per_sm=2)
+        return AbsorbedConfig(64, 32, num_warps=4, num_stages=3, programs_per_sm=2)
+    if queries <= 32:
+        return AbsorbedConfig(64, 32, num_warps=8, num_stages=3, programs_per_sm=1)
     return AbsorbedConfig(64, 32, num_warps=8, num_stages=2, programs_per_sm=1)
 
 

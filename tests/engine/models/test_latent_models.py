@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.engine.loading.loader import load_model
+from batchgen.engine.layers.moe import SparseMoE
+from batchgen.engine.loading.loader import load_config, load_model
+from batchgen.engine.models.latent import LatentConfig
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -55,3 +58,67 @@ def test_logits_equal_transformers(
     model.pack()
     packed = run_paged(model, IDS, [64, 1, 85])
     assert float((packed - theirs).abs().max() / theirs.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_dummy_weights(kind: str, tiny_model: TinyModel, run_paged: Callable[..., Tensor]) -> None:
+    model = load_model(tiny_model(kind), device=CPU, load_format="dummy")
+    for layer in model.modules():
+        if isinstance(layer, SparseMoE) and layer.correction is not None:
+            assert not layer.correction.e_score_correction_bias.any()
+    model.pack()
+    assert run_paged(model, IDS[:20], [20]).isfinite().all()
+
+
+def test_routers_compute_in_float32(tiny_model: TinyModel) -> None:
+    """Near scores would be equal in bfloat16."""
+    model = load_model(tiny_model("deepseek_v3"), device=CPU, dtype=torch.bfloat16)
+    layers = [module for module in model.modules() if isinstance(module, SparseMoE)]
+    assert len(layers) == 2 and model.config.dtype == torch.float32
+    for layer in layers:
+        assert layer.gate.weight.dtype == torch.float32
+        assert layer.experts.gate_up_proj.dtype == torch.bfloat16
+
+
+def copied(folder: Path, into: Path, **config: Any) -> Path:
+    """A copy of a model's configuration with other values in it."""
+    values = json.loads((folder / "config.json").read_text()) | config
+    (into / "config.json").write_text(json.dumps(values))
+    return into
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias"),
+        ("deepseek_v2", GROUPS | {"n_group": 3}, "n_group 3"),
+        ("deepseek_v2", {"q_lora_rank": None, "attention_bias": True}, "attention_bias"),
+        ("deepseek_v2", {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        ("deepseek_v2", {"moe_layer_freq": 0}, "moe_layer_freq is 0"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ("deepseek_v3", {"topk_group": 5}, "topk_group 5"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok 5"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "x", "sparse"]}, "mlp_layer_types has 'x'"),
+    ],
+)  # fmt: skip
+def test_unsupported_configurations_are_named(
+    kind: str, changes: dict[str, Any], message: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(copied(tiny_model(kind), tmp_path, **changes))
+
+
+def test_every_second_layer_may_have_experts(tiny_model: TinyModel, tmp_path: Path) -> None:
+    folder = copied(tiny_model("deepseek_v2"), tmp_path, moe_layer_freq=2)
+    assert load_config(folder).family_as(LatentConfig).moe_layers == (2,)
+
+
+def test_yarn_lengthens_the_scores(tiny_model: TinyModel) -> None:
+    family = load_config(tiny_model("deepseek_v3", **YARN)).family_as(LatentConfig)
+    length = 0.1 * 1.2 * 1.3862943611198906 + 1
+    assert family.score_scale == pytest.approx(20**-0.5 * length**2)
+    plain = load_config(tiny_model("deepseek_v3")).family_as(LatentConfig)
+    assert plain.score_scale == pytest.approx(20**-0.5)
