@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchgen.engine.layers import latent_attention, moe
 from batchgen.engine.layers.moe import SparseMoE
 from batchgen.engine.loading.loader import load_config, load_model
 from batchgen.engine.models.latent import LatentConfig
+from batchgen.kernels.attention.attention import AttentionMetadata
+from batchgen.kernels.latent_attention import expanded_triton
+from batchgen.kernels.latent_attention.attention import attend_part
+from batchgen.kernels.latent_attention.expansion import Expansion
+from batchgen.kernels.latent_attention.prepare_triton import prepare_latent_triton
+from batchgen.kernels.moe.routing_triton import route_triton
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -58,6 +65,44 @@ def test_logits_equal_transformers(
     model.pack()
     packed = run_paged(model, IDS, [64, 1, 85])
     assert float((packed - theirs).abs().max() / theirs.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "name", ["v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v2 lite", "glm"))]
+)
+def test_a_model_computes_the_same_with_triton(
+    name: str,
+    tiny_model: TinyModel,
+    reference_logits: Callable[..., Tensor],
+    run_paged: Callable[..., Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An expanded prefill, decode steps, and an absorbed prefill behind them."""
+    plans: list[str] = []
+
+    def attend(
+        q: Tensor,
+        plane: Tensor,
+        expansion: Expansion,
+        rotated: int,
+        parts: Sequence[AttentionMetadata],
+        scale: float,
+    ) -> Tensor:
+        (part,) = parts
+        found = attend_part(q, plane, expansion, rotated, part, scale)
+        plans.extend(type(plan).__name__ for plan in part.plans.values())
+        return found
+
+    monkeypatch.setattr(latent_attention, "latent_attention", attend)
+    monkeypatch.setattr(latent_attention, "prepare_latent", prepare_latent_triton)
+    monkeypatch.setattr(moe, "route", route_triton)
+    monkeypatch.setattr(expanded_triton, "_LEAST_TOKENS", 20)
+    kind, config = CASES[name]
+    folder = tiny_model(kind, **config)
+    theirs = reference_logits(folder, IDS[:40])
+    ours = run_paged(load_model(folder, device=CPU), IDS[:40], [30, 1, 1, 8])
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
+    assert list(dict.fromkeys(plans)) == ["ExpandedPlan", "DecodePlan", "tuple"]
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])

@@ -92,7 +92,9 @@ class Alone:
                 np.testing.assert_array_equal(output.columns[name], expected.columns[name])
 
 
-@pytest.fixture(scope="module", params=["deepseek_v2", "deepseek_v3"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("deepseek_v2", marks=pytest.mark.slow), "deepseek_v3"]
+)
 def folder(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Path:
     lite = {"q_lora_rank": None} if request.param == "deepseek_v2" else {}
     return tiny_model(request.param, **lite)
@@ -126,12 +128,12 @@ def test_rows_that_lose_their_caches(
 ) -> None:
     """What they had generated is read again as part of their prompt."""
     expect_short_rows(monkeypatch)
-    params = SamplingParams(max_new_tokens=40, seed=3, logprobs=True, columns=(ROUTED_EXPERTS,))
-    rows = [([3 + (i + 2) * j % 125 for j in range(20 + 9 * i)], params) for i in range(5)]
-    small: dict[str, Any] = {"max_model_len": 128, "kv_cache_gib": cache_gib(folder, 160)}
+    params = SamplingParams(max_new_tokens=24, seed=3, logprobs=True, columns=(ROUTED_EXPERTS,))
+    rows = [([3 + (i + 2) * j % 125 for j in range(20 + 9 * i)], params) for i in range(4)]
+    small: dict[str, Any] = {"max_model_len": 128, "kv_cache_gib": cache_gib(folder, 128)}
     engine = make_engine(load(folder), max_batched_tokens=32, **small)
     alone.check(rows, run(engine, rows))
-    assert engine.stats.preemptions > 1
+    assert engine.stats.preemptions
 
 
 def test_drafts_that_fall_anywhere_are_taken_back(alone: Alone, folder: Path) -> None:
@@ -145,7 +147,7 @@ def test_drafts_that_fall_anywhere_are_taken_back(alone: Alone, folder: Path) ->
 
 
 def test_ngram_drafts(alone: Alone, folder: Path) -> None:
-    rows = requests(seed=40, count=5)
+    rows = requests(seed=40, count=4)
     strategy = ARSpecStrategy(num_spec_tokens=3, adaptive=False, ngram_min=1)
     engine = make_engine(load(folder), strategy, overlap=True, max_batched_tokens=64)
     alone.check(rows, run(engine, rows))
@@ -163,7 +165,7 @@ def test_greedy_tokens_log_probabilities_and_experts(kind: str, tiny_model: Tiny
 
     for layer in theirs.model.layers[1:]:
         layer.mlp.gate.register_forward_hook(note)
-    rows = requests(seed=7, count=5, temperatures=(0,))
+    rows = requests(seed=7, count=3, temperatures=(0,))
     engine = make_engine(load(tiny_model(kind)), max_batched_tokens=32, block_size=4)
     for (prompt, _), output in zip(rows, run(engine, rows), strict=True):
         chosen.clear()

@@ -103,7 +103,7 @@ def test_the_reference_is_attention_over_expanded_keys_and_values() -> None:
         start += new
 
 
-@settings(max_examples=settings().max_examples // 6)
+@settings(max_examples=settings().max_examples // 10)
 @given(
     contexts=st.lists(st.integers(1, 60), min_size=1, max_size=3),
     width=st.integers(1, 4),
@@ -119,7 +119,7 @@ def test_decode(
     check(decode(case, split, 3), case)
 
 
-@settings(max_examples=settings().max_examples // 12)
+@settings(max_examples=settings().max_examples // 15)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 18), st.integers(0, 30)), min_size=1, max_size=2),
     sizes=st.sampled_from(SIZES),
