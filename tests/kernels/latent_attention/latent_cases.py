@@ -46,7 +46,7 @@ class PlainExpansion:
         return torch.einsum("thl,hvl->thv", mixed, self.weight[:, self.key_size :])
 
     def expand(self, latents: Tensor) -> Tensor:
-        return torch.einsum("sl,hnl->shn", latents, self.weight)
+        return torch.einsum("sl,hnl->shn", latents, self.weight).contiguous()
 
 
 class Case(NamedTuple):

@@ -73,7 +73,7 @@ def expanded(case: Case) -> Tensor:
     )
     latents = case.plane.flatten(0, 1)[plan.slots]
     size = case.plane.shape[2] - case.rotated
-    key_values = case.expansion.expand(latents[:, :size]).contiguous()
+    key_values = case.expansion.expand(latents[:, :size])
     return expanded_attention(
         case.q, key_values, latents[:, size:], case.meta.positions, SCALE, plan
     )
@@ -238,7 +238,7 @@ def test_published_shapes_and_long_rows(
     width = rows[0][0] if rows[0][0] < 8 else None
     case = make_case(rows, sizes=sizes, block_size=16, dtype=dtype, width=width)
     found = attend_part(case.q, case.plane, case.expansion, case.rotated, case.meta, SCALE / 10)
-    some = torch.randint(len(case.q), (64,), generator=torch.Generator().manual_seed(0))
+    some = torch.randint(len(case.q), (16,), generator=torch.Generator().manual_seed(0))
     expected = plain(case, some, SCALE / 10)
     error = (found[some].float().cpu() - expected).abs().max() / expected.abs().max()
     assert float(error) < BOUNDS[dtype]
