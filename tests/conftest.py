@@ -19,6 +19,12 @@ if not torch.cuda.is_available():
 
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -87,6 +93,20 @@ _HYBRID: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
 _VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 16,
@@ -122,10 +142,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
     kind is `llama`, `qwen2`, `qwen3`, `qwen2_moe`, `qwen3_moe`, or `sdar` or `sdar_moe` (which have
     the same weights as qwen3 and qwen3_moe, and MASK_ID as their mask), or a hybrid: `qwen3_next`,
-    `qwen3_5` and `qwen3_5_moe` (with a vision tower), `qwen3_5_text` and `qwen3_5_moe_text`. config
-    overrides sizes. The projections of experts are saved apart (`split_experts=False` leaves those
-    of a layer in one tensor). `max_shard_size` saves it in shards. The same arguments give the same
-    folder, which tests must not change.
+    `qwen3_5` and `qwen3_5_moe` (with a vision tower), `qwen3_5_text` and `qwen3_5_moe_text`, or one
+    with latent attention: `deepseek_v2`, `deepseek_v3` and `glm4_moe_lite`. config overrides sizes.
+    The projections of experts are saved apart (`split_experts=False` leaves those of a layer in one
+    tensor). `max_shard_size` saves it in shards. The same arguments give the same folder, which
+    tests must not change.
     """
     made: dict[str, Path] = {}
 
@@ -160,6 +181,8 @@ def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         )
     elif kind == "qwen3_next" or kind.startswith("qwen3_5"):
         model = _random_hybrid(kind, config)
+    elif kind.startswith(("deepseek", "glm4")):
+        model = _random_latent(kind, config)
     elif kind.endswith("moe"):
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_MOE | values))
     else:
@@ -173,6 +196,9 @@ def _random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
             parameter.data.uniform_(-2, 2)
         elif name.endswith("mlp.gate.weight"):  # else a token's experts weigh nearly the same
             parameter.data.normal_(0, 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.2)
     return model
 
 
@@ -200,6 +226,17 @@ def _random_hybrid(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         else:
             model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(**parts))
     return model
+
+
+def _random_latent(kind: str, config: dict[str, Any]) -> PreTrainedModel:
+    values = {name: value for name, value in _SIZES.items() if name != "head_dim"}
+    values |= _LATENT | config
+    if kind == "deepseek_v2":
+        return DeepseekV2ForCausalLM(DeepseekV2Config(**values))
+    groups = {"n_group": 4, "topk_group": 2} | values
+    if kind == "deepseek_v3":
+        return DeepseekV3ForCausalLM(DeepseekV3Config(**groups, num_mtp_layers=0))
+    return Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**groups, rms_norm_eps=1e-5))
 
 
 def _name_sdar(file: Path) -> None:

@@ -45,10 +45,52 @@ class KVSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """A latent of every token and a key that all heads share, in the blocks of the paged cache
+    (multi-head latent attention).
+
+    To the queries of all heads they are the key of one head, of whose values the latent is a part.
+
+    Attributes:
+        num_heads: the number of query heads that read them. Attention chooses its tiles by it.
+        latent_size: the number of values in a latent.
+        rotated_size: the number of values in the shared key, which are rotated by position.
+    """
+
+    num_heads: int
+    latent_size: int
+    rotated_size: int
+
+    @property
+    def num_kv_heads(self) -> int:
+        """The number of key heads that the queries see."""
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """The number of values that are kept of a token."""
+        return self.latent_size + self.rotated_size
+
+    @property
+    def _plane(self) -> PlaneSpec:
+        return PlaneSpec((self.head_dim,))
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes that one token takes in a cache of this dtype."""
+        return self._plane.token_bytes(dtype)
+
+    def allocate(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Allocate latents and keys of zeros: [num_blocks, block_size, head_dim]."""
+        return self._plane.allocate(num_blocks, block_size, dtype, device)
+
+
+@dataclass(frozen=True, slots=True)
 class PlaneSpec:
     """One array of values for every token, in the blocks of the paged cache.
 
-    It holds a latent vector that attention expands, or the value of a column of context scope.
+    It holds the value of a column of context scope, for example.
 
     Attributes:
         shape: the shape of one token's values.
@@ -128,10 +170,10 @@ class StateSpec:
         return found
 
 
-CacheSpec = KVSpec | PlaneSpec | StateSpec
+AttentionSpec = KVSpec | LatentSpec
+"""What layers of attention keep."""
+CacheSpec = KVSpec | LatentSpec | PlaneSpec | StateSpec
 """What one layer keeps between forwards."""
-PagedSpec = KVSpec | PlaneSpec
-"""The specs that keep values for each token, in the blocks of the paged cache."""
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.layers.plane import write_plane
 
 LayerCache = KVCache | Tensor | StateCache
-"""What a layer keeps: made from a KVSpec, a PlaneSpec or a StateSpec, in this order."""
+"""What a layer keeps: made from a KVSpec, a LatentSpec or PlaneSpec, or a StateSpec."""
 
 C = TypeVar("C", KVCache, Tensor, StateCache)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,31 @@ from batchgen.kernels.layers.activation import add_gated
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.moe.experts import grouped_mlp
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
+from batchgen.kernels.moe.router_form import SOFTMAX, RouterForm
 from batchgen.kernels.moe.routing import route
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """What differs between the routers of models, besides their sizes.
+
+    Attributes:
+        form: how scores and weights are made, and from which groups experts are chosen.
+        corrected: checkpoints have a value for each expert that is added to its score for the
+            choice (`ScoreCorrection`).
+        float32: logits are computed in float32, whatever the model's dtype is.
+        gates_shared: the shared expert has a gate. Without one, checkpoints call it
+            `shared_experts`.
+    """
+
+    form: RouterForm = SOFTMAX
+    corrected: bool = False
+    float32: bool = False
+    gates_shared: bool = True
+
+
+SOFTMAX_ROUTER = Router()
+"""The router of Qwen's models."""
 
 
 class Experts(nn.Module):
@@ -94,26 +119,46 @@ class Experts(nn.Module):
         if self._packed is not None or self.gate_up_proj.device.type != "cpu":
             return
         self._packed = (
-            _packed(self.gate_up_proj, products),
-            _packed(self.down_proj, products),
+            packed_products(self.gate_up_proj, products),
+            packed_products(self.down_proj, products),
         )
         del self.gate_up_proj, self.down_proj
 
 
-def _packed(weights: Tensor, products: CPUProducts) -> ExpertProducts:
-    """Lay out the weights [E, N, K] of all experts as it was chosen for one of them."""
+def packed_products(weights: Tensor, products: CPUProducts) -> ExpertProducts:
+    """Lay out the weights [E, N, K] of all experts, or heads, as it was chosen for one of them."""
     product = products.choose(weights[0], None)
     laid_out = [pack_weight(weight) if product.packed else weight for weight in weights]
     return ExpertProducts(laid_out, product.most_rows, not products.takes_few(weights[0]))
 
 
+class ScoreCorrection(nn.Module):
+    """What is added to the scores of a router for the choice of experts, under its published name.
+
+    Args:
+        num_experts: E.
+        device: where the parameter is created.
+    """
+
+    def __init__(self, num_experts: int, *, device: torch.device) -> None:
+        super().__init__()
+        self.e_score_correction_bias = empty_parameter(
+            num_experts, device=device, dtype=torch.float32
+        )
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slot of the correction, which is 0 in a model without a checkpoint."""
+        name = f"{path}.e_score_correction_bias"
+        yield WeightSlot.plain(name, self.e_score_correction_bias, dummy=0.0)
+
+
 class SparseMoE(nn.Module):
     """A feed-forward part of E experts, of which each token goes through k.
 
-    It computes residual + Σ_j w_j · expert_j(x). A router computes a logit for each expert, and a
-    softmax over all of them gives the experts of a token and their weights (Shazeer et al. 2017).
-    There may be a shared expert besides, which every token goes through: it adds
-    sigmoid(gate(x)) · shared(x) (Yang et al. 2024).
+    It computes residual + Σ_j w_j · expert_j(x). A router computes a logit for each expert, from
+    which follow the experts of a token and their weights (`route`). There may be a shared expert
+    besides, which every token goes through: it adds shared(x), or sigmoid(gate(x)) · shared(x)
+    (Yang et al. 2024).
 
     Args:
         hidden_size: the width of the hidden states.
@@ -122,6 +167,7 @@ class SparseMoE(nn.Module):
         intermediate_size: the width of one expert.
         renormalise: whether the k weights of a token are divided by their sum.
         shared_size: the width of the shared expert; None if there is none.
+        router: what else differs between routers.
         column: the column that records the experts of each token, and the index of this layer
             among those that it has values of.
         device: where the parameters are created.
@@ -137,6 +183,7 @@ class SparseMoE(nn.Module):
         *,
         renormalise: bool,
         shared_size: int | None,
+        router: Router = SOFTMAX_ROUTER,
         column: tuple[OutputColumn, int],
         device: torch.device,
         dtype: torch.dtype,
@@ -144,21 +191,40 @@ class SparseMoE(nn.Module):
         super().__init__()
         self.experts_per_token, self.renormalise = experts_per_token, renormalise
         self.column, self.index = column
-        self.gate = Linear(hidden_size, num_experts, bias=False, device=device, dtype=dtype)
+        self.form, self._router_dtype = router.form, torch.float32 if router.float32 else dtype
+        self.checkpoint_names = {"correction": "gate"}
+        self.gate = Linear(
+            hidden_size, num_experts, bias=False, device=device, dtype=self._router_dtype
+        )
+        self.correction: ScoreCorrection | None = None
+        if router.corrected:
+            self.correction = ScoreCorrection(num_experts, device=device)
         self.experts = Experts(
             num_experts, hidden_size, intermediate_size, device=device, dtype=dtype
         )
         self.shared_expert: GatedMLP | None = None
+        self.shared_expert_gate: Linear | None = None
         if shared_size is not None:
             self.shared_expert = GatedMLP(
                 hidden_size, shared_size, bias=False, device=device, dtype=dtype
             )
-            self.shared_expert_gate = Linear(hidden_size, 1, bias=False, device=device, dtype=dtype)
+            if router.gates_shared:
+                self.shared_expert_gate = Linear(
+                    hidden_size, 1, bias=False, device=device, dtype=dtype
+                )
+            else:
+                self.checkpoint_names["shared_expert"] = "shared_experts"
 
     def forward(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
         """Add the result for x [T, hidden_size] to `residual` [T, hidden_size] in place and return
         it."""
-        ids, weights = route(self.gate(x), self.experts_per_token, renormalise=self.renormalise)
+        ids, weights = route(
+            self.gate(x.to(self._router_dtype)),
+            self.experts_per_token,
+            renormalise=self.renormalise,
+            form=self.form,
+            bias=None if self.correction is None else self.correction.e_score_correction_bias,
+        )
         ctx.record(self.column, ids, self.index)
         own = _own_tokens(x, ctx)
         if own is None:
@@ -167,8 +233,10 @@ class SparseMoE(nn.Module):
             out = torch.zeros_like(x)
             out[own] = self.experts(x[own], ids[own], weights[own])
             residual.add_(out)
-        if self.shared_expert is not None:
+        if self.shared_expert_gate is not None and self.shared_expert is not None:
             add_gated(residual, self.shared_expert.compute(x), self.shared_expert_gate(x))
+        elif self.shared_expert is not None:
+            residual = self.shared_expert(x, residual, ctx)
         return residual
 
 

@@ -7,14 +7,15 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from batchgen.engine.cache.specs import KVSpec
+from batchgen.engine.cache.specs import AttentionSpec
+from batchgen.engine.layers.kv_expansion import KVExpansion
 from batchgen.engine.layers.linear import CPUProducts, Linear
 from batchgen.engine.layers.moe import Experts
 from batchgen.kernels.attention.attention import cpu_row_multiple
 
 
 def pack_layers(
-    model: nn.Module, attention: Iterable[KVSpec], dtype: torch.dtype, device: torch.device
+    model: nn.Module, attention: Iterable[AttentionSpec], dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Convert the weights of a model's linear layers and experts to the layout for computing.
 
@@ -35,7 +36,7 @@ def pack_layers(
     """
     products = CPUProducts()
     for module in model.modules():
-        if isinstance(module, Linear | Experts):
+        if isinstance(module, Linear | Experts | KVExpansion):
             module.pack(products)
     if device.type != "cpu":
         return None

@@ -16,15 +16,13 @@ from batchgen.engine.layers.rotary import RotaryTable
 from batchgen.engine.models.config import ModelConfig, rope_from_parameters
 from batchgen.engine.models.dense import DenseConfig, dense_config
 from batchgen.engine.models.moe import MoEConfig, MoEForCausalLM, num_experts
-from batchgen.engine.models.mtp import MTPHead
+from batchgen.engine.models.mtp import MTP_HEAD, MTPHead
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.kernels.linear_attention.rows import CHUNK
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-MTP_HEAD = "mtp"
-"""The name of the head for multi-token prediction, which is also the prefix of its tensors."""
 _LAYER_TYPES = ("linear_attention", "full_attention")
 _PREFIX = re.compile(r"(model\.language_model|language_model\.model|language_model)\.(?=\w)")
 _VISION = re.compile(r"(model\.)?visual\.")

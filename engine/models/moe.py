@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchgen.engine.layers.decoder_layer import FeedForward
-from batchgen.engine.layers.moe import SparseMoE
+from batchgen.engine.layers.moe import SOFTMAX_ROUTER, Router, SparseMoE
 from batchgen.engine.models.config import ModelConfig, check_positive
 from batchgen.engine.models.dense import DenseConfig, DenseForCausalLM
 from batchgen.engine.outputs import OutputColumn
@@ -21,9 +21,9 @@ ROUTED_EXPERTS = "routed_experts"
 _REPLAY = (
     "entry t belongs to token t of prompt_token_ids followed by token_ids, whose last token has no "
     "entry because the model never read it; entry[t][l] are the ids of the experts that the token "
-    "went through in layer moe_layers[l] of the model, those with the largest weight first. To "
-    "replay the routing in training, let token t in that layer go through these experts, with "
-    "weights that the trained router gives them"
+    "went through in layer moe_layers[l] of the model, the one that the router chose first in "
+    "front. To replay the routing in training, let token t in that layer go through these experts, "
+    "with weights that the trained router gives them"
 )
 
 
@@ -39,6 +39,7 @@ class MoEConfig(DenseConfig):
         expert_size: the width of one expert.
         renormalise: the weights of a token's experts are divided by their sum.
         shared_size: the width of the expert that every token goes through; None if there is none.
+        router: what else differs between routers.
     """
 
     moe_layers: tuple[int, ...]
@@ -47,6 +48,7 @@ class MoEConfig(DenseConfig):
     expert_size: int
     renormalise: bool
     shared_size: int | None = None
+    router: Router = SOFTMAX_ROUTER
 
     def __post_init__(self) -> None:
         # A dataclass with slots is made anew, so that super() without arguments finds another one.
@@ -65,12 +67,14 @@ class MoEConfig(DenseConfig):
             )
         if self.shared_size is not None:
             check_positive(shared_expert_intermediate_size=self.shared_size)
+        self.router.form.check(self.num_experts, self.experts_per_token)
 
     @property
     def routed_experts(self) -> OutputColumn:
         """The column of the experts that each token went through, [moe_layers, experts per token].
 
-        The ids stand in the order of their weights, the largest first.
+        The ids stand in the order in which the router chose them: that of their weights, unless it
+        adds something to the scores for the choice.
         """
         return OutputColumn(
             ROUTED_EXPERTS,
@@ -120,6 +124,7 @@ class MoEForCausalLM(DenseForCausalLM):
             family.expert_size,
             renormalise=family.renormalise,
             shared_size=family.shared_size,
+            router=family.router,
             column=(family.routed_experts, family.moe_layers.index(index)),
             device=self.device,
             dtype=self.dtype,

@@ -14,6 +14,9 @@ from batchgen.engine.layers.linear import Linear
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
 
+MTP_HEAD = "mtp"
+"""The name of the head for multi-token prediction, which is also the prefix of its weight slots."""
+
 
 class MTPHead(TokenModel):
     """One layer over a token's embedding and the hidden state that the token was drawn from.

@@ -25,6 +25,9 @@ class ModelEntry(NamedTuple):
 
 
 MODELS: Mapping[str, ModelEntry] = {
+    "DeepseekV2ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v2"),
+    "DeepseekV3ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v3"),
+    "Glm4MoeLiteForCausalLM": ModelEntry("batchgen.engine.models.glm4_moe_lite"),
     "LlamaForCausalLM": ModelEntry("batchgen.engine.models.llama", gguf="llama"),
     "Qwen2ForCausalLM": ModelEntry("batchgen.engine.models.qwen2", gguf="qwen2"),
     "Qwen3ForCausalLM": ModelEntry("batchgen.engine.models.qwen3", gguf="qwen3"),

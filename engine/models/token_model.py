@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.cache.specs import CacheSpec, KVSpec, StateSpec
+from batchgen.engine.cache.specs import AttentionSpec, CacheSpec, StateSpec
 from batchgen.engine.execution.forward_context import ForwardContext
 from batchgen.engine.layers.packing import pack_layers
 
@@ -76,9 +76,9 @@ class TokenModel(nn.Module, ABC):
         self.batch_dependence = pack_layers(self, self.attention_shapes, self.dtype, self.device)
 
     @property
-    def attention_shapes(self) -> set[KVSpec]:
+    def attention_shapes(self) -> set[AttentionSpec]:
         """The shapes of attention that occur; on a GPU the tile size depends on the shape."""
-        return {spec for spec in self.cache_specs if isinstance(spec, KVSpec)}
+        return {spec for spec in self.cache_specs if isinstance(spec, AttentionSpec)}
 
     @property
     def has_row_states(self) -> bool:

@@ -72,7 +72,7 @@ class AttentionMetadata:
     tiles: Mapping[int, Tensor] | None = None
     decode_width: int | None = None
     block_length: int = 1
-    _plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
+    plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,8 @@ def paged_attention(
 
     Args:
         q: [T, num_heads, head_dim]; num_heads is a multiple of the cache's (grouped queries).
-        cache: already holds the keys and values of the T new tokens.
+        cache: already holds the keys and values of the T new tokens. On a CPU both may be the
+            same tensor.
         parts: of the T tokens, one part after another; each is computed by itself, so decoding
             rows and rows of prefill are best apart.
         scale: of the scores.
@@ -138,9 +139,9 @@ def _attend_part_triton(
     kv_heads, _, block_size, head_dim = cache.key.shape
     num_heads = q.shape[1]
     shape = (num_heads, kv_heads, block_size, head_dim)
-    if shape not in meta._plans:
-        meta._plans[shape] = _make_triton_plan(q, cache, meta)
-    plan = meta._plans[shape]
+    if shape not in meta.plans:
+        meta.plans[shape] = _make_triton_plan(q, cache, meta)
+    plan = meta.plans[shape]
     arguments = (q, cache, meta.positions, meta.block_tables, scale, plan)
     if isinstance(plan, DecodePlan):
         paged_attention_decode(*arguments, out=out, block_length=meta.block_length)
@@ -185,9 +186,9 @@ def _attend_part_reference(
     q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: float, out: Tensor
 ) -> None:
     shape = (q.shape[1], *cache.key.shape)
-    plan = meta._plans.get(shape)
+    plan = meta.plans.get(shape)
     if plan is None:
-        plan = meta._plans[shape] = _make_plan(q.shape[1], cache, meta)
+        plan = meta.plans[shape] = _make_plan(q.shape[1], cache, meta)
     for group in plan.groups:
         out[group.tokens] = _attend(q[group.tokens], cache, plan, group, scale)
 
@@ -271,7 +272,9 @@ def _attend(q: Tensor, cache: KVCache, plan: _Plan, group: _Group, scale: float)
     out = torch.zeros_like(qs)
     for number, blocks in enumerate(group.chunks):
         key = _gather(cache.key, blocks, plan.keys)
-        value = _gather(cache.value, blocks, plan.values)
+        value = key
+        if cache.value is not cache.key:
+            value = _gather(cache.value, blocks, plan.values)
         score = row_batches(qs, key.transpose(1, 2))
         context = torch.arange(number * CHUNK, (number + 1) * CHUNK, device=q.device)
         hidden = context > group.limits.unsqueeze(-1)

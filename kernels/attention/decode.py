@@ -51,7 +51,7 @@ _COMBINE_ELEMENTS = 4096
 """Elements of partial results that the combination loads at a time."""
 _INTERPRETED_PROGRAMS = 8
 """Programs under Triton's interpreter, where there is no GPU to ask for multiprocessors."""
-_UNIT_FIELDS = tl.constexpr(4)
+UNIT_FIELDS = tl.constexpr(4)
 """Columns of `DecodePlan.units`."""
 
 
@@ -138,7 +138,7 @@ def plan_decode(
     room = blocks * block_size
     capacity = min(max_splits, triton.cdiv(room, split_tokens))
     device = positions.device
-    units = torch.empty((rows * capacity, _UNIT_FIELDS.value), dtype=torch.int32, device=device)
+    units = torch.empty((rows * capacity, UNIT_FIELDS.value), dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     splits = torch.empty(rows, dtype=torch.int32, device=device)
     _plan_kernel[(rows,)](
@@ -195,13 +195,10 @@ def paged_attention_decode(
     if out is None:
         out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     assert out.is_contiguous()
-    # A row with one split writes to `out` directly. If no row can have more, nothing is combined.
-    partials = len(plan.units) * kv_heads if plan.max_splits > 1 else 0
-    partial = torch.empty((partials, queries, head_dim), dtype=torch.float32, device=q.device)
-    log_sums = torch.empty((partials, queries), dtype=torch.float32, device=q.device)
+    partial, log_sums = partial_results(plan, kv_heads, queries, head_dim)
     sizes = {"KV_HEADS": kv_heads, "GROUP": group, "WIDTH": plan.width, "HEAD_DIM": head_dim}
     dim_pad = max(16, triton.next_power_of_2(head_dim))
-    _decode_kernel[(_programs(q.device, config),)](
+    _decode_kernel[(device_programs(q.device, config.programs_per_sm),)](
         q, *cache, positions, block_tables, plan.units, plan.count, out, partial, log_sums,
         scale, q.stride(0), q.stride(1), cache.key.stride(0), block_tables.stride(0),
         block_length, **sizes, BLOCKED=blocked,
@@ -210,15 +207,56 @@ def paged_attention_decode(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", INTERPRETED=not q.is_cuda,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    if partials:
-        group_pad = triton.next_power_of_2(group)
-        _combine_kernel[(tokens, kv_heads)](
-            partial, log_sums, plan.splits, out, plan.max_splits,
-            **sizes, GROUP_PAD=group_pad, DIM_PAD=dim_pad,
-            SPLITS_PAD=triton.next_power_of_2(max(MAX_SPLITS, plan.max_splits)),
-            CHUNK=max(1, _COMBINE_ELEMENTS // (group_pad * dim_pad)), num_warps=4,
-        )  # fmt: skip
+    combine_splits(partial, log_sums, plan, out, kv_heads)
     return out
+
+
+def partial_results(
+    plan: DecodePlan, groups: int, queries: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """Make room for the results of splits.
+
+    A row with one split writes its result directly. If no row can have more, there is no room.
+
+    Args:
+        plan: how contexts are cut into splits.
+        groups: the number of groups of heads, each of which a program computes by itself.
+        queries: the queries of a group in a row.
+        size: the values of a result.
+
+    Returns:
+        Room for results [P, queries, size] and for the logarithms of their weights [P, queries].
+    """
+    count = len(plan.units) * groups if plan.max_splits > 1 else 0
+    device = plan.units.device
+    partial = torch.empty((count, queries, size), dtype=torch.float32, device=device)
+    return partial, torch.empty((count, queries), dtype=torch.float32, device=device)
+
+
+def combine_splits(
+    partial: Tensor, log_sums: Tensor, plan: DecodePlan, out: Tensor, groups: int
+) -> None:
+    """Combine the results of each row that has several splits.
+
+    Args:
+        partial, log_sums: from `partial_results`, filled.
+        plan: how contexts were cut into splits.
+        out: [B · W, num_heads, size], contiguous; the rows with several splits are written.
+        groups: the number of groups of consecutive heads.
+    """
+    tokens, num_heads, size = out.shape
+    if not len(partial):
+        return
+    group = num_heads // groups
+    group_pad = triton.next_power_of_2(group)
+    dim_pad = max(16, triton.next_power_of_2(size))
+    _combine_kernel[(tokens, groups)](
+        partial, log_sums, plan.splits, out, plan.max_splits,
+        KV_HEADS=groups, GROUP=group, WIDTH=plan.width, HEAD_DIM=size,
+        GROUP_PAD=group_pad, DIM_PAD=dim_pad,
+        SPLITS_PAD=triton.next_power_of_2(max(MAX_SPLITS, plan.max_splits)),
+        CHUNK=max(1, _COMBINE_ELEMENTS // (group_pad * dim_pad)), num_warps=4,
+    )  # fmt: skip
 
 
 def _config(head_dim: int, itemsize: int, queries: int) -> DecodeConfig:
@@ -239,10 +277,11 @@ def _config(head_dim: int, itemsize: int, queries: int) -> DecodeConfig:
     return DecodeConfig(block_n, num_warps=4 * more, num_stages=2, programs_per_sm=2)
 
 
-def _programs(device: torch.device, config: DecodeConfig) -> int:
+def device_programs(device: torch.device, per_multiprocessor: int) -> int:
+    """Return how many programs a persistent kernel is launched with."""
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS
-    return _multiprocessors(device) * config.programs_per_sm
+    return _multiprocessors(device) * per_multiprocessor
 
 
 @functools.cache
@@ -300,7 +339,7 @@ def _plan_kernel(
         tl.store(count, total)
     split = tl.arange(0, SPLITS_PAD)
     place = tl.where(split == number - 1, tail_place, whole_place + split)
-    unit = units + place * _UNIT_FIELDS
+    unit = units + place * UNIT_FIELDS
     mask = split < number
     tl.store(unit, row + tl.zeros_like(split), mask=mask)
     tl.store(unit + 1, split * length, mask=mask)
@@ -332,7 +371,7 @@ def _decode_kernel(
         item = round_start + tl.where(even, tl.program_id(0), programs - 1 - tl.program_id(0))
         if item < total:
             head = (item % KV_HEADS).to(tl.int64)
-            unit = units + (item // KV_HEADS) * _UNIT_FIELDS
+            unit = units + (item // KV_HEADS) * UNIT_FIELDS
             row = tl.load(unit).to(tl.int64)
             start = tl.load(unit + 1)
             stop = tl.load(unit + 2)

@@ -162,7 +162,7 @@ def _query_heads(
     first, second = _load_halves(source + offset, mask, D)
     if NORM:
         first, second = _norm(first, second, weight_ptr, eps, column, D)
-    first, second = _rotate(first, second, cos, sin)
+    first, second = rotate_pairs(first, second, cos, sin)
     tl.store(target + offset, first, mask=mask)
     tl.store(target + offset + D // 2, second, mask=mask)
 
@@ -186,10 +186,10 @@ def _kv_heads(
     v1, v2 = _load_halves(source + HEADS * D, mask, D)
     if NORM:
         k1, k2 = _norm(k1, k2, weight_ptr, eps, column, D)
-    k1, k2 = _rotate(k1, k2, cos, sin)
+    k1, k2 = rotate_pairs(k1, k2, cos, sin)
     dtype = key_ptr.dtype.element_ty
     k1, k2, v1, v2 = k1.to(dtype), k2.to(dtype), v1.to(dtype), v2.to(dtype)
-    broken = _not_finite(k1) | _not_finite(k2) | _not_finite(v1) | _not_finite(v2)
+    broken = not_finite(k1) | not_finite(k2) | not_finite(v1) | not_finite(v2)
     broken = tl.max(broken.to(tl.int32), axis=1)[:, None] > 0
     target = head.to(tl.int64) * cache_stride + column
     tl.store(key_ptr + target, tl.where(broken, float("nan"), k1), mask=mask)
@@ -222,7 +222,7 @@ def _norm(first, second, weight_ptr, eps, column, D: tl.constexpr):
 
 
 @triton.jit
-def _rotate(first, second, cos, sin):
+def rotate_pairs(first, second, cos, sin):
     wide1, wide2 = first.to(tl.float32), second.to(tl.float32)
     rotated1 = (wide1 * cos - wide2 * sin).to(first.dtype)
     rotated2 = (wide2 * cos + wide1 * sin).to(first.dtype)
@@ -230,6 +230,6 @@ def _rotate(first, second, cos, sin):
 
 
 @triton.jit
-def _not_finite(x):
+def not_finite(x):
     # A comparison with NaN is false.
     return (tl.abs(x.to(tl.float32)) < float("inf")) == 0

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, in Triton: softmax and top-k in one launch."""
+"""Which experts a token goes to, in Triton: scores, groups and top-k in one launch."""
 
 from __future__ import annotations
 
@@ -7,22 +7,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.kernels.moe.router_form import SOFTMAX, RouterForm
+
 _TILE = 512
 """Logits per program: a program takes several tokens if there are fewer experts than this."""
 
 
-def route_triton(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+def route_triton(
+    logits: Tensor,
+    k: int,
+    *,
+    renormalise: bool,
+    form: RouterForm = SOFTMAX,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """`routing.route` in one launch.
 
     Args:
         logits: [T, E], the last axis contiguous.
         k: experts of a token, from 1 to E.
-        renormalise: divide the k probabilities by their sum.
+        renormalise: divide the k scores by their sum.
+        form: how scores are made, and which groups of experts are kept.
+        bias: [E] float32, added to the scores for the choice only.
 
     Returns:
-        The ids [T, k] int32 of the experts, the most probable first and the lower id first among
-        equals, and their weights [T, k] float32. A token whose softmax is not finite gets the
-        experts 0 to k - 1 and NaN as weights.
+        The ids [T, k] int32 of the experts, the largest score first and the lower id first among
+        equals, and their weights [T, k] float32. A token whose scores are not finite gets NaN as
+        weights.
     """
     tokens, experts = logits.shape
     assert 1 <= k <= experts and logits.stride(1) == 1
@@ -33,8 +44,10 @@ def route_triton(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, 
     block = triton.next_power_of_2(experts)
     rows = max(1, _TILE // block)
     _route[(triton.cdiv(tokens, rows),)](
-        logits, ids, weights, logits.stride(0), tokens, experts,
-        K=k, RENORMALISE=renormalise, ROWS=rows, BLOCK=block,
+        logits, logits if bias is None else bias, ids, weights, logits.stride(0), tokens, experts,
+        form.scale, form.least_sum, K=k, RENORMALISE=renormalise, SIGMOID=form.sigmoid,
+        BIASED=bias is not None, GROUPS=form.groups if form.kept_groups < form.groups else 1,
+        KEPT=form.kept_groups, PAIRS=form.group_best == 2, ROWS=rows, BLOCK=block,
         BLOCK_K=triton.next_power_of_2(k), num_warps=4 if rows > 1 else 1,
     )  # fmt: skip
     return ids, weights
@@ -42,11 +55,12 @@ def route_triton(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
-    logits_ptr, ids_ptr, weights_ptr, stride, tokens, experts,
-    K: tl.constexpr, RENORMALISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, stride, tokens, experts, scale, least_sum,
+    K: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Each program routes ROWS tokens: it takes the most probable expert K times."""
+    """Each program routes ROWS tokens: it takes the expert with the largest score K times."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, BLOCK)[None, :]
     slot = tl.arange(0, BLOCK_K)[None, :]
@@ -54,24 +68,67 @@ def _route(
     source = logits_ptr + token[:, None] * stride + expert
     inside = (token < tokens)[:, None]
     logit = tl.load(source, mask=inside & exists, other=-float("inf")).to(tl.float32)
-    mass = tl.exp(logit - tl.max(logit, axis=1)[:, None])
-    total = tl.sum(mass, axis=1)
-    # NaN and infinite logits, and rows of -inf alone, make a sum that is NaN.
-    finite = (total > 0) & (total < float("inf"))
-    # Below every probability: experts that do not exist, and those that were taken.
-    left = tl.where(finite[:, None], mass / total[:, None], 0.0)
-    left = tl.where(exists, left, -1.0)
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+        whole = (tl.abs(logit) < float("inf")) | (exists == 0)
+        finite = tl.min(whole.to(tl.int32), axis=1) > 0
+    else:
+        mass = tl.exp(logit - tl.max(logit, axis=1)[:, None])
+        total = tl.sum(mass, axis=1)
+        # NaN and infinite logits, and rows of -inf alone, make a sum that is NaN.
+        finite = (total > 0) & (total < float("inf"))
+        score = mass / total[:, None]
+    score = tl.where(finite[:, None], score, 0.0)
+    left = score
+    if BIASED:
+        left += tl.load(bias_ptr + expert, mask=exists, other=0.0)
+    # Below every score: experts that do not exist, those that were taken, and groups left out.
+    left = tl.where(exists, left, -float("inf"))
+    if GROUPS > 1:
+        left = _keep_groups(left, expert, experts // GROUPS, GROUPS, KEPT, PAIRS, ROWS, BLOCK)
     ids = tl.zeros([ROWS, BLOCK_K], tl.int32)
     weights = tl.zeros([ROWS, BLOCK_K], tl.float32)
     for taken in tl.static_range(K):
         best = tl.max(left, axis=1)
         chosen = tl.min(tl.where(left == best[:, None], expert, BLOCK), axis=1)
-        left = tl.where(expert == chosen[:, None], -1.0, left)
+        own = expert == chosen[:, None]
+        left = tl.where(own, -float("inf"), left)
+        weight = best
+        if BIASED:
+            weight = tl.sum(tl.where(own, score, 0.0), axis=1)
         ids = tl.where(slot == taken, chosen[:, None], ids)
-        weights = tl.where(slot == taken, best[:, None], weights)
+        weights = tl.where(slot == taken, weight[:, None], weights)
     if RENORMALISE:
-        weights = weights / tl.sum(weights, axis=1)[:, None]
+        weights = weights / (tl.sum(weights, axis=1) + least_sum)[:, None]
+    weights = weights * scale
     weights = tl.where(finite[:, None], weights, float("nan"))
     place = token[:, None] * K + slot
     tl.store(ids_ptr + place, ids, mask=inside & (slot < K))
     tl.store(weights_ptr + place, weights, mask=inside & (slot < K))
+
+
+@triton.jit
+def _keep_groups(
+    choice, expert, size, GROUPS: tl.constexpr, KEPT: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Replace `choice` [ROWS, BLOCK] by -inf outside the KEPT best groups of `size` experts."""
+    # Every expert gets the score of its group, so that groups are chosen as experts are.
+    of_group = tl.full([ROWS, BLOCK], -float("inf"), tl.float32)
+    for group in tl.static_range(GROUPS):
+        member = expert // size == group
+        inside = tl.where(member, choice, -float("inf"))
+        best = tl.max(inside, axis=1)
+        if PAIRS:
+            first = tl.min(tl.where(inside == best[:, None], expert, BLOCK), axis=1)
+            others = tl.where(expert == first[:, None], -float("inf"), inside)
+            best += tl.max(others, axis=1)
+        of_group = tl.where(member, best[:, None], of_group)
+    kept = tl.zeros([ROWS, BLOCK], tl.int32)
+    for _ in tl.static_range(KEPT):
+        best = tl.max(of_group, axis=1)
+        first = tl.min(tl.where(of_group == best[:, None], expert, BLOCK), axis=1)
+        own = expert // size == (first // size)[:, None]
+        kept = tl.where(own, 1, kept)
+        of_group = tl.where(own, -float("inf"), of_group)
+    return tl.where(kept > 0, choice, -float("inf"))

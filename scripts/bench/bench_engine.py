@@ -16,12 +16,12 @@ from device_rates import H100, Rates
 from expert_counts import Touched, count_touched, expert_layers, route_uniformly
 from kernel_profile import profile_window
 from workloads import (
-    PROMPT_VOCAB,
     WORKLOADS,
     BenchRequest,
     Floor,
     dummy_model,
     floor_seconds,
+    prompt_vocab,
     requests,
 )
 
@@ -152,7 +152,7 @@ class Bench:
         All workloads are drawn with one seed, so their prompts begin alike. Therefore all ids are
         shifted, by one more in every run.
         """
-        vocab = min(PROMPT_VOCAB, self.model_config.vocab_size)
+        vocab = prompt_vocab(self.model_config.vocab_size)
         shift, self._runs = self._runs, self._runs + 1
         return [
             replace(r, prompt=[(i + shift) % vocab for i in r.prompt])

@@ -53,6 +53,8 @@ PEERS: dict[tuple[str, str], dict[str, float]] = {
     ("qwen3-30b-a3b", "prefill"): {"vLLM 0.23.0, H200": 12.1},
     ("hybrid-35b-a3b", "mixed"): {"vLLM 0.26.0, H200": 25.7},
     ("hybrid-35b-a3b", "decode"): {"vLLM 0.26.0, H200": 37.8},
+    ("deepseek-v2-lite", "mixed"): {"vLLM 0.26.0, H200": 9.9},
+    ("deepseek-v2-lite", "prefill"): {"vLLM 0.26.0, H200": 9.0},
 }
 """The seconds of other engines by model and workload, on an H100 80GB unless they say otherwise."""
 

@@ -16,15 +16,18 @@ from typing import Any
 
 import torch
 
+from batchgen.engine.layers.latent_attention import LatentShape
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.models.hybrid import HybridConfig
+from batchgen.engine.models.latent import LatentConfig
 from batchgen.engine.models.moe import MoEConfig
 
 PROMPT_VOCAB = 150_000
-"""The ids of prompts are below this number, since Qwen3's special tokens are above it."""
+"""The ids of prompts are below this number, since Qwen3's special tokens are above it; a model with
+fewer ids has them below another (`prompt_vocab`)."""
 
 _BYTES_PER_VALUE = 2
 """Bytes of a weight, a key or a value in bfloat16."""
@@ -125,6 +128,35 @@ _HYBRID: dict[str, Any] = {
     "full_attention_interval": 4,
     "linear_conv_kernel_dim": 4,
 }
+_LATENT: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "max_position_embeddings": 40960,
+    "rope_theta": 10_000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+    },
+    "torch_dtype": "bfloat16",
+}
 MODELS |= {
     # The shape of Qwen3.5-35B-A3B without its vision tower.
     "hybrid-35b-a3b": _QWEN3
@@ -148,6 +180,40 @@ MODELS |= {
         "vocab_size": 248320,
         "rope_theta": 1e7,
         "tie_word_embeddings": False,
+    },
+    "deepseek-v2-lite": _LATENT
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "vocab_size": 102400,
+    },
+    "tiny-latent": _LATENT
+    | {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "vocab_size": 512,
     },
     "sdar-8b": MODELS["qwen3-8b"] | _DIFFUSION | {"mask_token_id": 151669},
     "tiny-sdar": MODELS["tiny"] | _DIFFUSION | {"mask_token_id": 511},
@@ -237,6 +303,13 @@ def requests(name: str, vocab: int = PROMPT_VOCAB) -> list[BenchRequest]:
     return [BenchRequest(prompt, draws.randint(*load.output_lens)) for prompt in prompts]
 
 
+def prompt_vocab(vocab_size: int) -> int:
+    """Return the number below which the ids of prompts are, for a model with so many token ids."""
+    if vocab_size > 151_000:
+        return PROMPT_VOCAB
+    return vocab_size - 2_000 if vocab_size > 4_000 else vocab_size
+
+
 def write_config(model: str, folder: Path, **changes: int) -> Path:
     """Make a checkpoint folder that `load_model(..., load_format="dummy")` takes; returns it.
 
@@ -270,16 +343,16 @@ class Mixers:
 
     Attributes:
         params: the weights in its matrix products.
-        attention_layers: how many layers have attention.
-        delta_layers: how many layers have a gated delta network.
+        attention_flops: the operations of attention for each pair of a token and one that it sees.
+        kv_bytes: the bytes that attention keeps of a token, in bfloat16.
         state_bytes: the bytes of the matrices that the gated delta networks keep for a row.
         state_flops: the operations with which a token changes and reads these matrices: two for
             each of their values in each of three products.
     """
 
     params: int
-    attention_layers: int
-    delta_layers: int = 0
+    attention_flops: int
+    kv_bytes: int
     state_bytes: int = 0
     state_flops: int = 0
 
@@ -287,9 +360,15 @@ class Mixers:
 def mixers(config: ModelConfig) -> Mixers:
     """Count what the attention and the recurrences of all layers cost."""
     family, size = config.family_as(DenseConfig), config.hidden_size
+    if isinstance(family, LatentConfig):
+        return _latent_mixers(config, family.latent)
     heads = 2 * (family.num_heads + family.num_kv_heads)
+    flops = 4 * family.num_heads * family.head_dim
+    kv_bytes = family.attention.token_bytes(torch.bfloat16)
     if not isinstance(family, HybridConfig):
-        return Mixers(config.num_layers * size * family.head_dim * heads, config.num_layers)
+        layers = config.num_layers
+        params = layers * size * family.head_dim * heads
+        return Mixers(params, layers * flops, layers * kv_bytes)
     attention = len(family.attention_layers)
     delta, shape = config.num_layers - attention, family.delta
     heads += family.num_heads * family.output_gate
@@ -297,11 +376,24 @@ def mixers(config: ModelConfig) -> Mixers:
     state = delta * shape.values * shape.key_dim
     return Mixers(
         attention * size * family.head_dim * heads + delta * network,
-        attention,
-        delta,
+        attention * flops,
+        attention * kv_bytes,
         state_bytes=state * torch.float32.itemsize,
         state_flops=6 * state,
     )
+
+
+def _latent_mixers(config: ModelConfig, shape: LatentShape) -> Mixers:
+    """Count what latent attention costs; its operations are counted as the expanded form has them,
+    which are fewer."""
+    size, layers, heads = config.hidden_size, config.num_layers, shape.num_heads
+    queries = heads * shape.query_size
+    rank = shape.query_rank
+    params = size * queries if rank is None else rank * (size + queries)
+    params += size * shape.spec.head_dim + heads * shape.value_size * size
+    params += shape.latent_size * heads * (shape.key_size + shape.value_size)
+    flops = 2 * heads * (shape.query_size + shape.value_size)
+    return Mixers(layers * params, layers * flops, layers * shape.spec.token_bytes(torch.bfloat16))
 
 
 def layer_params(config: ModelConfig) -> int:
@@ -346,13 +438,10 @@ def floor_seconds(
         flops: bfloat16 operations per second.
     """
     body, experts = layer_params(config), expert_weights(config)
-    family = config.family_as(DenseConfig)
     head = config.hidden_size * config.vocab_size
     of_token = body + experts.of_token
     mixing = mixers(config)
-    attention = 4 * mixing.attention_layers * family.num_heads * family.head_dim
-    kv_bytes = mixing.attention_layers * family.attention.token_bytes(torch.bfloat16)
-
+    attention, kv_bytes = mixing.attention_flops, mixing.kv_bytes
     of_prompt_token = 2 * of_token + mixing.state_flops
     prefill = sum(
         of_prompt_token * len(r.prompt) + attention * len(r.prompt) ** 2 / 2 for r in load

@@ -91,6 +91,25 @@ QWEN3_MOE = QWEN3 | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+DEEPSEEK = _SIZES | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 72,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 40,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 72,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_nextn_predict_layers": 0,
+}
 RUNS = (
     (QWEN3, torch.float32),
     (LLAMA, torch.float32),
@@ -98,6 +117,8 @@ RUNS = (
     (SDAR, torch.float32),
     (QWEN3_MOE, torch.float32),
     (QWEN3_MOE, torch.bfloat16),
+    (DEEPSEEK, torch.float32),
+    (DEEPSEEK, torch.bfloat16),
 )
 
 STRATEGIES: dict[str, dict[str, Any] | None] = {

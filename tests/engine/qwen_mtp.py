@@ -1,5 +1,5 @@
-"""Tiny random checkpoints of Qwen3.5 and Qwen3-Next with a head for multi-token prediction, and the
-head as transformers has it.
+"""Tiny random checkpoints of Qwen3.5, Qwen3-Next and DeepSeek-V3 with a head for multi-token
+prediction, and the head as transformers has it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
@@ -58,13 +60,42 @@ _NAMES = {
     "layers.0.post_norm": "mtp.norm",
     "layers.0.mtp_block": "mtp.layers.0",
 }
+_LATENT: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "num_mtp_layers": 1,
+}
+_LATENT_NAMES = {
+    "layers.0.enorm": "model.layers.2.enorm",
+    "layers.0.hnorm": "model.layers.2.hnorm",
+    "layers.0.eh_proj": "model.layers.2.eh_proj",
+    "layers.0.post_norm": "model.layers.2.shared_head.norm",
+    "layers.0.mtp_block": "model.layers.2",
+}
 
 
 class TheirHead:
     """transformers' model and its head.
 
     Args:
-        kind: qwen3_5, qwen3_5_moe or qwen3_next.
+        kind: qwen3_5, qwen3_5_moe, qwen3_next or deepseek_v3.
         sizes: entries of the configuration to replace.
     """
 
@@ -72,7 +103,10 @@ class TheirHead:
         torch.manual_seed(0)
         model: PreTrainedModel
         values = _SIZES | sizes
-        if kind == "qwen3_5":
+        self._names = _LATENT_NAMES if kind == "deepseek_v3" else _NAMES
+        if kind == "deepseek_v3":
+            model = DeepseekV3ForCausalLM(DeepseekV3Config(**_LATENT | sizes))
+        elif kind == "qwen3_5":
             model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**values))
         elif kind == "qwen3_5_moe":
             model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**values, **_EXPERTS))
@@ -101,11 +135,15 @@ class TheirHead:
         self.model.save_pretrained(folder)
         tensors = load_file(folder / "model.safetensors")
         for name, values in self._head.layers.state_dict(prefix="layers.").items():
-            theirs = next(before for before in _NAMES if name.startswith(before))
-            published = _NAMES[theirs] + name.removeprefix(theirs)
+            theirs = next(before for before in self._names if name.startswith(before))
+            published = self._names[theirs] + name.removeprefix(theirs)
             if head:
                 parts = _split(published, values) if split_experts else {published: values}
                 tensors |= {name: part.contiguous().clone() for name, part in parts.items()}
+        if head and self._names is _LATENT_NAMES:  # once more what the head shares with the model
+            shared = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+            for name, source in shared.items():
+                tensors[f"model.layers.2.{name}.weight"] = tensors[f"{source}.weight"].clone()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
 

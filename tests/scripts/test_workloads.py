@@ -12,6 +12,7 @@ from workloads import (
     floor_seconds,
     layer_params,
     mixers,
+    prompt_vocab,
     requests,
     write_config,
 )
@@ -68,12 +69,16 @@ def test_lengths_and_ids_are_in_their_ranges(name: str) -> None:
         ("qwen3-30b-a3b", "mixed", 25.2376, 1.0338),
         ("qwen3-30b-a3b", "decode", 31.4161, 0.3471),
         ("qwen3-30b-a3b", "prefill", 6.8041, 6.1104),
+        ("deepseek-v2-lite", "mixed", 12.4498, 0.8437),
+        ("deepseek-v2-lite", "decode", 14.1473, 0.2787),
+        ("deepseek-v2-lite", "prefill", 4.9911, 4.7125),
     ],
 )
 def test_the_floor_is_that_of_the_comparison(
     tmp_path: Path, model: str, name: str, total: float, prefill: float
 ) -> None:
-    floor = floor_seconds(load_config(write_config(model, tmp_path)), requests(name), **H100)
+    config = load_config(write_config(model, tmp_path))
+    floor = floor_seconds(config, requests(name, prompt_vocab(config.vocab_size)), **H100)
     assert floor.total == pytest.approx(total, abs=1e-4)
     assert floor.prefill == pytest.approx(prefill, abs=1e-4)
 
@@ -97,17 +102,25 @@ def test_the_floor_of_one_request_by_hand(tmp_path: Path) -> None:
 def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> None:
     config = load_config(write_config(model, tmp_path / "new"))
     diffusion, hybrid = "sdar" in model, "hybrid" in model
-    experts = hybrid or "a3b" in model or "moe" in model
+    latent = "deepseek" in model or "latent" in model
+    experts = hybrid or latent or "a3b" in model or "moe" in model
     plain = "Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"
     plain = "Qwen3NextForCausalLM" if hybrid else plain
+    plain = "DeepseekV2ForCausalLM" if latent else plain
     assert config.architecture == ("SDARForCausalLM" if diffusion else plain)
     assert (expert_weights(config).layers > 0) == experts
-    assert config.family_as(DenseConfig).qk_norm and (config.diffusion is not None) == diffusion
-    theta = 1e7 if model == "hybrid-35b-a3b" else 1e6
+    assert config.family_as(DenseConfig).qk_norm != latent
+    assert (config.diffusion is not None) == diffusion
+    theta = 1e4 if latent else 1e7 if model == "hybrid-35b-a3b" else 1e6
     assert config.family_as(DenseConfig).rope.rope_theta == theta
     longest = max(w.input_lens[1] + w.output_lens[1] for w in WORKLOADS.values())
     assert longest <= config.max_position_embeddings
-    assert "tiny" in model or config.vocab_size >= PROMPT_VOCAB
+    assert latent or "tiny" in model or config.vocab_size >= PROMPT_VOCAB
+
+
+def test_prompts_leave_out_the_ids_at_the_end_of_a_vocabulary() -> None:
+    assert prompt_vocab(151_936) == PROMPT_VOCAB
+    assert prompt_vocab(102_400) == 100_400 and prompt_vocab(512) == 512
 
 
 def test_the_floor_of_experts_by_hand(tmp_path: Path) -> None:
@@ -143,6 +156,18 @@ def test_the_floor_of_recurrences_by_hand(tmp_path: Path) -> None:
     slow_math = floor_seconds(config, load, bandwidth=1e30, flops=1.0)
     of_token = 2 * (layer_params(config) + expert_weights(config).of_token) + 3 * 2 * state
     assert slow_math.prefill == pytest.approx(10 * of_token + 4 * 4 * 16 * 10 * 10 / 2)
+
+
+def test_the_floor_of_latent_attention_by_hand(tmp_path: Path) -> None:
+    config = load_config(write_config("tiny-latent", tmp_path))
+    # Queries of 4 heads of 16 + 8, the latent of 32 and a key of 8, what expands it, the output.
+    attention = 64 * 4 * 24 + 64 * 40 + 32 * 4 * (16 + 16) + 4 * 16 * 64
+    assert mixers(config).params == 3 * attention
+    # One dense layer, and two with a router to 8 experts and a shared one.
+    assert layer_params(config) == 3 * attention + 3 * 64 * 128 + 2 * (64 * 8 + 3 * 64 * 32)
+    assert mixers(config).kv_bytes == 3 * 2 * (32 + 8)
+    assert mixers(config).attention_flops == 3 * 2 * 4 * (24 + 16)
+    assert mixers(config).state_bytes == 0
 
 
 def test_the_states_of_a_row_of_the_large_hybrid(tmp_path: Path) -> None:

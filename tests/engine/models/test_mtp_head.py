@@ -1,4 +1,6 @@
-"""The heads of Qwen3.5 and Qwen3-Next for multi-token prediction, against transformers'."""
+"""The heads for multi-token prediction of Qwen3.5, Qwen3-Next and DeepSeek-V3 against those of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from batchgen.engine.loading.loader import load_model
 
 CPU = torch.device("cpu")
 NONE = np.empty(0, np.int64)
-KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3")
 
 
 class OurHead:
@@ -47,7 +49,8 @@ class OurHead:
 
 
 @pytest.mark.parametrize(
-    ("kind", "split"), [*((kind, False) for kind in KINDS), ("qwen3_5_moe", True)]
+    ("kind", "split"),
+    [*((kind, False) for kind in KINDS), ("qwen3_5_moe", True), ("deepseek_v3", True)],
 )
 def test_the_head_is_that_of_transformers(kind: str, split: bool, tmp_path: Path) -> None:
     theirs = TheirHead(kind)
@@ -82,6 +85,13 @@ def test_the_head_counts_its_own_weights(tmp_path: Path) -> None:
     assert head.parameters_per_token == head.num_parameters - 6 * expert
     alone = load_model(tmp_path, device=CPU)
     assert alone.num_parameters == model.num_parameters and not alone.heads
+
+
+def test_a_head_that_nobody_wants_is_not_loaded(tmp_path: Path) -> None:
+    folder = TheirHead("deepseek_v3").save(tmp_path)
+    model = load_model(folder, device=CPU)
+    assert model.skipped_parts == ("the head for multi-token prediction",)
+    assert model.config.heads == ("mtp",) and not model.heads
 
 
 def test_a_head_of_several_layers_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.kernels.moe.router_form import RouterForm
 from batchgen.kernels.moe.routing import route_reference
 from batchgen.kernels.moe.routing_triton import route_triton
 
@@ -70,3 +71,78 @@ def test_excluded_experts_come_last_in_order() -> None:
 def test_no_tokens() -> None:
     ids, weights = route_triton(torch.empty((0, 8), device=DEVICE), 2, renormalise=True)
     assert ids.shape == weights.shape == (0, 2)
+
+
+FORMS = {
+    "v2 groups": RouterForm(groups=4, kept_groups=2, scale=16.0),
+    "v3": RouterForm(
+        sigmoid=True, groups=4, kept_groups=2, group_best=2, scale=2.5, least_sum=1e-20
+    ),
+    "v3 without groups": RouterForm(sigmoid=True, group_best=2, least_sum=1e-20),
+}
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(5, 8, 3), (3, 64, 6), (2, 256, 8)])
+def test_other_forms_equal_the_reference(
+    tokens: int, experts: int, k: int, form: RouterForm, biased: bool
+) -> None:
+    logits = _logits(tokens, experts, torch.float32)
+    generator = torch.Generator().manual_seed(experts)
+    # Multiples of 1/8 again, so that scores with and without it are in another order.
+    bias = torch.randn(experts, generator=generator).mul_(8).round_().div_(8) if biased else None
+    for renormalise in (False, True):
+        there = None if bias is None else bias.to(DEVICE)
+        ids, weights = route_triton(logits, k, renormalise=renormalise, form=form, bias=there)
+        expected_ids, expected = route_reference(
+            logits.cpu(), k, renormalise=renormalise, form=form, bias=bias
+        )
+        torch.testing.assert_close(weights.cpu(), expected, rtol=2e-6, atol=1e-12)
+        # The sigmoids of two libraries may differ in the last bit, which tells near ones apart.
+        same = (ids.cpu() == expected_ids).all(1)
+        assert same.all() if not biased else same.sum() >= tokens - 1
+
+
+def test_a_bias_chooses_and_does_not_weigh() -> None:
+    """Two groups of three: the first is better by its two best together, the bias included."""
+    logits = torch.tensor([[2.0, 0.0, -1.0, 3.0, -4.0, -4.0]], device=DEVICE)
+    bias = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.0, 0.0], device=DEVICE)
+    form = RouterForm(sigmoid=True, groups=2, kept_groups=1, group_best=2, scale=2.0)
+    for run, device in ((route_triton, DEVICE), (route_reference, "cpu")):
+        where = torch.device(device)
+        ids, weights = run(logits.to(where), 2, renormalise=False, form=form, bias=bias.to(where))
+        assert ids.tolist() == [[1, 0]]
+        expected = 2 * torch.tensor([[0.0, 2.0]]).sigmoid()
+        torch.testing.assert_close(weights.cpu(), expected)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_sigmoid_scores_that_are_not_finite_have_no_weights(bad: float) -> None:
+    logits = _logits(3, 8, torch.float32)
+    logits[1, 5] = bad
+    form = FORMS["v3"]
+    bias = torch.zeros(8)
+    for found in (
+        route_triton(logits, 3, renormalise=True, form=form, bias=bias.to(DEVICE)),
+        route_reference(logits.cpu(), 3, renormalise=True, form=form, bias=bias),
+    ):
+        ids, weights = (values.cpu() for values in found)
+        assert weights[1].isnan().all() and weights[[0, 2]].isfinite().all()
+        assert ((ids >= 0) & (ids < 8)).all()
+
+
+@pytest.mark.parametrize(
+    ("form", "experts", "k", "message"),
+    [
+        (RouterForm(groups=3), 8, 2, "equal sizes"),
+        (RouterForm(groups=4, kept_groups=5), 8, 2, "no more can be kept"),
+        (RouterForm(groups=4, kept_groups=1), 8, 3, "num_experts_per_tok 3"),
+        (RouterForm(groups=8, kept_groups=8, group_best=2), 8, 3, "leaves 1 expert"),
+    ],
+)
+def test_groups_that_do_not_fit_are_named(
+    form: RouterForm, experts: int, k: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        form.check(experts, k)

@@ -56,7 +56,9 @@ Models = Mapping[str, CausalLM]
 @pytest.fixture(scope="module")
 def models(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Models:
     qwen = TheirHead("qwen3_5_moe").save(tmp_path_factory.mktemp("qwen"))
+    deepseek = TheirHead("deepseek_v3").save(tmp_path_factory.mktemp("deepseek"))
     return {
+        "deepseek": load_model(deepseek, device=torch.device("cpu"), heads=("mtp",)),
         "llama": with_head(tiny_model("llama")),
         "qwen": load_model(qwen, device=torch.device("cpu"), heads=("mtp",)),
     }
@@ -275,6 +277,8 @@ def test_the_toy_head_computes_what_it_says(models: Models) -> None:
         pytest.param("qwen", 2, {"overlap": False}, marks=pytest.mark.slow),
         pytest.param("qwen", 4, {"chunk_tokens": 0}, marks=pytest.mark.slow),
         pytest.param("qwen", 5, {"max_batched_tokens": 128}, marks=pytest.mark.slow),
+        pytest.param("deepseek", 3, {"chunk_tokens": 5}, marks=pytest.mark.slow),
+        pytest.param("deepseek", 2, {"max_batched_tokens": 9}, marks=pytest.mark.slow),
     ],
 )
 def test_the_head_has_read_every_token(
@@ -291,7 +295,7 @@ def test_the_head_has_read_every_token(
     assert strategy.held == set(range(k + 1))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen"])
+@pytest.mark.parametrize("kind", ["llama", "qwen", "deepseek"])
 def test_the_head_finds_what_others_have_read(
     models: Models, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -1,0 +1,61 @@
+"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437), and models of its form: R1, Moonlight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchgen.engine.layers.moe import Router
+from batchgen.engine.models.config import ModelConfig
+from batchgen.engine.models.latent import LatentForCausalLM, latent_config, sparse_from
+from batchgen.kernels.moe.router_form import RouterForm
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class DeepseekV3ForCausalLM(LatentForCausalLM):
+    """DeepSeek-V3: scores are sigmoids, corrected for the choice of experts only."""
+
+    @classmethod
+    def hf_config(cls) -> type[PretrainedConfig]:
+        from transformers import DeepseekV3Config
+
+        return DeepseekV3Config
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        values = hf.to_dict()
+        for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+            if values.get(key, known) != known:
+                raise ValueError(f"{key} {values[key]!r} is not supported, only {known!r}")
+        return latent_config(
+            hf,
+            cls,
+            router=sigmoid_router(hf),
+            renormalise=hf.norm_topk_prob,
+            moe_layers=sparse_from(hf),
+            interleaved=hf.rope_interleave,
+            mtp_layers=mtp_layers(hf),
+        )
+
+
+def mtp_layers(hf: PretrainedConfig) -> int:
+    """Return how many layers behind the last one predict tokens further ahead; 0 if the
+    configuration does not say. transformers 5.17 and 5.23 have different names for it."""
+    values = hf.to_dict()
+    count: int = values.get("num_nextn_predict_layers", values.get("num_mtp_layers")) or 0
+    return count
+
+
+def sigmoid_router(hf: PretrainedConfig) -> Router:
+    """Return the form of a router whose scores are sigmoids, corrected for the choice, from the
+    configuration of transformers."""
+    form = RouterForm(
+        sigmoid=True,
+        groups=hf.n_group,
+        kept_groups=hf.topk_group,
+        group_best=2,
+        scale=hf.routed_scaling_factor,
+        least_sum=1e-20,
+    )
+    return Router(form, corrected=True, float32=True, gates_shared=False)

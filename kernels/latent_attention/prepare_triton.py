@@ -1,0 +1,86 @@
+"""`prepare.prepare_latent` in Triton: norm, rotation and the write to the cache in one launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.attention.qkv import not_finite, rotate_pairs
+
+_TILE = 2048
+"""Rotated pairs of queries that a program turns at a time."""
+
+
+def prepare_latent_triton(
+    q: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    plane: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """`prepare.prepare_latent` in one launch, which rotates q in place and returns it."""
+    num_tokens, num_heads, query_size = q.shape
+    size, rotated = len(weight), cos_sin.shape[1]
+    assert plane.shape[-1] == latent.shape[1] == size + rotated and plane.is_contiguous()
+    assert q.stride()[1:] == (query_size, 1) and latent.stride(1) == 1
+    assert cos_sin.is_contiguous() and slots.is_contiguous() and weight.is_contiguous()
+    half = triton.next_power_of_2(rotated // 2)
+    _prepare_latent[(num_tokens,)](
+        q, latent, weight, cos_sin, plane, slots, q.stride(0), latent.stride(0), eps,
+        HEADS=num_heads, QUERY=query_size, SIZE=size, SIZE_PAD=triton.next_power_of_2(size),
+        ROTATED=rotated, HALF=half,
+        HEAD_BLOCK=min(max(_TILE // half, 1), triton.next_power_of_2(num_heads)),
+        # Without fused multiply-add the rotation has the bits of the reference.
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return q
+
+
+@triton.jit
+def _prepare_latent(
+    q_ptr, latent_ptr, weight_ptr, cos_sin_ptr, plane_ptr, slots_ptr, q_stride, latent_stride, eps,
+    HEADS: tl.constexpr, QUERY: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
+    ROTATED: tl.constexpr, HALF: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program prepares one token: its latent, its key, and the queries of all heads."""
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, HALF)
+    paired = pair < ROTATED // 2
+    angles = cos_sin_ptr + token * ROTATED + pair
+    cos = tl.load(angles, mask=paired, other=1.0)
+    sin = tl.load(angles + ROTATED // 2, mask=paired, other=0.0)
+
+    source = latent_ptr + token * latent_stride
+    column = tl.arange(0, SIZE_PAD)
+    inside = column < SIZE
+    raw = tl.load(source + column, mask=inside, other=0.0)
+    wide = raw.to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    normed = (wide * scale).to(weight_ptr.dtype.element_ty).to(tl.float32) * weight
+    dtype = plane_ptr.dtype.element_ty
+    normed = normed.to(raw.dtype).to(dtype)
+    first = tl.load(source + SIZE + pair, mask=paired, other=0.0)
+    second = tl.load(source + SIZE + ROTATED // 2 + pair, mask=paired, other=0.0)
+    first, second = rotate_pairs(first, second, cos, sin)
+    first, second = first.to(dtype), second.to(dtype)
+    broken = tl.max(not_finite(normed).to(tl.int32), 0)
+    broken += tl.max((not_finite(first) | not_finite(second)).to(tl.int32), 0)
+    target = plane_ptr + tl.load(slots_ptr + token).to(tl.int64) * (SIZE + ROTATED)
+    tl.store(target + column, tl.where(broken > 0, 0.0, normed), mask=inside)
+    key = target + SIZE + pair
+    tl.store(key, tl.where(broken > 0, float("nan"), first), mask=paired)
+    tl.store(key + ROTATED // 2, tl.where(broken > 0, float("nan"), second), mask=paired)
+
+    for start in range(0, HEADS, HEAD_BLOCK):
+        head = start + tl.arange(0, HEAD_BLOCK)[:, None]
+        place = q_ptr + token * q_stride + head * QUERY + (QUERY - ROTATED) + pair[None, :]
+        mask = (head < HEADS) & paired[None, :]
+        near = tl.load(place, mask=mask, other=0.0)
+        far = tl.load(place + ROTATED // 2, mask=mask, other=0.0)
+        near, far = rotate_pairs(near, far, cos[None, :], sin[None, :])
+        tl.store(place, near, mask=mask)
+        tl.store(place + ROTATED // 2, far, mask=mask)

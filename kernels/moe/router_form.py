@@ -1,0 +1,54 @@
+"""What differs between the routers of models with experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RouterForm:
+    """How a router makes scores and weights, and from which groups of experts it chooses.
+
+    With groups (DeepSeek-AI 2024, arXiv 2405.04434) the experts of a token are chosen from the
+    `kept_groups` groups that are best. A group is as good as its best expert, or as its best two
+    together; of equal groups the first counts as better.
+
+    Attributes:
+        sigmoid: a score is the sigmoid of its logit; otherwise scores are a softmax over all.
+        groups: the number of groups into which the experts fall, in the order of their ids.
+        kept_groups: the number of groups from which a token's experts are chosen.
+        group_best: of how many of its experts, 1 or 2, the scores add up to the group's.
+        scale: what the weights are multiplied by at last.
+        least_sum: what is added to the sum by which the weights are divided, if they are.
+    """
+
+    sigmoid: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 1
+    scale: float = 1.0
+    least_sum: float = 0.0
+
+    def check(self, num_experts: int, experts_per_token: int) -> None:
+        """Check that the groups fit the experts of a model.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if not 1 <= self.kept_groups <= self.groups or num_experts % self.groups:
+            raise ValueError(
+                f"topk_group {self.kept_groups} of n_group {self.groups} groups of {num_experts} "
+                "experts: groups must have equal sizes, and no more can be kept than there are"
+            )
+        of_group = num_experts // self.groups
+        if self.groups > 1 and of_group < self.group_best:
+            raise ValueError(f"n_group {self.groups} leaves {of_group} expert in a group")
+        if self.kept_groups * of_group < experts_per_token:
+            raise ValueError(
+                f"num_experts_per_tok {experts_per_token} is more than the experts of topk_group "
+                f"{self.kept_groups} groups"
+            )
+
+
+SOFTMAX = RouterForm()
+"""A softmax over all experts, without groups."""

@@ -1,0 +1,200 @@
+"""Rows of models with latent attention: the same bits however scheduled, and transformers' choices.
+
+What a row says alone, with its prompt read in one forward, is held against every other way.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_rows import Request, expect_short_rows, run
+from forced_drafts import ForcedStrategy
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from batchgen.engine.cache.model_caches import paged_token_bytes
+from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.loader import load_model
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.moe import ROUTED_EXPERTS
+from batchgen.engine.outputs import RequestOutput
+from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.strategy import Strategy
+from batchgen.strategies.ar.strategy import ARStrategy
+from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+
+TinyModel = Callable[..., Path]
+CPU = torch.device("cpu")
+KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+
+
+def load(folder: Path, device: torch.device = CPU) -> CausalLM:
+    return load_model(folder, device=device, dtype=torch.float32)
+
+
+def make_engine(model: CausalLM, strategy: Strategy | None = None, **config: Any) -> LLMEngine:
+    options: dict[str, Any] = {"max_model_len": 256, "kv_cache_gib": 0.01, "max_num_seqs": 6}
+    return LLMEngine(
+        model,
+        None,
+        (),
+        strategy or ARStrategy(),
+        EngineConfig(**options | config),
+        context_columns=[ROUTED_EXPERTS],
+    )
+
+
+def requests(seed: int, count: int = 8, temperatures: Sequence[float] = (0, 0.8)) -> list[Request]:
+    """Prompts of which some begin alike, with samples."""
+    rng = random.Random(seed)
+    common = [rng.randrange(3, 128) for _ in range(90)]
+    rows: list[Request] = []
+    while len(rows) < count:
+        own = [rng.randrange(3, 128) for _ in range(rng.choice([1, 5, 40]))]
+        prompt = [*common[: rng.choice([0, 20, 64, 90])], *own]
+        for _ in range(rng.randint(1, 2)):
+            params = SamplingParams(
+                temperature=rng.choice(temperatures),
+                max_new_tokens=rng.choice([1, 6, 20]),
+                seed=rng.randrange(4),
+                logprobs=True,
+                columns=(ROUTED_EXPERTS,),
+            )
+            rows.append((prompt, params))
+    return rows[:count]
+
+
+class Alone:
+    """What rows say when each has an engine's caches for itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self._engine = make_engine(load(folder), max_num_seqs=1, prefix_caching=False)
+        self._seen: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
+
+    def __call__(self, row: Request) -> RequestOutput:
+        key = (tuple(row[0]), row[1])
+        if key not in self._seen:
+            (self._seen[key],) = run(self._engine, [row])
+        return self._seen[key]
+
+    def check(self, rows: Sequence[Request], found: Sequence[RequestOutput]) -> None:
+        for i, (row, output) in enumerate(zip(rows, found, strict=True)):
+            expected = self(row)
+            assert output.token_ids == expected.token_ids, f"row {i}"
+            for name in ("logprobs", ROUTED_EXPERTS):
+                np.testing.assert_array_equal(output.columns[name], expected.columns[name])
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param("deepseek_v2", marks=pytest.mark.slow), "deepseek_v3"]
+)
+def folder(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Path:
+    lite = {"q_lora_rank": None} if request.param == "deepseek_v2" else {}
+    return tiny_model(request.param, **lite)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Alone:
+    return Alone(folder)
+
+
+def cache_gib(folder: Path, tokens: int) -> float:
+    model = load(folder)
+    columns = model.declared_columns(model.config)
+    return (tokens + 16) * paged_token_bytes(model.cache_specs, columns, torch.float32) / 2**30
+
+
+@pytest.mark.parametrize(("batched", "overlap", "block_size"), [(48, True, 4), (2048, False, 16)])
+def test_any_schedule(
+    alone: Alone, folder: Path, batched: int, overlap: bool, block_size: int
+) -> None:
+    rows = requests(seed=1)
+    engine = make_engine(
+        load(folder), overlap=overlap, max_batched_tokens=batched, block_size=block_size
+    )
+    alone.check(rows, run(engine, rows))
+    assert engine.stats.cached_tokens > 0
+
+
+def test_rows_that_lose_their_caches(
+    alone: Alone, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they had generated is read again as part of their prompt."""
+    expect_short_rows(monkeypatch)
+    params = SamplingParams(max_new_tokens=24, seed=3, logprobs=True, columns=(ROUTED_EXPERTS,))
+    rows = [([3 + (i + 2) * j % 125 for j in range(20 + 9 * i)], params) for i in range(4)]
+    small: dict[str, Any] = {"max_model_len": 128, "kv_cache_gib": cache_gib(folder, 128)}
+    engine = make_engine(load(folder), max_batched_tokens=32, **small)
+    alone.check(rows, run(engine, rows))
+    assert engine.stats.preemptions
+
+
+def test_drafts_that_fall_anywhere_are_taken_back(alone: Alone, folder: Path) -> None:
+    rows = requests(seed=20)
+    answers = {str(i): alone(row).token_ids for i, row in enumerate(rows)}
+    strategy = ForcedStrategy(answers, k=3, seed=3)
+    engine = make_engine(load(folder), strategy, max_num_seqs=4)
+    strategy._engine = engine
+    alone.check(rows, run(engine, rows))
+    assert all(strategy.held)
+
+
+def test_ngram_drafts(alone: Alone, folder: Path) -> None:
+    rows = requests(seed=40, count=4)
+    strategy = ARSpecStrategy(num_spec_tokens=3, adaptive=False, ngram_min=1)
+    engine = make_engine(load(folder), strategy, overlap=True, max_batched_tokens=64)
+    alone.check(rows, run(engine, rows))
+    assert engine.stats.counts["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_log_probabilities_and_experts(kind: str, tiny_model: TinyModel) -> None:
+    """In small chunks; the layer without experts has no entry in the column."""
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32)
+    chosen: list[list[set[int]]] = []
+
+    def note(_router: nn.Module, _args: object, result: tuple[torch.Tensor, ...]) -> None:
+        chosen.append([set(ids) for ids in result[2].tolist()])
+
+    for layer in theirs.model.layers[1:]:
+        layer.mlp.gate.register_forward_hook(note)
+    rows = requests(seed=7, count=3, temperatures=(0,))
+    engine = make_engine(load(tiny_model(kind)), max_batched_tokens=32, block_size=4)
+    for (prompt, _), output in zip(rows, run(engine, rows), strict=True):
+        chosen.clear()
+        ids = prompt + output.token_ids
+        with torch.inference_mode():
+            logprobs = theirs(torch.tensor([ids])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        assert output.token_ids == logprobs.argmax(-1).tolist()
+        np.testing.assert_allclose(
+            output.columns["logprobs"], logprobs.max(-1).values.numpy(), atol=1e-4
+        )
+        found = output.columns[ROUTED_EXPERTS]
+        assert found.shape == (len(ids) - 1, 2, 3)
+        for layer in range(2):
+            assert [set(row) for row in found[:, layer].tolist()] == chosen[layer][:-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_gpu_gives_the_tokens_of_a_cpu(
+    kind: str, drafts: bool, cuda_graph: bool, tiny_model: TinyModel
+) -> None:
+    rows = requests(seed=3, count=12, temperatures=(0,))
+    made = []
+    for device in ("cpu", "cuda"):
+        strategy = ARSpecStrategy(num_spec_tokens=3, adaptive=False) if drafts else ARStrategy()
+        config: dict[str, Any] = {} if device == "cpu" else {"cuda_graph": cuda_graph}
+        model = load(tiny_model(kind), torch.device(device))
+        made.append(run(make_engine(model, strategy, **config), rows))
+    for cpu, gpu in zip(*made, strict=True):
+        assert cpu.token_ids == gpu.token_ids
