@@ -17,6 +17,7 @@ from batchgen.output.shards import write_shard
 from batchgen.planning.forecast import Range
 from batchgen.planning.scan import ReadRow
 from batchgen.planning.work import common_prefix
+from batchgen.scoring.random_bits import random_below, random_words
 
 _ROWS = 200
 _TOKENS = 100_000
@@ -111,13 +112,12 @@ def row_bytes(
     texts = [ids[shared:] or ids for ids in prompts]
     most = min(_TOKENS, sum(map(len, texts)))  # what is repeated would compress too well
     number = max(1, min(_ROWS, most // length, len(sample)))
-    draws = np.random.default_rng(0)
     pool = cycle(chain.from_iterable(texts))
     rows = []
     for read, finished in sample[:number]:
         ids = list(islice(pool, length))
         text = "" if decode is None else decode(ids)
-        columns = {c.name: _values(c, length, len(read.ids), draws) for c in schema.columns}
+        columns = {c.name: _values(c, length, len(read.ids), len(rows)) for c in schema.columns}
         output = RequestOutput(
             finished.row_id, read.ids, ids, text, "length", columns=columns,
             counts=dict.fromkeys(schema.counts, 1),
@@ -139,15 +139,13 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def _values(
-    column: OutputColumn, generated: int, prompt: int, draws: np.random.Generator
-) -> np.ndarray:
+def _values(column: OutputColumn, generated: int, prompt: int, seed: int) -> np.ndarray:
     """Random values of a column for one answer."""
     tokens = generated if column.scope == "output" else generated + prompt - 1
     shape = (tokens, *column.tail_shape)
     if column.dtype.kind == "f":
-        return draws.standard_normal(shape).astype(column.dtype)
-    return draws.integers(0, 100, shape).astype(column.dtype)
+        return (random_words(seed, shape) / 2.0**64).astype(column.dtype)
+    return random_below(100, seed, shape).astype(column.dtype)
 
 
 def _three(value: Range) -> tuple[float, float, float]:

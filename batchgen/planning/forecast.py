@@ -11,6 +11,7 @@ from batchgen.duration import duration
 from batchgen.planning.seen import Ints, Seen
 from batchgen.planning.simulation import MOST_SIMULATED, Places, Played, play
 from batchgen.planning.step_cost import StepCost
+from batchgen.scoring.random_bits import random_below
 
 _FASTER, _SLOWER = 0.75, 1.5
 """The model of a step was right within these factors where it was compared with runs; speed that a
@@ -264,7 +265,7 @@ def _drawn(values: Ints, number: int, seed: int) -> Ints:
     """So many values: all of them if there are as many, else drawn from them."""
     if len(values) == number:
         return values
-    drawn: Ints = np.random.default_rng(seed).choice(values, number)
+    drawn: Ints = values[random_below(len(values), seed, (number,))]
     return drawn
 
 

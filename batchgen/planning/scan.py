@@ -15,6 +15,7 @@ from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.outputs import RequestError
 from batchgen.planning.reading import Reading
 from batchgen.prompts.prompts import text_bytes
+from batchgen.scoring.random_bits import random_words
 
 SAMPLE = 1500
 """So many rows, drawn with a fixed seed over the whole data set, are looked at first."""
@@ -147,7 +148,7 @@ def scan_rows(
 
 def sample_indices(number: int, most: int = SAMPLE) -> list[int]:
     """Different indices below `number`, spread over all, in random order; the same in every run."""
-    chosen: list[int] = np.random.default_rng(0).permutation(number)[:most].tolist()
+    chosen: list[int] = random_words(0, (number,)).argsort()[:most].tolist()
     return chosen
 
 

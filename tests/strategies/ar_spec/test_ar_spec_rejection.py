@@ -63,6 +63,16 @@ def rejecting(k: int = 3) -> ARSpecStrategy:
     return ARSpecStrategy("draft", k, "rejection", adaptive=False)
 
 
+def rejecting_engine(
+    tiny_models: Models, config: EngineConfig, draft: str, k: int = 3
+) -> LLMEngine:
+    """An engine whose drafts are those of another model, or of the model's own head."""
+    if draft == "head":
+        strategy = ARSpecStrategy("mtp", k, "rejection", adaptive=False)
+        return make_engine(tiny_models, strategy, config, None)
+    return make_engine(tiny_models, rejecting(k), config, draft)
+
+
 def run(engine: LLMEngine, requests: Sequence[Request]) -> list[RequestOutput]:
     for i, (prompt, params) in enumerate(requests):
         engine.add_request(str(i), prompt, params)
@@ -116,12 +126,7 @@ DRAFTS = ("itself", "close", "far", "head")
 def test_the_tokens_have_the_law_of_ar(
     tiny_models: Models, ar_tokens: Callable[[str], list[list[int]]], draft: str, law: str
 ) -> None:
-    if draft == "head":
-        strategy = ARSpecStrategy("mtp", 3, "rejection", adaptive=False)
-        engine = make_engine(tiny_models, strategy, CONFIG, None)
-    else:
-        engine = make_engine(tiny_models, rejecting(), CONFIG, draft)
-    outputs = run(engine, samples(0, **LAWS[law]))
+    outputs = run(rejecting_engine(tiny_models, CONFIG, draft), samples(0, **LAWS[law]))
     expected = ar_tokens(law)
     # Pairs of neighbours: the first drafts of a step, those after them, and across steps.
     for start in range(5):
@@ -179,7 +184,7 @@ def test_greedy_rows_are_those_of_ar(tiny_models: Models, draft: str, overlap: b
     requests = mixed_requests(18)
     config = replace(CONFIG, overlap=overlap)
     expected = run(make_engine(tiny_models, ARStrategy(), CONFIG, None), requests)
-    outputs = run(make_engine(tiny_models, rejecting(5), config, draft), requests)
+    outputs = run(rejecting_engine(tiny_models, config, draft, 5), requests)
     for one, other in list(zip(expected, outputs, strict=True))[::2]:
         assert one.token_ids == other.token_ids
         assert (one.finish_reason, one.stop) == (other.finish_reason, other.stop)
