@@ -11,7 +11,7 @@ import pytest
 
 def proposer_cases(proposers: Iterable[str]) -> list[Any]:
     """Parameters (name, k, hard, overlap). Quick are the longest drafts of each proposer, and one
-    case that is hard and overlaps.
+    case of short ones that is hard and overlaps.
     """
     return [
         pytest.param(
@@ -20,7 +20,7 @@ def proposer_cases(proposers: Iterable[str]) -> list[Any]:
             hard,
             overlap,
             id=f"{name}-{k}{'-hard' * hard}{'-overlap' * overlap}",
-            marks=[] if k == 7 or (hard and overlap) else [pytest.mark.slow],
+            marks=[] if k == 7 or (hard and overlap and k <= 3) else [pytest.mark.slow],
         )
         for (name, k), (hard, overlap) in zip(
             itertools.product(proposers, (1, 2, 3, 5, 7)),

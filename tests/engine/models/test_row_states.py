@@ -296,7 +296,7 @@ def test_a_slot_with_garbage_is_started_from_zero(loop: PlainLoop) -> None:
     check(loop, rows, run(engine, rows))
 
 
-@pytest.mark.parametrize("k", some_slow(range(1, 8), quick=(1, 4)))
+@pytest.mark.parametrize("k", some_slow(range(1, 8), quick=(4,)))
 def test_drafts_that_fall_anywhere_are_taken_back(loop: PlainLoop, k: int) -> None:
     rows = requests(12, seed=20 + k, lengths=[1, 9, 40, 45])
     answers = {str(i): loop.generate(*row)[0] for i, row in enumerate(rows)}
@@ -311,7 +311,7 @@ def test_drafts_that_fall_anywhere_are_taken_back(loop: PlainLoop, k: int) -> No
 
 @pytest.mark.parametrize(
     ("overlap", "k"),
-    some_slow(itertools.product([False, True], range(1, 8)), quick=((False, 3), (True, 1))),
+    some_slow(itertools.product([False, True], range(1, 8)), quick=((True, 3),)),
 )
 def test_ngram_drafts(loop: PlainLoop, k: int, overlap: bool) -> None:
     # Greedy rows of a random model soon repeat themselves.
