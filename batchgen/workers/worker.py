@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from random import Random
+from secrets import randbelow
 from typing import Any, Literal
 
 from batchgen.config import WorkersConfig
@@ -50,13 +50,12 @@ class Worker:
         key = uuid.uuid4().hex
         self.store = FileStore(folder, key)
         about = {**identity(), "name": config.name, "key": key}
-        random = Random(key)
         self._config = config
         self._watch = Watch(config.stale_after, time.monotonic, is_gone)
         self.number = self._do(
-            join(least, lambda number: encoded(about, number, 0, None, {}), random.randrange)
+            join(least, lambda number: encoded(about, number, 0, None, {}), randbelow)
         )
-        self._member = Member(self.number, self._watch, random.randrange)
+        self._member = Member(self.number, self._watch, randbelow)
         self._heartbeat = Heartbeat(self.number, config.heartbeat, about, self.store.do)
         self._heartbeat.start()
         self._next_look = 0.0
