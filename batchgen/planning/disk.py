@@ -113,7 +113,7 @@ def row_bytes(
     most = min(_TOKENS, sum(map(len, texts)))  # what is repeated would compress too well
     number = max(1, min(_ROWS, most // length, len(sample)))
     pool = cycle(chain.from_iterable(texts))
-    rows = []
+    rows: list[FinishedRow] = []
     for read, finished in sample[:number]:
         ids = list(islice(pool, length))
         text = "" if decode is None else decode(ids)
