@@ -16,7 +16,7 @@ from batchgen.engine.layers.rotary import RotaryTable
 from batchgen.engine.models.config import ModelConfig, rope_from_parameters
 from batchgen.engine.models.dense import DenseConfig, dense_config
 from batchgen.engine.models.moe import MoEConfig, MoEForCausalLM, num_experts
-from batchgen.engine.models.mtp import MTP_HEAD, MTPHead
+from batchgen.engine.models.mtp import MTP_HEAD, MTPHead, check_mtp_layers
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.kernels.linear_attention.rows import CHUNK
 
@@ -138,11 +138,7 @@ class HybridForCausalLM(MoEForCausalLM):
         if name != MTP_HEAD or name not in self.config.heads:
             return super().make_head(name)
         family = self.family
-        if family.mtp_layers != 1:
-            raise ValueError(
-                f"the head for multi-token prediction has {family.mtp_layers} layers, and only one "
-                "is supported"
-            )
+        check_mtp_layers(family.mtp_layers)
         layer = DecoderLayer(
             self.make_attention(0),
             self.make_mlp(family.moe_layers[0] if family.moe_layers else 0),

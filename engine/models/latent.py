@@ -16,7 +16,7 @@ from batchgen.engine.layers.rotary import YarnRope
 from batchgen.engine.models.config import ModelConfig, check_positive
 from batchgen.engine.models.dense import DenseConfig, dense_config
 from batchgen.engine.models.moe import MoEConfig, MoEForCausalLM
-from batchgen.engine.models.mtp import MTP_HEAD, MTPHead
+from batchgen.engine.models.mtp import MTP_HEAD, MTPHead, check_mtp_layers
 from batchgen.engine.models.token_model import TokenModel
 
 if TYPE_CHECKING:
@@ -121,11 +121,7 @@ class LatentForCausalLM(MoEForCausalLM):
         if name != MTP_HEAD or name not in self.config.heads:
             return super().make_head(name)
         family = self.family
-        if family.mtp_layers != 1:
-            raise ValueError(
-                f"the head for multi-token prediction has {family.mtp_layers} layers, and only one "
-                "is supported"
-            )
+        check_mtp_layers(family.mtp_layers)
         mlp = self.make_mlp(family.moe_layers[-1] if family.moe_layers else 0)
         spared = self.spared_parameters if family.moe_layers else 0
         return MTPHead(self, self._make_layer(0, mlp), spared=spared)

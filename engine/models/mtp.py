@@ -18,6 +18,18 @@ MTP_HEAD = "mtp"
 """The name of the head for multi-token prediction, which is also the prefix of its weight slots."""
 
 
+def check_mtp_layers(number: int) -> None:
+    """Refuse a head for multi-token prediction that has more than one layer.
+
+    Raises:
+        ValueError: the head has another number of layers.
+    """
+    if number != 1:
+        raise ValueError(
+            f"the head for multi-token prediction has {number} layers, and only one is supported"
+        )
+
+
 class MTPHead(TokenModel):
     """One layer over a token's embedding and the hidden state that the token was drawn from.
 
