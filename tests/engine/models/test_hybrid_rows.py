@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from alone_rows import Alone
 from engine_rows import Request, expect_short_rows
 from forced_drafts import ForcedStrategy, some_slow
 from torch import Tensor
@@ -98,31 +99,9 @@ def run(engine: LLMEngine, rows: Sequence[Request]) -> list[RequestOutput]:
     return [found[i] for i in range(len(rows))]
 
 
-class Alone:
-    """What rows say when each has an engine's caches for itself."""
-
-    def __init__(self, folder: Path) -> None:
-        self._engine = make_engine(load(folder), max_num_seqs=1, prefix_caching=False)
-        self._seen: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
-
-    def __call__(self, row: Request) -> RequestOutput:
-        key = (tuple(row[0]), row[1])
-        if key not in self._seen:
-            (self._seen[key],) = run(self._engine, [row])
-        return self._seen[key]
-
-
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Alone:
-    return Alone(folder)
-
-
-def check(alone: Alone, rows: Sequence[Request], found: Sequence[RequestOutput]) -> None:
-    for i, (row, output) in enumerate(zip(rows, found, strict=True)):
-        expected = alone(row)
-        assert output.token_ids == expected.token_ids, f"row {i}"
-        for name in ("logprobs", ROUTE):
-            np.testing.assert_array_equal(output.columns[name], expected.columns[name])
+    return Alone(make_engine(load(folder), max_num_seqs=1, prefix_caching=False), run)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +118,7 @@ def test_any_schedule(
     engine = make_engine(
         load(folder), overlap=overlap, max_batched_tokens=batched, block_size=block_size
     )
-    check(alone, rows, run(engine, rows))
+    alone.check(rows, run(engine, rows))
     assert engine.stats.cached_tokens > 0
 
 
@@ -153,7 +132,7 @@ def test_rows_that_lose_their_caches(
     engine = make_engine(
         load(folder), max_model_len=144, max_batched_tokens=64, kv_cache_gib=cache_gib(folder, 144)
     )
-    check(alone, rows, run(engine, rows))
+    alone.check(rows, run(engine, rows))
     assert engine.stats.preemptions > 0
 
 
@@ -176,7 +155,7 @@ def check_forced(alone: Alone, folder: Path, k: int) -> None:
         load(folder), strategy, max_num_seqs=4, kv_cache_gib=cache_gib(folder, 300)
     )
     strategy._engine = engine
-    check(alone, rows, run(engine, rows))
+    alone.check(rows, run(engine, rows))
     assert all(strategy.held), "the case is about every number of drafts that can hold"
 
 
@@ -214,7 +193,7 @@ def test_ngram_drafts(alone: Alone, folder: Path) -> None:
     rows = requests(seed=40, count=4, lengths=(20,))
     strategy = ARSpecStrategy(num_spec_tokens=3, adaptive=False, ngram_min=1)
     engine = make_engine(load(folder), strategy, overlap=True, max_batched_tokens=64)
-    check(alone, rows, run(engine, rows))
+    alone.check(rows, run(engine, rows))
     assert engine.stats.counts["num_draft_tokens"] > 0
 
 
@@ -226,7 +205,7 @@ def test_samples_of_one_prompt_compute_it_once(alone: Alone, folder: Path) -> No
     ]
     engine = make_engine(load(folder), max_num_seqs=64)
     found = run(engine, rows)
-    check(alone, rows[:2], found[:2])
+    alone.check(rows[:2], found[:2])
     assert engine.stats.cached_tokens == 63 * 192
     assert engine.stats.prefill_tokens == 205 + 63 * (205 - 192)
 
@@ -241,7 +220,7 @@ def test_generated_tokens_in_a_prompt_are_read_as_a_prompt(alone: Alone, folder:
     params = replace(params, max_new_tokens=4)
     rows = [(longer, params), ([*longer, 5], params), ([*longer, 6], params)]
     for row in rows:
-        check(alone, [row], run(engine, [row]))
+        alone.check([row], run(engine, [row]))
     assert engine.stats.cached_tokens == 64 + 2 * 128
 
 
@@ -264,7 +243,7 @@ def test_a_row_that_is_read_again_does_not_start_from_a_prompt_of_its_own_words(
     found: dict[str, RequestOutput] = {}
     while engine.has_unfinished():
         found |= {output.request_id: output for output in engine.step()}
-    check(alone, [first, other], [found["first"], found["other"]])
+    alone.check([first, other], [found["first"], found["other"]])
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from alone_rows import Alone
 from engine_rows import Request, expect_short_rows, run
 from forced_drafts import ForcedStrategy
 from torch import nn
@@ -24,7 +25,6 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.moe import ROUTED_EXPERTS
-from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -71,27 +71,6 @@ def requests(seed: int, count: int = 8, temperatures: Sequence[float] = (0, 0.8)
     return rows[:count]
 
 
-class Alone:
-    """What rows say when each has an engine's caches for itself."""
-
-    def __init__(self, folder: Path) -> None:
-        self._engine = make_engine(load(folder), max_num_seqs=1, prefix_caching=False)
-        self._seen: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
-
-    def __call__(self, row: Request) -> RequestOutput:
-        key = (tuple(row[0]), row[1])
-        if key not in self._seen:
-            (self._seen[key],) = run(self._engine, [row])
-        return self._seen[key]
-
-    def check(self, rows: Sequence[Request], found: Sequence[RequestOutput]) -> None:
-        for i, (row, output) in enumerate(zip(rows, found, strict=True)):
-            expected = self(row)
-            assert output.token_ids == expected.token_ids, f"row {i}"
-            for name in ("logprobs", ROUTED_EXPERTS):
-                np.testing.assert_array_equal(output.columns[name], expected.columns[name])
-
-
 @pytest.fixture(
     scope="module", params=[pytest.param("deepseek_v2", marks=pytest.mark.slow), "deepseek_v3"]
 )
@@ -102,7 +81,7 @@ def folder(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Alone:
-    return Alone(folder)
+    return Alone(make_engine(load(folder), max_num_seqs=1, prefix_caching=False), run)
 
 
 def cache_gib(folder: Path, tokens: int) -> float:
