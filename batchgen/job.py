@@ -209,15 +209,9 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
             writer.flush()
             worker.beat()
             _refuse_quarantined(todo, worker)
-            while True:
-                elsewhere = _completed_elsewhere(folder, parts, metrics)
-                if elsewhere is not None:
-                    return elsewhere
-                if worker.claim_finish():
-                    break
-                if signals.received is not None:
-                    return _stopped(writer, metrics, signals, folder.path)
-                time.sleep(min(1.0, worker.look_seconds))
+            ended = _ended_without(worker, folder, parts, metrics, signals, writer)
+            if ended is not None:
+                return ended
             writer.finish(todo.num_rows)
             return _complete(config, parts, folder, schema, metrics, signals, grading)
 
@@ -283,6 +277,27 @@ def _refuse_quarantined(todo: Todo, worker: Worker) -> None:
             + "\nlook at these rows, and at what the workers printed when they ended; the same "
             "command tries them again"
         )
+
+
+def _ended_without(
+    worker: Worker,
+    folder: JobFolder,
+    parts: JobParts,
+    metrics: Metrics,
+    signals: StopSignals,
+    writer: OutputWriter,
+) -> JobResult | None:
+    """Wait until this worker is the one that completes the job, which is None, or until another
+    has completed it or a signal came, which is how the job ended for this worker."""
+    while True:
+        elsewhere = _completed_elsewhere(folder, parts, metrics)
+        if elsewhere is not None:
+            return elsewhere
+        if worker.claim_finish():
+            return None
+        if signals.received is not None:
+            return _stopped(writer, metrics, signals, folder.path)
+        time.sleep(min(1.0, worker.look_seconds))
 
 
 def _completed_elsewhere(folder: JobFolder, parts: JobParts, metrics: Metrics) -> JobResult | None:
