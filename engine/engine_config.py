@@ -50,11 +50,11 @@ class Sizes(NamedTuple):
         return _SPARSE * self.weights_per_token <= self.weights <= self.memory // 2
 
     def fitting_rows(self, rows: int) -> int:
-        """Return how many of so many rows can be in flight with states that take at most three
-        fifths of the room for caches; at least one."""
+        """Return how many of so many rows can be in flight with states that take at most five
+        eighths of the room for caches; at least one."""
         if not self.row_states:
             return rows
-        return max(1, min(rows, self.cache_room * 3 // 5 // self.row_states))
+        return max(1, min(rows, self.cache_room * 5 // 8 // self.row_states))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,8 @@ class ResolvedConfig:
         gpu_memory_utilization: the share of the GPU's memory that the engine may use, from 0 to 1.
         cuda_graph: replay forwards as CUDA graphs.
         overlap: launch a step before the results of the previous step are read.
+        most_pending: the most records that wait before a recurrent layer's decode step writes its
+            state back, see `StateCache`.
     """
 
     max_num_seqs: int
@@ -90,6 +92,7 @@ class ResolvedConfig:
     gpu_memory_utilization: float
     cuda_graph: bool
     overlap: bool
+    most_pending: int
 
     @property
     def row_blocks(self) -> int:
@@ -104,7 +107,7 @@ class EngineConfig:
     Attributes:
         max_num_seqs: the most rows in flight; None means 256, or 512 for one token per row and step
             and a model with many experts whose weights leave half of the GPU's memory free, but no
-            more than have the states of recurrent layers in three fifths of the caches' memory.
+            more than have the states of recurrent layers in five eighths of the caches' memory.
         max_batched_tokens: the most tokens in one prefill batch; None means 2048 on a CPU, and 8192
             on a GPU, or 16384 for a model with many experts, as above.
         chunk_tokens: the most prompt tokens that are read beside decoding rows in one step; 0 reads
@@ -208,6 +211,7 @@ class EngineConfig:
             gpu_memory_utilization=self.gpu_memory_utilization,
             cuda_graph=cuda if self.cuda_graph is None else self.cuda_graph,
             overlap=cuda if self.overlap is None else self.overlap,
+            most_pending=most_pending(device),
         )
 
     def model_len(self, longest: int) -> int:
@@ -225,3 +229,13 @@ class EngineConfig:
                 f"{longest} tokens: lower max_model_len"
             )
         return self.max_model_len or longest
+
+
+def most_pending(device: torch.device) -> int:
+    """Return how many records may be pending before a decode step writes the state back.
+
+    On a GPU a step is bound by the memory that it moves, and a state is as large as some eighty
+    records. So the state is read in each step, but written in every eighth or so. On a CPU it is
+    cheaper to fold each record once.
+    """
+    return 7 if device.type == "cuda" else 0

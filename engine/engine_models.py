@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from batchgen.engine.cache.memory_plan import CPU_SHARE, ModelUse
-from batchgen.engine.cache.model_caches import record_bytes, state_bytes
+from batchgen.engine.cache.model_caches import row_bytes
 from batchgen.engine.cache.specs import StateSpec
-from batchgen.engine.engine_config import EngineConfig, Sizes
+from batchgen.engine.engine_config import EngineConfig, Sizes, most_pending
 from batchgen.engine.execution.host_limits import available_memory
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
@@ -135,6 +135,6 @@ def sizes_of(target: CausalLM, strategy: Strategy, config: EngineConfig) -> Size
         weights_per_token=target.parameters_per_token * itemsize,
         memory=memory,
         width=width,
-        row_states=state_bytes(specs) + width * record_bytes(specs),
+        row_states=row_bytes(specs, width, most_pending(device)),
         cache_room=max(room, 0),
     )

@@ -200,7 +200,11 @@ class LLMEngine:
         """Allocate a model's caches and make its runner, with CUDA graphs if they are on."""
         memory, config = self.memory, self.config
         sizes = CacheSizes(
-            memory.num_blocks, config.block_size, config.max_num_seqs, memory.num_checkpoints
+            memory.num_blocks,
+            config.block_size,
+            config.max_num_seqs,
+            memory.num_checkpoints,
+            config.most_pending,
         )
         runner = ModelRunner(use.model, use.caches(sizes), self._block_length)
         if config.cuda_graph:

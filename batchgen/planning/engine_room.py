@@ -10,7 +10,7 @@ import torch
 from batchgen.config import JobConfig
 from batchgen.engine.cache.expected_memory import expected_memory
 from batchgen.engine.cache.memory_plan import MemoryPlan, ModelUse, cache_token_bytes, weight_bytes
-from batchgen.engine.cache.model_caches import record_bytes, state_bytes
+from batchgen.engine.cache.model_caches import row_bytes
 from batchgen.engine.engine_config import ResolvedConfig, Sizes
 from batchgen.engine.engine_models import model_uses
 from batchgen.engine.models.causal_lm import CausalLM
@@ -58,8 +58,7 @@ class EngineRoom:
     def row_bytes(self) -> int:
         """The states and records of a row over all models; 0 without recurrent layers."""
         return sum(
-            state_bytes(use.model.cache_specs)
-            + max(use.widths) * record_bytes(use.model.cache_specs)
+            row_bytes(use.model.cache_specs, max(use.widths), self.settings.most_pending)
             for use in self.uses.values()
         )
 

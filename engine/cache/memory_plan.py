@@ -14,7 +14,7 @@ from batchgen.engine.cache.model_caches import (
     CacheSizes,
     ModelCaches,
     paged_token_bytes,
-    record_bytes,
+    row_bytes,
     state_bytes,
 )
 from batchgen.engine.engine_config import ResolvedConfig
@@ -219,7 +219,7 @@ def weight_bytes(uses: Sequence[ModelUse]) -> int:
 def _row_state_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     """Return the bytes for the states and records of all rows in flight and of the scratch slot."""
     specs = use.model.cache_specs
-    per_row = state_bytes(specs) + max(use.widths) * record_bytes(specs)
+    per_row = row_bytes(specs, max(use.widths), config.most_pending)
     return (1 + config.max_num_seqs) * per_row
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.cache.row_states import RowStates
+from batchgen.engine.cache.row_states import RowStates, ring_length
 from batchgen.engine.cache.specs import CacheSpec, PlaneSpec, StateSpec
 from batchgen.engine.execution.forward_context import LayerCache
 from batchgen.engine.outputs import OutputColumn
@@ -24,12 +24,14 @@ class CacheSizes:
         block_size: the number of tokens in one block.
         num_rows: the most rows that can be in flight.
         num_checkpoints: the most states that are kept for the prefix cache.
+        most_pending: as of `StateCache`.
     """
 
     num_blocks: int
     block_size: int
     num_rows: int
     num_checkpoints: int = 0
+    most_pending: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,14 @@ class ModelCaches:
         recurrent = [spec for spec in specs if isinstance(spec, StateSpec)]
         states = None
         if recurrent:
-            states = RowStates(recurrent, sizes.num_rows, sizes.num_checkpoints, width, device)
+            states = RowStates(
+                recurrent,
+                sizes.num_rows,
+                sizes.num_checkpoints,
+                width,
+                sizes.most_pending,
+                device,
+            )
         of_states = iter(states.layers if states is not None else ())
         layers: list[LayerCache | None] = []
         for spec in specs:
@@ -111,6 +120,12 @@ def state_bytes(specs: Sequence[CacheSpec | None]) -> int:
     return sum(spec.state_bytes for spec in specs if isinstance(spec, StateSpec))
 
 
-def record_bytes(specs: Sequence[CacheSpec | None]) -> int:
-    """Return the bytes of the records of one token of a decode step, over all layers."""
-    return sum(spec.record_bytes for spec in specs if isinstance(spec, StateSpec))
+def row_bytes(specs: Sequence[CacheSpec | None], width: int, most_pending: int) -> int:
+    """Return the bytes of one row's state and records over all layers; 0 without recurrent layers.
+
+    Args:
+        width: the most tokens of one row in a decode step.
+        most_pending: as of `StateCache`.
+    """
+    records = sum(spec.record_bytes for spec in specs if isinstance(spec, StateSpec))
+    return state_bytes(specs) + ring_length(width, most_pending) * records

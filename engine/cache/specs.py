@@ -128,14 +128,12 @@ class StateSpec:
     """State of a fixed size for every row, which a recurrent layer carries from token to token.
 
     A decode step of W tokens must be able to take back the tokens that are not accepted. So it
-    does not change the state, but keeps *records* of what its tokens do to it. The next step
-    *folds* the records of the accepted tokens into the state before it reads the state.
-    `RowMetadata` says how.
+    does not change the state, but keeps *records* of what its tokens do to it. Later steps *fold*
+    the records of the accepted tokens into the state before they use it. `RowMetadata` says how.
 
     Attributes:
         state: maps a name to a part of the state that is kept for each row.
-        records: maps a name to what is kept for each token of a decode step, until the next step
-            folds it.
+        records: maps a name to what is kept for each token of a decode step, until it is folded.
         chunk_multiple: a prefill is cut only where the number of tokens before the cut is a
             multiple of this. So a layer that computes chunks of this many tokens cuts a row at the
             same places however the row is scheduled.
@@ -152,8 +150,8 @@ class StateSpec:
 
     @property
     def record_bytes(self) -> int:
-        """The bytes of one token's records, twice: a step reads one set and writes another."""
-        return 2 * sum(tensor.nbytes for tensor in self.records.values())
+        """The bytes of one token's records."""
+        return sum(tensor.nbytes for tensor in self.records.values())
 
     def views(self, pool: Tensor, start: int) -> dict[str, Tensor]:
         """Return this layer's parts of the states in a pool of S slots, as views [S, *shape].

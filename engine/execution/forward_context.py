@@ -38,10 +38,10 @@ class RowMetadata:
     """The B rows of one part of the tokens, for layers that keep a state per row.
 
     In a *decode step* (`width` is given) every row has W tokens, of which only the first is
-    certain to stay. For each row the layer takes the first `folds[slot]` records of the half
-    `half[slot]`, folds them into the state of the row's slot and writes that state back. It then
-    runs the W tokens from this state and writes their records to the other half; the stored state
-    stays as it was after the fold.
+    certain to stay. For each row the layer reads the state of the row's slot, folds the
+    `pending[slot]` records from the place `first[slot]` of the ring into it, and runs the W tokens
+    from there. Their records go to the places behind the pending ones. The folded state, without
+    these W tokens, is written back if more than `most_pending` records were pending.
 
     In a *prefill* all tokens stay. A row whose first token has position 0 starts from a state of
     zeros, as its slot may hold anything, even NaN. Any other row starts from the state in its slot.

@@ -195,7 +195,7 @@ class GatedDeltaNet(nn.Module):
         """
         window, matrix = cache.state["window"], cache.state["matrix"]
         if rows.width is not None:
-            step = StepRows(rows.slots, cache.folds, cache.half, rows.width)
+            step = StepRows(rows.slots, cache.pending, cache.first, rows.width, cache.most_pending)
             inputs = cache.records["inputs"]
             x = causal_conv_step(x, self.conv_weight, window, inputs, step)
             records = DeltaRecords(*(cache.records[name] for name in DeltaRecords._fields))

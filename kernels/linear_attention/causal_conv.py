@@ -27,7 +27,7 @@ def causal_conv_step(
         weight: [C, K] of any floating dtype; the last tap is that of the token itself.
         window: [S, K − 1, C], dtype of x, the last inputs of each slot, the oldest first; each
             slot's are contiguous. Those of the rows' slots are overwritten, as `StepRows` says.
-        records: [2, R, N, C], dtype of x, with N ≥ W and contiguous; overwritten.
+        records: [R, N, C], dtype of x, contiguous; overwritten.
         rows: the B rows.
 
     Returns:
@@ -59,14 +59,14 @@ def causal_conv_step_reference(
 ) -> Tensor:
     """`causal_conv_step` in PyTorch."""
     slots, taps = rows.slots, weight.shape[1]
-    folds, half = rows.folds[slots].clamp(0, records.shape[2]), rows.half[slots].long()
-    seen = torch.cat([window[slots], records[half, slots]], dim=1)
-    place = folds[:, None] + torch.arange(taps - 1, device=x.device)
-    before = seen.gather(1, place[:, :, None].expand(-1, -1, x.shape[1]))
-    window.index_copy_(0, slots, before)
+    pending, places, new = rows.places(records.shape[1])
+    seen = torch.cat([window[slots], records[slots[:, None], places]], dim=1)
+    last = pending[:, None] + torch.arange(taps - 1, device=x.device)
+    before = seen.gather(1, last[:, :, None].expand(-1, -1, x.shape[1]))
+    full = (pending > rows.most_pending)[:, None, None]
+    window.index_copy_(0, slots, torch.where(full, before, window[slots]))
     inputs = x.view(len(slots), rows.width, x.shape[1])
-    for j in range(rows.width):
-        records[1 - half, slots, j] = inputs[:, j]
+    records[slots[:, None], new] = inputs
     return _convolve(torch.cat([before, inputs], dim=1), weight).flatten(0, 1).to(x.dtype)
 
 

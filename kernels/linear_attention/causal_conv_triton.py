@@ -29,10 +29,10 @@ def causal_conv_step_triton(
     blocks = triton.cdiv(channels, _STEP_BLOCK)
     if len(rows.slots):
         _conv_step[(len(rows.slots) * blocks,)](
-            x, weight, window, records, out, rows.slots, rows.folds, rows.half, x.stride(0),
-            weight.stride(0), weight.stride(1), window.stride(0), records.stride(0), channels,
-            TAPS=taps, WIDTH=rows.width, MOST=records.shape[2], BLOCKS=blocks, BLOCK=_STEP_BLOCK,
-            TILE=triton.next_power_of_2(taps), num_warps=1,
+            x, weight, window, records, out, rows.slots, rows.pending, rows.first, x.stride(0),
+            weight.stride(0), weight.stride(1), window.stride(0), channels, TAPS=taps,
+            WIDTH=rows.width, RING=records.shape[1], MOST_PENDING=rows.most_pending,
+            BLOCKS=blocks, BLOCK=_STEP_BLOCK, TILE=triton.next_power_of_2(taps), num_warps=1,
         )  # fmt: skip
     return out
 
@@ -50,8 +50,7 @@ def causal_conv_prefill_triton(
         _conv_prefill[(rows.most_chunks(), blocks)](
             x, weight, window, out, rows.slots, rows.positions, rows.starts, x.stride(0),
             weight.stride(0), weight.stride(1), window.stride(0), channels, batch,
-            TAPS=taps, CHUNK=CHUNK, TOKENS=_TOKENS, BLOCK=_BLOCK,
-            ROWS=triton.next_power_of_2(batch), num_warps=1,
+            TAPS=taps, CHUNK=CHUNK, TOKENS=_TOKENS, BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
         _conv_windows[(batch, blocks)](
             x, window, rows.slots, rows.positions, rows.starts, snapshots, x.stride(0),
@@ -64,22 +63,20 @@ def causal_conv_prefill_triton(
 
 @triton.jit
 def _conv_step(
-    x_ptr, weight_ptr, window_ptr, records_ptr, out_ptr, slots_ptr, folds_ptr, half_ptr, x_stride,
-    weight_channel, weight_tap, window_stride, half_stride, channels,
-    TAPS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, weight_ptr, window_ptr, records_ptr, out_ptr, slots_ptr, pending_ptr, first_ptr,
+    x_stride, weight_channel, weight_tap, window_stride, channels,
+    TAPS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, MOST_PENDING: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK channels of one row, and of each token a tile [TILE, BLOCK]: what
     its TAPS taps see."""
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     channel = (tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK))[None, :]
     slot = tl.load(slots_ptr + row)
-    folds = tl.minimum(tl.maximum(tl.load(folds_ptr + slot), 0), MOST)
-    half = tl.load(half_ptr + slot).to(tl.int64)
+    pending = tl.minimum(tl.maximum(tl.load(pending_ptr + slot), 0), RING)
+    first = tl.load(first_ptr + slot)
     window = window_ptr + slot * window_stride + channel
-    slot_records = records_ptr + slot * (MOST * channels) + channel
-    old = slot_records + half * half_stride
-    new = slot_records + (1 - half) * half_stride
+    records = records_ptr + slot * (RING * channels) + channel
     tap = tl.arange(0, TILE)[:, None]
     inside = (tap < TAPS) & (channel < channels)
     weight = tl.load(
@@ -90,27 +87,31 @@ def _conv_step(
         place = j + tap - (TAPS - 1)
         value = tl.load(x + place * x_stride, mask=inside & (place >= 0), other=0.0)
         if j < TAPS - 1:
-            before = _before(window, old, folds + j + tap, inside & (place < 0), channels, TAPS)
+            before = _before(
+                window, records, first, pending + j + tap, inside & (place < 0), channels, TAPS,
+                RING,
+            )  # fmt: skip
             value = tl.where(place < 0, before, value)
         total = tl.sum(value.to(tl.float32) * weight, axis=0)[None, :]
         out = total / (1.0 + tl.exp(-total))
         target = out_ptr + (row * WIDTH + j) * channels + channel
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=channel < channels)
         record = tl.load(x + j * x_stride, mask=channel < channels, other=0.0)
-        tl.store(new + j * channels, record, mask=channel < channels)
-    kept = inside & (tap < TAPS - 1)
-    before = _before(window, old, folds + tap, kept, channels, TAPS)
+        new = (first + pending + j) % RING
+        tl.store(records + new * channels, record, mask=channel < channels)
+    kept = inside & (tap < tl.where(pending > MOST_PENDING, TAPS - 1, 0))
+    before = _before(window, records, first, pending + tap, kept, channels, TAPS, RING)
     # Other threads of the program may read what this one overwrites.
     tl.debug_barrier()
     tl.store(window + tap * channels, before, mask=kept)
 
 
 @triton.jit
-def _before(window, records, place, mask, channels, TAPS: tl.constexpr):
-    """The inputs at places of the window, behind which the records stand."""
+def _before(window, records, first, place, mask, channels, TAPS: tl.constexpr, RING: tl.constexpr):
+    """The inputs at places of the window, behind which the pending records stand."""
     recorded = place >= TAPS - 1
     kept = tl.load(window + place * channels, mask=mask & (place < TAPS - 1), other=0.0)
-    record = records + (place - (TAPS - 1)) * channels
+    record = records + (first + tl.maximum(place - (TAPS - 1), 0)) % RING * channels
     return tl.where(recorded, tl.load(record, mask=mask & recorded, other=0.0), kept)
 
 
@@ -119,10 +120,9 @@ def _conv_prefill(
     x_ptr, weight_ptr, window_ptr, out_ptr, slots_ptr, positions_ptr, starts_ptr, x_stride,
     weight_channel, weight_tap, window_stride, channels, num_rows,
     TAPS: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK channels of one chunk, TOKENS tokens at a time."""
-    row, chunk = row_of_chunk(starts_ptr, tl.program_id(0), num_rows, CHUNK, ROWS)
+    row, chunk = row_of_chunk(starts_ptr, tl.program_id(0), num_rows, CHUNK)
     start, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
     first, count = tokens_of_chunk(positions_ptr, start, end, chunk, CHUNK)
     if count <= 0:

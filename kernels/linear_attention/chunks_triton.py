@@ -5,16 +5,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_ROWS = tl.constexpr(128)
+"""Rows that a program looks at together. It does not follow their number, so that a kernel is
+compiled once."""
+
 
 @triton.jit
-def row_of_chunk(starts_ptr, index, num_rows, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+def row_of_chunk(starts_ptr, index, num_rows, CHUNK: tl.constexpr):
     """The row to which a chunk belongs, and the chunk's number among those of the row.
 
     Row r has the chunks from starts[r] // CHUNK + 2 · r on, of which none may be there.
     """
-    row = tl.arange(0, ROWS)
-    start = tl.load(starts_ptr + row, mask=row < num_rows, other=0)
-    found = tl.sum(((row < num_rows) & (start // CHUNK + 2 * row <= index)).to(tl.int32)) - 1
+    found = tl.full((), -1, tl.int32)
+    for begin in range(0, num_rows, _ROWS):
+        row = begin + tl.arange(0, _ROWS)
+        start = tl.load(starts_ptr + row, mask=row < num_rows, other=0)
+        found += tl.sum(((row < num_rows) & (start // CHUNK + 2 * row <= index)).to(tl.int32))
     return found, index - (tl.load(starts_ptr + found) // CHUNK + 2 * found)
 
 

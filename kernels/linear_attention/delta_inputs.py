@@ -31,14 +31,14 @@ class DeltaInputs(NamedTuple):
 
 
 class DeltaRecords(NamedTuple):
-    """What the tokens of a decode step do to the states, for N tokens of each of R slots, twice.
+    """What the tokens of decode steps do to the states: a ring of N tokens for each of R slots.
 
     All are float32 and contiguous.
 
     Attributes:
-        update: [2, R, N, nv, dv], u of each token.
-        key: [2, R, N, nk, dk], the normalised keys.
-        decay: [2, R, N, nv], d of each token.
+        update: [R, N, nv, dv], u of each token.
+        key: [R, N, nk, dk], the normalised keys.
+        decay: [R, N, nv], d of each token.
     """
 
     update: Tensor

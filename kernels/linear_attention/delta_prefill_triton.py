@@ -106,8 +106,7 @@ def delta_prefill_triton(
     _delta_chunks[(chunks, value_heads)](
         *inputs, matrices, vectors, rows.positions, rows.starts, inputs.qkv.stride(0),
         inputs.a.stride(0), inputs.b.stride(0), batch, NORM_EPS, key_dim**-0.5,
-        ROWS=triton.next_power_of_2(batch), num_warps=tiles.chunk_warps,
-        maxnreg=tiles.chunk_registers, **shape,
+        num_warps=tiles.chunk_warps, maxnreg=tiles.chunk_registers, **shape,
     )  # fmt: skip
     snapshots = rows.slots if rows.snapshots is None else rows.snapshots
     blocks = triton.cdiv(value_dim, block_v)
@@ -134,12 +133,12 @@ def _delta_chunks(
     qkv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, matrices_ptr, vectors_ptr, positions_ptr,
     starts_ptr, qkv_stride, a_stride, b_stride, num_rows, eps, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Each program computes T, P and the vectors c, r, w of one chunk and value head."""
     index, head = tl.program_id(0), tl.program_id(1)
-    row, chunk = row_of_chunk(starts_ptr, index, num_rows, CHUNK, ROWS)
+    row, chunk = row_of_chunk(starts_ptr, index, num_rows, CHUNK)
     start, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
     first, count = tokens_of_chunk(positions_ptr, start, end, chunk, CHUNK)
     if count <= 0:

@@ -71,15 +71,15 @@ def delta_step_reference(
 
 
 def _step_rows(inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: StepRows) -> Tensor:
-    slots, width, repeats = rows.slots, rows.width, state.shape[1] // records.key.shape[3]
-    most = records.decay.shape[2]
-    folds, half = rows.folds[slots].clamp(0, most)[:, None, None, None], rows.half[slots].long()
+    slots, width, repeats = rows.slots, rows.width, state.shape[1] // records.key.shape[2]
+    pending, places, new = rows.places(records.decay.shape[1])
     current = state[slots]
-    for j in range(min(most, int(folds.max())) if len(slots) else 0):
-        update, key, decay = (record[half, slots, j] for record in records)
+    for j in range(int(pending.max()) if len(slots) else 0):
+        update, key, decay = (record[slots, places[:, j]] for record in records)
         folded = _changed(current * decay[:, :, None, None], update, _repeat(key, repeats))
-        current = torch.where(j < folds, folded, current)
-    state.index_copy_(0, slots, current)
+        current = torch.where((j < pending)[:, None, None, None], folded, current)
+    full = pending > rows.most_pending
+    state.index_copy_(0, slots[full], current[full])
     tokens = _prepare(inputs, state)
     query, key, value, log_decay, beta = (x.unflatten(0, (len(slots), width)) for x in tokens)
     decay, out = torch.exp(log_decay), torch.empty_like(value)
@@ -90,8 +90,8 @@ def _step_rows(inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: 
         update = beta[:, j, :, None] * (value[:, j] - found)
         current = _changed(current, update, wide_key)
         out[:, j] = (current * query[:, j, :, None, :]).sum(-1)
-        for record, new in zip(records, (update, key[:, j], decay[:, j]), strict=True):
-            record[1 - half, slots, j] = new
+        for record, made in zip(records, (update, key[:, j], decay[:, j]), strict=True):
+            record[slots, new[:, j]] = made
     return out.flatten(0, 1).to(inputs.qkv.dtype)
 
 

@@ -45,7 +45,7 @@ def delta_replay_reference(inputs: DeltaInputs, state: Tensor, rows: PrefillRows
     _, value_heads, value_dim, key_dim = state.shape
     key_heads = (inputs.qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
     shapes = ((value_heads, value_dim), (key_heads, key_dim), (value_heads,))
-    records = DeltaRecords(*(state.new_empty((2, 1, _WIDTH, *shape)) for shape in shapes))
+    records = DeltaRecords(*(state.new_empty((1, 2 * _WIDTH, *shape)) for shape in shapes))
     out = inputs.qkv.new_zeros((len(inputs.qkv), value_heads, value_dim))
     first, none = 0, torch.zeros(1, dtype=torch.int32)
     for row, length in enumerate(rows.lengths()):
@@ -53,15 +53,15 @@ def delta_replay_reference(inputs: DeltaInputs, state: Tensor, rows: PrefillRows
         own = state[slot : slot + 1]
         if length and not rows.positions[first]:
             own.zero_()
-        step = StepRows(none.long(), none.clone(), none.clone(), 0)
+        step = StepRows(none.long(), none.clone(), none.clone(), 0, most_pending=0)
         for start in range(first, end, _WIDTH):
             tokens = slice(start, min(end, start + _WIDTH))
             width = tokens.stop - start
             out[tokens] = delta_step_reference(
                 _take(inputs, tokens), own, records, step._replace(width=width)
             )
-            step.folds.fill_(width)
-            step.half.copy_(1 - step.half)
+            step.first.add_(step.pending).remainder_(2 * _WIDTH)
+            step.pending.fill_(width)
         delta_step_reference(_take(inputs, slice(0, 0)), own, records, step)
         first = end
     return out

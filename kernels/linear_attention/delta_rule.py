@@ -28,10 +28,11 @@ from batchgen.kernels.linear_attention.rows import PrefillRows, StepRows
 
 
 def delta_step(inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: StepRows) -> Tensor:
-    """Run W tokens of each row from the state in its slot, after folding the row's records.
+    """Run W tokens of each row from the state in its slot and the records that are pending.
 
-    To fold the records of some tokens gives the very bits of the state that a step of these tokens
-    reaches.
+    On a CPU, to fold the records of some tokens gives the very bits of the state that a step of
+    these tokens reaches. On a GPU the pending records are summed in another order, so that the
+    results of rows whose states were written back at other times differ by roundings.
 
     Args:
         inputs: B · W tokens, row by row.

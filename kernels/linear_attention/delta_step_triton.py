@@ -1,9 +1,19 @@
 """A decode step of the gated delta rule in Triton.
 
-A program of the second launch holds some value channels of one head's state in registers. It reads
-them once, folds the row's records, writes them once, and runs the row's tokens. That is nearly all
-the memory traffic there is, and what the time is made of. What does not depend on the state is
-computed by the first launch.
+The pending records of a row are not folded to compute its tokens. If S is the stored state and
+u_e, k_e and d_e are what the pending tokens and those of the step did, then token t, its own entry
+included, has the state
+
+    G·S + Σ_e g_e · u_e ⊗ k_e,    G = Π d_i over all,    g_e = Π d_i over those behind e,
+
+so what it makes of its key k and its query q is
+
+    found = G·S·k + Σ_e g_e (k_e·k) u_e,    u = β · (v − found),    o = G·S·q + Σ_e g_e (k_e·q) u_e.
+
+The first launch computes all that does not depend on states: G, and the factors before each u_e. A
+program of the second launch holds some value channels of one head's state in registers. It reads
+them once, and writes them back, with the pending records folded into them, only when many are
+pending. Reading states is nearly all the memory traffic there is, and what the time is made of.
 """
 
 from __future__ import annotations
@@ -18,9 +28,6 @@ from torch import Tensor
 from batchgen.kernels.linear_attention.delta_inputs import NORM_EPS, DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.gates_triton import log_decay_of, strength_of
 from batchgen.kernels.linear_attention.rows import StepRows
-
-_HEADS = 4
-"""Key heads that a program of the first launch takes."""
 
 
 class StepTiles(NamedTuple):
@@ -38,7 +45,7 @@ class StepTiles(NamedTuple):
     num_warps: int
 
 
-TILES = StepTiles(block_v=16, lanes=8, num_warps=1)
+TILES = StepTiles(block_v=32, lanes=8, num_warps=1)
 
 
 def delta_step_triton(
@@ -48,92 +55,116 @@ def delta_step_triton(
     rows: StepRows,
     tiles: StepTiles = TILES,
 ) -> Tensor:
-    """`delta_step` in two launches. Steps of all widths run the same code, token by token."""
+    """`delta_step` in two launches."""
     _, value_heads, value_dim, key_dim = state.shape
-    _, slots, most, key_heads, _ = records.key.shape
-    tokens, batch = len(inputs.qkv), len(rows.slots)
+    _, ring, key_heads, _ = records.key.shape
+    tokens, batch, share = len(inputs.qkv), len(rows.slots), value_heads // key_heads
     assert state[0].is_contiguous() and all(record.is_contiguous() for record in records)
     assert all(x.stride(-1) == 1 for x in inputs)
     assert inputs.qkv.shape == (
         batch * rows.width, 2 * key_heads * key_dim + value_heads * value_dim
     )  # fmt: skip
+    # A step finds at most ring − width pending records, and each of its tokens has an entry, too.
+    entries = max(16, triton.next_power_of_2(ring))
     query = state.new_empty((tokens, key_heads, key_dim))
-    strength = state.new_empty((tokens, value_heads))
+    gates = state.new_empty((tokens, value_heads, 2))
+    factors = state.new_empty((tokens, value_heads, 2, entries))
     out = torch.empty((tokens, value_heads, value_dim), dtype=inputs.qkv.dtype, device=state.device)
     shape = {
-        "MOST": most, "KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "KEY_DIM": key_dim,
+        "RING": ring, "KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "KEY_DIM": key_dim,
+        "ENTRIES": entries,
     }  # fmt: skip
     if tokens:
-        groups = triton.cdiv(key_heads, _HEADS)
-        _prepare_step[(tokens * groups,)](
-            *inputs, query, strength, records.key, records.decay, rows.slots, rows.half,
-            inputs.qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0), slots, rows.width,
-            NORM_EPS, key_dim**-0.5, BLOCK_K=triton.next_power_of_2(key_dim), GROUPS=groups,
-            HEADS=_HEADS, GATES=triton.next_power_of_2(_HEADS * value_heads // key_heads),
-            num_warps=2, **shape,
+        _prepare_step[(batch * key_heads,)](
+            *inputs, query, gates, factors, records.key, records.decay, rows.slots, rows.pending,
+            rows.first, inputs.qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0), rows.width,
+            NORM_EPS, key_dim**-0.5, BLOCK_K=triton.next_power_of_2(key_dim),
+            SHARE=triton.next_power_of_2(share), num_warps=2, **shape,
         )  # fmt: skip
     block_v = min(tiles.block_v, triton.next_power_of_2(value_dim))
     block_k = max(4 * tiles.lanes, triton.next_power_of_2(key_dim))
     blocks = triton.cdiv(value_dim, block_v)
     if batch:
         _delta_step[(batch * value_heads * blocks,)](
-            inputs.qkv, query, strength, out, state, *records, rows.slots, rows.folds, rows.half,
-            inputs.qkv.stride(0), state.stride(0), slots, rows.width, VALUE_DIM=value_dim,
-            BLOCKS=blocks, BLOCK_V=block_v, GROUPS=block_k // (4 * tiles.lanes),
-            SPAN=4 * tiles.lanes, num_warps=tiles.num_warps, **shape,
+            inputs.qkv, query, gates, factors, out, state, *records, rows.slots, rows.pending,
+            rows.first, inputs.qkv.stride(0), state.stride(0), rows.width,
+            MOST_PENDING=rows.most_pending, VALUE_DIM=value_dim, BLOCKS=blocks, BLOCK_V=block_v,
+            GROUPS=block_k // (4 * tiles.lanes), SPAN=4 * tiles.lanes, WIDE=rows.width > 1,
+            num_warps=tiles.num_warps, **shape,
         )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["width"])
 def _prepare_step(
-    qkv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, query_ptr, strength_ptr, key_ptr, decay_ptr,
-    slots_ptr, half_ptr, qkv_stride, a_stride, b_stride, num_slots, width, eps, scale,
-    MOST: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, GATES: tl.constexpr,
+    qkv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, query_ptr, gates_ptr, factors_ptr, key_ptr,
+    decay_ptr, slots_ptr, pending_ptr, first_ptr, qkv_stride, a_stride, b_stride, width, eps, scale,
+    RING: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    ENTRIES: tl.constexpr, BLOCK_K: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes HEADS key heads of one token, and the value heads that share them.
+    """Each program takes one key head of one row, and the value heads that share it.
 
-    The keys and the decays go to the records, where the second launch finds them.
+    The keys and the decays of the step's tokens go to the records.
     """
-    token, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
-    slot = tl.load(slots_ptr + token // width)
-    half = 1 - tl.load(half_ptr + slot).to(tl.int64)
-    record = (half * num_slots + slot) * MOST + token % width
-
-    head, channel = group * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK_K)[None, :]
-    inside, tile = (head < KEY_HEADS) & (channel < KEY_DIM), head * KEY_DIM + channel
-    source = qkv_ptr + token * qkv_stride + tile
-    query = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    key = tl.load(source + KEY_HEADS * KEY_DIM, mask=inside, other=0.0).to(tl.float32)
-    query = query * (tl.rsqrt(tl.sum(query * query, axis=1) + eps) * scale)[:, None]
-    key = key * tl.rsqrt(tl.sum(key * key, axis=1) + eps)[:, None]
-    tl.store(query_ptr + token * (KEY_HEADS * KEY_DIM) + tile, query, mask=inside)
-    tl.store(key_ptr + record * (KEY_HEADS * KEY_DIM) + tile, key, mask=inside)
+    row, key_head = (tl.program_id(0) // KEY_HEADS).to(tl.int64), tl.program_id(0) % KEY_HEADS
+    slot = tl.load(slots_ptr + row)
+    pending = tl.minimum(tl.maximum(tl.load(pending_ptr + slot), 0), RING)
+    first = tl.load(first_ptr + slot)
+    entry, channel = tl.arange(0, ENTRIES), tl.arange(0, BLOCK_K)
+    is_key = channel < KEY_DIM
+    place = slot * RING + (first + entry) % RING
+    keys = tl.load(
+        key_ptr + (place[:, None] * KEY_HEADS + key_head) * KEY_DIM + channel[None, :],
+        mask=(entry < pending)[:, None] & is_key[None, :], other=0.0,
+    )  # fmt: skip
 
     share: tl.constexpr = VALUE_HEADS // KEY_HEADS
-    place = tl.arange(0, GATES)
-    gate = group * (HEADS * share) + place
-    inside = (place < HEADS * share) & (gate < VALUE_HEADS)
-    a = tl.load(a_ptr + token * a_stride + gate, mask=inside, other=0.0)
-    b = tl.load(b_ptr + token * b_stride + gate, mask=inside, other=0.0)
-    a_log = tl.load(a_log_ptr + gate, mask=inside, other=0.0)
-    dt_bias = tl.load(dt_bias_ptr + gate, mask=inside, other=0.0)
-    decay = tl.exp(log_decay_of(a, a_log, dt_bias))
-    tl.store(decay_ptr + record * VALUE_HEADS + gate, decay, mask=inside)
-    tl.store(strength_ptr + token * VALUE_HEADS + gate, strength_of(b), mask=inside)
+    own = tl.arange(0, SHARE)
+    head, is_head = key_head * share + own, own < share
+    decays = decay_ptr + place[None, :] * VALUE_HEADS + head[:, None]
+    oldest = is_head[:, None] & (entry[None, :] == 0) & (entry[None, :] < pending)
+    behind = decay_ptr + (slot * RING + (first + entry + 1) % RING)[None, :] * VALUE_HEADS
+    behind = tl.load(
+        behind + head[:, None], mask=is_head[:, None] & (entry[None, :] + 1 < pending), other=1.0
+    )
+    # [SHARE, ENTRIES], the decays behind each entry; those of all entries together.
+    since = tl.cumprod(behind, axis=1, reverse=True)
+    whole = tl.sum(tl.where(entry[None, :] == 0, since, 0.0), axis=1)
+    whole *= tl.sum(tl.where(entry[None, :] == 0, tl.load(decays, mask=oldest, other=1.0), 0.0), 1)
+    since = tl.where(entry[None, :] < pending, since, 0.0)
 
+    a_log = tl.load(a_log_ptr + head, mask=is_head, other=0.0)
+    dt_bias = tl.load(dt_bias_ptr + head, mask=is_head, other=0.0)
+    for j in range(width):
+        token, record = row * width + j, slot * RING + (first + pending + j) % RING
+        source = qkv_ptr + token * qkv_stride + key_head * KEY_DIM + channel
+        query = tl.load(source, mask=is_key, other=0.0).to(tl.float32)
+        key = tl.load(source + KEY_HEADS * KEY_DIM, mask=is_key, other=0.0).to(tl.float32)
+        query = query * (tl.rsqrt(tl.sum(query * query) + eps) * scale)
+        key = key * tl.rsqrt(tl.sum(key * key) + eps)
+        tl.store(query_ptr + (token * KEY_HEADS + key_head) * KEY_DIM + channel, query, mask=is_key)
+        tl.store(key_ptr + (record * KEY_HEADS + key_head) * KEY_DIM + channel, key, mask=is_key)
 
-@triton.jit
-def _changed(state, decay, update, key):
-    """d · S + u ⊗ k, the same operations in a step and when its records are folded.
+        a = tl.load(a_ptr + token * a_stride + head, mask=is_head, other=0.0)
+        b = tl.load(b_ptr + token * b_stride + head, mask=is_head, other=0.0)
+        decay = tl.exp(log_decay_of(a, a_log, dt_bias))
+        whole *= decay
+        tl.store(decay_ptr + record * VALUE_HEADS + head, decay, mask=is_head)
+        gate = gates_ptr + (token * VALUE_HEADS + head) * 2
+        tl.store(gate, strength_of(b), mask=is_head)
+        tl.store(gate + 1, whole, mask=is_head)
 
-    The decayed state is rounded before the update is added, because a step needs it.
-
-    Args:
-        state: [GROUPS, BLOCK_V, SPAN], update: [BLOCK_V], key: [GROUPS, SPAN].
-    """
-    return tl.fma(update[None, :, None], key[:, None, :], state * decay)
+        mine = entry == pending + j
+        keys = tl.where(mine[:, None], key[None, :], keys)
+        since *= decay[:, None]
+        factor = (
+            factors_ptr + (token * VALUE_HEADS + head[:, None]) * (2 * ENTRIES) + entry[None, :]
+        )
+        on_key = tl.sum(keys * key[None, :], axis=1)
+        tl.store(factor, since * on_key[None, :], mask=is_head[:, None])
+        since = tl.where(mine[None, :], 1.0, since)
+        on_query = tl.sum(keys * query[None, :], axis=1)
+        tl.store(factor + ENTRIES, since * on_query[None, :], mask=is_head[:, None])
 
 
 @triton.jit
@@ -142,21 +173,14 @@ def _over_keys(state, vector):
     return tl.sum(tl.sum(state * vector[:, None, :], axis=0), axis=1)
 
 
-@triton.jit
-def _load_record(updates, keys, decays, value, channel, value_dim, key_dim):
-    """u [BLOCK_V], k [GROUPS, SPAN] and d of one record; nothing if the sizes are 0."""
-    update = tl.load(updates, mask=value < value_dim, other=0.0)
-    key = tl.load(keys, mask=channel < key_dim, other=0.0)
-    return update, key, tl.load(decays, mask=key_dim > 0, other=0.0)
-
-
 @triton.jit(do_not_specialize=["width"])
 def _delta_step(
-    qkv_ptr, query_ptr, strength_ptr, out_ptr, state_ptr, update_ptr, key_ptr, decay_ptr,
-    slots_ptr, folds_ptr, half_ptr, qkv_stride, state_stride, num_slots, width,
-    MOST: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_V: tl.constexpr, GROUPS: tl.constexpr,
-    SPAN: tl.constexpr,
+    qkv_ptr, query_ptr, gates_ptr, factors_ptr, out_ptr, state_ptr, update_ptr, key_ptr, decay_ptr,
+    slots_ptr, pending_ptr, first_ptr, qkv_stride, state_stride, width,
+    RING: tl.constexpr, MOST_PENDING: tl.constexpr, KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    ENTRIES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_V: tl.constexpr, GROUPS: tl.constexpr,
+    SPAN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V value channels of one head of one row.
 
@@ -170,7 +194,7 @@ def _delta_step(
     row = (tl.program_id(0) // (BLOCKS * VALUE_HEADS)).to(tl.int64)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     channel = tl.arange(0, GROUPS)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-    value = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    value, entry = block * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, ENTRIES)
     is_key, is_value = channel < KEY_DIM, value < VALUE_DIM
     line, place = tl.arange(0, GROUPS * BLOCK_V)[:, None], tl.arange(0, SPAN)[None, :]
     line_value, line_key = block * BLOCK_V + line % BLOCK_V, line // BLOCK_V * SPAN + place
@@ -181,56 +205,81 @@ def _delta_step(
     state_tile = state_ptr + slot * state_stride + head * (VALUE_DIM * KEY_DIM) + tile
     state = tl.load(state_tile, mask=in_tile, other=0.0)
     state = tl.reshape(state, (GROUPS, BLOCK_V, SPAN))
-    folds = tl.minimum(tl.maximum(tl.load(folds_ptr + slot), 0), MOST)
-    half = tl.load(half_ptr + slot).to(tl.int64)
-    updates = update_ptr + head * VALUE_DIM + value
+    pending = tl.minimum(tl.maximum(tl.load(pending_ptr + slot), 0), RING)
+    first = tl.load(first_ptr + slot)
     keys = key_ptr + key_head * KEY_DIM + channel
-    if folds > 0:
-        record = (half * num_slots + slot) * MOST
-        update, key, decay = _load_record(
-            updates + record * (VALUE_HEADS * VALUE_DIM), keys + record * (KEY_HEADS * KEY_DIM),
-            decay_ptr + record * VALUE_HEADS + head, value, channel, VALUE_DIM, KEY_DIM,
+    updates = update_ptr + head * VALUE_DIM + value
+    column = (slot * RING + (first + entry) % RING) * (VALUE_HEADS * VALUE_DIM)
+    known = tl.load(
+        updates[None, :] + column[:, None],
+        mask=(entry < pending)[:, None] & is_value[None, :], other=0.0,
+    )  # fmt: skip
+
+    ring, behind, token = slot * RING, first + pending, row * width
+    queries, values = query_ptr + key_head * KEY_DIM + channel, qkv_ptr + 2 * KEY_HEADS * KEY_DIM
+    values += head * VALUE_DIM + value
+    gates, factors = gates_ptr + head * 2, factors_ptr + head * (2 * ENTRIES) + entry
+    if width > 0:
+        here = _load_token(
+            keys, queries, values, gates, factors, ring + behind % RING, token, is_key, is_value,
+            qkv_stride, KEY_HEADS * KEY_DIM, VALUE_HEADS, ENTRIES,
         )  # fmt: skip
-        for j in range(folds):
-            # The next record is on its way while this one is folded.
-            more, record = tl.where(j + 1 < folds, 1, 0), record + 1
-            next_update, next_key, next_decay = _load_record(
-                updates + record * (VALUE_HEADS * VALUE_DIM), keys + record * (KEY_HEADS * KEY_DIM),
-                decay_ptr + record * VALUE_HEADS + head,
-                value, channel, VALUE_DIM * more, KEY_DIM * more,
+        for j in range(width):
+            key, query, v, strength, whole, on_key, on_query = here
+            if WIDE:
+                # The next token is on its way while this one is computed.
+                more = tl.where(j + 1 < width, 1, 0)
+                here = _load_token(
+                    keys, queries, values, gates, factors, ring + (behind + j + more) % RING,
+                    token + j + more, channel < KEY_DIM * more, value < VALUE_DIM * more,
+                    qkv_stride, KEY_HEADS * KEY_DIM, VALUE_HEADS, ENTRIES,
+                )  # fmt: skip
+            found = _over_keys(state, key) * whole + tl.sum(known * on_key[:, None], axis=0)
+            update = strength * (v - found)
+            known = tl.where((entry == pending + j)[:, None], update[None, :], known)
+            out = _over_keys(state, query) * whole + tl.sum(known * on_query[:, None], axis=0)
+            target = out_ptr + ((token + j) * VALUE_HEADS + head) * VALUE_DIM + value
+            tl.store(target, out.to(out_ptr.dtype.element_ty), mask=is_value)
+            record = ring + (behind + j) % RING
+            tl.store(updates + record * (VALUE_HEADS * VALUE_DIM), update, mask=is_value)
+
+    if pending > MOST_PENDING:
+        update, key, decay = _load_record(
+            updates, keys, decay_ptr + head, ring + first % RING, is_value, is_key,
+            VALUE_HEADS * VALUE_DIM, KEY_HEADS * KEY_DIM, VALUE_HEADS,
+        )  # fmt: skip
+        for j in range(pending):
+            more = tl.where(j + 1 < pending, 1, 0)
+            ahead = _load_record(
+                updates, keys, decay_ptr + head, ring + (first + j + more) % RING,
+                value < VALUE_DIM * more, channel < KEY_DIM * more,
+                VALUE_HEADS * VALUE_DIM, KEY_HEADS * KEY_DIM, VALUE_HEADS,
             )  # fmt: skip
-            state = _changed(state, decay, update, key)
-            update, key, decay = next_update, next_key, next_decay
+            state = tl.fma(update[None, :, None], key[:, None, :], state * decay)
+            update, key, decay = ahead
         tl.store(state_tile, tl.reshape(state, (GROUPS * BLOCK_V, SPAN)), mask=in_tile)
 
-    if width > 0:
-        record, token = ((1 - half) * num_slots + slot) * MOST, row * width
-        queries = query_ptr + key_head * KEY_DIM + channel
-        values = qkv_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
-        v, key, decay = _load_record(
-            values + token * qkv_stride, keys + record * (KEY_HEADS * KEY_DIM),
-            decay_ptr + record * VALUE_HEADS + head, value, channel, VALUE_DIM, KEY_DIM,
-        )  # fmt: skip
-        query = tl.load(queries + token * (KEY_HEADS * KEY_DIM), mask=is_key, other=0.0)
-        strength = tl.load(strength_ptr + token * VALUE_HEADS + head)
-        for j in range(width):
-            more, target = tl.where(j + 1 < width, 1, 0), token
-            target_update = updates + record * (VALUE_HEADS * VALUE_DIM)
-            record, token = record + more, token + more
-            next_v, next_key, next_decay = _load_record(
-                values + token * qkv_stride, keys + record * (KEY_HEADS * KEY_DIM),
-                decay_ptr + record * VALUE_HEADS + head,
-                value, channel, VALUE_DIM * more, KEY_DIM * more,
-            )  # fmt: skip
-            next_query = tl.load(
-                queries + token * (KEY_HEADS * KEY_DIM), mask=channel < KEY_DIM * more, other=0.0
-            )
-            next_strength = tl.load(strength_ptr + token * VALUE_HEADS + head)
-            update = strength * (v.to(tl.float32) - _over_keys(state * decay, key))
-            state = _changed(state, decay, update, key)
-            out = _over_keys(state, query).to(out_ptr.dtype.element_ty)
-            column = head * VALUE_DIM + value
-            tl.store(out_ptr + target * (VALUE_HEADS * VALUE_DIM) + column, out, mask=is_value)
-            tl.store(target_update, update, mask=is_value)
-            v, key, decay, query = next_v, next_key, next_decay, next_query
-            strength = next_strength
+
+@triton.jit
+def _load_token(
+    keys, queries, values, gates, factors, record, token, is_key, is_value, qkv_stride,
+    key_stride, VALUE_HEADS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """k and q [GROUPS, SPAN] and v [BLOCK_V] of a token of the step, its β and its G, and the
+    factors [ENTRIES] before each u for k and for q."""
+    key = tl.load(keys + record * key_stride, mask=is_key, other=0.0)
+    query = tl.load(queries + token * key_stride, mask=is_key, other=0.0)
+    v = tl.load(values + token * qkv_stride, mask=is_value, other=0.0).to(tl.float32)
+    gate, factor = gates + token * (2 * VALUE_HEADS), factors + token * (2 * ENTRIES * VALUE_HEADS)
+    strength, whole = tl.load(gate), tl.load(gate + 1)
+    return key, query, v, strength, whole, tl.load(factor), tl.load(factor + ENTRIES)
+
+
+@triton.jit
+def _load_record(
+    updates, keys, decays, record, is_value, is_key, update_stride, key_stride, decay_stride
+):
+    """u [BLOCK_V], k [GROUPS, SPAN] and d of a pending record."""
+    update = tl.load(updates + record * update_stride, mask=is_value, other=0.0)
+    key = tl.load(keys + record * key_stride, mask=is_key, other=0.0)
+    return update, key, tl.load(decays + record * decay_stride)

@@ -19,24 +19,44 @@ such a multiple has the bits of one that is not cut."""
 class StepRows(NamedTuple):
     """The B rows of a decode step, each with W tokens that stand one behind the other.
 
-    A step does not change the state beyond the tokens that were accepted before it. It takes the
-    first `folds[slot]` records from the half `half[slot]`, folds them into the state of the row's
-    slot, and writes that state back. It then runs its W tokens from there, and writes what they do
-    to the state as records into the other half.
+    A step does not change the state beyond the tokens that were accepted before it. What those do
+    to the state stands in the slot's records, a ring of N: the pending ones from `first[slot]` on,
+    the oldest first. The step folds them into the state as it reads it, runs its W tokens from
+    there, and writes their records behind the pending ones, which needs pending + W ≤ N. It writes
+    the folded state back only if more than `most_pending` records are pending, since a state is as
+    large as many records.
 
     Attributes:
         slots: [B] int64, the rows' state slots.
-        folds: [R] int32, the number of records of each slot that are folded. It is read on the
-            device. A number beyond the records that a slot has counts as that of its records.
-        half: [R] int32, the half, 0 or 1, that holds those records.
-        width: W. With 0 the step folds and does nothing else; the caller must then set `folds` to
-            0, because the records stay where they are.
+        pending: [R] int32, the number of accepted records of each slot that its state lacks. It is
+            read on the device. A number outside 0 … N counts as the nearest of these.
+        first: [R] int32, the place of the oldest of them in the ring.
+        width: W. With 0 the step folds and does nothing else.
+        most_pending: the state is written back when more records than this are pending. The caller
+            must then count those as folded.
     """
 
     slots: Tensor
-    folds: Tensor
-    half: Tensor
+    pending: Tensor
+    first: Tensor
     width: int
+    most_pending: int
+
+    def places(self, ring: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Find the records of the B rows.
+
+        Args:
+            ring: N, the records that a slot has.
+
+        Returns:
+            [B], the numbers of pending records; [B, N], all places of the ring, from that of the
+            oldest pending record on; [B, W], those of the W new records. All are int64.
+        """
+        pending = self.pending[self.slots].long().clamp(0, ring)
+        first = self.first[self.slots].long()[:, None]
+        order = torch.arange(ring, device=self.slots.device)
+        new = (first + pending[:, None] + order[: self.width]) % ring
+        return pending, (first + order) % ring, new
 
 
 class PrefillRows(NamedTuple):

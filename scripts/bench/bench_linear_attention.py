@@ -21,6 +21,8 @@ from bench_layers import microseconds
 from device_rates import Rates, measure_rates
 from torch import Tensor
 
+from batchgen.engine.cache.row_states import ring_length
+from batchgen.engine.engine_config import most_pending
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.delta_prefill_triton import (
@@ -32,8 +34,8 @@ from batchgen.kernels.linear_attention.gated_norm import gated_rms_norm
 from batchgen.kernels.linear_attention.rows import CHUNK, PrefillRows, StepRows
 
 DTYPE = torch.bfloat16
-MOST = 4
-"""Records that a row has room for."""
+
+
 PREFILLS = ((8192, 8192), (8192, 1024), (16384, 16384), (16384, 1024))
 """Tokens of a prefill, and of each of its rows."""
 STEP_TILES = [
@@ -106,28 +108,43 @@ def step_runs(
 ) -> Iterator[tuple[str, float, float]]:
     """Yield the kernels of a decode step: their names, bytes and microseconds."""
     layers = Layers(shape, rows * width, rows)
-    half = torch.zeros(1 + rows, dtype=torch.int32, device="cuda")
-    step = StepRows(layers.slots, torch.full_like(half, width), half, width)
+    first = torch.zeros(1 + rows, dtype=torch.int32, device="cuda")
+    # Steps whose tokens are all accepted, from one that finds the records of one step on to the one
+    # that writes the state back.
+    most = most_pending(first.device)
+    steps = [
+        StepRows(layers.slots, torch.full_like(first, pending), first, width, most)
+        for pending in range(width, most + width + 1, width)
+    ]
+    ring = ring_length(width, most)
     heads, size = shape.value_heads, shape.head_dim
     shapes = ((heads, size), (shape.key_heads, size), (heads,))
     records = DeltaRecords(
-        *(torch.rand((2, 1 + rows, MOST, *tail), device="cuda") * 0.1 for tail in shapes)
+        *(torch.rand((1 + rows, ring, *tail), device="cuda") * 0.1 for tail in shapes)
     )
-    inputs = random(2, 1 + rows, MOST, shape.channels)
-    count, token = len(layers.states), shape.channels * 2
+    inputs = random(1 + rows, ring, shape.channels)
+    token, layer = shape.channels * 2, len(layers.states)
+    count = layer * len(steps)
     yield (
-        "conv", rows * (4 * width + 6) * token,
-        timed(lambda i: causal_conv_step(layers.x, layers.weight, layers.windows[i], inputs, step),
-              count),
+        "conv", rows * (3 * width + 3 + 3 / len(steps)) * token,
+        timed(
+            lambda i: causal_conv_step(
+                layers.x, layers.weight, layers.windows[i % layer], inputs, steps[i // layer]
+            ),
+            count,
+        ),
     )  # fmt: skip
-    per_token = token + 2 * 4 * sum(len(r[0, 0, 0].flatten()) for r in records) + heads * size * 2
-    moved = rows * (2 * shape.state_bytes + width * per_token)
+    record = 4 * sum(len(r[0, 0].flatten()) for r in records)
+    per_token = token + record + heads * size * 2
+    pending = sum(int(step.pending[0]) for step in steps) / len(steps)
+    states = shape.state_bytes * (1 + 1 / len(steps))
+    moved = rows * (states + pending * record + width * per_token)
     for tiles in all_tiles:
         name = "delta" if tiles is None else f"delta {tuple(tiles)}"
         more = () if tiles is None else (tiles,)
         time = timed(
             lambda i, more=more: delta_step_triton(  # type: ignore[misc]
-                layers.inputs, layers.states[i], records, step, *more
+                layers.inputs, layers.states[i % layer], records, steps[i // layer], *more
             ),
             count,
         )
@@ -199,7 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="35b-a3b", help=", ".join(SHAPES))
     parser.add_argument("--rows", default="4,32,64,256", help="comma separated")
-    parser.add_argument("--width", default="1,4", help=f"comma separated, at most {MOST}")
+    parser.add_argument("--width", default="1,4", help="comma separated")
     parser.add_argument("--tune", action="store_true", help="try tiles")
     arguments = parser.parse_args()
     if arguments.shape not in SHAPES:

@@ -80,7 +80,7 @@ class Timing:
 
     def line(self, plain: Timing | None) -> str:
         text = (
-            f"  {self.name:<22} {self.seconds:7.3f} s, {self.tokens / self.seconds:8.0f} tok/s, "
+            f"  {self.rows:4} rows, {self.name:<22} {self.seconds:7.3f} s, {self.tokens / self.seconds:8.0f} tok/s, "
             f"{self.seconds / self.forwards * 1e3:7.3f} ms per forward"
         )
         if self.drafts:
@@ -203,7 +203,7 @@ def profile(
 
 
 def replay(arguments: argparse.Namespace) -> list[Timing]:
-    device = torch.device("cuda")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = dummy_model(arguments.model, device, ["mtp"] if arguments.proposer == "mtp" else [])
     if arguments.routing == "uniform":
         route_uniformly(model)
@@ -214,36 +214,37 @@ def replay(arguments: argparse.Namespace) -> list[Timing]:
         prefix_caching=False,
     )
     k = arguments.drafts
-    fixed, chosen = (
-        ReplayStrategy(arguments.accuracy, k, adaptive, arguments.proposer)
-        for adaptive in (False, True)
-    )
-    plain_engine = LLMEngine(model, None, (), ARStrategy(), config)
-    engines = {
-        f"{strategy.name}, {limit} {k} drafts": (
-            strategy,
-            LLMEngine(model, None, (), strategy, config),
-        )
-        for limit, strategy in (("always", fixed), ("up to", chosen))
-    }
     params = SamplingParams(temperature=0.6, max_new_tokens=arguments.output_len, ignore_eos=True)
+    prompts = [[row, *range(300, 299 + PROMPT_TOKENS)] for row in range(max(arguments.batches))]
+    limits = {f"always {k} drafts": False, f"up to {k} drafts": True}
     timings: list[Timing] = []
-    for rows in arguments.batches:
-        prompts = [[row, *range(300, 299 + PROMPT_TOKENS)] for row in range(rows)]
-        print(f"{arguments.model}, {rows} rows of {arguments.output_len} tokens", flush=True)
-        plain, outputs = timed(plain_engine, "plain", prompts, params, arguments.runs)
-        print(plain.line(None), flush=True)
-        timings.append(plain)
-        ids = [prompts[row] + outputs[row].token_ids for row in range(rows)]
-        known = torch.tensor(ids, device=device).clamp(max=model.config.vocab_size - 2)
-        for name, (strategy, engine) in engines.items():
-            strategy.known = known
-            timing, _ = timed(engine, name, prompts, params, arguments.runs)
-            print(timing.line(plain), flush=True)
+    plain: dict[int, Timing] = {}
+    known: dict[int, Tensor] = {}
+    # One engine after the other: the states of the rows of three would not fit beside large models.
+    for name, adaptive in [("plain", None), *limits.items()]:
+        strategy: Strategy = ARStrategy()
+        if adaptive is not None:
+            strategy = ReplayStrategy(arguments.accuracy, k, adaptive, arguments.proposer)
+            name = f"{strategy.name}, {name}"
+        engine = LLMEngine(model, None, (), strategy, config)
+        print(f"{arguments.model}, rows of {arguments.output_len} tokens, {name}", flush=True)
+        for rows in arguments.batches:
+            if isinstance(strategy, ReplayStrategy):
+                strategy.known = known[rows]
+            timing, outputs = timed(engine, name, prompts[:rows], params, arguments.runs)
+            if adaptive is None:
+                plain[rows] = timing
+                ids = [prompts[row] + outputs[row].token_ids for row in range(rows)]
+                last = model.config.vocab_size - 2
+                known[rows] = torch.tensor(ids, device=device).clamp(max=last)
+            print(timing.line(None if adaptive is None else plain[rows]), flush=True)
             timings.append(timing)
-        if arguments.profile:
-            trace = arguments.profile.with_name(f"{rows}-{arguments.profile.name}")
-            profile(engine, prompts, params, trace)
+            if arguments.profile and adaptive:
+                trace = arguments.profile.with_name(f"{rows}-{arguments.profile.name}")
+                profile(engine, prompts[:rows], params, trace)
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
     return timings
 
 

@@ -20,7 +20,9 @@ KEYS, VALUES = KEY_HEADS * KEY_DIM, VALUE_HEADS * VALUE_DIM
 CHANNELS = 2 * KEYS + VALUES
 LENGTHS, FIRST = (70, 0, 1, 49, 130), (0, 5, 64, 20, 0)
 """The rows of a prefill: their numbers of tokens, and the positions of their first ones."""
-WIDTHS = (3, 1, 4)
+WIDTHS = (3, 1, 4, 2, 4)
+MOST_PENDING = 3
+RING = MOST_PENDING + 2 * max(WIDTHS)
 """Tokens of a row in one step after another; all but the last one are accepted."""
 _CLOSE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 """How far the norm of a result may be from the reference's, in units of that."""
@@ -62,11 +64,11 @@ def results(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Ten
     kept = Kept(
         normal(3 + rows, 3, CHANNELS),
         state,
-        normal(2, 1 + rows, 4, CHANNELS),
+        normal(1 + rows, RING, CHANNELS),
         DeltaRecords(
-            normal(2, 1 + rows, 4, VALUE_HEADS, VALUE_DIM, dtype=wide),
-            normal(2, 1 + rows, 4, KEY_HEADS, KEY_DIM, dtype=wide),
-            normal(2, 1 + rows, 4, VALUE_HEADS, dtype=wide),
+            normal(1 + rows, RING, VALUE_HEADS, VALUE_DIM, dtype=wide),
+            normal(1 + rows, RING, KEY_HEADS, KEY_DIM, dtype=wide),
+            normal(1 + rows, RING, VALUE_HEADS, dtype=wide),
         ),
     )
     weight, norm = normal(CHANNELS, 4), normal(VALUE_DIM, dtype=wide)
@@ -81,16 +83,17 @@ def results(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Ten
     out = delta_prefill(delta(x), kept.state, prefill)
     yield from (("conv", x), ("prefill", out), ("state", kept.state[1:]))
     yield "norm", gated_rms_norm(out, normal(len(x), VALUES), norm, 1e-6)
-    folds, half = (torch.zeros(1 + rows, dtype=torch.int32, device=device) for _ in range(2))
+    pending, first = (torch.zeros(1 + rows, dtype=torch.int32, device=device) for _ in range(2))
     for width in WIDTHS:
-        step = StepRows(slots, folds, half, width)
+        step = StepRows(slots, pending, first, width, MOST_PENDING)
         mixed = normal(rows * width, CHANNELS)
         x = causal_conv_step(mixed, weight, kept.window, kept.inputs, step)
         yield f"conv of {width}", x
         yield f"step of {width}", delta_step(delta(x), kept.state, kept.records, step)
         yield f"state before {width}", kept.state[1 : 1 + rows]
-        folds.fill_(max(1, width - 1))
-        half.copy_(1 - half)
+        written = pending > MOST_PENDING
+        first.add_(torch.where(written, pending, 0)).remainder_(RING)
+        pending.copy_(torch.where(written, 0, pending) + max(1, width - 1))
     yield "windows", kept.window[1:]
     again = delta(normal(sum(LENGTHS), CHANNELS))
     yield "replay", delta_replay(again, kept.state, prefill._replace(snapshots=None))

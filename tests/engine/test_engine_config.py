@@ -31,7 +31,7 @@ def test_batches_are_larger_where_rows_share_little(
 
 def test_states_of_rows_take_a_share_of_the_room_for_caches() -> None:
     large = SPARSE._replace(row_states=GIB // 10, cache_room=50 * GIB)
-    assert EngineConfig().resolve(CUDA, large, 1024).max_num_seqs == 300
+    assert EngineConfig().resolve(CUDA, large, 1024).max_num_seqs == 312
     assert EngineConfig(max_num_seqs=400).resolve(CUDA, large, 1024).max_num_seqs == 400
     small = large._replace(row_states=GIB // 1000)
     assert EngineConfig().resolve(CUDA, small, 1024).max_num_seqs == 512

@@ -34,6 +34,7 @@ from batchgen.engine.layers.rotary import DefaultRope, RotaryTable
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import FamilyConfig, ModelConfig
 from batchgen.engine.outputs import OutputColumn
+from batchgen.kernels.linear_attention.rows import StepRows
 
 ARCHITECTURE = "ToyHybridForCausalLM"
 ROUTES = 16
@@ -127,26 +128,31 @@ def _update(decay: Tensor, value: Tensor, before: Tensor) -> Tensor:
 
 
 def _decode(decay: Tensor, value: Tensor, cache: StateCache, rows: RowMetadata) -> Tensor:
-    """[B · W, size] each: fold the accepted records, then run W tokens and leave theirs."""
+    """[B · W, size] each: fold the pending records, then run W tokens and leave theirs."""
     assert rows.width is not None
     slots, width = rows.slots, rows.width
-    folds, half = cache.folds[slots].unsqueeze(1), cache.half[slots].long()
+    step = StepRows(slots, cache.pending, cache.first, width, cache.most_pending)
+    ring = cache.records["decay"].shape[1]
+    pending, places, new = step.places(ring)
+    pending = pending.unsqueeze(1)
     state, before = cache.state["sum"][slots], cache.state["before"][slots]
-    records = {name: values[half, slots] for name, values in cache.records.items()}
-    for j in range(records["decay"].shape[1]):
+    records = {name: values[slots[:, None], places] for name, values in cache.records.items()}
+    for j in range(ring):
         folded = records["decay"][:, j] * state + records["update"][:, j]
-        state = torch.where(j < folds, folded, state)
-        before = torch.where(j < folds, records["value"][:, j], before)
-    cache.state["sum"].index_copy_(0, slots, state)
-    cache.state["before"].index_copy_(0, slots, before)
+        state = torch.where(j < pending, folded, state)
+        before = torch.where(j < pending, records["value"][:, j], before)
+    full = pending > cache.most_pending
+    for name, values in (("sum", state), ("before", before)):
+        stored = cache.state[name]
+        stored.index_copy_(0, slots, torch.where(full, values, stored[slots]))
     decay, value = decay.unflatten(0, (-1, width)), value.unflatten(0, (-1, width))
     out = []
     for j in range(width):
         update = _update(decay[:, j], value[:, j], before)
         state, before = decay[:, j] * state + update, value[:, j]
         out.append(state)
-        for name, new in (("decay", decay[:, j]), ("update", update), ("value", value[:, j])):
-            cache.records[name][1 - half, slots, j] = new
+        for name, made in (("decay", decay[:, j]), ("update", update), ("value", value[:, j])):
+            cache.records[name][slots, new[:, j]] = made
     return torch.stack(out, 1).flatten(0, 1)
 
 

@@ -19,7 +19,7 @@ from batchgen.config import JobConfig
 from batchgen.config.compose import compose
 from batchgen.engine.cache.expected_memory import expected_memory
 from batchgen.engine.cache.memory_plan import ModelUse, Room, divide_memory
-from batchgen.engine.cache.model_caches import record_bytes, state_bytes
+from batchgen.engine.cache.model_caches import row_bytes
 from batchgen.engine.engine_config import EngineConfig, Sizes
 from batchgen.errors import ConfigError
 from batchgen.output.manifest import Manifest
@@ -80,7 +80,7 @@ def test_the_expected_memory_counts_states_of_rows(gpu: int | None) -> None:
     given = Room(plan.kv_cache + plan.row_states + plan.checkpoints + 2**20, plan.work_space, gpu)
     assert plan == divide_memory([toy], settings, given)
     specs = toy.model.cache_specs
-    assert plan.row_states == 9 * (state_bytes(specs) + record_bytes(specs)) > 0
+    assert plan.row_states == 9 * row_bytes(specs, 1, settings.most_pending) > 0
     assert plan.total == gpu and (plan.work_space > 0) == (gpu is not None)
     assert plan.weights == toy.model.num_parameters * 4
     with pytest.raises(ValueError, match="the weights need"):

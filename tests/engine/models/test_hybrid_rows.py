@@ -178,7 +178,8 @@ def folded_states(engine: LLMEngine) -> list[Tensor]:
     assert states is not None
     for cache in states.layers:
         window, matrix = cache.state["window"], cache.state["matrix"]
-        step = StepRows(torch.ones(1, dtype=torch.int64), cache.folds, cache.half, 0)
+        slot = torch.ones(1, dtype=torch.int64)
+        step = StepRows(slot, cache.pending, cache.first, 0, most_pending=0)
         nothing = torch.zeros(0, window.shape[-1])
         weight, none = torch.zeros(window.shape[-1], 4), torch.zeros(0, 4)
         causal_conv_step(nothing, weight, window, cache.records["inputs"], step)

@@ -292,7 +292,7 @@ def test_a_slot_with_garbage_is_started_from_zero(loop: PlainLoop) -> None:
     for cache in states.layers:
         for values in (*cache.state.values(), *cache.records.values()):
             values.fill_(float("nan"))
-    cache.folds.fill_(1)
+    cache.pending.fill_(1)
     check(loop, rows, run(engine, rows))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,13 +33,13 @@ class Shape:
         shape = (slots, self.value_heads, self.value_dim, self.key_dim)
         return torch.full(shape, fill, device=DEVICE)
 
-    def records(self, slots: int, most: int) -> DeltaRecords:
+    def records(self, slots: int, ring: int) -> DeltaRecords:
         """Records that hold NaN, so that one is noticed which is read but was not written."""
         shapes = (
             (self.value_heads, self.value_dim), (self.key_heads, self.key_dim), (self.value_heads,)
         )  # fmt: skip
         return DeltaRecords(
-            *(torch.full((2, slots, most, *shape), NAN, device=DEVICE) for shape in shapes)
+            *(torch.full((slots, ring, *shape), NAN, device=DEVICE) for shape in shapes)
         )
 
     def inputs(self, tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> DeltaInputs:
@@ -86,8 +86,34 @@ def prefill_rows(
     )
 
 
-def step_rows(slots: Sequence[int], folds: Tensor, half: Tensor, width: int) -> StepRows:
-    return StepRows(torch.tensor(list(slots), device=DEVICE), folds, half, width)
+class Pending:
+    """How many records of each slot are pending, and where they begin, as `RowStates` counts them.
+
+    The ring is as long as steps of `width` tokens need it.
+    """
+
+    def __init__(self, slots: int, width: int, most_pending: int, device: str = DEVICE) -> None:
+        self.ring, self.most_pending = most_pending + 2 * width, most_pending
+        self.count, self.first = (
+            torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(2)
+        )
+
+    def rows(self, slots: Sequence[int], width: int) -> StepRows:
+        index = torch.tensor(list(slots), device=self.count.device)
+        return StepRows(index, self.count, self.first, width, self.most_pending)
+
+    def accept(self, counts: Mapping[int, int]) -> None:
+        """Keep so many of the records that each of these slots got in the last step."""
+        for slot, count in counts.items():
+            pending = int(self.count[slot])
+            if pending > self.most_pending:
+                self.first[slot] = (self.first[slot] + pending) % self.ring
+                pending = 0
+            self.count[slot] = pending + count
+
+    def settle(self, slots: Sequence[int]) -> StepRows:
+        """The rows of a step without tokens that folds all that is pending."""
+        return self.rows(slots, 0)._replace(most_pending=0)
 
 
 def prefill_on_cpu(rows: PrefillRows) -> PrefillRows:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from delta_cases import DEVICE, NAN, prefill_rows, step_rows
+from delta_cases import DEVICE, NAN, Pending, prefill_rows
 from torch import Tensor
 
 from batchgen.kernels.linear_attention.causal_conv import (
@@ -75,14 +75,15 @@ def test_a_prefill_is_the_convolution_however_it_is_cut(
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )
+@pytest.mark.parametrize("most_pending", [0, 2, 7])
 @pytest.mark.parametrize("step, prefill", BOTH)
 def test_steps_take_back_what_was_not_accepted(
-    step: Conv, prefill: Conv, dtype: torch.dtype
+    step: Conv, prefill: Conv, most_pending: int, dtype: torch.dtype
 ) -> None:
     """Two rows in changing order, one with drafts that are taken back, beside padding."""
     weight, window = normal(CHANNELS, 4, dtype=dtype), normal(4, 3, CHANNELS, dtype=dtype)
-    records = torch.full((2, 4, 4, CHANNELS), NAN, dtype=dtype, device=DEVICE)
-    folds, half = (torch.zeros(4, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    pending = Pending(4, 4, most_pending)
+    records = torch.full((4, pending.ring, CHANNELS), NAN, dtype=dtype, device=DEVICE)
     true = {slot: inputs(12, slot, dtype) for slot in (1, 3)}
     done = dict.fromkeys(true, 0)
     whole = {slot: expected(torch.cat([window[slot], x]), weight)[3:] for slot, x in true.items()}
@@ -99,7 +100,7 @@ def test_steps_take_back_what_was_not_accepted(
             if slot:
                 kept = accepted[slot]
                 x[i * width : i * width + kept] = true[slot][done[slot] :][:kept]
-        found = step(x, weight, window, records, step_rows(slots, folds, half, width))
+        found = step(x, weight, window, records, pending.rows(slots, width))
         for i, slot in enumerate(slots):
             if slot:
                 at, kept = done[slot], accepted[slot]
@@ -107,9 +108,10 @@ def test_steps_take_back_what_was_not_accepted(
                     found[i * width : i * width + kept].double(), whole[slot][at : at + kept],
                     rtol=CLOSE[dtype], atol=CLOSE[dtype],
                 )  # fmt: skip
-                done[slot], folds[slot], half[slot] = at + kept, kept, 1 - half[slot]
-    nothing: Any = step_rows([1, 3], folds, half, 0)
-    step(inputs(0, dtype=dtype), weight, window, records, nothing)
+                done[slot] = at + kept
+        pending.accept(accepted)
+    settled: Any = pending.settle([1, 3])
+    step(inputs(0, dtype=dtype), weight, window, records, settled)
     for slot, x in true.items():
         assert torch.equal(window[slot], x[done[slot] - 3 : done[slot]])
 

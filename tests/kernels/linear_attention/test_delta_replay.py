@@ -7,12 +7,12 @@ import torch
 from delta_cases import (
     DEVICE,
     NAN,
+    Pending,
     Shape,
     inputs_on_cpu,
     plain_row,
     prefill_on_cpu,
     prefill_rows,
-    step_rows,
     take,
 )
 
@@ -31,16 +31,15 @@ def test_the_reference_has_the_bits_of_steps() -> None:
     state = start.clone()
     rows = prefill_on_cpu(prefill_rows([80, 0, 70], first=[64, 64, 7], slots=[2, 0, 1]))
     out = delta_replay_reference(inputs, state, rows)
-    stepped, folds = start.clone(), torch.zeros(3, dtype=torch.int32)
-    half = torch.zeros(3, dtype=torch.int32)
-    records = SHAPE.records(3, 1)
+    stepped, pending = start.clone(), Pending(3, 1, 0, "cpu")
+    records = SHAPE.records(3, pending.ring)
     records = type(records)(*(record.cpu() for record in records))
     for slot, tokens in ((2, range(80)), (1, range(80, 150))):
         for width, t in [*((1, t) for t in tokens), (0, 0)]:
-            step = step_rows([slot], folds, half, width)._replace(slots=torch.tensor([slot]))
+            step = pending.rows([slot], width)
             found = delta_step_reference(take(inputs, slice(t, t + width)), stepped, records, step)
             assert torch.equal(found, out[t : t + width])
-            folds[slot], half[slot] = width, 1 - half[slot]
+            pending.accept({slot: width})
     assert torch.equal(stepped[1:], state[1:])
 
 

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from delta_cases import Shape, inputs_on_cpu, plain_row, prefill_on_cpu, prefill_rows, take
+from delta_cases import (
+    Pending,
+    Shape,
+    inputs_on_cpu,
+    plain_row,
+    prefill_on_cpu,
+    prefill_rows,
+    take,
+)
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
@@ -19,7 +27,7 @@ from batchgen.kernels.linear_attention.delta_reference import (
     delta_prefill_reference,
     delta_step_reference,
 )
-from batchgen.kernels.linear_attention.rows import PrefillRows, StepRows
+from batchgen.kernels.linear_attention.rows import PrefillRows
 
 SHAPE = Shape(key_heads=2, value_heads=4, key_dim=16, value_dim=24)
 LARGE = Shape(key_heads=1, value_heads=2, key_dim=128, value_dim=128)
@@ -32,18 +40,15 @@ def rows_on_cpu(*args: Any, **kwargs: Any) -> PrefillRows:
 class Recurrence:
     """Rows that are run step by step; slot 0 is scratch."""
 
-    def __init__(self, shape: Shape, rows: int, most: int = 5) -> None:
+    def __init__(self, shape: Shape, rows: int, most: int = 5, most_pending: int = 0) -> None:
         self.shape = shape
         self.state = shape.state(1 + rows).cpu()
-        self.records = DeltaRecords(*(r.cpu() for r in shape.records(1 + rows, most)))
-        self.folds, self.half = (torch.zeros(1 + rows, dtype=torch.int32) for _ in range(2))
+        self.pending = Pending(1 + rows, most, most_pending, "cpu")
+        self.records = DeltaRecords(*(r.cpu() for r in shape.records(1 + rows, self.pending.ring)))
 
     def step(self, inputs: DeltaInputs, slots: list[int], width: int) -> Tensor:
-        rows = StepRows(torch.tensor(slots), self.folds, self.half, width)
+        rows = self.pending.rows(slots, width)
         return delta_step_reference(inputs, self.state, self.records, rows)
-
-    def accept(self, slot: int, count: int) -> None:
-        self.folds[slot], self.half[slot] = count, 1 - self.half[slot]
 
     def run(self, inputs: DeltaInputs, cuts: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """All tokens of one row; each step reads some of them and keeps fewer or as many."""
@@ -51,9 +56,10 @@ class Recurrence:
         for width, kept in cuts:
             piece = take(inputs, slice(start, start + width))
             out.append(self.step(piece, [1], width)[:kept])
-            self.accept(1, kept)
+            self.pending.accept({1: kept})
             start += kept
-        self.step(take(inputs, slice(0, 0)), [1], 0)
+        settled = self.pending.settle([1])
+        delta_step_reference(take(inputs, slice(0, 0)), self.state, self.records, settled)
         return torch.cat(out), self.state[1]
 
 
@@ -95,11 +101,13 @@ def test_both_forms_are_the_definition() -> None:
             torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-6)
 
 
-def test_steps_of_any_width_have_the_same_bits() -> None:
+@pytest.mark.parametrize("most_pending", [0, 3, 40])
+def test_steps_of_any_width_have_the_same_bits(most_pending: int) -> None:
+    """Whenever the state is written back."""
     inputs = inputs_on_cpu(SHAPE.inputs(30))
     expected = Recurrence(SHAPE, 1).run(inputs, [(1, 1)] * 20)
     for cuts in ([(5, 5)] * 4, [(3, 1), (4, 2), (5, 0), (5, 5), (1, 1), (2, 2)] + [(3, 3)] * 3):
-        found = Recurrence(SHAPE, 1).run(inputs, cuts)
+        found = Recurrence(SHAPE, 1, most_pending=most_pending).run(inputs, cuts)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
@@ -135,8 +143,8 @@ def test_a_row_has_the_same_bits_alone_and_among_others(shape: Shape) -> None:
         for i, slot in enumerate(slots):
             own = slice(2 * i, 2 * i + 2)
             assert torch.equal(found[own], single[slot - 1].step(take(inputs, own), [1], 2))
-            together.accept(slot, 1 + slot % 2)
-            single[slot - 1].accept(1, 1 + slot % 2)
+            together.pending.accept({slot: 1 + slot % 2})
+            single[slot - 1].pending.accept({1: 1 + slot % 2})
 
 
 @pytest.mark.parametrize("tokens", [2048, pytest.param(32768, marks=pytest.mark.slow)])
