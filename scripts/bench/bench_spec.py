@@ -146,19 +146,24 @@ def _keys(state: SpecStepInputs) -> Tensor:
     return state.store.tokens[state.rows.entries_there, 0].long()
 
 
+def wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def run(
     engine: LLMEngine, name: str, prompts: Sequence[list[int]], params: SamplingParams
 ) -> tuple[Timing, dict[int, RequestOutput]]:
     before, counted = engine.stats.decode_steps, Counter(engine.stats.counts)
     gc.collect()
-    torch.cuda.synchronize()
+    wait_for_device()
     start = time.perf_counter()
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params)
     outputs: dict[int, RequestOutput] = {}
     while engine.has_unfinished():
         outputs |= {int(output.request_id): output for output in engine.step()}
-    torch.cuda.synchronize()
+    wait_for_device()
     seconds = time.perf_counter() - start
     stats = engine.stats
     timing = Timing(
