@@ -8,6 +8,8 @@ import time
 from hashlib import blake2b
 from pathlib import Path
 
+from batchgen.temporary import temporary_name
+
 _SETTLED_NS = 2 * 10**9
 """A file that changed less than this long ago may change again within one tick of its file
 system's clock, and its times would not show it. Two seconds are the longest tick (FAT)."""
@@ -50,7 +52,7 @@ class DigestCache:
             stat: of the file, from before it was read.
         """
         key = _key(file, stat)
-        temporary = self._folder / f"{key}.{os.getpid()}.tmp"
+        temporary = temporary_name(self._folder / key)
         with contextlib.suppress(OSError):
             # ctime, not mtime: every change sets it to the present, and nobody can set it back.
             changes = time.time_ns() - stat.st_ctime_ns < _SETTLED_NS

@@ -187,7 +187,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                 show_memory(engine.memory)
                 if engine.batch_dependence is not None:
                     found = replace(folder.manifest, batch_dependence=engine.batch_dependence)
-                    folder.update(found, str(worker.number))
+                    folder.update(found)
                 expected = _predict(parts, engine, metrics)
                 generation = Generation(
                     config, source, prompt, constraints, engine, writer, metrics

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import os
 from collections.abc import Iterator
 from gzip import GzipFile
 from io import BufferedReader
 from pathlib import Path
 
 from batchgen.errors import ConfigError
+from batchgen.temporary import temporary_name
 
 _CHUNK = 1 << 20
 
@@ -43,7 +43,7 @@ def as_utf8(file: Path, encoding: str, folder: Path, number: int) -> Path:
     new = folder / f"utf8-{number:05}{suffix}"
     if not new.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        part = new.with_suffix(f".{os.getpid()}")
+        part = temporary_name(new)
         with part.open("wb") as out:
             for text in _decoded(file, encoding):
                 out.write(text.encode())

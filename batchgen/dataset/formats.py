@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from codecs import BOM_UTF8
 from pathlib import Path
 
 from batchgen.dataset.encodings import open_bytes
 from batchgen.errors import ConfigError
+from batchgen.temporary import temporary_name
 
 FORMATS = {
     ".jsonl": "json",
@@ -75,7 +75,7 @@ def json_list_as_lines(file: Path, folder: Path, number: int) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     lines = folder / f"list-{number:05}.jsonl"
     if not lines.exists():
-        part = lines.with_suffix(f".{os.getpid()}")
+        part = temporary_name(lines)
         with part.open("w", encoding="utf-8") as out:
             out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         part.replace(lines)

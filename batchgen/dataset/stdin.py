@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from batchgen.errors import ConfigError
+from batchgen.temporary import temporary_name
 
 _CHUNK = 1 << 20
 
@@ -32,7 +32,7 @@ def spooled_stdin(folder: Path) -> Path:
             "dataset.path=- reads JSON lines from standard input, which is a terminal: pipe rows "
             "into the command, as in: cat rows.jsonl | batchgen …"
         )
-    digest, part = blake2b(digest_size=16), folder / f".stdin.{os.getpid()}"
+    digest, part = blake2b(digest_size=16), temporary_name(folder / "stdin")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as out:

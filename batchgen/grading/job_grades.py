@@ -26,6 +26,7 @@ from batchgen.output.journal import fsync_path
 from batchgen.output.manifest import write_atomic
 from batchgen.output.row_order import KEYS
 from batchgen.output.shards import damaged, publish_shard, shard_files, shard_path, unwritable
+from batchgen.temporary import temporary_name
 
 GRADES = "grades"
 _STEPS = "steps.json"
@@ -247,7 +248,7 @@ class _Run:
 
     def _write(self, part: Part, rows: Iterator[dict[str, Any]]) -> int:
         """Write the grades of one shard; returns their number."""
-        temporary = part.path.with_name(f".{part.path.name}.tmp")
+        temporary = temporary_name(part.path)
         count = 0
         try:
             with pq.ParquetWriter(temporary, self._schema(part), compression="zstd") as writer:

@@ -11,6 +11,7 @@ from batchgen.output.journal import journal_files
 from batchgen.output.lock import FolderLock
 from batchgen.output.manifest import ROWS, Manifest, RowDigests
 from batchgen.output.shards import shard_files
+from batchgen.temporary import delete_temporaries, is_temporary_of
 
 MIN_FREE_BYTES = 32 * 2**20
 _MANIFEST = "manifest.json"
@@ -23,6 +24,7 @@ _OWN = (
 )
 """All that a job ever writes, in the order in which it is deleted. The manifest is the last, so
 that a folder still says whose it is if its deletion was interrupted."""
+_WITH_SHARDS = ("data", "grades")
 
 
 class JobFolder:
@@ -139,17 +141,14 @@ class JobFolder:
             asked = replace(asked, row_digests=digests)
             self.update(self.manifest.goes_on(asked, changed, rows))
 
-    def update(self, manifest: Manifest, worker: str = "") -> None:
+    def update(self, manifest: Manifest) -> None:
         """Write another manifest of the same job.
-
-        Args:
-            worker: a text that no other worker has, if others run.
 
         Raises:
             JobError: it cannot be written.
         """
         self.manifest = manifest
-        manifest.write(self.path / _MANIFEST, worker)
+        manifest.write(self.path / _MANIFEST)
 
     def _join(self, manifest: Manifest, digests: RowDigests) -> None:
         """Take part in the job of those who have the folder.
@@ -174,6 +173,9 @@ class JobFolder:
         self.least_worker = 1 + max(found, default=0)
         for name in _OF_WORKERS:  # of workers who all are gone
             shutil.rmtree(self.path / name, ignore_errors=True)
+        delete_temporaries(self.path, _OWN)
+        for folder in _WITH_SHARDS:
+            delete_temporaries(self.path / folder)
         rows = manifest.growing.get(ROWS)
 
         def own_digests() -> list[str] | None:
@@ -250,7 +252,7 @@ def refuse_foreign_files(path: Path) -> None:
         OSError: it is no folder, or cannot be read.
     """
     names = {entry.name for entry in path.iterdir()}
-    foreign = sorted(names - {_LOCK, f".{_MANIFEST}.tmp"})
+    foreign = sorted(n for n in names - {_LOCK} if not is_temporary_of(n, _MANIFEST))
     if foreign and _MANIFEST not in names:
         listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         raise ConfigError(

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from batchgen.errors import ConfigError, JobError
 from batchgen.output.journal import fsync_path
+from batchgen.temporary import temporary_name
 
 FORMAT_VERSION = 2
 _PACKAGES = ("torch", "transformers", "datasets", "pyarrow", "xgrammar", "triton")
@@ -92,9 +93,9 @@ class Manifest:
             "another output.dir, or finish the job with the version that started it"
         )
 
-    def write(self, path: Path, writer: str = "") -> None:
+    def write(self, path: Path) -> None:
         """As of `write_atomic`."""
-        write_atomic(path, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", writer)
+        write_atomic(path, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
 
     def differences(self, new: "Manifest", digests: RowDigests) -> list[str]:
         """A line `key: old → new` for everything that would make the content another one.
@@ -204,16 +205,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def write_atomic(path: Path, text: str, writer: str = "") -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Write a file so that it is either whole or not there, whenever the program is killed.
 
-    Args:
-        writer: a text for the name of the temporary file, if several processes write this one.
+    Several processes may do so at once: the file is then that of one of them.
 
     Raises:
         JobError: the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}{writer and '.'}{writer}.tmp")
+    temporary = temporary_name(path)
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -286,7 +286,7 @@ class Metrics:
             summary["actual"] = {name.replace("wall_s", "seconds"): own[name] for name in names}
         summary["attempts"] = attempts
         summary["timeline"] = self.timeline.points
-        write_atomic(self._path, metrics_text(summary), f"{self.attempt.worker}")
+        write_atomic(self._path, metrics_text(summary))
 
     def _attempts(self) -> list[dict[str, Any]]:
         """All attempts in their order, those of the other workers too."""

@@ -16,6 +16,7 @@ import pytest
 from batchgen.errors import ConfigError
 from batchgen.output.job_folder import JobFolder
 from batchgen.output.manifest import Manifest
+from batchgen.temporary import temporary_name
 
 MANIFEST = Manifest.build(
     {"sampling": {"seed": 0, "stop": ("a",)}, "model": {"path": "m"}}, {"dataset": "abc"}
@@ -131,9 +132,23 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
 
 def test_a_first_attempt_killed_before_its_manifest_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("pid 1")
-    (tmp_path / ".manifest.json.tmp").write_text('{"form')
+    temporary_name(tmp_path / "manifest.json").write_text('{"form')
     with _open(tmp_path) as folder:
         assert folder.is_new
+    assert _names(tmp_path) == [".lock", "data", "journal", "manifest.json"]
+
+
+def test_what_killed_processes_have_not_finished_writing_is_deleted(tmp_path: Path) -> None:
+    with _open(tmp_path):
+        pass
+    (tmp_path / "grades").mkdir()
+    written = ("README.md", "config.yaml", "metrics.json", "report.html", "data/part-00000.parquet")
+    for name in (*written, "manifest.json", "grades/steps.json", "my notes.txt"):
+        temporary_name(tmp_path / name).write_text("half")
+    with _open(tmp_path) as folder:
+        assert not folder.is_new
+    (kept,) = tmp_path.rglob("*.tmp")
+    assert kept.name.startswith(".my notes.txt.")
 
 
 def test_two_jobs_on_one_folder(tmp_path: Path) -> None:
