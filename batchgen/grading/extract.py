@@ -11,7 +11,7 @@ from typing import Any, Literal
 from batchgen.engine.constraint.json_text import NotJson, parse_json
 from batchgen.errors import ConfigError
 from batchgen.grading.latex import Span, boxes, stripped
-from batchgen.grading.step import AnswerRow, Column, TextStep
+from batchgen.grading.step import AnswerRow, AnswerRows, Column, GradeFailure, TextStep
 
 Method = Literal["boxed", "last_number", "letter", "regex", "json_path", "whole"]
 METHODS = ("boxed", "last_number", "letter", "regex", "json_path", "whole")
@@ -121,13 +121,22 @@ class Extract(TextStep):
         return "regex" in self.methods
 
     def apply(self, row: AnswerRow) -> dict[str, Any]:
-        start, end = self._behind_reasoning(row.text)
-        found = self._find(row.text[start:end])
-        values: tuple[Any, ...] = (None, None, None, start)
-        if found is not None:
-            answer, (first, last) = found
-            values = (answer, start + first, start + last, start)
-        return dict(zip(self._names, values, strict=True))
+        return dict(zip(self._names, self._values(row.text), strict=True))
+
+    def apply_all(
+        self, rows: AnswerRows, failures: dict[int, GradeFailure]
+    ) -> dict[str, list[Any]]:
+        columns = zip(*map(self._values, rows.texts), strict=True)
+        return {name: list(column) for name, column in zip(self._names, columns, strict=True)}
+
+    def _values(self, text: str) -> tuple[str | None, int | None, int | None, int]:
+        """The values of the columns for a text."""
+        start, end = self._behind_reasoning(text)
+        found = self._find(text[start:end])
+        if found is None:
+            return None, None, None, start
+        answer, (first, last) = found
+        return answer, start + first, start + last, start
 
     def _behind_reasoning(self, text: str) -> Span:
         start, end = 0, len(text)
