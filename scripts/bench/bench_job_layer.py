@@ -6,9 +6,9 @@ A data set of that many rows is written as JSONL and streamed from there. Prompt
 token ids, so the figures contain neither tokenizing nor a model. Printed are the resident memory at
 10% and at 100% of the rows, and the microseconds per row of everything but the engine: reading,
 requests, journal and shards. The exit code is 1 if the memory grew by more than 10% in between.
-With --grade and --report the job runs once more in every round, with integer grades, with report.html
-or with both. Printed is what these add to the plain job of the same round, in seconds of the clock
-and in CPU seconds of this process and of all that it started, and then the medians over the rounds.
+With --grade and --report the job runs again in every round with integer grades, with report.html or
+with both. Printed is what these add to the plain job of the same round, in seconds of the clock and
+in CPU seconds of this process and of all that it started, and then the medians over the rounds.
 Before the rounds each kind runs once with few rows, so that none of them counts the imports.
 """
 

@@ -136,7 +136,7 @@ def test_shards_are_graded_while_the_job_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(job(out))
     config = replace(job(out).config(), post=(EXTRACT, GRADE))
-    with grading_beside(out, config, needed=True) as beside:
+    with grading_beside(JobGrades(out), config, needed=True) as beside:
         assert beside is not None
         beside.finish(lambda: False)
         assert len(list((out / "grades").glob("part-*"))) == 6
@@ -148,7 +148,7 @@ def test_shards_are_graded_while_the_job_goes_on(tmp_path: Path) -> None:
 
     for part in sorted(parts)[1:]:
         part.unlink()
-    with pytest.raises(KeyError), grading_beside(out, config, needed=True):
+    with pytest.raises(KeyError), grading_beside(JobGrades(out), config, needed=True):
         raise KeyError
     assert JobGrades(out).make([EXTRACT, GRADE], "text", ScoreConfig()) == 80 - 14
 
@@ -157,7 +157,7 @@ def test_what_fails_beside_the_job_is_told_when_it_ends(tmp_path: Path) -> None:
     out, wrong = tmp_path / "out", replace(GRADE, options={**GRADE.options, "target": "tagret"})
     run(job(out))
     config = replace(job(out).config(), post=(EXTRACT, wrong))
-    with grading_beside(out, config, needed=True) as beside:
+    with grading_beside(JobGrades(out), config, needed=True) as beside:
         assert beside is not None
         beside.finish(lambda: False)
     with pytest.raises(ConfigError, match="tagret"):
