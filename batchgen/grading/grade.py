@@ -155,15 +155,19 @@ class Grade:
         answers = rows.values.get(self.answer, none)
         targets = rows.fields.get(self.target, none)
         choices = none if self.choices is None else rows.fields.get(self.choices, none)
-        made: list[_Values] = []
+        marks: list[float | None] = []
+        keys: list[str | None] = []
+        against: list[str | None] = []
         for place, given in enumerate(zip(answers, targets, choices, strict=True)):
+            mark = key = target = None
             try:
-                made.append(self._values(*given))
+                mark, key, target = self._values(*given)
             except GradeFailure as failure:
                 failures[place] = failure
-                made.append((None, None, None))
-        columns = zip(*made, strict=True)
-        return {name: list(column) for name, column in zip(self._names, columns, strict=True)}
+            marks.append(mark)
+            keys.append(key)
+            against.append(target)
+        return dict(zip(self._names, (marks, keys, against), strict=True))
 
     def _values(self, answer: Any, value: Any, choices: Sequence[str] | None) -> _Values:
         """The values of the columns.

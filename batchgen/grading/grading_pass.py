@@ -73,7 +73,8 @@ class GradingPass:
     def _grade_columns(self, part: Part) -> int:
         """Write one part batch by batch; returns the number of its rows."""
         seen: list[tuple[pa.RecordBatch, pa.RecordBatch]] = []
-        count = self._write(part, self._graded_batches(part, seen))
+        schema = self._schema(part)
+        count = self._write(part, schema, self._graded_batches(part, schema, seen))
         if self.witness is not None and seen:
             rows, grades = (pa.Table.from_batches(batches) for batches in zip(*seen, strict=True))
             if set(self.witness.columns) <= set(rows.column_names):
@@ -81,11 +82,13 @@ class GradingPass:
         return count
 
     def _graded_batches(
-        self, part: Part, seen: list[tuple[pa.RecordBatch, pa.RecordBatch]]
+        self,
+        part: Part,
+        schema: pa.Schema,
+        seen: list[tuple[pa.RecordBatch, pa.RecordBatch]],
     ) -> Iterator[pa.RecordBatch]:
         """The grades of the rows of a shard; `seen` gets what the witness needs."""
         more = () if self.witness is None else self.witness.columns
-        schema = self._schema(part)
         for batch, readers in self._batches(part.shard, more):
             if self.stop():
                 raise Stopped
@@ -120,12 +123,8 @@ class GradingPass:
                 yield part, {**key, **values}
 
         for part, found in itertools.groupby(graded(), key=lambda pair: pair[0]):
-            yield part, self._write(part, self._row_batches(part, (row for _, row in found)))
-
-    def _row_batches(self, part: Part, rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
-        schema = self._schema(part)
-        while batch := list(itertools.islice(rows, _BATCH)):
-            yield pa.RecordBatch.from_pylist(batch, schema=schema)
+            schema, values = self._schema(part), (row for _, row in found)
+            yield part, self._write(part, schema, _row_batches(schema, values))
 
     def _rows(self, shard: Path) -> Iterator[dict[str, Any]]:
         for batch, readers in self._batches(shard):
@@ -160,12 +159,15 @@ class GradingPass:
             return [name for name in schema.names if name in wanted and name not in ROW_KEYS]
         return list(schema.names[len(ROW_KEYS) : schema.names.index(self.text_column)])
 
-    def _write(self, part: Part, batches: Iterable[pa.RecordBatch]) -> int:
+    def _write(self, part: Part, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
         """Write the grades of one shard; returns their number."""
         temporary = part.path.with_name(f".{part.path.name}.tmp")
         count = 0
         try:
-            with pq.ParquetWriter(temporary, self._schema(part), compression="zstd") as writer:
+            # Dictionaries take longer to make than what zstd saves without them.
+            with pq.ParquetWriter(
+                temporary, schema, compression="zstd", use_dictionary=False
+            ) as writer:
                 for batch in batches:
                     writer.write_batch(batch)
                     count += batch.num_rows
@@ -184,3 +186,8 @@ class GradingPass:
     @cached_property
     def _made(self) -> pa.Schema:
         return arrow_schema(self.grader.chain.columns)
+
+
+def _row_batches(schema: pa.Schema, rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
+    while batch := list(itertools.islice(rows, _BATCH)):
+        yield pa.RecordBatch.from_pylist(batch, schema=schema)
