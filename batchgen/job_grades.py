@@ -67,7 +67,8 @@ def score(samples: Samples) -> dict[str, Any] | None:
 
 
 def save_scores(folder: Path, scores: Mapping[str, Any] | None) -> None:
-    """Write scores into metrics.json, and what the columns of the grades are into README.md.
+    """Write scores into metrics.json, and what the columns of the grades are into README.md, if
+    that is still there.
 
     Raises:
         JobError: a file cannot be written.
@@ -76,7 +77,8 @@ def save_scores(folder: Path, scores: Mapping[str, Any] | None) -> None:
 
     save_score(folder, scores)
     path = folder / "README.md"
-    write_atomic(path, graded_card(path.read_text(encoding="utf-8"), folder))
+    if path.is_file():
+        write_atomic(path, graded_card(path.read_text(encoding="utf-8"), folder))
 
 
 def graded_card(card: str, folder: Path) -> str:

@@ -136,31 +136,8 @@ def run(
     """Run one job in an empty folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    path = folder / "rows.jsonl"
-    with path.open("w") as file:
-        for i in range(rows):
-            row = {"question": f"What is {i} plus {i}? " * 4, "answer": str(2 * i)}
-            file.write(json.dumps(row) + "\n")
-    config = JobConfig(
-        model=ModelGroup(path="none"),
-        dataset=DatasetConfig(kind="files", path=str(path), streaming=True),
-        prompt=TextPromptConfig(text="{{ question }}"),
-        sampling=SamplingConfig(max_new_tokens=len(TOKENS)),
-        strategy=StrategyConfig(target="none.Strategy"),
-        engine=EngineGroup(),
-        output=OutputConfig(dir=str(folder / "out"), columns=("logprobs",), report=report),
-        post=post,
-    )
     engine = InstantEngine(per_step)
-    parts = JobParts(
-        source=open_dataset(config.dataset),
-        prompt=ReadyPrompt(),
-        bos_id=None,
-        max_model_len=4096,
-        columns=(OutputColumn("logprobs", np.dtype(np.float32)),),
-        fingerprints={},
-        build_engine=lambda: engine,
-    )
+    config, parts = null_job(folder, rows, engine, post, report=report)
     before = resident_mib()
     started, cpu = time.perf_counter(), sum(os.times()[:4])
     result = run_job(config, parts)
@@ -176,6 +153,48 @@ def run(
     if peak > 1.1 * early:
         raise SystemExit("memory is not flat: more than 10% above that of the first tenth")
     return took
+
+
+def null_job(
+    folder: Path,
+    rows: int,
+    engine: InstantEngine,
+    post: tuple[StepConfig, ...] = (),
+    *,
+    report: bool = False,
+    rows_per_shard: int = 1000,
+) -> tuple[JobConfig, JobParts]:
+    """A job whose rows and output are in the folder, for `run_job`."""
+    path = folder / "rows.jsonl"
+    with path.open("w") as file:
+        for i in range(rows):
+            row = {"question": f"What is {i} plus {i}? " * 4, "answer": str(2 * i)}
+            file.write(json.dumps(row) + "\n")
+    config = JobConfig(
+        model=ModelGroup(path="none"),
+        dataset=DatasetConfig(kind="files", path=str(path), streaming=True),
+        prompt=TextPromptConfig(text="{{ question }}"),
+        sampling=SamplingConfig(max_new_tokens=len(TOKENS)),
+        strategy=StrategyConfig(target="none.Strategy"),
+        engine=EngineGroup(),
+        output=OutputConfig(
+            dir=str(folder / "out"),
+            columns=("logprobs",),
+            report=report,
+            rows_per_shard=rows_per_shard,
+        ),
+        post=post,
+    )
+    parts = JobParts(
+        source=open_dataset(config.dataset),
+        prompt=ReadyPrompt(),
+        bos_id=None,
+        max_model_len=4096,
+        columns=(OutputColumn("logprobs", np.dtype(np.float32)),),
+        fingerprints={},
+        build_engine=lambda: engine,
+    )
+    return config, parts
 
 
 def main() -> None:

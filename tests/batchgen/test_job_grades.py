@@ -93,6 +93,15 @@ def test_grades_are_no_part_of_the_job(tmp_path: Path) -> None:
     assert tables(out)[1].num_rows == 80 and log.read_text() == computed
 
 
+def test_a_folder_without_its_card_can_be_graded(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(job(out), EXTRACT)
+    (out / "README.md").unlink()
+    run(job(out), EXTRACT, GRADE)
+    assert "score" in json.loads((out / "metrics.json").read_text())
+    assert not (out / "README.md").exists()
+
+
 def test_rows_that_are_computed_again_are_graded_again(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(replace(job(out), rows=20), EXTRACT, GRADE)
@@ -189,7 +198,7 @@ def _grade(out: str, log: str, isolated: bool) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize(("isolated", "most"), [(False, 20), (True, 3)])
+@pytest.mark.parametrize(("isolated", "most"), [(False, 10), (True, 3)])
 def test_killed_again_and_again_while_grading(tmp_path: Path, isolated: bool, most: int) -> None:
     """Every row has its grade exactly once, and parts that were finished stay."""
     rng = random.Random(0)
