@@ -156,9 +156,9 @@ def disturb(
     done, there = 0, parts(out)
     while True:
         process = start()
-        # What is left is spread over the kills that are left.
+        # What is left is more than enough for the kills that are left.
         share = (shards - len(there)) / (kills - done + 1)
-        wanted = len(there) + rng.uniform(0, 2 * share) if done < kills else shards + 1
+        wanted = len(there) + rng.uniform(0, share) if done < kills else shards + 1
         code = _wait(process, out, wanted, rng)
         now = parts(out)
         assert there.items() <= now.items(), "a part that was finished is written again"
