@@ -27,7 +27,7 @@ from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError, JobError
 from batchgen.first_rows import AllRowsFailed
 from batchgen.generation import Engine, Generation
-from batchgen.grading.background import Beside, grading_beside
+from batchgen.grading.background import grading_beside
 from batchgen.job_grades import graded_card, save_scores, scores_of
 from batchgen.output.dataset_card import dataset_card, unfinished_card
 from batchgen.output.job_folder import JobFolder
@@ -43,6 +43,7 @@ from batchgen.planning.forecast import Forecast
 from batchgen.progress import Progress, show_memory, summary
 from batchgen.prompts.prompts import Prompt, fit_prompt
 from batchgen.report.write_report import REPORT, is_up_to_date, try_report
+from batchgen.scoring.samples import Samples
 from batchgen.signals import JobStopped, StopSignals
 from batchgen.workers.todo import Todo
 from batchgen.workers.worker import How, Worker, others_run
@@ -174,7 +175,8 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
         if folder.is_alone and not is_done:
             write_atomic(folder.path / "README.md", unfinished_card(str(folder.path)))
             (folder.path / REPORT).unlink(missing_ok=True)  # it would tell of fewer rows
-        beside = grading_beside(folder.path, config, needed=folder.is_alone and not is_done)
+        graded = Samples(folder.path, config.score)
+        beside = grading_beside(graded.grades, config, needed=folder.is_alone and not is_done)
         with _recorded(metrics, folder.path), beside as grading:
             folder.share()
             if not is_done:
@@ -213,7 +215,8 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
             if ended is not None:
                 return ended
             writer.finish(todo.num_rows)
-            return _complete(config, parts, folder, schema, metrics, signals, grading)
+            metrics.score = scores_of(graded, config, signals, grading)
+            return _complete(config, parts, folder, schema, metrics)
 
 
 def _predict(parts: JobParts, engine: Engine, metrics: Metrics) -> Forecast | None:
@@ -428,10 +431,7 @@ def _complete(
     folder: JobFolder,
     schema: OutputSchema,
     metrics: Metrics,
-    signals: StopSignals,
-    grading: Beside | None,
 ) -> JobResult:
-    metrics.score = scores_of(folder.path, config, signals, grading)
     metrics.tally = _count_shards(config, parts, folder)
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
     path = str(folder.path)
@@ -448,7 +448,7 @@ def _already_complete(
     config: JobConfig, parts: JobParts, folder: JobFolder, signals: StopSignals
 ) -> JobResult:
     folder.remove_journal()
-    score = scores_of(folder.path, config, signals)
+    score = scores_of(Samples(folder.path, config.score), config, signals)
     if config.post:
         save_scores(folder.path, score)
     totals = _count_shards(config, parts, folder).totals

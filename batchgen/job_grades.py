@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchgen.config import JobConfig, ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
@@ -15,13 +15,17 @@ from batchgen.output.dataset_card import grades_section, with_grades
 from batchgen.output.manifest import write_atomic
 from batchgen.signals import JobStopped, StopSignals
 
+if TYPE_CHECKING:
+    from batchgen.scoring.samples import Samples
+
 
 def scores_of(
-    folder: Path, config: JobConfig, signals: StopSignals, beside: Beside | None = None
+    samples: Samples, config: JobConfig, signals: StopSignals, beside: Beside | None = None
 ) -> dict[str, Any] | None:
     """Grade the rows of a job as its configuration says, and score them.
 
     Args:
+        samples: of the job.
         beside: what has graded shards while the job went on; it is waited for.
 
     Returns:
@@ -42,14 +46,14 @@ def scores_of(
 
     if beside is not None:
         beside.finish(stop)
-    # It grades what is left, and says what is wrong if the process beside the job has failed.
-    made = JobGrades(folder).make(config.post, text, config.score, stop=stop)
+    # It grades what is left, and says what is wrong if grading beside the job has failed.
+    made = samples.grades.make(config.post, text, config.score, stop=stop)
     if made is None:
         raise JobStopped("Stopped while the rows were graded; all of them are done.")
-    return score(folder, config.score)
+    return score(samples)
 
 
-def score(folder: Path, config: ScoreConfig) -> dict[str, Any] | None:
+def score(samples: Samples) -> dict[str, Any] | None:
     """The scores of a graded job; None if its grades have no marks.
 
     Raises:
@@ -57,13 +61,14 @@ def score(folder: Path, config: ScoreConfig) -> dict[str, Any] | None:
         JobError: a file is damaged.
     """
     # numpy is needed from here on, and not by a job without marks.
-    from batchgen.scoring.job_score import has_marks, job_score
+    from batchgen.scoring.job_score import sample_score
 
-    return job_score(folder, config) if has_marks(folder) else None
+    return sample_score(samples) if samples.have_marks else None
 
 
 def save_scores(folder: Path, scores: Mapping[str, Any] | None) -> None:
-    """Write scores into metrics.json, and what the columns of the grades are into README.md.
+    """Write scores into metrics.json, and what the columns of the grades are into README.md, if
+    that is still there.
 
     Raises:
         JobError: a file cannot be written.
@@ -72,7 +77,8 @@ def save_scores(folder: Path, scores: Mapping[str, Any] | None) -> None:
 
     save_score(folder, scores)
     path = folder / "README.md"
-    write_atomic(path, graded_card(path.read_text(encoding="utf-8"), folder))
+    if path.is_file():
+        write_atomic(path, graded_card(path.read_text(encoding="utf-8"), folder))
 
 
 def graded_card(card: str, folder: Path) -> str:

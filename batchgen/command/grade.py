@@ -44,11 +44,13 @@ def _grade(arguments: Sequence[str]) -> int:
             "take those of a ready job with +experiment=NAME"
         )
     from batchgen.job_grades import check_scored, save_scores, score
+    from batchgen.scoring.samples import Samples
 
     check_scored(config.post, config.score, job.columns)
     with job.locked():
-        count = job.grades.make(config.post, job.text_column, config.score)
-        scores = score(job.path, config.score)
+        samples = Samples(job.path, config.score)
+        count = samples.grades.make(config.post, job.text_column, config.score)
+        scores = score(samples)
         save_scores(job.path, scores)
         job.renew_report()
     print(f"{count:,} rows graded" if count else "All rows have these grades already.")

@@ -12,7 +12,6 @@ from batchgen.errors import ConfigError
 
 if TYPE_CHECKING:
     from batchgen.config import ScoreConfig, StepConfig
-    from batchgen.grading.job_grades import JobGrades
     from batchgen.output.lock import FolderLock
 
 _KEYS = ("post", "score", "experiment")
@@ -39,12 +38,6 @@ class GradedJob:
             raise ConfigError(
                 f"the job in {given} is not complete ({status}): run its command again first"
             )
-
-    @property
-    def grades(self) -> JobGrades:
-        from batchgen.grading.job_grades import JobGrades
-
-        return JobGrades(self.path)
 
     def locked(self) -> FolderLock:
         """A lock on the folder, in which grades or scores are to be written.

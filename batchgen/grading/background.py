@@ -1,9 +1,12 @@
-"""A process that grades the shards of a job while the job goes on.
+"""Grades the shards of a job while the job goes on.
 
-    python -c PROGRAM SETUP      (see `grading_beside`)
+Steps that take columns cost so little that a thread of the job runs them. Others may take long, and
+what they run may hang or crash; they get a process of their own, which begins with
 
-It only does early what `JobGrades.make` would do at the end of the job, part by part. So it may be
-killed at any time, and whatever it could not do, its failures too, is left to that.
+    python -c PROGRAM SETUP      (see `GradingProcess`)
+
+Both only do early what `JobGrades.make` would do at the end of the job, part by part. So they may
+be ended at any time, and whatever they could not do, their failures too, is left to that.
 """
 
 from __future__ import annotations
@@ -15,13 +18,18 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from batchgen.config import JobConfig, ScoreConfig, StepConfig
 from batchgen.errors import ConfigError, JobError
 from batchgen.grading.worker import die_with
+
+if TYPE_CHECKING:
+    from batchgen.grading.job_grades import JobGrades
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; "
@@ -29,13 +37,67 @@ _PROGRAM = (
 )
 _POLL_SECONDS = 1.0
 _STOP_SECONDS = 0.2
+_JOIN_SECONDS = 5.0
 _FEW = 2
 """Shards that the job grades itself when it ends."""
 _NICE = 10
 """A model on the same CPU goes first."""
 
 
-class Beside:
+class Beside(Protocol):
+    """What grades shards as they are published."""
+
+    def finish(self, stop: Callable[[], bool]) -> None:
+        """Let it grade the shards that are there, and wait for its end, or until `stop()`."""
+
+    def kill(self) -> None:
+        """End it at once. May be called again, and after `finish`."""
+
+
+class GradingThread:
+    """A thread that grades shards as they are published, for steps that take columns.
+
+    Args:
+        grades: of the job; only the thread may use it until it has ended.
+        config: of the job.
+    """
+
+    def __init__(self, grades: JobGrades, config: JobConfig) -> None:
+        self._grades, self._config = grades, config
+        self._ending, self._killed = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="grade", daemon=True)
+        self._thread.start()
+
+    def finish(self, stop: Callable[[], bool]) -> None:
+        """As of `Beside`."""
+        self._ending.set()
+        while self._thread.is_alive() and not stop():
+            self._thread.join(_STOP_SECONDS)
+
+    def kill(self) -> None:
+        """As of `Beside`."""
+        self._killed = True
+        self._ending.set()
+        self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        config = self._config
+
+        def grade(shards: set[int]) -> None:
+            self._grades.make(
+                config.post,
+                config.output.text_column,
+                config.score,
+                shards=shards,
+                stop=lambda: self._killed,
+            )
+
+        # Whatever it is, the end of the job meets it again and tells of it.
+        with contextlib.suppress(Exception):
+            _serve(self._grades.job, grade, lambda: self._ending.wait(_POLL_SECONDS))
+
+
+class GradingProcess:
     """A process that grades shards as they are published.
 
     Args:
@@ -63,10 +125,8 @@ class Beside:
         )
 
     def finish(self, stop: Callable[[], bool]) -> None:
-        """Let it grade all shards that are there, and wait for its end, or until `stop()`.
-
-        Where few shards are left it is ended, because their grades cost less than its start.
-        """
+        """As of `Beside`. Where few shards are left it is ended, because their grades cost less
+        than its start."""
         from batchgen.grading.job_grades import GRADES
         from batchgen.output.shards import shard_files
 
@@ -84,7 +144,7 @@ class Beside:
                 return
 
     def kill(self) -> None:
-        """End it at once. May be called again, and after `finish`."""
+        """As of `Beside`."""
         self._process.kill()
         self._process.wait()
         if self._process.stdin is not None:
@@ -92,15 +152,30 @@ class Beside:
 
 
 @contextlib.contextmanager
-def grading_beside(job: Path, config: JobConfig, *, needed: bool) -> Iterator[Beside | None]:
+def grading_beside(
+    grades: JobGrades, config: JobConfig, *, needed: bool
+) -> Iterator[Beside | None]:
     """Grade shards while the job goes on in the body; None if it is not needed or has no steps.
 
-    The process ends with the body, at once if the body raises.
+    It ends with the body, at once if the body raises.
+
+    Args:
+        grades: of the job, which nothing else may use before `Beside.finish`.
+        config: of the job.
+
+    Raises:
+        ConfigError: a step is wrong.
     """
     if not needed or not config.post:
         yield None
         return
-    beside = Beside(job, config)
+    from batchgen.grading.build_steps import post_steps
+    from batchgen.grading.rows import StepChain
+
+    chain = StepChain(post_steps(config.post))
+    beside: Beside = (
+        GradingThread(grades, config) if chain.takes_columns else GradingProcess(grades.job, config)
+    )
     try:
         yield beside
     finally:
@@ -113,25 +188,33 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(setup["parent"])
     os.nice(_NICE)
-    steps = [StepConfig(**step) for step in setup["post"]]
+    job, post = Path(setup["job"]), [StepConfig(**step) for step in setup["post"]]
+
+    def grade(shards: set[int]) -> None:
+        from batchgen.grading.job_grades import JobGrades  # not before there is work
+
+        JobGrades(job).make(
+            post, setup["text_column"], ScoreConfig(**setup["score"]), shards=shards
+        )
+
     with contextlib.suppress(ConfigError, JobError):
-        _serve(Path(setup["job"]), steps, setup["text_column"], ScoreConfig(**setup["score"]))
+        _serve(job, grade, _input_ends)
 
 
-def _serve(job: Path, post: Sequence[StepConfig], text_column: str, config: ScoreConfig) -> None:
-    while not any((job / "data").glob("part-*")):  # nothing is imported before there is work
-        if _input_ends():
-            return
-    from batchgen.grading.job_grades import JobGrades
-    from batchgen.output.shards import shard_files
-
+def _serve(job: Path, grade: Callable[[set[int]], None], ends: Callable[[], bool]) -> None:
+    """Grade shards as they come until `ends`, which waits a while, and then those that are left."""
     done: set[int] = set()
-    ended = False
+    changed, ended = 0, False
     while not ended:
-        ended = _input_ends()
-        new = set(shard_files(job / "data")) - done
-        if new:
-            JobGrades(job).make(post, text_column, config, shards=new)
+        ended = ends()
+        # A folder of many shards is listed only if one has come.
+        before, changed = changed, (job / "data").stat().st_mtime_ns
+        if not ended and changed == before:
+            continue
+        from batchgen.output.shards import shard_files
+
+        if new := set(shard_files(job / "data")) - done:
+            grade(new)
             done |= new
 
 

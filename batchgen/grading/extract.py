@@ -11,7 +11,7 @@ from typing import Any, Literal
 from batchgen.engine.constraint.json_text import NotJson, parse_json
 from batchgen.errors import ConfigError
 from batchgen.grading.latex import Span, boxes, stripped
-from batchgen.grading.step import AnswerRow, Column, TextStep
+from batchgen.grading.step import AnswerRow, AnswerRows, Column, GradeFailure, TextStep
 
 Method = Literal["boxed", "last_number", "letter", "regex", "json_path", "whole"]
 METHODS = ("boxed", "last_number", "letter", "regex", "json_path", "whole")
@@ -121,13 +121,43 @@ class Extract(TextStep):
         return "regex" in self.methods
 
     def apply(self, row: AnswerRow) -> dict[str, Any]:
-        start, end = self._behind_reasoning(row.text)
-        found = self._find(row.text[start:end])
-        values: tuple[Any, ...] = (None, None, None, start)
-        if found is not None:
-            answer, (first, last) = found
-            values = (answer, start + first, start + last, start)
-        return dict(zip(self._names, values, strict=True))
+        return dict(zip(self._names, self._values(row.text), strict=True))
+
+    def apply_all(
+        self, rows: AnswerRows, failures: dict[int, GradeFailure]
+    ) -> dict[str, list[Any]]:
+        # No tuple for each row is kept: the garbage collector looks through what piles up.
+        answers: list[str | None] = []
+        starts: list[int | None] = []
+        ends: list[int | None] = []
+        reasoning_ends: list[int] = []
+        for text in rows.texts:
+            answer, start, end, reasoning_end = self._values(text)
+            answers.append(answer)
+            starts.append(start)
+            ends.append(end)
+            reasoning_ends.append(reasoning_end)
+        return dict(zip(self._names, (answers, starts, ends, reasoning_ends), strict=True))
+
+    def _values(self, text: str) -> tuple[str | None, int | None, int | None, int]:
+        """The values of the columns for a text."""
+        start = 0
+        # One character is found many times faster than a word.
+        if self._first_of_marks in text or self.reasoning_required:
+            start, end = self._behind_reasoning(text)
+            text = text[start:end]
+        found = self._find(text)
+        if found is None:
+            return None, None, None, start
+        answer, (first, last) = found
+        return answer, start + first, start + last, start
+
+    @cached_property
+    def _first_of_marks(self) -> str:
+        """A character without which no mark of the reasoning is in a text; empty if there is none
+        such."""
+        firsts = {mark[:1] for mark in (self.reasoning_start, self.reasoning_end) if mark}
+        return firsts.pop() if len(firsts) == 1 else ""
 
     def _behind_reasoning(self, text: str) -> Span:
         start, end = 0, len(text)
@@ -149,9 +179,10 @@ class Extract(TextStep):
                 if (found := self._json_path(text)) is not None:
                     return found
             elif (span := self._span(method, text)) is not None:
-                span = stripped(text, span)
-                if span[0] < span[1]:
-                    return text[slice(*span)], span
+                whole = text[span[0] : span[1]]
+                if answer := whole.strip():
+                    start = span[0] + whole.find(answer)
+                    return answer, (start, start + len(answer))
         return None
 
     def _span(self, method: Method, text: str) -> Span | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any, Literal
@@ -18,10 +18,11 @@ from batchgen.grading.choices import LETTERS
 from batchgen.grading.integers import normal_integer
 from batchgen.grading.latex import plain
 from batchgen.grading.math_answers import normal_math, same_math
-from batchgen.grading.step import AnswerRow, Column, GradeFailure
+from batchgen.grading.step import AnswerRow, AnswerRows, Column, GradeFailure
 
 Method = Literal["integer", "math", "choice", "exact", "regex", "json_schema", "function"]
 METHODS = ("integer", "math", "choice", "exact", "regex", "json_schema", "function")
+_Values = tuple[float | None, str | None, str | None]
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _LETTER_FIRST = re.compile(r"\(?([A-Za-z])[).:,].*", re.S)
 
@@ -92,20 +93,21 @@ class Grade:
     @property
     def columns(self) -> tuple[Column, ...]:
         answer, target = self.answer, self.target
+        mark, key, against = self._names
         return (
             Column(
-                self.prefix + "mark",
+                mark,
                 "float64",
                 f"1 if {answer} is right, 0 if it is wrong or missing ({self.method}); null if "
                 "that is not known",
             ),
             Column(
-                self.prefix + "answer_key",
+                key,
                 "string",
                 f"{answer} in a normal form, in which votes are counted; null if there is none",
             ),
             Column(
-                self.prefix + "graded_against",
+                against,
                 "string",
                 f"what {answer} was compared with, from {target}; null if nothing",
             ),
@@ -132,29 +134,64 @@ class Grade:
         if self.method == "math":
             same_math("x^2", "\\frac{y}{2}")  # the first call builds the parser
 
+    @cached_property
+    def _names(self) -> tuple[str, str, str]:
+        return self.prefix + "mark", self.prefix + "answer_key", self.prefix + "graded_against"
+
     def apply(self, row: AnswerRow) -> dict[str, Any]:
         answer = row.values.get(self.answer)
-        target = self._target(row.fields)
         if self.method == "function":
-            mark, key = self._call(answer, target, row), answer
-        elif answer is None:
-            mark, key = 0.0, None
+            target = self._target(row.fields.get(self.target))
+            values: _Values = self._call(answer, target, row), answer, target
         else:
-            right, key = self._compare(str(answer), target, row.fields)
-            mark = float(right)
-        return {
-            self.prefix + "mark": mark,
-            self.prefix + "answer_key": key,
-            self.prefix + "graded_against": target,
-        }
+            choices = None if self.choices is None else row.fields.get(self.choices)
+            values = self._values(answer, row.fields.get(self.target), choices)
+        return dict(zip(self._names, values, strict=True))
 
-    def _target(self, fields: Mapping[str, Any]) -> str | None:
+    def apply_all(
+        self, rows: AnswerRows, failures: dict[int, GradeFailure]
+    ) -> dict[str, list[Any]]:
+        none = [None] * len(rows.texts)
+        answers = rows.values.get(self.answer, none)
+        targets = rows.fields.get(self.target, none)
+        choices = none if self.choices is None else rows.fields.get(self.choices, none)
+        marks: list[float | None] = []
+        keys: list[str | None] = []
+        against: list[str | None] = []
+        for place, given in enumerate(zip(answers, targets, choices, strict=True)):
+            mark = key = target = None
+            try:
+                mark, key, target = self._values(*given)
+            except GradeFailure as failure:
+                failures[place] = failure
+            marks.append(mark)
+            keys.append(key)
+            against.append(target)
+        return dict(zip(self._names, (marks, keys, against), strict=True))
+
+    def _values(self, answer: Any, value: Any, choices: Sequence[str] | None) -> _Values:
+        """The values of the columns.
+
+        Args:
+            answer: of the row; None if it has none.
+            value: of the column with the target.
+            choices: the texts of the choices; None if the row has none.
+
+        Raises:
+            GradeFailure: the row cannot be graded.
+        """
+        target = self._target(value)
+        if answer is None:
+            return 0.0, None, target
+        right, key = self._compare(str(answer), target, choices or ())
+        return float(right), key, target
+
+    def _target(self, value: Any) -> str | None:
         """The text of the target; None where the method needs none.
 
         Raises:
             GradeFailure: the row has none.
         """
-        value = fields.get(self.target)
         if value is None:
             if self.method == "function" or self.schema is not None:
                 return None
@@ -170,7 +207,7 @@ class Grade:
         return text
 
     def _compare(
-        self, answer: str, target: str | None, fields: Mapping[str, Any]
+        self, answer: str, target: str | None, choices: Sequence[str]
     ) -> tuple[bool, str | None]:
         """Whether the answer is right, and its normal form."""
         if self.method == "json_schema":
@@ -186,9 +223,8 @@ class Grade:
             # All ways to write the right answer are one answer where votes are counted.
             return right, normal_math(target if right else answer)
         if self.method == "choice":
-            texts = fields.get(self.choices) if self.choices is not None else None
-            key = choice_letter(answer, texts or ())
-            return key == choice_letter(target, texts or ()), key
+            key = choice_letter(answer, choices)
+            return key == choice_letter(target, choices), key
         given = normal_text(answer, self.ignore_case)
         if self.method == "exact":
             return given == normal_text(target, self.ignore_case), given

@@ -3,79 +3,45 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.command.row_json import json_readers
 from batchgen.config import ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
 from batchgen.grading.build_steps import check_fields, described, post_steps
+from batchgen.grading.grading_pass import GradingPass, Stopped, Witness
+from batchgen.grading.part import ROW_KEYS, STEPS_KEY, Part
 from batchgen.grading.rows import Grader, StepChain
-from batchgen.grading.step import arrow_schema
-from batchgen.output.journal import fsync_path
 from batchgen.output.manifest import write_atomic
-from batchgen.output.row_order import KEYS
-from batchgen.output.shards import damaged, publish_shard, shard_files, shard_path, unwritable
-from batchgen.temporary import temporary_name
+from batchgen.output.shards import shard_files, shard_path, unwritable
 
 GRADES = "grades"
 _STEPS = "steps.json"
-_KEYS = ("row_id", *KEYS)
-"""The columns by which grades and rows belong together."""
-_STEPS_KEY, _SHARD_KEY = b"batchgen.steps", b"batchgen.shard"
-"""Metadata of a part: by which steps it was made, and of which shard."""
-_BATCH = 512
-
-
-@dataclass(frozen=True)
-class Part:
-    """A shard of the job and where its grades are, or will be.
-
-    Attributes:
-        digest: of the shard's bytes.
-    """
-
-    shard: Path
-    path: Path
-    digest: str
-
-    @property
-    def is_of_shard(self) -> bool:
-        """Whether the grades are there, and of this very shard."""
-        return self._made.get(_SHARD_KEY) == self.digest.encode()
-
-    def is_made_by(self, steps: str) -> bool:
-        """Whether the grades are there, of this very shard and by these steps."""
-        return self.is_of_shard and self._made.get(_STEPS_KEY) == steps.encode()
-
-    @property
-    def _made(self) -> Mapping[bytes, bytes]:
-        """The metadata of the grades."""
-        try:
-            return pq.read_schema(self.path).metadata or {}
-        except (FileNotFoundError, pa.ArrowInvalid):
-            return {}
 
 
 class JobGrades:
     """The grades of one job.
 
     A part says of which shard and by which steps it was made. Parts that are as they should be
-    stay; so grading goes on where it was killed, and what a job computed anew is graded anew.
+    stay; so grading goes on where it was killed, and what a job computed anew is graded anew. An
+    object remembers which shards it has read and which parts it has written.
     """
 
-    def __init__(self, job: Path) -> None:
+    def __init__(self, job: Path, witness: Witness | None = None) -> None:
+        """
+        Args:
+            witness: looks at parts as they are made, if the steps take columns.
+        """
         self.job, self.path = job, job / GRADES
+        self._witness = witness
+        self._digests: dict[Path, tuple[tuple[int, ...], str]] = {}
+        self._written: dict[Part, str] = {}  # by which steps
 
     @property
     def steps(self) -> list[dict[str, Any]] | None:
@@ -94,9 +60,20 @@ class JobGrades:
     def part(self, number: int) -> Part:
         """The part of the shard with this number, which is there."""
         shard = shard_path(self.job / "data", number)
-        with shard.open("rb") as file:
-            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-        return Part(shard, shard_path(self.path, number), digest.hexdigest())
+        stat = shard.stat()
+        stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        known, digest = self._digests.get(shard, (None, ""))
+        if known != stamp:
+            with shard.open("rb") as file:
+                found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+            digest = found.hexdigest()
+            self._digests[shard] = stamp, digest
+        return Part(shard, shard_path(self.path, number), digest)
+
+    def _is_made(self, part: Part, steps: str) -> bool:
+        """Whether a part is there by these steps."""
+        written = self._written.get(part) == steps and part.path.is_file()
+        return written or part.is_made_by(steps)
 
     def finished(self) -> list[Part]:
         """The parts, once all are there.
@@ -110,7 +87,7 @@ class JobGrades:
                 f"{self.job} has no grades: `batchgen grade {self.job} post=…` makes them"
             )
         parts = list(self.parts())
-        missing = sum(not part.is_made_by(_text(steps)) for part in parts)
+        missing = sum(not self._is_made(part, _text(steps)) for part in parts)
         if missing:
             raise ConfigError(
                 f"{missing} of {len(parts)} shards of {self.job} have no grades, or such of other "
@@ -132,7 +109,7 @@ class JobGrades:
                 found = pq.read_metadata(shard_path(self.path, number))
             except (FileNotFoundError, pa.ArrowInvalid):
                 return False
-            made = (found.metadata or {}).get(_STEPS_KEY)
+            made = (found.metadata or {}).get(STEPS_KEY)
             if made != _text(steps).encode() or found.num_rows != pq.read_metadata(shard).num_rows:
                 return False
         return True
@@ -153,7 +130,7 @@ class JobGrades:
             text_column: the column of generated text.
             config: how many processes run steps that need them, and for how long at most.
             shards: the numbers of the shards to grade; None for all.
-            stop: whether to leave off; it is asked after every row.
+            stop: whether to leave off, as of `GradingPass`.
 
         Returns:
             How many rows were graded; None if it was stopped.
@@ -165,7 +142,7 @@ class JobGrades:
         steps = post_steps(configs)
         _check_names(StepChain(steps))
         made = described(configs, steps)
-        pending = [part for part in self.parts(shards) if not part.is_made_by(_text(made))]
+        pending = [part for part in self.parts(shards) if not self._is_made(part, _text(made))]
         if not pending and self.steps == made:
             return 0
         if pending:
@@ -178,98 +155,20 @@ class JobGrades:
             write_atomic(self.path / _STEPS, json.dumps({"steps": made}, indent=2) + "\n")
         count = config.workers or len(os.sched_getaffinity(0))
         with Grader(steps, workers=count, seconds=config.seconds) as grader:
-            return _Run(grader, _text(made), text_column, stop).grade(pending)
+            todo = GradingPass(grader, _text(made), text_column, stop, self._witness)
+            rows = 0
+            try:
+                for part, number in todo.grade(pending):
+                    self._written[part] = _text(made)
+                    rows += number
+            except Stopped:
+                return None
+            return rows
 
     def schema(self) -> pa.Schema | None:
         """The columns of the grades; None if there are none."""
         files = shard_files(self.path).values() if self.path.is_dir() else ()
         return next((pq.read_schema(path) for path in files), None)
-
-
-class _Stopped(Exception):
-    """Raised between two rows when grading is to be left off."""
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One pass over the shards that have no grades."""
-
-    grader: Grader
-    steps: str
-    text_column: str
-    stop: Callable[[], bool]
-
-    def grade(self, parts: Sequence[Part]) -> int | None:
-        """Write the parts one after the other; None if it was stopped."""
-        keys: deque[tuple[Part, Mapping[str, Any]]] = deque()  # rows the grader has not given back
-
-        def rows() -> Iterator[tuple[str | None, Mapping[str, Any]]]:
-            for part in parts:
-                for row in self._read(part.shard):
-                    keys.append((part, {name: row[name] for name in _KEYS}))
-                    yield row[self.text_column], row
-
-        def graded() -> Iterator[tuple[Part, dict[str, Any]]]:
-            for values in self.grader.grade(rows()):
-                if self.stop():
-                    raise _Stopped
-                part, key = keys.popleft()
-                yield part, {**key, **values}
-
-        count = 0
-        try:
-            for part, found in itertools.groupby(graded(), key=lambda pair: pair[0]):
-                count += self._write(part, (values for _, values in found))
-        except _Stopped:
-            return None
-        return count
-
-    def _read(self, shard: Path) -> Iterator[dict[str, Any]]:
-        try:
-            with pq.ParquetFile(shard, page_checksum_verification=True) as file:
-                names = self._columns(file.schema_arrow)
-                readers = json_readers(pa.schema([file.schema_arrow.field(n) for n in names]))
-                for batch in file.iter_batches(_BATCH, columns=names):
-                    for row in batch.to_pylist():
-                        for name, read in readers.items():
-                            row[name] = read(row[name])
-                        yield row
-        except (pa.ArrowException, OSError) as error:
-            raise damaged(shard, str(error)) from error
-
-    def _columns(self, schema: pa.Schema) -> list[str]:
-        """The columns that the steps read: those of the data set lie before the text."""
-        given = schema.names[len(_KEYS) : schema.names.index(self.text_column)]
-        steps = self.grader.chain.steps
-        if all(step.field_names is not None for step in steps):
-            wanted = {name for step in steps for name in step.field_names or ()}
-            given = [name for name in schema.names if name in wanted and name not in _KEYS]
-        return list(dict.fromkeys([*_KEYS, *given, self.text_column]))
-
-    def _write(self, part: Part, rows: Iterator[dict[str, Any]]) -> int:
-        """Write the grades of one shard; returns their number."""
-        temporary = temporary_name(part.path)
-        count = 0
-        try:
-            with pq.ParquetWriter(temporary, self._schema(part), compression="zstd") as writer:
-                while batch := list(itertools.islice(rows, _BATCH)):
-                    writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=writer.schema))
-                    count += len(batch)
-            fsync_path(temporary)
-        except OSError as error:
-            raise unwritable(part.path, error) from error
-        publish_shard(temporary, part.path)
-        return count
-
-    def _schema(self, part: Part) -> pa.Schema:
-        rows = pq.read_schema(part.shard)
-        fields = [rows.field(name) for name in _KEYS]
-        made = {_STEPS_KEY: self.steps, _SHARD_KEY: part.digest}
-        return pa.schema([*fields, *self._made], metadata=made)
-
-    @cached_property
-    def _made(self) -> pa.Schema:
-        return arrow_schema(self.grader.chain.columns)
 
 
 def _text(steps: Sequence[Mapping[str, Any]]) -> str:
@@ -278,7 +177,7 @@ def _text(steps: Sequence[Mapping[str, Any]]) -> str:
 
 def _check_names(chain: StepChain) -> None:
     for column in chain.columns:
-        if column.name in _KEYS:
+        if column.name in ROW_KEYS:
             raise ConfigError(
                 f"post: a step writes {column.name!r}, which every row has: rename it"
             )

@@ -13,6 +13,7 @@ _BOX = r"\\(?:boxed|fbox)"
 _BRACES = re.compile(
     rf"(?P<open>{_BOX}[ \t]*\{{)|{_BOX}[ \t]+(?P<bare>[^\s{{}}$\\]+)|\\.|[{{}}]", re.S
 )
+_ONE_BOX = re.compile(r"\\boxed[ \t]*\{([^{}\\]*)\}")
 _SIZES = re.compile(r"\\(?:left|right|bigg?|Bigg?|displaystyle)(?![A-Za-z])")
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~")
 _FONTS = re.compile(
@@ -38,7 +39,15 @@ def boxes(text: str) -> list[Span]:
     """
     closed: list[tuple[int, int, int]] = []  # (where the command begins, content's start, its end)
     open_braces: list[tuple[int, int] | None] = []  # of boxes; None for any other brace
-    starts = [at for at in (text.find("\\boxed"), text.find("\\fbox")) if at >= 0]
+    first = text.find("\\")  # one character is found many times faster than a word
+    if first < 0:
+        return []
+    boxed, fbox = text.find("\\boxed", first), text.find("\\fbox", first)
+    # Most texts have one box without braces in it, and nothing else in them matters.
+    if fbox < 0 <= boxed and text.find("\\boxed", boxed + 1) < 0:
+        if match := _ONE_BOX.match(text, boxed):
+            return [match.span(1)] if match[1].strip() else []
+    starts = [at for at in (boxed, fbox) if at >= 0]
     if not starts:
         return []
     for match in _BRACES.finditer(text, min(starts)):
@@ -63,8 +72,9 @@ def boxes(text: str) -> list[Span]:
 def stripped(text: str, span: Span) -> Span:
     """A span without the white space at its two ends."""
     part = text[span[0] : span[1]]
-    start = span[0] + len(part) - len(part.lstrip())
-    return start, start + len(part.strip())
+    bare = part.lstrip()
+    start = span[0] + len(part) - len(bare)
+    return start, start + len(bare.rstrip())
 
 
 def plain(answer: str) -> str:

@@ -7,11 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import Any
+from typing import Any, cast
 
 from batchgen.errors import ConfigError
 from batchgen.grading.pool import Ready, WorkerPool
-from batchgen.grading.step import GRADE_ERROR, AnswerRow, Column, GradeFailure, PostStep
+from batchgen.grading.step import (
+    GRADE_ERROR,
+    AnswerRow,
+    AnswerRows,
+    Column,
+    ColumnStep,
+    GradeFailure,
+    PostStep,
+)
 
 _Values = dict[str, Any]
 
@@ -76,6 +84,41 @@ class StepChain:
         text = text if any(step.reads_text for step in left) else ""
         return values, AnswerRow(text, fields, made)
 
+    @cached_property
+    def takes_columns(self) -> bool:
+        """Whether `all_values` can be used: every step takes columns and needs no worker."""
+        return all(isinstance(step, ColumnStep) and not step.isolated for step in self.steps)
+
+    def all_values(
+        self, texts: Sequence[str | None], fields: Mapping[str, Sequence[Any]]
+    ) -> dict[str, Sequence[Any]]:
+        """The columns of all steps for N rows, with the same values as row by row.
+
+        Args:
+            texts: [N], what the model wrote; None if the row has an error.
+            fields: the rows' columns [N] by name.
+        """
+        values: dict[str, Sequence[Any]] = {name: [None] * len(texts) for name in self._names}
+        left = [place for place, text in enumerate(texts) if text is not None]
+        for step in self.steps if left else ():
+            assert isinstance(step, ColumnStep)
+            rows = AnswerRows(
+                cast(Sequence[str], _at(texts, left)),
+                {name: _at(column, left) for name, column in fields.items()},
+                {name: _at(column, left) for name, column in values.items()},
+            )
+            failures: dict[int, GradeFailure] = {}
+            for name, column in step.apply_all(rows, failures).items():
+                values[name] = _put(values[name], left, column)
+            if failures:
+                errors = [_error(failures[at])[GRADE_ERROR.name] for at in failures]
+                failed = [left[at] for at in failures]
+                values[GRADE_ERROR.name] = _put(values[GRADE_ERROR.name], failed, errors)
+                left = [place for at, place in enumerate(left) if at not in failures]
+            if not left:
+                break
+        return values
+
     def finish(self, row: AnswerRow) -> _Values:
         """Run the steps that `start` has left."""
         return run_steps(self._parts[1], row)
@@ -83,6 +126,21 @@ class StepChain:
     def prepare(self) -> None:
         for step in self.steps:
             step.prepare()
+
+
+def _at(column: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
+    """The values of a column at some places, which ascend."""
+    return column if len(places) == len(column) else [column[place] for place in places]
+
+
+def _put(column: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
+    """The column with other values at some places, which ascend."""
+    if len(places) == len(column):
+        return values
+    changed = list(column)
+    for place, value in zip(places, values, strict=True):
+        changed[place] = value
+    return changed
 
 
 def run_steps(steps: Sequence[PostStep], row: AnswerRow) -> _Values:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -49,6 +49,21 @@ class AnswerRow:
     text: str
     fields: Mapping[str, Any]
     values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRows:
+    """N finished rows that all have an answer, as `ColumnStep` sees them: by columns.
+
+    Attributes:
+        texts: [N], what the model wrote.
+        fields: the rows' columns [N] by name.
+        values: what the steps before have made [N], by name of the column.
+    """
+
+    texts: Sequence[str]
+    fields: Mapping[str, Sequence[Any]]
+    values: Mapping[str, Sequence[Any]]
 
 
 class GradeFailure(Exception):
@@ -101,6 +116,25 @@ class PostStep(Protocol):
 
         Raises:
             GradeFailure: the row cannot be graded.
+        """
+
+
+@runtime_checkable
+class ColumnStep(PostStep, Protocol):
+    """A step that also takes many rows at once, which costs a fraction of taking one by one.
+
+    A chain of such steps, none of them isolated, runs in a thread of the job. So `apply_all` must
+    take a time in proportion to the texts, and neither hang nor end the process.
+    """
+
+    def apply_all(
+        self, rows: AnswerRows, failures: dict[int, GradeFailure]
+    ) -> dict[str, list[Any]]:
+        """The step's columns [N], with the values that `apply` gives for each row.
+
+        Args:
+            rows: the rows.
+            failures: gets by its place what `apply` raises for a row, whose values are None.
         """
 
 

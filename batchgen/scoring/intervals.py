@@ -41,11 +41,15 @@ def cluster_se(values: Floats, clusters: Ints) -> float:
     sqrt(C / (C−1) · Σ_c (Σ(s − s̄))²) / N (Miller, arXiv 2411.00640). If each value is a cluster of
     its own, it is their standard deviation over sqrt(N).
     """
-    sums, _ = cluster_sums(values, clusters)
+    return _se(cluster_sums(values, clusters)[0], len(values))
+
+
+def _se(sums: Floats, number: int) -> float:
+    """`cluster_se` of so many values from the sums of their clusters."""
     count = len(sums)
     if count < 2:
         return math.nan
-    return math.sqrt(count / (count - 1) * float(np.square(sums).sum())) / len(values)
+    return math.sqrt(count / (count - 1) * float(np.square(sums).sum())) / number
 
 
 def population_interval(values: Floats, clusters: Ints) -> Interval | None:
@@ -68,10 +72,10 @@ def population_interval(values: Floats, clusters: Ints) -> Interval | None:
     values, clusters = values[known], clusters[known]
     if not len(values):
         return None
-    mean, se = float(values.mean()), cluster_se(values, clusters)
+    sums, _ = cluster_sums(values, clusters)
+    mean, se, count = float(values.mean()), _se(sums, len(values)), len(sums)
     if math.isnan(se):
         return Interval(mean, se, math.nan, math.nan)
-    count = len(np.unique(clusters))
     t = t_quantile((1 + LEVEL) / 2, count - 1)
     if not 0 < mean < 1:
         reach = t * t / (count + t * t)

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
-
 from batchgen.config import ScoreConfig
-from batchgen.errors import ConfigError
-from batchgen.grading.job_grades import JobGrades, Part
 from batchgen.output.manifest import write_atomic
-from batchgen.output.shards import damaged, read_columns
 from batchgen.output.timeline import metrics_text
-from batchgen.scoring.marks import SAMPLES, Marks
+from batchgen.scoring.marks import Marks
+from batchgen.scoring.samples import Samples, graded_rows
 from batchgen.scoring.score import score
 
-_MARK, _ANSWER_KEY, _TARGET = "mark", "answer_key", "graded_against"
-
-
-def has_marks(job: Path) -> bool:
-    """Whether the grades of a job have marks, from which scores can be made."""
-    schema = JobGrades(job).schema()
-    return schema is not None and _MARK in schema.names
+_TARGET = "graded_against"
 
 
 def job_marks(job: Path, config: ScoreConfig) -> Marks:
@@ -37,7 +25,7 @@ def job_marks(job: Path, config: ScoreConfig) -> Marks:
             `config`.
         JobError: a file is damaged.
     """
-    return Marks.of_table(_samples(job, config))
+    return Marks.of_table(Samples(job, config).table())
 
 
 def job_targets(job: Path) -> dict[str, str]:
@@ -47,7 +35,7 @@ def job_targets(job: Path) -> dict[str, str]:
         ConfigError, JobError: as of `job_marks`.
     """
     targets: dict[str, str] = {}
-    for _, grades in _tables(job, ()):
+    for grades in graded_rows(job):
         if _TARGET in grades.column_names:
             pairs = zip(grades["row_id"].to_pylist(), grades[_TARGET].to_pylist(), strict=True)
             targets |= {row_id: target for row_id, target in pairs if target is not None}
@@ -60,7 +48,16 @@ def job_score(job: Path, config: ScoreConfig) -> dict[str, Any]:
     Raises:
         ConfigError, JobError: as of `job_marks`.
     """
-    return score(job_marks(job, config), config.ks)
+    return sample_score(Samples(job, config))
+
+
+def sample_score(samples: Samples) -> dict[str, Any]:
+    """The scores of the job that the samples are of.
+
+    Raises:
+        ConfigError, JobError: as of `job_marks`.
+    """
+    return score(Marks.of_table(samples.table()), samples.config.ks)
 
 
 def save_score(job: Path, scores: Mapping[str, Any] | None) -> None:
@@ -76,69 +73,3 @@ def save_score(job: Path, scores: Mapping[str, Any] | None) -> None:
         last = {key: metrics.pop(key) for key in ("attempts", "timeline") if key in metrics}
         metrics |= {"score": scores, **last}
     write_atomic(path, metrics_text(metrics))
-
-
-def _samples(job: Path, config: ScoreConfig) -> pa.Table:
-    """What scoring needs of all rows, with the columns `SAMPLES`."""
-    named = {"score.subset": config.subset, "score.cluster": config.cluster}
-    found = []
-    for rows, grades in _tables(job, tuple(named.items())):
-        if _MARK not in grades.column_names:
-            raise ConfigError(
-                f"the grades of {job} have no column {_MARK!r}: add a step that gives marks, such "
-                "as batchgen.grading.grade.Grade"
-            )
-        # A judge's score has no answer to vote with, but a row that has one is not without answer.
-        key = grades[_ANSWER_KEY if _ANSWER_KEY in grades.column_names else _MARK]
-        columns = {
-            "row_id": rows["row_id"],
-            "sample_index": rows["sample_index"],
-            "mark": grades[_MARK],
-            "key": key,
-            "truncated": pc.fill_null(pc.equal(rows["finish_reason"], "length"), False),
-            "error": pc.struct_field(rows["error"], "type"),
-            "grade_error": pc.struct_field(grades["grade_error"], "type"),
-            "subset": _names(rows, config.subset),
-            "cluster": _names(rows, config.cluster),
-        }
-        found.append(pa.table({name: columns[name].cast(kind) for name, kind in SAMPLES.items()}))
-    return pa.concat_tables(found)
-
-
-def _names(rows: pa.Table, column: str | None) -> pa.Array | pa.ChunkedArray:
-    """The names of subsets or clusters; all null without a column for them."""
-    if column is None:
-        return pa.nulls(len(rows), pa.string())
-    if pa.types.is_string(rows[column].type):
-        return rows[column]
-    values = rows[column].to_pylist()
-    return pa.array([None if value is None else str(value) for value in values], pa.string())
-
-
-def _tables(
-    job: Path, named: tuple[tuple[str, str | None], ...]
-) -> Iterator[tuple[pa.Table, pa.Table]]:
-    """For each shard some columns of its rows, and their grades in the same order.
-
-    Args:
-        named: keys of the configuration, and the further columns that they name.
-    """
-    for part in JobGrades(job).finished():
-        names = pq.read_schema(part.shard).names
-        for key, name in named:
-            if name is not None and name not in names:
-                raise ConfigError(
-                    f"{key}: the rows of {job} have no column {name!r}: choose among "
-                    f"{', '.join(names)}"
-                )
-        more = [name for _, name in named if name is not None]
-        columns = ["row_id", "sample_index", "finish_reason", "error", *more]
-        rows = read_columns(part.shard, list(dict.fromkeys(columns)))
-        yield rows, _same_rows(part, rows)
-
-
-def _same_rows(part: Part, rows: pa.Table) -> pa.Table:
-    grades = read_columns(part.path, pq.read_schema(part.path).names)
-    if not grades["row_id"].equals(rows["row_id"]):
-        raise damaged(part.path, "it has other rows than its shard")
-    return grades

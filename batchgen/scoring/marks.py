@@ -114,14 +114,17 @@ class Marks:
             raise ConfigError(
                 f"row {names[question[place]]!r} has the mark {mark[place]}: marks are from 0 to 1"
             )
-        place = question * (1 + int(index.max())) + index
-        first = np.unique(place, return_index=True)[1]
-        if len(first) < len(place):
-            again = np.setdiff1d(np.arange(len(place)), first)[0]
+        shape = (len(names), 1 + int(index.max()))
+        seen = np.zeros(shape, np.bool_)
+        seen[question, index] = True
+        if np.count_nonzero(seen) < len(index):
+            places: Ints = question * shape[1] + index
+            first = np.unique(places, return_index=True)[1]
+            again = np.setdiff1d(np.arange(len(places)), first)[0]
             raise ConfigError(
                 f"row {names[question[again]]!r} has sample {index[again]} twice: score one job"
             )
-        return _table(samples, names, question, index, mark)
+        return _table(samples, names, seen, (question, index), mark)
 
     @property
     def num_samples(self) -> Ints:
@@ -157,18 +160,17 @@ class Marks:
 
 
 def _table(
-    samples: pa.Table, names: Sequence[str], question: Ints, index: Ints, mark: Floats
+    samples: pa.Table, names: Sequence[str], present: Bools, at: tuple[Ints, Ints], mark: Floats
 ) -> Marks:
-    shape = (len(names), 1 + int(index.max()))
-    marks, present = np.full(shape, np.nan), np.zeros(shape, np.bool_)
+    """The table of samples whose questions and indices are `at`, and are there once."""
+    shape, question = present.shape, at[0]
+    marks = np.full(shape, np.nan)
     keys, kinds = np.full(shape, NO_KEY), np.zeros(shape, np.int64)
-    at = (question, index)
-    present[at] = True
     marks[at] = mark
     keys[at] = _numbers(samples["key"])[1]
     kinds[at] = _kinds(samples)
     # The first sample of a question says what the question belongs to.
-    first = np.unique(question, return_index=True)[1]
+    first = np.flatnonzero(np.diff(np.maximum.accumulate(question), prepend=-1))
     subsets = samples["subset"].take(pa.array(first)).to_pylist()
     _, clusters = _numbers(samples["cluster"].take(pa.array(first)))
     alone = clusters == NO_KEY

@@ -1,21 +1,27 @@
 """Time the job layer and watch its memory: `run_job` with an engine that costs nothing.
 
-    python scripts/bench/bench_job_layer.py [--rows 200000] [--grade]
+    python scripts/bench/bench_job_layer.py [--rows 200000] [--grade] [--report] [--rounds 3]
 
 A data set of that many rows is written as JSONL and streamed from there. Prompts are ready-made
 token ids, so the figures contain neither tokenizing nor a model. Printed are the resident memory at
 10% and at 100% of the rows, and the microseconds per row of everything but the engine: reading,
 requests, journal and shards. The exit code is 1 if the memory grew by more than 10% in between.
-With --grade the job runs once more with integer grades, and what these add is printed.
+With --grade and --report the job runs again in every round with integer grades, with report.html or
+with both. Printed is what these add to the plain job of the same round, in seconds of the clock and
+in CPU seconds of this process and of all that it started, and then the medians over the rounds.
+Before the rounds each kind runs once with few rows, so that none of them counts the imports.
 """
 
 import argparse
 import json
+import os
 import shutil
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -111,8 +117,54 @@ class ReadyPrompt(Prompt):
         return PROMPT
 
 
-def run(folder: Path, rows: int, per_step: int, post: tuple[StepConfig, ...] = ()) -> float:
-    """Run one job and return its seconds."""
+class Took(NamedTuple):
+    """What a job took, in seconds of the clock and of the processor."""
+
+    seconds: float
+    cpu: float
+
+
+def run(
+    folder: Path,
+    rows: int,
+    per_step: int,
+    post: tuple[StepConfig, ...] = (),
+    *,
+    report: bool = False,
+    quiet: bool = False,
+) -> Took:
+    """Run one job in an empty folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    engine = InstantEngine(per_step)
+    config, parts = null_job(folder, rows, engine, post, report=report)
+    before = resident_mib()
+    started, cpu = time.perf_counter(), sum(os.times()[:4])
+    result = run_job(config, parts)
+    took = Took(time.perf_counter() - started, sum(os.times()[:4]) - cpu)
+    assert result.exit_code == 0, result.message
+    if quiet:
+        return took
+    early = max(mib for done, mib in engine.resident if done <= rows / 10)
+    peak = max(mib for _, mib in engine.resident)
+    print(f"{rows} rows, {per_step} finished per step, {took.seconds:.1f} s, {took.cpu:.1f} s CPU")
+    print(f"peak RSS: {early:.0f} MiB at 10%, {peak:.0f} MiB at 100% ({before:.0f} MiB before)")
+    print(f"the job layer costs {took.seconds / rows * 1e6:.0f} us per row")
+    if peak > 1.1 * early:
+        raise SystemExit("memory is not flat: more than 10% above that of the first tenth")
+    return took
+
+
+def null_job(
+    folder: Path,
+    rows: int,
+    engine: InstantEngine,
+    post: tuple[StepConfig, ...] = (),
+    *,
+    report: bool = False,
+    rows_per_shard: int = 1000,
+) -> tuple[JobConfig, JobParts]:
+    """A job whose rows and output are in the folder, for `run_job`."""
     path = folder / "rows.jsonl"
     with path.open("w") as file:
         for i in range(rows):
@@ -125,10 +177,14 @@ def run(folder: Path, rows: int, per_step: int, post: tuple[StepConfig, ...] = (
         sampling=SamplingConfig(max_new_tokens=len(TOKENS)),
         strategy=StrategyConfig(target="none.Strategy"),
         engine=EngineGroup(),
-        output=OutputConfig(dir=str(folder / ("graded" if post else "out")), columns=("logprobs",)),
+        output=OutputConfig(
+            dir=str(folder / "out"),
+            columns=("logprobs",),
+            report=report,
+            rows_per_shard=rows_per_shard,
+        ),
         post=post,
     )
-    engine = InstantEngine(per_step)
     parts = JobParts(
         source=open_dataset(config.dataset),
         prompt=ReadyPrompt(),
@@ -138,19 +194,7 @@ def run(folder: Path, rows: int, per_step: int, post: tuple[StepConfig, ...] = (
         fingerprints={},
         build_engine=lambda: engine,
     )
-    before = resident_mib()
-    started = time.perf_counter()
-    result = run_job(config, parts)
-    seconds = time.perf_counter() - started
-    assert result.exit_code == 0, result.message
-    early = max(mib for done, mib in engine.resident if done <= rows / 10)
-    peak = max(mib for _, mib in engine.resident)
-    print(f"{rows} rows, {per_step} finished per step, {seconds:.1f} s")
-    print(f"peak RSS: {early:.0f} MiB at 10%, {peak:.0f} MiB at 100% ({before:.0f} MiB before)")
-    print(f"the job layer costs {seconds / rows * 1e6:.0f} us per row")
-    if peak > 1.1 * early:
-        raise SystemExit("memory is not flat: more than 10% above that of the first tenth")
-    return seconds
+    return config, parts
 
 
 def main() -> None:
@@ -158,19 +202,46 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--per-step", type=int, default=32, help="rows that finish in a step")
     parser.add_argument("--grade", action="store_true", help="time integer grades, too")
+    parser.add_argument("--report", action="store_true", help="time report.html, too")
+    parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
     # Memory is read about every 1000 rows, and once at least in the first tenth of them.
     least = 10 * (1000 + args.per_step)
     if args.rows < least:
         parser.error(f"--rows must be at least {least}, or there is no figure at 10% of them")
-    folder = Path(tempfile.mkdtemp(prefix="bench_job_layer"))
+    more = {
+        "grades": (GRADES, False),
+        "report": ((), True),
+        "grades and report": (GRADES, True),
+    }
+    kinds = [
+        name
+        for name, (post, report) in more.items()
+        if (args.grade or not post) and (args.report or not report)
+    ]
+    folder = Path(tempfile.mkdtemp(prefix="bench_job_layer")) / "job"
     try:
-        seconds = run(folder, args.rows, args.per_step)
-        if args.grade:
-            added = run(folder, args.rows, args.per_step, GRADES) / seconds - 1
-            print(f"integer grades and their score add {added:.1%}")
+        for name in kinds:
+            post, report = more[name]
+            run(folder, 5000, args.per_step, post, report=report, quiet=True)
+        found: dict[str, list[Took]] = {name: [] for name in kinds}
+        for _ in range(args.rounds):
+            plain = run(folder, args.rows, args.per_step)
+            for name in kinds:
+                post, report = more[name]
+                took = run(folder, args.rows, args.per_step, post, report=report, quiet=True)
+                added = Took(took.seconds / plain.seconds - 1, took.cpu / plain.cpu - 1)
+                found[name].append(added)
+                print(
+                    f"{name}: {took.seconds:.1f} s ({added.seconds:+.1%}), "
+                    f"{took.cpu:.1f} s CPU ({added.cpu:+.1%})",
+                    flush=True,
+                )
+        for name, all_added in found.items():
+            clock, cpu = (median(values) for values in zip(*all_added, strict=True))
+            print(f"{name} add {clock:.1%}, and {cpu:.1%} of CPU (medians of {args.rounds})")
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder.parent)
 
 
 if __name__ == "__main__":

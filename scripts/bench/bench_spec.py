@@ -80,7 +80,8 @@ class Timing:
 
     def line(self, plain: Timing | None) -> str:
         text = (
-            f"  {self.rows:4} rows, {self.name:<22} {self.seconds:7.3f} s, {self.tokens / self.seconds:8.0f} tok/s, "
+            f"  {self.rows:4} rows, {self.name:<22} {self.seconds:7.3f} s, "
+            f"{self.tokens / self.seconds:8.0f} tok/s, "
             f"{self.seconds / self.forwards * 1e3:7.3f} ms per forward"
         )
         if self.drafts:

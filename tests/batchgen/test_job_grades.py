@@ -17,9 +17,10 @@ from forked import fork_server
 
 from batchgen.config import ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
-from batchgen.grading.background import grading_beside
+from batchgen.grading.background import GradingProcess, GradingThread, grading_beside
 from batchgen.grading.job_grades import JobGrades
 from batchgen.job import run_job
+from batchgen.scoring.samples import Samples
 
 EXTRACT = StepConfig(
     target="batchgen.grading.extract.Extract", options={"methods": ["last_number"]}
@@ -92,6 +93,15 @@ def test_grades_are_no_part_of_the_job(tmp_path: Path) -> None:
     assert tables(out)[1].num_rows == 80 and log.read_text() == computed
 
 
+def test_a_folder_without_its_card_can_be_graded(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(job(out), EXTRACT)
+    (out / "README.md").unlink()
+    run(job(out), EXTRACT, GRADE)
+    assert "score" in json.loads((out / "metrics.json").read_text())
+    assert not (out / "README.md").exists()
+
+
 def test_rows_that_are_computed_again_are_graded_again(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(replace(job(out), rows=20), EXTRACT, GRADE)
@@ -131,33 +141,51 @@ def test_a_column_that_the_rows_lack_is_refused_before_anything_changes(tmp_path
     assert len(JobGrades(out).finished()) == 6
 
 
-def test_shards_are_graded_while_the_job_goes_on(tmp_path: Path) -> None:
-    """A process beside the job writes the same parts; killed at any time it leaves the rest."""
-    out = tmp_path / "out"
+@pytest.mark.parametrize("method", ["integer", "regex"])
+def test_shards_are_graded_while_the_job_goes_on(tmp_path: Path, method: str) -> None:
+    """A thread or a process beside the job writes the same parts; ended at any time it leaves the
+    rest."""
+    out, grade = tmp_path / "out", replace(GRADE, options={**GRADE.options, "method": method})
     run(job(out))
-    config = replace(job(out).config(), post=(EXTRACT, GRADE))
-    with grading_beside(out, config, needed=True) as beside:
-        assert beside is not None
+    config = replace(job(out).config(), post=(EXTRACT, grade))
+    with grading_beside(JobGrades(out), config, needed=True) as beside:
+        assert isinstance(beside, GradingThread if method == "integer" else GradingProcess)
         beside.finish(lambda: False)
         assert len(list((out / "grades").glob("part-*"))) == 6
     parts = {path: path.stat().st_ino for path in (out / "grades").glob("part-*")}
-    assert JobGrades(out).make([EXTRACT, GRADE], "text", ScoreConfig()) == 0
+    assert JobGrades(out).make([EXTRACT, grade], "text", ScoreConfig()) == 0
     assert {path: path.stat().st_ino for path in parts} == parts
     rows, grades = tables(out)
     assert grades["row_id"].equals(rows["row_id"])
 
     for part in sorted(parts)[1:]:
         part.unlink()
-    with pytest.raises(KeyError), grading_beside(out, config, needed=True):
+    with pytest.raises(KeyError), grading_beside(JobGrades(out), config, needed=True):
         raise KeyError
-    assert JobGrades(out).make([EXTRACT, GRADE], "text", ScoreConfig()) == 80 - 14
+    made = JobGrades(out).make([EXTRACT, grade], "text", ScoreConfig())
+    assert made is not None and 80 - 14 >= made > 0
+
+
+def test_samples_that_are_kept_are_those_that_are_read(tmp_path: Path) -> None:
+    """A score needs no file of a shard that was graded in the same session."""
+    out, config = tmp_path / "out", ScoreConfig(subset="tags", cluster="number")
+    run(job(out))
+    session = Samples(out, config)
+    session.grades.make([EXTRACT, GRADE], "text", config)
+    read = Samples(out, config).table()
+    for part in (out / "grades").glob("part-*"):
+        part.write_bytes(b"")
+    assert session.table().equals(read) and len(read) == 80
+    (out / "grades/part-00002.parquet").unlink()
+    with pytest.raises(ConfigError, match="1 of 6 shards"):
+        session.table()
 
 
 def test_what_fails_beside_the_job_is_told_when_it_ends(tmp_path: Path) -> None:
     out, wrong = tmp_path / "out", replace(GRADE, options={**GRADE.options, "target": "tagret"})
     run(job(out))
     config = replace(job(out).config(), post=(EXTRACT, wrong))
-    with grading_beside(out, config, needed=True) as beside:
+    with grading_beside(JobGrades(out), config, needed=True) as beside:
         assert beside is not None
         beside.finish(lambda: False)
     with pytest.raises(ConfigError, match="tagret"):
@@ -170,7 +198,7 @@ def _grade(out: str, log: str, isolated: bool) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize(("isolated", "most"), [(False, 20), (True, 3)])
+@pytest.mark.parametrize(("isolated", "most"), [(False, 10), (True, 3)])
 def test_killed_again_and_again_while_grading(tmp_path: Path, isolated: bool, most: int) -> None:
     """Every row has its grade exactly once, and parts that were finished stay."""
     rng = random.Random(0)

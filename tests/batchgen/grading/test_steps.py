@@ -9,6 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from batchgen.errors import ConfigError
 from batchgen.grading.extract import Extract
@@ -208,3 +210,62 @@ def test_nothing_heavy_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+WORDS = st.sampled_from(
+    [
+        *"{}7 \n\\$éx",
+        "<think>",
+        "</think>",
+        "\\boxed{",
+        "\\boxed 7 ",
+        "\\fbox{",
+        "Answer: B",
+        "1,000",
+    ]
+)
+ROWS = st.lists(
+    st.tuples(
+        st.none() | st.lists(WORDS, max_size=9).map("".join),
+        st.sampled_from([None, "7", 7, "1000", "B", "x = 7", "none"]),
+        st.sampled_from([None, ["iron", "7"]]),
+    ),
+    max_size=6,
+)
+CHAINS = [
+    (Extract(), Grade(method="integer")),
+    (Extract(methods=("last_number", "whole"), which="first"), Grade(method="exact")),
+    (Extract(reasoning_required=True), Grade(method="integer", prefix="a_"), Grade(method="exact")),
+    (Extract(methods=("letter", "boxed"), reasoning_start=None), Grade(method="choice")),
+    (Grade(method="integer", target_pattern="([0-9])"), Extract()),
+]
+
+
+@pytest.mark.parametrize("steps", CHAINS, ids=lambda steps: "-".join(str(s)[:40] for s in steps))
+@given(rows=ROWS)
+def test_columns_have_the_values_of_rows(steps: tuple[PostStep, ...], rows: list[Any]) -> None:
+    chain = StepChain(steps)
+    assert chain.takes_columns
+    fields = [{"target": target, "choices": choices} for _, target, choices in rows]
+    texts = [text for text, _, _ in rows]
+    columns = {name: [row[name] for row in fields] for name in ("target", "choices")}
+    found = chain.all_values(texts, columns)
+    with Grader(steps) as grader:
+        wanted = list(grader.grade(zip(texts, fields, strict=True)))
+    assert [{name: column[at] for name, column in found.items()} for at in range(len(rows))] == (
+        wanted
+    )
+
+
+def test_steps_that_can_hang_or_know_rows_only_take_no_columns() -> None:
+    assert not StepChain((Extract(), Grade(method="regex"))).takes_columns
+    assert not StepChain((Extract(), ParseScore())).takes_columns
+
+
+@given(st.lists(WORDS, max_size=12).map("".join))
+def test_one_box_is_found_as_among_others(text: str) -> None:
+    """A text with one box goes a shorter way, and a box before it makes it go the longer one."""
+    assume("\\\\" not in text)  # two backslashes are a line break, unless the box begins there
+    before = "\\boxed{1} "
+    found = [(start - len(before), end - len(before)) for start, end in boxes(before + text)]
+    assert [span for span in found if span[0] >= 0] == boxes(text)

@@ -1,0 +1,194 @@
+"""One pass over shards that have no grades yet: reads their rows and writes a part for each."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.command.row_json import json_readers
+from batchgen.grading.part import ROW_KEYS, SHARD_KEY, STEPS_KEY, Part
+from batchgen.grading.rows import Grader
+from batchgen.grading.step import arrow_schema
+from batchgen.output.journal import fsync_path
+from batchgen.output.shards import damaged, publish_shard, unwritable
+from batchgen.temporary import temporary_name
+
+_BATCH = 1024
+
+
+class Stopped(Exception):
+    """Raised between two rows or two batches when grading is to be left off."""
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What looks at rows and their grades as these are made, and so need not read them again.
+
+    Attributes:
+        columns: the columns of rows that it needs beside ROW_KEYS. A shard that lacks one is not
+            shown.
+        see: takes a part that is written, its rows and its grades.
+    """
+
+    columns: tuple[str, ...]
+    see: Callable[[Part, pa.Table, pa.Table], None]
+
+
+@dataclass(frozen=True)
+class GradingPass:
+    """One pass over the shards that have no grades.
+
+    Attributes:
+        steps: by which steps the grades are made, for the metadata of the parts.
+        text_column: the column of generated text.
+        stop: whether to leave off. It is asked after every row, or where the steps take columns
+            after every batch.
+        witness: looks at what steps that take columns have made; None for nobody.
+    """
+
+    grader: Grader
+    steps: str
+    text_column: str
+    stop: Callable[[], bool]
+    witness: Witness | None = None
+
+    def grade(self, parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+        """Write the parts one after the other, and give each with the number of its rows.
+
+        Raises:
+            Stopped: `stop` said so. Parts that were given stay.
+            JobError: a shard is damaged, or a part cannot be written.
+        """
+        if not self.grader.chain.takes_columns:
+            return self._grade_rows(parts)
+        return ((part, self._grade_columns(part)) for part in parts)
+
+    def _grade_columns(self, part: Part) -> int:
+        """Write one part batch by batch; returns the number of its rows."""
+        seen: list[tuple[pa.RecordBatch, pa.RecordBatch]] = []
+        schema = self._schema(part)
+        count = self._write(part, schema, self._graded_batches(part, schema, seen))
+        if self.witness is not None and seen:
+            rows, grades = (pa.Table.from_batches(batches) for batches in zip(*seen, strict=True))
+            if set(self.witness.columns) <= set(rows.column_names):
+                self.witness.see(part, rows, grades)
+        return count
+
+    def _graded_batches(
+        self,
+        part: Part,
+        schema: pa.Schema,
+        seen: list[tuple[pa.RecordBatch, pa.RecordBatch]],
+    ) -> Iterator[pa.RecordBatch]:
+        """The grades of the rows of a shard; `seen` gets what the witness needs."""
+        more = () if self.witness is None else self.witness.columns
+        for batch, readers in self._batches(part.shard, more):
+            if self.stop():
+                raise Stopped
+            fields = {name: batch[name].to_pylist() for name in self._fields(batch.schema)}
+            for name in fields.keys() & readers.keys():
+                fields[name] = [readers[name](value) for value in fields[name]]
+            texts = batch[self.text_column].to_pylist()
+            values = self.grader.chain.all_values(texts, fields)
+            columns = [batch[name] for name in ROW_KEYS]
+            columns += [pa.array(values[field.name], field.type) for field in self._made]
+            grades = pa.RecordBatch.from_arrays(columns, schema=schema)
+            if self.witness is not None:
+                kept = [name for name in batch.schema.names if name in (*ROW_KEYS, *more)]
+                seen.append((batch.select(kept), grades))
+            yield grades
+
+    def _grade_rows(self, parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+        """Write parts row by row, with rows of several parts at the workers at a time."""
+        keys: deque[tuple[Part, Mapping[str, Any]]] = deque()  # rows the grader has not given back
+
+        def rows() -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+            for part in parts:
+                for row in self._rows(part.shard):
+                    keys.append((part, {name: row[name] for name in ROW_KEYS}))
+                    yield row[self.text_column], row
+
+        def graded() -> Iterator[tuple[Part, dict[str, Any]]]:
+            for values in self.grader.grade(rows()):
+                if self.stop():
+                    raise Stopped
+                part, key = keys.popleft()
+                yield part, {**key, **values}
+
+        for part, found in itertools.groupby(graded(), key=lambda pair: pair[0]):
+            schema, values = self._schema(part), (row for _, row in found)
+            yield part, self._write(part, schema, _row_batches(schema, values))
+
+    def _rows(self, shard: Path) -> Iterator[dict[str, Any]]:
+        for batch, readers in self._batches(shard):
+            for row in batch.to_pylist():
+                for name, read in readers.items():
+                    row[name] = read(row[name])
+                yield row
+
+    def _batches(
+        self, shard: Path, more: Sequence[str] = ()
+    ) -> Iterator[tuple[pa.RecordBatch, Mapping[str, Callable[[Any], Any]]]]:
+        """Batches of a shard with the columns that the steps read and some more, and how to read
+        those that are JSON."""
+        try:
+            with pq.ParquetFile(shard, page_checksum_verification=True) as file:
+                schema = file.schema_arrow
+                names = [*ROW_KEYS, *self._fields(schema), self.text_column]
+                names += [name for name in more if name in schema.names]
+                names = list(dict.fromkeys(names))
+                readers = json_readers(pa.schema([schema.field(name) for name in names]))
+                for batch in file.iter_batches(_BATCH, columns=names, use_threads=False):
+                    yield batch, readers
+        except (pa.ArrowException, OSError) as error:
+            raise damaged(shard, str(error)) from error
+
+    def _fields(self, schema: pa.Schema) -> list[str]:
+        """The columns that the steps read, apart from the text and ROW_KEYS. Those of the data set
+        lie before the text."""
+        steps = self.grader.chain.steps
+        if all(step.field_names is not None for step in steps):
+            wanted = {name for step in steps for name in step.field_names or ()}
+            return [name for name in schema.names if name in wanted and name not in ROW_KEYS]
+        return list(schema.names[len(ROW_KEYS) : schema.names.index(self.text_column)])
+
+    def _write(self, part: Part, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
+        """Write the grades of one shard; returns their number."""
+        temporary = temporary_name(part.path)
+        count = 0
+        try:
+            # Dictionaries take longer to make than what zstd saves without them.
+            with pq.ParquetWriter(
+                temporary, schema, compression="zstd", use_dictionary=False
+            ) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+                    count += batch.num_rows
+            fsync_path(temporary)
+        except OSError as error:
+            raise unwritable(part.path, error) from error
+        publish_shard(temporary, part.path)
+        return count
+
+    def _schema(self, part: Part) -> pa.Schema:
+        rows = pq.read_schema(part.shard)
+        fields = [rows.field(name) for name in ROW_KEYS]
+        made = {STEPS_KEY: self.steps, SHARD_KEY: part.digest}
+        return pa.schema([*fields, *self._made], metadata=made)
+
+    @cached_property
+    def _made(self) -> pa.Schema:
+        return arrow_schema(self.grader.chain.columns)
+
+
+def _row_batches(schema: pa.Schema, rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
+    while batch := list(itertools.islice(rows, _BATCH)):
+        yield pa.RecordBatch.from_pylist(batch, schema=schema)

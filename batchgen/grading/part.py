@@ -1,0 +1,48 @@
+"""A part of the folder `grades`: the grades of one shard, and of which shard and steps they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.output.row_order import KEYS
+
+ROW_KEYS = ("row_id", *KEYS)
+"""The columns by which grades and rows belong together."""
+STEPS_KEY, SHARD_KEY = b"batchgen.steps", b"batchgen.shard"
+"""Metadata of a part: by which steps it was made, and of which shard."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A shard of the job and where its grades are, or will be.
+
+    Attributes:
+        digest: of the shard's bytes.
+    """
+
+    shard: Path
+    path: Path
+    digest: str
+
+    @property
+    def is_of_shard(self) -> bool:
+        """Whether the grades are there, and of this very shard."""
+        return self._made.get(SHARD_KEY) == self.digest.encode()
+
+    def is_made_by(self, steps: str) -> bool:
+        """Whether the grades are there, of this very shard and by these steps."""
+        made = self._made
+        return made.get(SHARD_KEY) == self.digest.encode() and made.get(STEPS_KEY) == steps.encode()
+
+    @property
+    def _made(self) -> Mapping[bytes, bytes]:
+        """The metadata of the grades."""
+        try:
+            return pq.read_schema(self.path).metadata or {}
+        except (FileNotFoundError, pa.ArrowInvalid):
+            return {}
