@@ -305,7 +305,10 @@ def _ended_without(
 
 def _completed_elsewhere(folder: JobFolder, parts: JobParts, metrics: Metrics) -> JobResult | None:
     """How the job ended if another worker has completed it; None if none has yet."""
-    figures = json.loads((folder.path / "metrics.json").read_text(encoding="utf-8"))
+    try:
+        figures = json.loads((folder.path / "metrics.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:  # no worker has had the time to write it
+        return None
     if figures["status"] != "complete":
         return None
     totals = totals_of(Totals, figures)

@@ -11,7 +11,8 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from fake_job import FakeEngine, FakeJob
@@ -20,7 +21,9 @@ from forked import fork_server
 from batchgen.config import JobConfig, WorkersConfig
 from batchgen.engine.outputs import RequestOutput
 from batchgen.errors import ConfigError, JobError
-from batchgen.job import JobResult, run_job
+from batchgen.job import JobResult, _completed_elsewhere, run_job
+from batchgen.output.job_folder import JobFolder
+from batchgen.output.metrics import Metrics
 from batchgen.output.read_job import JobFolderReader
 
 FAST = WorkersConfig(heartbeat=0.05, stale_after=0.5)
@@ -94,6 +97,12 @@ def test_four_workers_make_the_data_of_one(whole: SharedJob, tmp_path: Path) -> 
     messages = [r.message for r in results if isinstance(r, JobResult)]
     assert sum("this worker has computed" in message for message in messages) == 3
     assert all("rows           " in message for message in messages)
+
+
+def test_before_any_worker_has_written_metrics_the_job_is_not_complete(tmp_path: Path) -> None:
+    folder = cast(JobFolder, SimpleNamespace(path=tmp_path))
+    job = SharedJob(str(tmp_path))
+    assert _completed_elsewhere(folder, job.parts(), cast(Metrics, None)) is None
 
 
 def test_a_worker_whose_engine_fails_leaves_its_rows_to_the_others(
