@@ -20,6 +20,7 @@ from engine_rows import Request, expect_short_rows
 from forced_drafts import ForcedStrategy, some_slow
 from torch import Tensor
 
+from batchgen.engine import engine_config
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
@@ -39,15 +40,20 @@ ROUTE = "routed_experts"
 TinyModel = Callable[..., Path]
 
 
-@pytest.fixture(scope="module")
-def folder(tiny_model: TinyModel) -> Path:
+def hybrid(tiny_model: TinyModel, **changes: Any) -> Path:
     return tiny_model(
         "qwen3_5_moe_text",
         num_hidden_layers=2,
         layer_types=["linear_attention", "full_attention"],
         num_experts=3,
         num_experts_per_tok=2,
+        **changes,
     )
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: TinyModel) -> Path:
+    return hybrid(tiny_model)
 
 
 def load(folder: Path) -> CausalLM:
@@ -141,6 +147,15 @@ def test_drafts_that_fall_anywhere_are_taken_back(alone: Alone, folder: Path) ->
     check_forced(alone, folder, k=3)
 
 
+@pytest.mark.parametrize("most", [1, pytest.param(7, marks=pytest.mark.slow)])
+def test_states_that_are_written_back_later(
+    alone: Alone, folder: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """As on a GPU, where records stay pending."""
+    monkeypatch.setattr(engine_config, "most_pending", lambda device: most)
+    check_forced(alone, folder, k=3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 4, 5])
 def test_any_number_of_drafts(alone: Alone, folder: Path, k: int) -> None:
@@ -198,17 +213,22 @@ def test_ngram_drafts(alone: Alone, folder: Path) -> None:
     assert engine.stats.counts["num_draft_tokens"] > 0
 
 
-def test_samples_of_one_prompt_compute_it_once(alone: Alone, folder: Path) -> None:
-    prompt = [3 + i * i % 120 for i in range(205)]
+@pytest.mark.parametrize("length", [205, pytest.param(4000, marks=pytest.mark.slow)])
+def test_samples_of_one_prompt_compute_it_once(tiny_model: TinyModel, length: int) -> None:
+    model = load(hybrid(tiny_model, max_position_embeddings=4096))
+    prompt = [3 + i * i % 120 for i in range(length)]
     rows = [
         (prompt, SamplingParams(max_new_tokens=3, seed=seed, logprobs=True, columns=(ROUTE,)))
         for seed in range(64)
     ]
-    engine = make_engine(load(folder), max_num_seqs=64)
+    room: dict[str, Any] = {"max_model_len": length + 3, "kv_cache_gib": 0.1}
+    engine = make_engine(model, max_num_seqs=64, **room)
     found = run(engine, rows)
-    alone.check(rows[:2], found[:2])
-    assert engine.stats.cached_tokens == 63 * 192
-    assert engine.stats.prefill_tokens == 205 + 63 * (205 - 192)
+    single = make_engine(model, max_num_seqs=1, prefix_caching=False, **room)
+    Alone(single, run).check(rows[:2], found[:2])
+    shared = length // 64 * 64
+    assert engine.stats.cached_tokens == 63 * shared
+    assert engine.stats.prefill_tokens == length + 63 * (length - shared)
 
 
 def test_generated_tokens_in_a_prompt_are_read_as_a_prompt(alone: Alone, folder: Path) -> None:
