@@ -15,7 +15,7 @@ from torch import Tensor
 
 # Triton decides when a kernel is defined: before any import of the project.
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from transformers import (
     AutoModelForCausalLM,
