@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from fake_job import FakeJob
 
 from batchgen.config import JobConfig, WorkersConfig
-from batchgen.job import JobResult
+from batchgen.generation import Engine
+from batchgen.job import JobResult, run_job
 
 FAST = WorkersConfig(heartbeat=0.05, stale_after=0.5)
 
@@ -24,12 +25,22 @@ class SharedJob(FakeJob):
 
 
 def in_threads(jobs: Sequence[FakeJob]) -> list[JobResult | Exception]:
-    """Run jobs as workers beside each other, and return how each ended."""
+    """Run jobs as workers beside each other, and return how each ended.
+
+    None computes a row before all of them have joined.
+    """
     found: list[JobResult | Exception] = []
+    joined = threading.Barrier(len(jobs))
 
     def run(job: FakeJob) -> None:
+        parts = job.parts()
+
+        def build_engine() -> Engine:
+            joined.wait(60)
+            return parts.build_engine()
+
         try:
-            found.append(job.run())
+            found.append(run_job(job.config(), replace(parts, build_engine=build_engine)))
         except Exception as error:
             found.append(error)
             traceback.print_exc()

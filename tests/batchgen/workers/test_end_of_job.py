@@ -14,6 +14,8 @@ from shared_jobs import SharedJob, in_threads
 
 import batchgen.job
 from batchgen.job import JobResult
+from batchgen.job_grades import scores_of
+from batchgen.output.job_folder import JobFolder
 from batchgen.output.lock import FolderLock
 from batchgen.workers.heartbeat import Heartbeat
 from batchgen.workers.worker import Worker
@@ -89,12 +91,10 @@ def test_a_worker_tidies_up_after_one_that_was_killed_at_the_very_end(
 ) -> None:
     """It was killed when metrics.json said that the job is complete, and nothing was deleted."""
     job = SharedJob(str(tmp_path), rows=40, rows_per_shard=4, step_s=0.01)
-    remove = batchgen.job.JobFolder.remove_journal
+    remove = JobFolder.remove_journal
     calls = itertools.count()
     monkeypatch.setattr(
-        batchgen.job.JobFolder,
-        "remove_journal",
-        lambda self: remove(self) if next(calls) else None,
+        JobFolder, "remove_journal", lambda self: remove(self) if next(calls) else None
     )
     _messages(in_threads([job] * 2))
     assert not _names(tmp_path) & _WORKERS
@@ -124,7 +124,7 @@ def test_figures_that_come_late_do_not_undo_the_end(
 def test_who_was_paused_while_it_completed_the_job_leaves_it_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completed: list[JobResult]
 ) -> None:
-    scores, beat = batchgen.job.scores_of, Heartbeat.beat
+    scores, beat = scores_of, Heartbeat.beat
     paused: list[Heartbeat] = []
     made: dict[int, Heartbeat] = {}
 
