@@ -33,7 +33,6 @@ from batchgen.output.dataset_card import dataset_card, unfinished_card
 from batchgen.output.job_folder import JobFolder
 from batchgen.output.manifest import ROWS, Manifest, write_atomic
 from batchgen.output.metrics import Metrics, Tally, Totals
-from batchgen.output.older import Older
 from batchgen.output.parsed_column import ParsedColumn
 from batchgen.output.schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.output.shards import read_columns, shard_files
@@ -45,6 +44,7 @@ from batchgen.prompts.prompts import Prompt, fit_prompt
 from batchgen.report.write_report import REPORT, is_up_to_date, try_report
 from batchgen.scoring.samples import Samples
 from batchgen.signals import JobStopped, StopSignals
+from batchgen.workers.file_store import FolderGone
 from batchgen.workers.todo import Todo
 from batchgen.workers.worker import How, Worker, others_run
 
@@ -135,6 +135,14 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
             assert signals.received is not None
             message = f"{stopped or 'Stopped before the first row.'} {_resume(folder)}"
             return JobResult(0, signals.received, message)
+        except FolderGone:  # others have completed the job while this worker began to join them
+            ended = _completed_elsewhere(folder, parts, rows=0)
+            if ended is None:
+                raise JobError(
+                    f"the workers of the job in {folder} have left it while this one began to join "
+                    "them: run the same command again"
+                ) from None
+            return ended
 
 
 def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
@@ -145,19 +153,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
     with (
         _folder(config, parts, schema) as folder,
         _worker(config, folder) as worker,
-        OutputWriter(
-            folder.data,
-            folder.journal,
-            schema,
-            output.rows_per_shard,
-            samples,
-            most_rows=config.dataset.limit if source.num_rows is None else source.num_rows,
-            num_rows=source.num_rows,
-            retry_errors=output.retry_errors,
-            worker=worker.number,
-            older=_older(folder, worker),
-            publish=worker.publish,
-        ) as writer,
+        _writer(config, parts, folder, schema, worker) as writer,
     ):
         if folder.is_alone:
             retried = [f"output.retry_errors: {writer.retried:,} rows"] if writer.retried else []
@@ -233,7 +229,8 @@ def _predict(parts: JobParts, engine: Engine, metrics: Metrics) -> Forecast | No
 @contextmanager
 def _worker(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
     """This process among the workers of the folder, who are told how it ends."""
-    worker = Worker(folder.path, config.workers, folder.least_worker)
+    alone = folder.is_alone
+    worker = Worker(folder.path, config.workers, folder.least_worker, joins=not alone)
     how: How = "failed"
     try:
         yield worker
@@ -245,20 +242,33 @@ def _worker(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
         worker.end(how)
 
 
-def _older(folder: JobFolder, worker: Worker) -> Older | None:
-    """What was there when the first worker came; None if this one is the first.
+def _writer(
+    config: JobConfig, parts: JobParts, folder: JobFolder, schema: OutputSchema, worker: Worker
+) -> OutputWriter:
+    """What writes this worker's rows.
 
     Raises:
-        JobError: the others have completed the job since this worker began to join them.
+        FolderGone: the others have completed the job since this worker began to join them.
     """
-    if folder.is_alone:
-        return None
-    if (found := worker.older()) is not None:
-        return found
-    folder.remove_journal()
-    raise JobError(
-        f"other workers have completed the job in {folder.path} just now; the same command says how"
-    )
+    source = parts.source
+    try:
+        return OutputWriter(
+            folder.data,
+            folder.journal,
+            schema,
+            config.output.rows_per_shard,
+            config.sampling.n,
+            most_rows=config.dataset.limit if source.num_rows is None else source.num_rows,
+            num_rows=source.num_rows,
+            retry_errors=config.output.retry_errors,
+            worker=worker.number,
+            older=None if folder.is_alone else worker.older(),
+            publish=worker.publish,
+        )
+    except FileNotFoundError as error:
+        if folder.is_alone:
+            raise
+        raise FolderGone(str(error.filename)) from None
 
 
 def _refuse_quarantined(todo: Todo, worker: Worker) -> None:
@@ -293,27 +303,34 @@ def _ended_without(
     """Wait until this worker is the one that completes the job, which is None, or until another
     has completed it or a signal came, which is how the job ended for this worker."""
     while True:
-        elsewhere = _completed_elsewhere(folder, parts, metrics)
+        is_mine = worker.claim_finish()
+        # After the claim: it is granted, too, where the job was completed and all leases are gone.
+        elsewhere = _completed_elsewhere(folder.path, parts, metrics.attempt.rows)
         if elsewhere is not None:
+            folder.remove_journal()  # who completed the job may have been killed before that
             return elsewhere
-        if worker.claim_finish():
+        if is_mine:
             return None
         if signals.received is not None:
             return _stopped(writer, metrics, signals, folder.path)
         time.sleep(min(1.0, worker.look_seconds))
 
 
-def _completed_elsewhere(folder: JobFolder, parts: JobParts, metrics: Metrics) -> JobResult | None:
-    """How the job ended if another worker has completed it; None if none has yet."""
+def _completed_elsewhere(folder: Path, parts: JobParts, rows: int) -> JobResult | None:
+    """How the job ended if another worker has completed it; None if none has yet.
+
+    Args:
+        rows: how many this worker has computed.
+    """
     try:
-        figures = json.loads((folder.path / "metrics.json").read_text(encoding="utf-8"))
+        figures = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     except FileNotFoundError:  # no worker has had the time to write it
         return None
     if figures["status"] != "complete":
         return None
     totals = totals_of(Totals, figures)
-    head = f"The job is complete; this worker has computed {metrics.attempt.rows:,} rows of it.\n"
-    table = summary(totals, str(folder.path), strategy=parts.strategy, score=figures.get("score"))
+    head = f"The job is complete; this worker has computed {rows:,} rows of it.\n"
+    table = summary(totals, str(folder), strategy=parts.strategy, score=figures.get("score"))
     return JobResult(totals.error_rows, None, head + table)
 
 
@@ -435,6 +452,9 @@ def _complete(
     schema: OutputSchema,
     metrics: Metrics,
 ) -> JobResult:
+    elsewhere = _completed_elsewhere(folder.path, parts, metrics.attempt.rows)
+    if elsewhere is not None:  # this worker was paused, and another has done the same
+        return elsewhere
     metrics.tally = _count_shards(config, parts, folder)
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
     path = str(folder.path)
@@ -442,6 +462,7 @@ def _complete(
     write_atomic(folder.path / "README.md", graded_card(card, folder.path))
     metrics.save("complete")
     folder.remove_journal()
+    metrics.keep()
     report = try_report(folder.path, parts.decode_all) if config.output.report else None
     message = summary(totals, path, metrics, parts.strategy, metrics.score, report)
     return JobResult(totals.error_rows, None, message)

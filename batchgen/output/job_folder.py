@@ -162,8 +162,6 @@ class JobFolder:
             error = self._lock.in_use()
             raise ConfigError(f"{error}\nthat job differs from this one:\n  " + "\n  ".join(others))
         self.least_worker = 1
-        for folder in (self.data, self.journal):
-            folder.mkdir(exist_ok=True)
 
     def _claim(self, manifest: Manifest, digests: RowDigests, overwrite: bool) -> bool:
         path = self.path / _MANIFEST

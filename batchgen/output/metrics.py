@@ -212,6 +212,7 @@ class Metrics:
         self._team = team
         self._started = time.monotonic()
         self._saved = 0.0
+        self._text = ""
         self.attempt = Attempt(rows_resumed)
         if team is not None:
             self.attempt.worker, self.attempt.session = team.number, team.session
@@ -286,7 +287,23 @@ class Metrics:
             summary["actual"] = {name.replace("wall_s", "seconds"): own[name] for name in names}
         summary["attempts"] = attempts
         summary["timeline"] = self.timeline.points
-        write_atomic(self._path, metrics_text(summary))
+        self._text = metrics_text(summary)
+        if self._team is None:
+            write_atomic(self._path, self._text)
+        else:
+            self._team.overwrite(self._path.name, self._text)
+
+    def keep(self) -> None:
+        """Write the file again if it is not as this worker has saved it last.
+
+        That is for the end, when other workers cannot write any more: the first of them may have
+        written what it knew before the job was complete.
+
+        Raises:
+            JobError: it cannot be written.
+        """
+        if self._path.read_text(encoding="utf-8") != self._text:
+            write_atomic(self._path, self._text)
 
     def _attempts(self) -> list[dict[str, Any]]:
         """All attempts in their order, those of the other workers too."""

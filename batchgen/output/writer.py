@@ -179,11 +179,18 @@ class OutputWriter:
         self._publisher.exact = exact
 
     def take(self, number: int) -> None:
-        """Find out what all workers have finished of a shard that shall be completed now."""
+        """Find out what all workers have finished of a shard that shall be completed now.
+
+        If another one publishes it meanwhile, it is not open afterwards.
+        """
         self._dropped.discard(number)
         self._journal.refresh()
-        self._reopen(number)
-        self._publish_if_complete(number)
+        try:
+            self._reopen(number)
+        except FileNotFoundError:  # its journal files are being deleted
+            self.drop(number)
+        else:
+            self._publish_if_complete(number)
 
     def absorb(self, number: int) -> bool:
         """Find out what other workers have finished of an open shard meanwhile.

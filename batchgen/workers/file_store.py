@@ -28,6 +28,10 @@ class FileStore:
     fails if there is such a file (link(2)). That holds on NFS, too, where the answer may be lost:
     then the number of links tells.
 
+    Files that are not whole yet lie in `workers/`. So what killed workers leave goes with that
+    folder; and once it is gone, because the job is complete, a worker that was paused cannot change
+    anything any more.
+
     Attributes:
         operations: how many operations were carried out, by their kinds.
     """
@@ -68,7 +72,10 @@ class FileStore:
             raise JobError(f"cannot write {error.filename}: {error.strerror or error}") from error
 
     def _create(self, path: Path, payload: Payload) -> bool:
-        made = _link(payload, path) if isinstance(payload, Path) else self._write(path, payload)
+        if isinstance(payload, bytes):
+            made = self._write(path, payload)
+        else:
+            made = _link(payload, path, self._temporary(path))
         if made and path.parent.name == DATA:
             fsync_path(path.parent)
         return made
@@ -76,7 +83,7 @@ class FileStore:
     def _write(self, path: Path, content: bytes) -> bool:
         temporary = self._temporary(path)
         temporary.write_bytes(content)
-        made = _link(temporary, path)
+        made = _link(temporary, path, temporary)
         temporary.unlink(missing_ok=True)
         return made
 
@@ -84,8 +91,10 @@ class FileStore:
         temporary = self._temporary(path)
         if isinstance(payload, bytes):
             temporary.write_bytes(payload)
+            if path.parent.name != WORKERS:  # a heartbeat need not outlast a power loss
+                fsync_path(temporary)
         else:
-            _link(payload, temporary)
+            _link(payload, temporary, self._temporary(temporary))
         temporary.replace(path)
         if path.parent.name == DATA:
             fsync_path(path.parent)
@@ -102,11 +111,15 @@ class FileStore:
         return path.exists() and filecmp.cmp(path, payload, shallow=False)
 
     def _temporary(self, path: Path) -> Path:
-        return path.with_name(f".{path.name}.{self._owner}.tmp")
+        return self._folder / WORKERS / f".{path.name}.{self._owner}.tmp"
 
 
-def _link(source: Path, path: Path) -> bool:
-    """Give a file one more name, if that is free; returns whether it has it now."""
+def _link(source: Path, path: Path, temporary: Path) -> bool:
+    """Give a file one more name, if that is free; returns whether it has it now.
+
+    Args:
+        temporary: a name for a copy, on a file system without links.
+    """
     try:
         os.link(source, path)
     except FileExistsError:
@@ -115,11 +128,11 @@ def _link(source: Path, path: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        return _copy(source, path)
+        return _copy(source, path, temporary)
     return True
 
 
-def _copy(source: Path, path: Path) -> bool:
+def _copy(source: Path, path: Path, temporary: Path) -> bool:
     """The same on a file system without links.
 
     A lease is written with one call, and who sees it before that passes it over. A shard is copied
@@ -128,9 +141,8 @@ def _copy(source: Path, path: Path) -> bool:
     if path.parent.name not in (LEASES, WORKERS):
         if path.exists():
             return False
-        copy = path.with_name(f".{path.name}.{source.name}.copy.tmp")
-        shutil.copyfile(source, copy)
-        copy.replace(path)
+        shutil.copyfile(source, temporary)
+        temporary.replace(path)
         return True
     try:
         with path.open("xb", buffering=0) as lease:

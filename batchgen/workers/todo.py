@@ -75,9 +75,10 @@ class Todo:
     def is_over(self) -> bool:
         """Whether all shards are finished, whatever is in flight still.
 
-        Now and then this looks at what the other workers have done.
+        Now and then this looks at what the other workers have done. Who waits for a task looks
+        whenever it asks for one.
         """
-        if self._worker.is_time_to_look():
+        if not self._waits and self._worker.is_time_to_look():
             self.look()
         self._sweep()
         return self._worker.is_over()
@@ -85,6 +86,10 @@ class Todo:
     def look(self) -> None:
         """See which of this worker's rows others have finished."""
         self._worker.look()
+        self._learn()
+
+    def _learn(self) -> None:
+        """Forget or complete what others have finished, as of the last look."""
         for shard in list(self._handed):
             if not self._writer.is_open(shard):
                 continue
@@ -121,6 +126,7 @@ class Todo:
             return Task("wait")
         idle = not self.in_flight
         task = self._worker.next_task(idle)
+        self._learn()
         # Who becomes idle asks again at once: then there may be something.
         self._waits = task.kind == "wait" and idle
         self._alone = task.shard if task.ended else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import uuid
@@ -36,16 +37,20 @@ class Worker:
         store: where leases and heartbeats are.
     """
 
-    def __init__(self, folder: Path, config: WorkersConfig, least: int) -> None:
+    def __init__(
+        self, folder: Path, config: WorkersConfig, least: int, *, joins: bool = False
+    ) -> None:
         """Join the workers of a folder.
 
         Args:
             least: the number is at least this.
+            joins: whether there are workers already. If not, this one makes their folders.
 
         Raises:
+            FolderGone: those whom this worker was to join have completed the job.
             JobError: the folder cannot be written.
         """
-        for name in (LEASES, WORKERS):
+        for name in () if joins else (LEASES, WORKERS):
             (folder / name).mkdir(exist_ok=True)
         key = uuid.uuid4().hex
         self.store = FileStore(folder, key)
@@ -166,10 +171,21 @@ class Worker:
         """Let those who join know what was there when this worker, the first one, came."""
         self.store.do(Overwrite(_OLDER, older.encoded()))
 
-    def older(self) -> Older | None:
-        """What the first worker has told; None if the job was completed meanwhile."""
+    def older(self) -> Older:
+        """What the first worker has told.
+
+        Raises:
+            FolderGone: the job was completed meanwhile.
+        """
         content = self.store.do(Read(_OLDER))
-        return None if content is None else Older.decoded(content)
+        if content is None:
+            raise FolderGone(_OLDER)
+        return Older.decoded(content)
+
+    def overwrite(self, name: str, text: str) -> None:
+        """As of `output.team.Team`."""
+        with contextlib.suppress(FolderGone):
+            self.store.do(Overwrite(name, text.encode()))
 
     def is_first(self) -> bool:
         """Whether all workers with a lower number are dead. The first one writes metrics.json."""

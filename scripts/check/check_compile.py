@@ -3,8 +3,8 @@
     python scripts/check/check_compile.py [--capability 90] [FILES of tests]
 
 Runs the tests of the kernels (tests/kernels by default) with launches that compile a kernel, as it
-is called, and do nothing else. So their results are wrong, and only what the compiler refuses counts.
-The interpreter, under which these tests run where there is no GPU, accepts more than the compiler.
+is called, and do nothing else. So their results are wrong, and only what the compiler refuses
+counts. The interpreter, under which these tests run where there is no GPU, accepts more than the compiler.
 The exit code is 1 if any kernel does not compile, or asks for more shared memory than a
 multiprocessor has.
 """
@@ -29,7 +29,7 @@ SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """The most shared memory of a program, by compute capability (CUDA C++ programming guide)."""
 
 
-class AbsentGPU(DriverBase):
+class AbsentGPU(DriverBase):  # type: ignore[misc]
     """What Triton asks of a driver to compile a kernel; nothing can be launched."""
 
     def __init__(self, capability: int) -> None:

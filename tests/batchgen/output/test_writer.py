@@ -148,6 +148,21 @@ def test_leftovers_of_a_kill_while_publishing_are_cleaned_up(tmp_path: Path) -> 
     assert shards(tmp_path) == before
 
 
+def test_a_shard_that_is_published_while_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its journal files are deleted between their listing and their reading."""
+    with open_writer(tmp_path) as other:
+        other.write([finished_row(0, 0)])
+    (file,) = (tmp_path / "journal").iterdir()
+    with open_writer(tmp_path) as writer:
+        monkeypatch.setattr(writer._journal, "refresh", file.unlink)
+        writer.take(0)
+        assert not writer.is_open(0)
+        writer.write([finished_row(0, 1)])  # a row that comes late is not kept
+    assert not list((tmp_path / "journal").iterdir())
+
+
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "foreign"])
 def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
     write(tmp_path, [all_rows()], PER_SHARD, ROWS)

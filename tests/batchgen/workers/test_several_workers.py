@@ -7,34 +7,24 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from fake_job import FakeEngine, FakeJob
 from forked import fork_server
+from shared_jobs import FAST, SharedJob, in_threads
 
-from batchgen.config import JobConfig, WorkersConfig
 from batchgen.engine.outputs import RequestOutput
 from batchgen.errors import ConfigError, JobError
 from batchgen.job import JobResult, _completed_elsewhere, run_job
-from batchgen.output.job_folder import JobFolder
-from batchgen.output.metrics import Metrics
 from batchgen.output.read_job import JobFolderReader
-
-FAST = WorkersConfig(heartbeat=0.05, stale_after=0.5)
-
-
-@dataclass(frozen=True)
-class SharedJob(FakeJob):
-    """A fake job whose workers notice each other within a second."""
-
-    def config(self) -> JobConfig:
-        return replace(super().config(), workers=FAST)
+from batchgen.workers.names import lease_name
+from batchgen.workers.operations import Create
+from batchgen.workers.protocol import Lease
+from batchgen.workers.worker import Worker
 
 
 def _data(out: Path) -> dict[str, bytes]:
@@ -43,26 +33,6 @@ def _data(out: Path) -> dict[str, bytes]:
 
 def _metrics(out: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((out / "metrics.json").read_text())
-    return found
-
-
-def _in_threads(jobs: list[FakeJob]) -> list[JobResult | Exception]:
-    """Run jobs as workers beside each other, and return how each ended."""
-    found: list[JobResult | Exception] = []
-
-    def run(job: FakeJob) -> None:
-        try:
-            found.append(job.run())
-        except Exception as error:
-            found.append(error)
-            traceback.print_exc()
-
-    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    assert len(found) == len(jobs)
     return found
 
 
@@ -77,7 +47,7 @@ def whole(tmp_path: Path) -> SharedJob:
 def test_four_workers_make_the_data_of_one(whole: SharedJob, tmp_path: Path) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
     job = replace(whole, out=str(out), log=str(log), step_s=0.002)
-    results = _in_threads([job] * 4)
+    results = in_threads([job] * 4)
     assert [r.exit_code if isinstance(r, JobResult) else r for r in results] == [3] * 4
     assert _data(out) == _data(Path(whole.out))
     metrics, alone = _metrics(out), _metrics(Path(whole.out))
@@ -100,9 +70,7 @@ def test_four_workers_make_the_data_of_one(whole: SharedJob, tmp_path: Path) -> 
 
 
 def test_before_any_worker_has_written_metrics_the_job_is_not_complete(tmp_path: Path) -> None:
-    folder = cast(JobFolder, SimpleNamespace(path=tmp_path))
-    job = SharedJob(str(tmp_path))
-    assert _completed_elsewhere(folder, job.parts(), cast(Metrics, None)) is None
+    assert _completed_elsewhere(tmp_path, SharedJob(str(tmp_path)).parts(), 0) is None
 
 
 def test_a_worker_whose_engine_fails_leaves_its_rows_to_the_others(
@@ -110,7 +78,7 @@ def test_a_worker_whose_engine_fails_leaves_its_rows_to_the_others(
 ) -> None:
     out = tmp_path / "out"
     job = replace(whole, out=str(out), step_s=0.005)
-    results = _in_threads([job, replace(job, fail_at_step=9), job])
+    results = in_threads([job, replace(job, fail_at_step=9), job])
     assert sum(isinstance(result, RuntimeError) for result in results) == 1
     assert _data(out) == _data(Path(whole.out))
     statuses = Counter(attempt["status"] for attempt in _metrics(out)["attempts"])
@@ -225,3 +193,22 @@ def test_killed_and_paused_workers(whole: SharedJob, tmp_path: Path) -> None:
     assert _data(out) == _data(Path(whole.out))
     assert _metrics(out)["status"] == "complete"
     assert not (out / "leases").exists() and not (out / "journal").exists()
+
+
+def test_who_waits_for_another_takes_over_when_that_one_fails(tmp_path: Path) -> None:
+    job = SharedJob(str(tmp_path), rows=40, rows_per_shard=4, step_s=0.01)
+    results: list[JobResult] = []
+    thread = threading.Thread(target=lambda: results.append(job.run()))
+    thread.start()
+    while not (tmp_path / "leases/00000.e001.json").exists():
+        time.sleep(0.01)
+    other = Worker(tmp_path, FAST, 1, joins=True)
+    # A shard that has ended a worker is not copied: who has nothing else to do waits.
+    assert other.store.do(Create(lease_name(9, 1), Lease(other.number, (99,)).encoded()))
+    while len(list((tmp_path / "data").iterdir())) < 9:
+        time.sleep(0.01)
+    thread.join(0.5)
+    assert thread.is_alive()
+    other.end("failed")
+    thread.join(10)
+    assert [result.exit_code for result in results] == [3]

@@ -1,0 +1,54 @@
+"""Fake jobs that several workers run beside each other, as threads of a test."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fake_job import FakeJob
+
+from batchgen.config import JobConfig, WorkersConfig
+from batchgen.generation import Engine
+from batchgen.job import JobResult, run_job
+
+FAST = WorkersConfig(heartbeat=0.05, stale_after=0.5)
+
+
+@dataclass(frozen=True)
+class SharedJob(FakeJob):
+    """A fake job whose workers notice each other within a second."""
+
+    def config(self) -> JobConfig:
+        return replace(super().config(), workers=FAST)
+
+
+def in_threads(jobs: Sequence[FakeJob]) -> list[JobResult | Exception]:
+    """Run jobs as workers beside each other, and return how each ended.
+
+    None computes a row before all of them have joined.
+    """
+    found: list[JobResult | Exception] = []
+    joined = threading.Barrier(len(jobs))
+
+    def run(job: FakeJob) -> None:
+        parts = job.parts()
+
+        def build_engine() -> Engine:
+            joined.wait(60)
+            return parts.build_engine()
+
+        try:
+            found.append(run_job(job.config(), replace(parts, build_engine=build_engine)))
+        except Exception as error:
+            found.append(error)
+            traceback.print_exc()
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert len(found) == len(jobs)
+    return found

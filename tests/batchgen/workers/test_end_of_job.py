@@ -1,0 +1,148 @@
+"""The end of a shared job: one worker completes it, and all of them say how it ended."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shared_jobs import SharedJob, in_threads
+
+import batchgen.job
+from batchgen.job import JobResult
+from batchgen.job_grades import scores_of
+from batchgen.output.job_folder import JobFolder
+from batchgen.output.lock import FolderLock
+from batchgen.workers.heartbeat import Heartbeat
+from batchgen.workers.worker import Worker
+
+_WORKERS = {"journal", "leases", "workers"}
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def _messages(results: list[JobResult | Exception]) -> list[str]:
+    assert all(isinstance(result, JobResult) for result in results), results
+    return [result.message for result in results if isinstance(result, JobResult)]
+
+
+def _wait_until_gone(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def completed(monkeypatch: pytest.MonkeyPatch) -> list[JobResult]:
+    """Gets the result of every worker that completes the job."""
+    complete = batchgen.job._complete
+    found: list[JobResult] = []
+
+    def noted(*args: Any) -> JobResult:
+        found.append(complete(*args))
+        return found[-1]
+
+    monkeypatch.setattr(batchgen.job, "_complete", noted)
+    return found
+
+
+def test_a_job_is_completed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completed: list[JobResult]
+) -> None:
+    """Also if it becomes complete just after a worker has seen that it is not."""
+    claim, asked = Worker.claim_finish, itertools.count()
+
+    def late_claim(self: Worker) -> bool:
+        if next(asked):
+            _wait_until_gone(tmp_path / "leases")
+        return claim(self)
+
+    monkeypatch.setattr(Worker, "claim_finish", late_claim)
+    job = SharedJob(str(tmp_path), rows=40, rows_per_shard=4, step_s=0.01)
+    messages = _messages(in_threads([job] * 3))
+    assert len(completed) == 1
+    assert sum("this worker has computed" in message for message in messages) == 2
+    assert len(json.loads((tmp_path / "metrics.json").read_text())["attempts"]) == 3
+
+
+def test_who_comes_when_the_job_is_complete_says_how_it_ended(tmp_path: Path) -> None:
+    job = SharedJob(str(tmp_path), rows=20)
+    job.run()
+    before = _names(tmp_path)
+    lock = FolderLock(tmp_path / ".lock")
+    lock.share()  # as a worker does that has not left yet
+    result = job.run()
+    assert result.exit_code == 3
+    assert result.message.startswith("The job is complete; this worker has computed 0 rows of it.")
+    assert _names(tmp_path) == before
+    lock.__exit__()
+    assert job.run().exit_code == 3 and _names(tmp_path) == before
+
+
+def test_a_worker_tidies_up_after_one_that_was_killed_at_the_very_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed when metrics.json said that the job is complete, and nothing was deleted."""
+    job = SharedJob(str(tmp_path), rows=40, rows_per_shard=4, step_s=0.01)
+    remove = JobFolder.remove_journal
+    calls = itertools.count()
+    monkeypatch.setattr(
+        JobFolder, "remove_journal", lambda self: remove(self) if next(calls) else None
+    )
+    _messages(in_threads([job] * 2))
+    assert not _names(tmp_path) & _WORKERS
+
+
+def test_figures_that_come_late_do_not_undo_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completed: list[JobResult]
+) -> None:
+    """The first worker has read what the others told, and writes metrics.json when the job is
+    complete already."""
+    others = Worker.others
+
+    def late_others(self: Worker) -> list[dict[str, Any]]:
+        found = others(self)
+        if self.number == 1 and self.is_over():
+            _wait_until_gone(tmp_path / "leases")
+        return found
+
+    monkeypatch.setattr(Worker, "others", late_others)
+    job = SharedJob(str(tmp_path), rows=60, rows_per_shard=4, step_s=0.02)
+    _messages(in_threads([job] * 2))
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert len(completed) == 1
+    assert metrics["status"] == "complete" and len(metrics["attempts"]) == 2
+
+
+def test_who_was_paused_while_it_completed_the_job_leaves_it_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completed: list[JobResult]
+) -> None:
+    scores, beat = scores_of, Heartbeat.beat
+    paused: list[Heartbeat] = []
+    made: dict[int, Heartbeat] = {}
+
+    def beat_unless_paused(self: Heartbeat) -> None:
+        made[threading.get_ident()] = self
+        if self not in paused:
+            beat(self)
+
+    def slow_scores(*args: Any) -> Any:
+        if not paused:
+            paused.append(made[threading.get_ident()])
+            _wait_until_gone(tmp_path / "leases")
+        return scores(*args)
+
+    monkeypatch.setattr(Heartbeat, "beat", beat_unless_paused)
+    monkeypatch.setattr(batchgen.job, "scores_of", slow_scores)
+    job = SharedJob(str(tmp_path), rows=60, rows_per_shard=4, step_s=0.02)
+    messages = _messages(in_threads([job] * 2))
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert len(completed) == 2 and len(metrics["attempts"]) == 2
+    assert sum("this worker has computed" in message for message in messages) == 1
