@@ -4,7 +4,8 @@
 
 Runs the tests of the kernels (tests/kernels by default) with launches that compile a kernel, as it
 is called, and do nothing else. So their results are wrong, and only what the compiler refuses
-counts. The interpreter, under which these tests run where there is no GPU, accepts more than the compiler.
+counts. The interpreter, under which these tests run where there is no GPU, accepts more than the
+compiler.
 The exit code is 1 if any kernel does not compile, or asks for more shared memory than a
 multiprocessor has.
 """
