@@ -134,6 +134,8 @@ def test_close_leaves_no_process() -> None:
 
 HANGING = """
 import signal, sys
+# A shell that runs the tests in the background has its children ignore SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {tests!r})
 import bad_functions
 from batchgen.grading.pool import WorkerPool
