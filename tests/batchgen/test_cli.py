@@ -158,9 +158,9 @@ def test_the_command_of_the_card_gives_the_same_shards(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(DUMMY_MODEL))
     (tmp_path / "rows.jsonl").write_text('{"ids": [1, 2]}\n{"ids": [3]}\n')
-    first = _new_process(
+    first = _batchgen(
         tmp_path,
-        *("-m", "batchgen", "model=dummy", "model.path=./model"),
+        *("model=dummy", "model.path=./model"),
         *("dataset=files", "dataset.path=rows.jsonl"),
         *("prompt=tokens", "prompt.token_ids_column=ids", "sampling.max_new_tokens=4"),
         *("model.name='a \\${name}'", "output.dir=out"),

@@ -1,11 +1,13 @@
 """Job files, mappings and arguments say the same, each in its own way of writing."""
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from fake_job import FakeJob
+from forced_drafts import some_slow
 
 from batchgen.__main__ import run_command
 from batchgen.command.init import job_file_text
@@ -95,17 +97,22 @@ def test_a_strategy_of_ones_own_is_taken_whole() -> None:
     assert (config.strategy.target, config.strategy.options) == ("my.Own", {"width": 3})
 
 
-CHOSEN = [
-    *(f"{group}={choice}" for group in GROUPS for choice in choices(group)),
-    *(f"+experiment={choice}" for choice in choices(EXPERIMENT)),
-]
+CHOICES = [[f"{group}={choice}" for choice in choices(group)] for group in GROUPS]
+EXPERIMENTS = [[f"+experiment={choice}"] for choice in choices(EXPERIMENT)]
+ALONE = [[argument] for group in CHOICES for argument in group]
+TOGETHER = [[argument for argument in row if argument] for row in zip_longest(*CHOICES)]
+"""Every choice once, with choices of the other groups."""
 
 
-@pytest.mark.parametrize("argument", CHOSEN)
-def test_a_new_job_file_is_the_job(argument: str, tmp_path: Path) -> None:
-    arguments = [argument, r'prompt.system=a: "b" # c\n {{ d }}', "dataset.limit=3"]
-    if argument in ("prompt=text", "prompt=tokens"):
-        del arguments[1]
+@pytest.mark.parametrize(
+    "chosen",
+    some_slow([*TOGETHER, *EXPERIMENTS, *ALONE], quick=[*TOGETHER, *EXPERIMENTS]),
+    ids=",".join,
+)
+def test_a_new_job_file_is_the_job(chosen: list[str], tmp_path: Path) -> None:
+    arguments = [*chosen, r'prompt.system=a: "b" # c\n {{ d }}', "dataset.limit=3"]
+    if {"prompt=text", "prompt=tokens"} & {*chosen}:
+        del arguments[-2]
     composed = compose_groups({}, arguments)
     file = tmp_path / "job.yaml"
     file.write_text(job_file_text(composed, "job.yaml"))

@@ -15,6 +15,8 @@ from batchgen.engine.models import registry
 from batchgen.engine.outputs import RequestOutput
 from batchgen.errors import ConfigError
 
+EVERY = 29
+"""Steps after which the machine is gone."""
 COLUMNS = "output.columns=[toy_route,logprobs,prompt_token_ids]"
 
 
@@ -44,7 +46,7 @@ def test_a_job_that_is_cut_off_writes_the_same_values(
     def cut_off(self: LLMEngine) -> list[RequestOutput]:
         nonlocal calls
         calls += 1
-        if calls % 17 == 0:
+        if calls % EVERY == 0:
             raise RuntimeError("the machine is gone")
         return step(self)
 
@@ -55,7 +57,7 @@ def test_a_job_that_is_cut_off_writes_the_same_values(
             break
         except RuntimeError:
             continue
-    assert calls > 17, "the job was never cut off"
+    assert calls > EVERY, "the job was never cut off"
     whole, cut = read(tmp_path / "whole"), read(tmp_path / "cut")
     counts = [name for name in whole.column_names if name.startswith("num_")]
     shown = [name for name in whole.column_names if name not in counts]

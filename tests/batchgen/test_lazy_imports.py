@@ -42,35 +42,33 @@ def test_the_command_is_imported_without_heavy_packages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "says", "light"),
     [
-        (["--help"], None, "sampling"),
-        (["--cfg", "job"], None, "max_new_tokens"),
-        (["sampling.temperature=-1"], 2, "sampling.temperature must be"),
-        (["model=hf"], 2, "model.path has no value"),
-        (["no_such_group=x"], 2, "no_such_group"),
-        (["sampling.temprature=1"], 2, "did you mean sampling.temperature?"),
-        (["--version"], 0, "transformers"),
-        (["--help", "sampling"], 0, "max_new_tokens"),
-        (["--completion", "bash"], 0, "sampling.temperature="),
-        (["init", "job.yaml"], 0, "job.yaml is written"),
-        (["--multirun", "sampling.temperature=-1,-2"], 2, "sampling.temperature must be"),
-        (["constraint=regex", "'constraint.pattern=\"(\"'"], 2, "constraint"),
+        (["--help"], None, "sampling", True),
+        (["--cfg", "job"], None, "max_new_tokens", False),
+        (["sampling.temperature=-1"], 2, "sampling.temperature must be", False),
+        (["model=hf"], 2, "model.path has no value", False),
+        (["no_such_group=x"], 2, "no_such_group", False),
+        (["sampling.temprature=1"], 2, "did you mean sampling.temperature?", True),
+        (["--version"], 0, "transformers", True),
+        (["--help", "sampling"], 0, "max_new_tokens", False),
+        (["--completion", "bash"], 0, "sampling.temperature=", False),
+        (["init", "job.yaml"], 0, "job.yaml is written", False),
+        (["--multirun", "sampling.temperature=-1,-2"], 2, "sampling.temperature must be", False),
+        (["constraint=regex", "'constraint.pattern=\"(\"'"], 2, "constraint", False),
     ],
 )
 def test_help_and_mistakes_of_the_configuration_load_no_heavy_package(
-    arguments: list[str], code: int | None, says: str, tmp_path: Path
+    arguments: list[str], code: int | None, says: str, light: bool, tmp_path: Path
 ) -> None:
-    loaded, printed = _loaded(RUN_MAIN.format(arguments=arguments), tmp_path)
+    """What is light, because it needs no job, does not wait for Hydra either."""
+    program = RUN_MAIN.format(arguments=arguments)
+    if light:
+        program += "\nassert 'hydra' not in sys.modules"
+    loaded, printed = _loaded(program, tmp_path)
     assert says in printed
     assert code is None or f"CODE {code}" in printed
     assert not loaded
-
-
-@pytest.mark.parametrize("argument", ["--version", "--help", "sampling.temprature=1"])
-def test_what_needs_no_job_does_not_wait_for_hydra(argument: str, tmp_path: Path) -> None:
-    program = RUN_MAIN.format(arguments=[argument]) + "\nassert 'hydra' not in sys.modules"
-    _loaded(program, tmp_path)
 
 
 def test_what_python_imports_is_light_until_it_is_used(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return path, tmp / "ar"
 
 
-LONG = ("sampling.max_new_tokens=40", "sampling.temperature=0.3", "engine.max_num_seqs=5")
+LONG = ("sampling.max_new_tokens=24", "sampling.temperature=0.3", "engine.max_num_seqs=5")
 
 
 @pytest.mark.parametrize(

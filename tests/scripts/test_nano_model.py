@@ -35,7 +35,7 @@ MODEL = "package://batchgen/data/nano_sdar"
 FOLDER = Path(batchgen.__file__).parent / "data" / "nano_sdar"
 EVAL = [json.loads(line) for line in (FOLDER / "eval.jsonl").read_text().splitlines()]
 ROWS = 24
-COMPARED = 8
+COMPARED = 4
 
 
 @pytest.fixture(scope="module")

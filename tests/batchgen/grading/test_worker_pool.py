@@ -134,6 +134,8 @@ def test_close_leaves_no_process() -> None:
 
 HANGING = """
 import signal, sys
+# A shell that runs the tests in the background has its children ignore SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {tests!r})
 import bad_functions
 from batchgen.grading.pool import WorkerPool
@@ -159,10 +161,14 @@ def test_no_worker_outlives_its_parent(signal: str) -> None:
     )
     assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
-    assert pids
-    process.send_signal(getattr(signals, signal))
-    process.wait(30)
-    process.stdout.close()
+    try:
+        assert pids
+        process.send_signal(getattr(signals, signal))
+        process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
     deadline = time.monotonic() + 30
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)

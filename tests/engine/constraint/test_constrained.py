@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import random
 import threading
 import weakref
@@ -30,6 +31,7 @@ from constrained_rows import (
     reference,
 )
 from engine_rows import Request, block_bytes, expect_short_rows, run
+from forced_drafts import some_slow
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -48,6 +50,8 @@ from batchgen.engine.scheduling.stopping import StopRule
 from batchgen.strategies.ar.strategy import ARStrategy
 
 ROWS = 44
+SOME = 14
+"""Rows of an example of the property."""
 DIGITS = Constraint.make("regex", "[0-9]{2,6}")
 AB = Constraint.make("choice", ["ab"])
 NEVER = Constraint("regex", r"\p{Nonsense}")
@@ -167,7 +171,7 @@ def test_any_schedule_gives_the_same_rows(
     tiny: CausalLM, simple: Simple, data: st.DataObject
 ) -> None:
     requests, expected = simple(data.draw(st.integers(0, 1), label="rows"))
-    order = data.draw(st.permutations(range(ROWS)), label="order")[:24]
+    order = data.draw(st.permutations(range(ROWS)), label="order")[:SOME]
     config = small_cache(
         tiny,
         data.draw(st.integers(96, 400), label="cache"),
@@ -179,7 +183,9 @@ def test_any_schedule_gives_the_same_rows(
         overlap=data.draw(st.booleans(), label="overlap"),
     )
     aborts = data.draw(
-        st.dictionaries(st.integers(0, 40), st.lists(st.integers(0, 23), max_size=3), max_size=4),
+        st.dictionaries(
+            st.integers(0, 40), st.lists(st.integers(0, SOME - 1), max_size=3), max_size=4
+        ),
         label="aborts",
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -189,7 +195,7 @@ def test_any_schedule_gives_the_same_rows(
     for output in outputs:
         assert_same(expected[order[int(output.request_id)]], output)
     gone = {i for rows in aborts.values() for i in rows}
-    assert {*range(24)} - {int(output.request_id) for output in outputs} <= gone
+    assert {*range(SOME)} - {int(output.request_id) for output in outputs} <= gone
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -208,8 +214,13 @@ def test_a_constraint_that_many_share_is_followed_by_each(tiny: CausalLM, overla
         assert_same(run(make_engine(tiny), [request])[0], output)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("aborts_after", range(7))
+@pytest.mark.parametrize(
+    ("overlap", "aborts_after"),
+    some_slow(
+        itertools.product([False, True], range(7)),
+        quick=[(False, 0), (False, 3), *((True, after) for after in range(7))],
+    ),
+)
 def test_an_abort_and_its_id_again_at_any_moment(
     tiny: CausalLM, simple: Simple, overlap: bool, aborts_after: int
 ) -> None:
@@ -591,7 +602,7 @@ def test_matchers_die_with_their_rows(
     expect_short_rows(monkeypatch)
     engine = make_engine(tiny, small_cache(tiny, 130, overlap=overlap, max_num_seqs=20))
     before = live_matchers()
-    requests = mixed_requests(40, 4)
+    requests = mixed_requests(28, 4)
     rng = random.Random(0)
     for i, request in enumerate(requests):
         engine.add_request(str(i), *request)
@@ -599,7 +610,7 @@ def test_matchers_die_with_their_rows(
     for step in range(60):
         engine.step()
         if step % 10 == 0:
-            engine.abort(str(rng.randrange(40)))
+            engine.abort(str(rng.randrange(28)))
             most = max(most, live_matchers() - before)
     assert most > 15 and engine.stats.preemptions > 3
     while engine.has_unfinished():

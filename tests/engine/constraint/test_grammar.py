@@ -216,7 +216,7 @@ def pick(rng: random.Random, allowed: set[int]) -> int:
     return rng.choice(sorted(allowed, key=lambda i: (-len(TEXTS[i]), i))[: rng.choice((8, 400))])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(
     st.sampled_from(CONSTRAINTS),
     st.sampled_from(["", THINK, "ab", "<|turn|>b"]),

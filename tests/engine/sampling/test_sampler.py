@@ -1,5 +1,6 @@
 """The law of every sampling option, alone and mixed, against an independent numpy reference."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 import transformers
+from forced_drafts import some_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -424,7 +426,7 @@ any_params = st.builds(
         lambda n: st.lists(st.integers(-9, 9) | st.floats(-30, 30), min_size=n, max_size=n)
     ),
 )
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 def test_any_row_in_any_batch(params: list[SamplingParams], values: list[float]) -> None:
     logits = torch.tensor(values, dtype=torch.float32).expand(len(params), -1)
     positions = torch.full((len(params),), POSITION)
@@ -485,15 +487,16 @@ def drawn_by(
     )
 
 
-@BOTH
 @pytest.mark.parametrize(
-    ("dtype", "penalised"),
-    [
-        (torch.float32, True),
-        (torch.bfloat16, False),
-        pytest.param(torch.float32, False, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, True, marks=pytest.mark.slow),
-    ],
+    ("dtype", "penalised", "run"),
+    some_slow(
+        itertools.product([torch.float32, torch.bfloat16], [True, False], [draw, draw_fused]),
+        quick=[
+            (torch.float32, True, draw),
+            (torch.float32, True, draw_fused),
+            (torch.bfloat16, False, draw),
+        ],
+    ),
 )
 def test_a_mask_is_as_if_the_model_excluded_the_tokens(
     run: Draw, dtype: torch.dtype, penalised: bool

@@ -345,7 +345,7 @@ LOOPS = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(deadline=None)
 @given(
     loop=LOOPS,
     seed=st.integers(0, 2**32),
@@ -392,7 +392,7 @@ def test_rows_whose_lengths_were_guessed_wrong_are_preempted_and_come_back(
     assert rows[0].seq.num_preemptions == 0, "the row that joined first is never preempted"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 @given(
     loop=st.builds(
         Loop,
@@ -419,7 +419,7 @@ def test_rows_of_exact_length_are_never_preempted(loop: Loop, seed: int, count: 
     assert loop.scheduler.num_preemptions == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(loop=LOOPS, seed=st.integers(0, 2**32), hopeful=st.booleans())
 def test_aborts_at_any_time_leave_the_others_alone(loop: Loop, seed: int, hopeful: bool) -> None:
     rng = random.Random(seed)

@@ -243,13 +243,13 @@ def test_kernels_equal_float64(batch: Batch) -> None:
     assert_right(triton(batch), batch)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=settings().max_examples // 3)
 @given(batch=batches("cpu"))
 def test_reference_equals_float64(batch: Batch) -> None:
     assert_right(reference(batch), batch)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=settings().max_examples // 3)
 @given(
     block_length=st.sampled_from([1, 1, 2, 4, 8, 32]),
     length=st.integers(1, 90),

@@ -39,7 +39,7 @@ def _check(found: Alignment, ids: Tensor, experts: int) -> None:
     assert list(zip(*(column[:real].tolist() for column in columns), strict=True)) == tiles
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=settings().max_examples // 6)
 @given(
     tokens=st.integers(1, 150),
     k=st.integers(1, 8),

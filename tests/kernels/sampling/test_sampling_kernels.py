@@ -353,7 +353,7 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[int, float, float
 
 
 @given(batches())
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_filters_equal_the_definition(
     batch: tuple[torch.Tensor, list[tuple[int, float, float]]],
 ) -> None:
@@ -431,7 +431,7 @@ def test_logprobs_of_is_the_log_softmax_and_minus_infinity_outside_the_support()
     ),
     st.integers(1, 10),
 )
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 def test_top_logprobs_are_ordered_by_value_then_id(values: list[list[float]], size: int) -> None:
     logits = torch.tensor(values)
     assume(logits.isfinite().any(-1).all())

@@ -25,7 +25,7 @@ from batchgen.kernels.sampling.unmask import Rule, schedule, unmask, unmask_refe
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FORMS = [unmask_reference, unmask_triton, unmask]
 NAN, INF = float("nan"), float("inf")
-few = settings(max_examples=16, deadline=None)
+few = settings(max_examples=settings().max_examples // 6, deadline=None)
 
 
 def expected(

@@ -207,7 +207,7 @@ def test_drafts_of_a_table_too_small_are_true(
 
 
 @given(many_steps(), st.sampled_from(SIZES), st.booleans(), st.sampled_from([8, 1024]))
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=settings().max_examples // 6)
 def test_kernels_equal_the_reference(
     steps: list[Step], sizes: tuple[int, int], pool: bool, entries: int
 ) -> None:

@@ -164,7 +164,7 @@ shapes = st.tuples(
 
 
 @given(shapes, st.booleans(), st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 5, deadline=None)
 def test_triton_equals_the_reference(
     shape: tuple[int, int, int, int], point: bool, tie: bool
 ) -> None:
@@ -309,7 +309,7 @@ def test_what_rounding_leaves_without_any_weight_is_drawn_from_p(
     verify: Callable[[Batch], Verified],
 ) -> None:
     """q > p everywhere, as rounding can have it; drafts that p excludes are rejected."""
-    count, vocab = 20, 5
+    count, vocab = 8, 5
     logits = torch.tensor([-INF, 0.0, 1.0, -1.0, 0.5]).expand(count, 2, vocab).contiguous()
     q = (logits[:, :1].softmax(-1) * 1.001).contiguous()
     q[:, 0, 0] = 0.5
@@ -331,7 +331,7 @@ def test_what_rounding_leaves_without_any_weight_is_drawn_from_p(
 def test_a_rejected_draft_is_not_drawn_again(
     verify: Callable[[Batch], Verified], point: bool
 ) -> None:
-    count = 24
+    count = 14
     logits = torch.tensor([0.0, 1.0, 0.0]).expand(count, 2, 3).contiguous()
     q = torch.tensor([0.0, 1.0, 0.0]).expand(count, 1, 3).contiguous()
     zeros, ones = torch.zeros(count, dtype=torch.int64), torch.ones(count, dtype=torch.int32)
@@ -513,7 +513,7 @@ def check_joint_law(verify: Callable[[Batch], Verified], k: int, point: bool) ->
 
 
 @given(shapes)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=settings().max_examples // 10, deadline=None)
 def test_drafts_and_their_law(shape: tuple[int, int, int, int]) -> None:
     seed, rows, _, vocab = shape
     batch = make_batch(seed, rows, 0, vocab, point=True, tie=False)

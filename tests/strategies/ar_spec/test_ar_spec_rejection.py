@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from engine_rows import beside, block_bytes, weights
+from forced_drafts import some_slow
 from scipy import stats
 from toy_mtp import with_head
 
@@ -117,11 +119,10 @@ DRAFTS = ("itself", "close", "far", "head")
 
 @pytest.mark.parametrize(
     ("draft", "law"),
-    [
-        pytest.param(draft, law, marks=[pytest.mark.slow] if (i + j) % 2 or i == 3 else [])
-        for i, draft in enumerate(DRAFTS)
-        for j, law in enumerate(LAWS)
-    ],
+    some_slow(
+        itertools.product(DRAFTS, LAWS),
+        quick=[("itself", "penalised"), ("close", "filtered"), ("far", "plain")],
+    ),
 )
 def test_the_tokens_have_the_law_of_ar(
     tiny_models: Models, ar_tokens: Callable[[str], list[list[int]]], draft: str, law: str
@@ -229,7 +230,7 @@ def test_random_rows_are_those_of_their_seed(tiny_models: Models) -> None:
     assert all(one != other for one, other in zip(first[1::2], changed[1::2], strict=True))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", some_slow([False, True], quick=[True]))
 def test_preempted_rows_are_those_of_an_undisturbed_run(
     tiny_models: Models, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:

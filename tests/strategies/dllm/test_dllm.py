@@ -17,6 +17,7 @@ import pytest
 import torch
 from dllm_reference import Forward, Generated, Options, generate, model_forward
 from engine_rows import expect_short_rows
+from forced_drafts import some_slow
 from test_llm_engine import spelling_tokenizer
 from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
 
@@ -148,12 +149,12 @@ def test_rows_are_those_of_the_reference(
     rule: dict[str, Any],
     mode: dict[str, Any],
 ) -> None:
-    rows = requests(length, 12)
+    rows = requests(length, 9)
     engine = make_engine(
         tiny_model,
         length,
         rule,
-        max_num_seqs=7,
+        max_num_seqs=5,
         max_batched_tokens=max(length, 9),
         block_size=32 if length == 32 else 8,
         **mode,
@@ -234,8 +235,14 @@ def test_stop_strings_end_rows_wherever_they_stand(
         assert found.columns["step_map"].tolist() == whole.columns["step_map"][:count].tolist()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("rule", [RULES[3], RULES[4]], ids=str)
+@pytest.mark.parametrize(
+    ("rule", "overlap"),
+    some_slow(
+        itertools.product([RULES[3], RULES[4]], [False, True]),
+        quick=[(RULES[3], False), (RULES[4], True)],
+    ),
+    ids=str,
+)
 def test_preempted_rows_go_on_as_if_nothing_had_happened(
     tiny_model: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
