@@ -1,4 +1,4 @@
-"""Going through rows, with a clock that only moves when a row is tokenised or sized, or it is read."""
+"""Going through rows, with a clock that moves when a row is tokenised or sized, or it is read."""
 
 from __future__ import annotations
 
