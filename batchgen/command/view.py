@@ -43,7 +43,9 @@ def _view(arguments: Sequence[str]) -> int:
 
     site = Site([JobView(reader, name) for name, reader in readers.items()])
     with ViewServer(site.respond, given.port) as server:
-        site.respond("rows", {})  # loads what pages need, for half a second, before anybody waits
+        # Loads what pages need, and compiles their templates, before anybody waits for it.
+        site.respond("rows", {})
+        site.respond("row", {"n": "0"})
         print(f"{' and '.join(readers)}: {server.url} (Ctrl-C ends it)", flush=True)
         if given.open:
             import webbrowser

@@ -112,8 +112,10 @@ class JobFolderReader:
         for batch in self.batches(columns):
             yield from batch.to_pylist()
 
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """The same as `rows`, as batches of about BATCH rows, so that memory does not grow.
+    def batches(
+        self, columns: Sequence[str] | None = None, size: int = BATCH
+    ) -> Iterator[pa.RecordBatch]:
+        """The same as `rows`, as batches of about `size` rows, so that memory does not grow.
 
         Raises:
             ConfigError: there is no such column.
@@ -123,7 +125,7 @@ class JobFolderReader:
         if schema is None:
             return
         for number in self.shards():
-            yield from self.shard(number).batches(schema.names)
+            yield from self.shard(number).batches(schema.names, size=size)
 
     def fields(self, columns: Sequence[str] | None = None) -> pa.Schema | None:
         """The schema of some columns, of all if `columns` is None; None if no row is finished.

@@ -168,7 +168,8 @@ class _Planner:
 
             number = min(settings.probe, len(scan.sample))
             print(f"batchgen: loading weights for a probe of {number:,} rows …", file=sys.stderr)
-            return probe(config, self._opened, scan.sample, number)
+            answers = (scan.num_rows or scan.looked_at) * config.sampling.n
+            return probe(config, self._opened, scan.sample, number, answers)
         same = same_speed(config)
         if settings.like is not None:
             from batchgen.command.job_rows import open_job as open_folder

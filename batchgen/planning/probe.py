@@ -21,71 +21,97 @@ if TYPE_CHECKING:
     from batchgen.engine.llm_engine import LLMEngine
 
 _WARM_UP_TOKENS = 3
+_FULL_TOKENS = 16
+"""Tokens of each answer while the speed of a full engine is measured."""
 
 
-def probe(config: JobConfig, opened: OpenedJob, sample: list[ReadRow], number: int) -> Seen:
+def probe(
+    config: JobConfig, opened: OpenedJob, sample: list[ReadRow], number: int, most_rows: int
+) -> Seen:
     """Run some rows with all their samples, as the job would.
+
+    They tell how long answers get. Where the job has more rows at once than these, the speed is
+    that of a second run: copies of them fill the engine for a few steps. A step of 64 rows takes
+    far less than 16 times as long as one of 4, and how much less no model knows well.
 
     Args:
         config: the job's configuration.
         opened: what it runs on; its weights are loaded.
         sample: rows with their prompts, of which so many are run that are spread over all.
         number: how many rows.
+        most_rows: answers that the job has, of which as many run at once as the engine has places.
 
     Raises:
         ConfigError: the engine cannot be built, or none of the rows can run.
     """
     places = np.linspace(0, len(sample) - 1, min(number, len(sample))).round().astype(int)
     chosen = [sample[place] for place in sorted(set(places.tolist()))]
+    samples, longest = config.sampling.n, config.sampling.max_new_tokens
     started = time.perf_counter()
     engine = opened.build_engine(config)
     start_s = time.perf_counter() - started
     with closing(engine):
-        _run(config, opened, engine, chosen[:1], _WARM_UP_TOKENS)
-        before = dataclasses.replace(engine.stats)
-        started = time.perf_counter()
-        answers = _run(config, opened, engine, chosen, config.sampling.max_new_tokens)
-        seconds = time.perf_counter() - started
-        stats = engine.stats
-    if not answers:
-        raise ConfigError(f"plan.probe={number}: none of the rows can run: leave it out")
-    counts = RunCounts(
-        seconds,
-        len(answers),
-        stats.generated_tokens - before.generated_tokens,
-        stats.prefill_steps - before.prefill_steps,
-        stats.prefill_tokens - before.prefill_tokens,
-        stats.decode_steps - before.decode_steps,
-        stats.decode_rows - before.decode_rows,
-    )
+        run = _Run(config, opened, engine)
+        run.answers(chosen[:1], samples, _WARM_UP_TOKENS)
+        answers, counts = run.counted(chosen, samples, longest)
+        if not answers:
+            raise ConfigError(f"plan.probe={number}: none of the rows can run: leave it out")
+        full, together = None, min(engine.max_num_seqs, most_rows)
+        if together > len(answers):
+            copies = -(-together // len(chosen))
+            run.answers(chosen, copies, _WARM_UP_TOKENS)
+            full = run.counted(chosen, copies, min(longest, _FULL_TOKENS))[1]
     prompts = np.array([len(read.ids) for read in chosen], np.int64)
     source = f"a probe of {len(chosen):,} row{'s' * (len(chosen) != 1)}"
-    return Seen(source, prompts, np.array(answers, np.int64), counts, start_s)
+    return Seen(source, prompts, np.array(answers, np.int64), counts, start_s, full)
 
 
-def _run(
-    config: JobConfig, opened: OpenedJob, engine: LLMEngine, rows: list[ReadRow], longest: int
-) -> list[int]:
-    """Run rows to their ends; returns the tokens of the answers."""
-    from batchgen.constraint.row_constraints import RowConstraints
+class _Run:
+    """Runs rows in the engine of a job."""
 
-    constraints = RowConstraints(config.constraint, opened.source.features)
-    least = min(config.sampling.min_new_tokens, longest)
-    for read in rows:
-        for sample in range(config.sampling.n):
-            params = dataclasses.replace(
-                config.params,
-                seed=derive_seed(config.sampling.seed, read.row.id, sample),
-                constraint=constraints.of(read.row),
-                max_new_tokens=longest,
-                min_new_tokens=least,
-            )
-            try:
-                engine.add_request(f"{read.row.index}.{sample}", read.ids, params)
-            except RequestError:  # the plan says it of the rows that were looked at
-                continue
-    answers = []
-    while engine.has_unfinished():
-        finished = engine.step()
-        answers += [len(output.token_ids) for output in finished if output.error is None]
-    return answers
+    def __init__(self, config: JobConfig, opened: OpenedJob, engine: LLMEngine) -> None:
+        from batchgen.constraint.row_constraints import RowConstraints
+
+        self._config, self._engine = config, engine
+        self._constraints = RowConstraints(config.constraint, opened.source.features)
+
+    def counted(
+        self, rows: list[ReadRow], samples: int, longest: int
+    ) -> tuple[list[int], RunCounts]:
+        """Run rows to their ends; returns the tokens of the answers and what the engine counted."""
+        before = dataclasses.replace(self._engine.stats)
+        started = time.perf_counter()
+        answers = self.answers(rows, samples, longest)
+        seconds, stats = time.perf_counter() - started, self._engine.stats
+        return answers, RunCounts(
+            seconds,
+            len(answers),
+            stats.generated_tokens - before.generated_tokens,
+            stats.prefill_steps - before.prefill_steps,
+            stats.prefill_tokens - before.prefill_tokens,
+            stats.decode_steps - before.decode_steps,
+            stats.decode_rows - before.decode_rows,
+        )
+
+    def answers(self, rows: list[ReadRow], samples: int, longest: int) -> list[int]:
+        """Run rows to their ends; returns the tokens of the answers."""
+        config, engine = self._config, self._engine
+        least = min(config.sampling.min_new_tokens, longest)
+        for read in rows:
+            for sample in range(samples):
+                params = dataclasses.replace(
+                    config.params,
+                    seed=derive_seed(config.sampling.seed, read.row.id, sample),
+                    constraint=self._constraints.of(read.row),
+                    max_new_tokens=longest,
+                    min_new_tokens=least,
+                )
+                try:
+                    engine.add_request(f"{read.row.index}.{sample}", read.ids, params)
+                except RequestError:  # the plan says it of the rows that were looked at
+                    continue
+        answers = []
+        while engine.has_unfinished():
+            finished = engine.step()
+            answers += [len(output.token_ids) for output in finished if output.error is None]
+        return answers

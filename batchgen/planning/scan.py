@@ -17,7 +17,7 @@ from batchgen.planning.reading import Reading
 from batchgen.prompts.prompts import text_bytes
 from batchgen.scoring.random_bits import random_words
 
-SAMPLE = 1500
+SAMPLE = 800
 """So many rows, drawn with a fixed seed over the whole data set, are looked at first."""
 STREAM = 5000
 """Of a stream so many rows are read, if `dataset.limit` does not say fewer."""
@@ -28,6 +28,9 @@ _MOST_TEXT = 50
 _NAMED = 10
 _FRAME = 64
 """A prompt may have so many tokens more than bytes of text: special ones that are added."""
+_TIMED = 200
+"""So many rows are looked at again, to see how long that takes: a clock that is read for every row
+can take longer than the row."""
 _FRAMES = 100
 """Of so many prompts the text is compared with `Prompt.size`."""
 
@@ -170,7 +173,6 @@ class _Scanner:
         self._found = Scan(reading.source.num_rows)
         self._good: list[_Good] = []  # in any order
         self._frame = 0  # the most bytes of a prompt that `size` does not count
-        self._seconds_of_size = 0.0
 
     def scan(self) -> Scan:
         source, found = self._reading.source, self._found
@@ -203,10 +205,9 @@ class _Scanner:
         if not left:
             return
         each = (self._clock() - started) / len(seen)
-        of_size = self._seconds_of_size / len(seen)
         if each * left <= self._budget.rows:
             look: Callable[[Row], object] = self._tokenise
-        elif of_size * left <= self._budget.rows:
+        elif self._seconds_of_size() * left <= self._budget.rows:
             look = self._size
         else:
             return
@@ -256,18 +257,24 @@ class _Scanner:
         Raises:
             RequestError: the row has no prompt or no constraint, or its columns cannot be copied.
         """
-        started = self._clock()
-        try:
-            self._reading.check(row)
-            if row.failure is not None:
-                raise row.failure
-            size = self._reading.size(row)
-            constraint = self._reading.constraint(row)
-        finally:
-            self._seconds_of_size += self._clock() - started
+        size, constraint = self._size_and_constraint(row)
         if constraint is not None:
             self._found.constraints.setdefault(constraint, FoundRows()).add(row)
         return size
+
+    def _size_and_constraint(self, row: Row) -> tuple[int, Constraint | None]:
+        self._reading.check(row)
+        if row.failure is not None:
+            raise row.failure
+        return self._reading.size(row), self._reading.constraint(row)
+
+    def _seconds_of_size(self) -> float:
+        """How long a row takes of which only the size is looked at."""
+        some = self._found.sample[:_TIMED]
+        started = self._clock()
+        for read in some:
+            self._size_and_constraint(read.row)
+        return (self._clock() - started) / max(len(some), 1)
 
     def _note(self, row: Row, error: RequestError) -> None:
         self._found.bad.setdefault(error.type, FoundRows(str(error))).add(row)

@@ -51,6 +51,8 @@ class Seen:
         answers: tokens of its answers.
         counts: of the run; None if it was on another device or of another model.
         start_s: seconds until its first step; None if that is not known.
+        full: of a run with as many rows at once as the job has, if `counts` is of one with fewer.
+            The speed is taken from it.
     """
 
     source: str
@@ -58,6 +60,7 @@ class Seen:
     answers: Ints
     counts: RunCounts | None = None
     start_s: float | None = None
+    full: RunCounts | None = None
 
     @property
     def per_forward(self) -> float | None:
@@ -69,10 +72,10 @@ class Seen:
 
     def factor(self, cost: StepCost, width: int) -> float | None:
         """How many times longer the run took than the model says; None if that is not known."""
-        counts = self.counts
+        counts = self.full or self.counts
         if counts is None or counts.seconds < _LEAST_SECONDS or not counts.decode_steps:
             return None
-        prompt, answer = float(self.prompts.mean()), float(self.answers.mean())
+        prompt, answer = float(self.prompts.mean()), counts.generated / max(counts.rows, 1)
         rows = counts.decode_rows / counts.decode_steps
         modelled = counts.decode_steps * cost.decode(rows, rows * (prompt + answer / 2), width)
         if counts.prefill_tokens:

@@ -61,6 +61,9 @@ class RowTemplate:
             raise ConfigError(f"{key}, line {error.lineno}: {error.message}") from None
         except TemplateError as error:  # an unknown filter or test
             raise ConfigError(f"{key}: {error.message}") from None
+        # Each render copies them, and Jinja's own mapping takes longer to copy than to render.
+        self._template.globals = dict(self._template.globals)
+        self._only = _only_variable(tree)
         self._names = sorted(meta.find_undeclared_variables(tree) - set(env.globals))
         optional = _optional(tree) | {"row", "row_index"}
         for name in self._names:
@@ -85,6 +88,8 @@ class RowTemplate:
             RequestError: the template cannot be filled. Its type is missing_field or
                 template_error.
         """
+        if self._only is not None and type(value := fields.get(self._only)) is str:
+            return value
         try:
             with template_errors(self._key):
                 return self._template.render({"row": fields, "row_index": row_index, **fields})
@@ -132,6 +137,14 @@ def _not_null(value: Any) -> Any:
 
 def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent, default=str)
+
+
+def _only_variable(tree: nodes.Template) -> str | None:
+    """The variable whose value is all that the template prints; None if it is another one."""
+    if len(tree.body) == 1 and isinstance(output := tree.body[0], nodes.Output):
+        if len(output.nodes) == 1 and isinstance(name := output.nodes[0], nodes.Name):
+            return name.name
+    return None
 
 
 def _optional(tree: nodes.Template) -> set[str]:

@@ -55,7 +55,7 @@ class JobData:
         wanted = [*dict.fromkeys([*KEYS, *columns])]
         marks = _GradeStream(self._job, grades) if grades and self.grades is not None else None
         held: list[pa.RecordBatch] = []
-        for batch in chain(self._reader.batches(wanted), [None]):
+        for batch in chain(self._reader.batches(wanted, max(least, BATCH)), [None]):
             held += [] if batch is None else [batch]
             if held and (batch is None or sum(b.num_rows for b in held) >= least):
                 table = pa.Table.from_batches(held)
@@ -109,8 +109,11 @@ def _batches_with(file: pq.ParquetFile, keys: Keys) -> Iterator[tuple[pa.Table, 
     for number in range(file.num_row_groups):
         mine = row_keys(file.read_row_group(number, columns=list(KEYS)))
         at = start
-        if np.isin(keys, mine).any():
+        places = np.flatnonzero(np.isin(mine, keys))
+        if len(places):
             for batch in file.iter_batches(BATCH, row_groups=[number]):
+                if at > start + places[-1]:
+                    break
                 if np.isin(row_keys(batch), keys).any():
                     yield pa.Table.from_batches([batch]), at
                 at += batch.num_rows

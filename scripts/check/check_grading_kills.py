@@ -45,7 +45,7 @@ EXTRACT = StepConfig(
 METHODS = ("integer", "regex")
 OTHER = "exact"
 """The method of the steps that grade the job anew."""
-_GONE = 60.0
+_GONE = 300.0
 """After so many seconds without a graded shard the check gives up."""
 
 

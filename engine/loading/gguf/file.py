@@ -121,6 +121,17 @@ class GGUFFile:
         self._at += length
         return text
 
+    def _strings(self, number: int) -> list[str]:
+        """Read so many strings, of which a vocabulary has a hundred thousand."""
+        data, at, size_at = self._data, self._at, struct.Struct("<Q").unpack_from
+        texts = []
+        for _ in range(number):
+            (size,) = size_at(data, at)
+            texts.append(data[at + 8 : at + 8 + size].decode())
+            at += 8 + size
+        self._at = at
+        return texts
+
     def _value(self, kind: int) -> Any:
         """Read a metadata value of this type and move behind it."""
         if kind == _STRING:
@@ -128,6 +139,8 @@ class GGUFFile:
         if kind != _ARRAY:
             return self._scalar(_SCALARS[kind])
         item, length = self._scalar("I"), self._scalar("Q")
+        if item == _STRING:
+            return self._strings(length)
         if item not in _SCALARS:
             return [self._value(item) for _ in range(length)]
         values = struct.unpack_from(f"<{length}{_SCALARS[item]}", self._data, self._at)

@@ -131,6 +131,15 @@ def test_an_earlier_run_corrects_speed_and_lengths(factor: float) -> None:
     assert "an earlier job" in found.assumptions[0] and "an earlier job" in found.assumptions[1]
 
 
+def test_the_speed_is_that_of_the_run_with_as_many_rows_as_the_job() -> None:
+    """A few rows at once were twice as fast as the model says, and many of them three times slower:
+    that is what the job is."""
+    answers = np.full(100, 100)
+    few, many = run(0.5, answers), run(3.0, answers)
+    found = forecast(of(), replace(WORK, seen=replace(few, full=many.counts)))
+    assert found.seconds == forecast(of(), replace(WORK, seen=many)).seconds
+
+
 def test_a_run_of_another_device_shows_lengths_only() -> None:
     answers = np.full(100, 20)
     seen = replace(run(1.0, answers), counts=None, start_s=None)

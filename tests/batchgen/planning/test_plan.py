@@ -25,6 +25,9 @@ from batchgen.errors import ConfigError
 from batchgen.output.manifest import Manifest
 from batchgen.planning.plan import Plan
 from batchgen.planning.planner import make_plan
+from batchgen.planning.probe import probe
+from batchgen.planning.reading import job_reading
+from batchgen.planning.scan import scan_rows
 from batchgen.planning.settings import PlanSettings
 
 
@@ -177,6 +180,16 @@ def test_a_probe_runs_rows_and_leaves_nothing(config: JobConfig) -> None:
     assert plan.forecast is not None
     assert "a probe of 3 rows" in plan.forecast.assumptions[1]
     assert not Path(config.output.dir).exists()
+
+
+def test_a_probe_fills_the_engine_as_the_job_does(config: JobConfig) -> None:
+    opened = open_job(config)
+    sample = scan_rows(job_reading(config, opened)).sample
+    few = probe(config, opened, sample, 2, 22)
+    assert few.counts is not None and few.counts.rows == len(few.answers) == 4
+    assert few.full is not None and few.full.rows == 22
+    assert few.full.decode_rows > 2 * few.full.decode_steps
+    assert probe(config, opened, sample, 11, 22).full is None
 
 
 def test_a_folder_without_answers_is_no_example(config: JobConfig, tmp_path: Path) -> None:

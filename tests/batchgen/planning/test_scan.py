@@ -1,4 +1,4 @@
-"""Going through rows, with a clock that only moves when a row is tokenised or sized."""
+"""Going through rows, with a clock that moves when a row is tokenised or sized, or it is read."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Rows:
     token_s: float = 1e-6
     size_s: float = 1e-6
     stream: bool = False
+    clock_s: float = 0.0
     now: float = 0.0
     tokenised: list[int] = field(default_factory=list)
 
@@ -63,6 +64,10 @@ class Rows:
         self.tokenised.append(row.index)
         return list(range(10)) + [7] * (row.fields["length"] // 4)
 
+    def _clock(self) -> float:
+        self.now += self.clock_s
+        return self.now
+
     def scan(self, budget: Budget | None = None, cuts: bool = False, growth: int = 1) -> Scan:
         too_long = "truncate_left" if cuts else "error"
         reading = Reading(
@@ -76,7 +81,7 @@ class Rows:
             room=ROOM,
             growth=growth,
         )
-        return scan_rows(reading, budget, lambda: self.now)
+        return scan_rows(reading, budget, self._clock)
 
 
 def lengths_of(number: int) -> list[int]:
@@ -152,6 +157,12 @@ def test_huge_data_is_looked_at_in_a_sample() -> None:
     assert scan.looked_at == pytest.approx(500, abs=2)
     assert len(scan.lengths) == scan.tokenised
     assert max(rows.tokenised) > 90_000  # the sample is spread over all
+
+
+def test_a_clock_that_takes_longer_than_a_row_does_not_end_the_scan() -> None:
+    rows = Rows(lengths_of(100_000), token_s=1e-3, clock_s=1e-4)
+    scan = rows.scan(Budget(sample=1, rows=5, long_rows=1))
+    assert scan.looked_at == 100_000 > scan.tokenised
 
 
 def test_of_a_stream_the_beginning_is_read() -> None:
