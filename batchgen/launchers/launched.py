@@ -66,6 +66,11 @@ class LaunchedFolder:
                 return []
         return found
 
+    def has_rows_of(self, process: tuple[str, int] | None) -> bool:
+        """Whether a process, of which the host and the number are given, had finished rows."""
+        beats = [beat for beat in self.beats() if (beat["host"], beat["pid"]) == process]
+        return any(beat["attempt"]["rows"] > 0 for beat in beats if "attempt" in beat)
+
     def has_quarantined(self) -> bool:
         return any((self.path / "leases").glob("*.quarantined.json"))
 

@@ -18,7 +18,7 @@ _BAR_SECONDS = 1.0
 class Shown:
     """A bar over the rows of all workers, or a line every 30 seconds if there is no terminal."""
 
-    def __init__(self, folder: LaunchedFolder, count: int) -> None:
+    def __init__(self, folder: LaunchedFolder, title: str) -> None:
         self._folder = folder
         self._is_terminal = sys.stderr.isatty()
         self._bar = tqdm(
@@ -29,7 +29,7 @@ class Shown:
         )
         self._begun = self._shown = time.monotonic()
         self._first: int | None = None  # rows that were there when the first worker told of them
-        self.print(f"{count} workers start; batchgen status {folder.path} says what each does")
+        self.print(f"{title}; batchgen status {folder.path} says what each does")
 
     def __enter__(self) -> Self:
         return self
@@ -37,13 +37,17 @@ class Shown:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    def show(self) -> None:
-        """Show how far the job is, if it is time to."""
+    def show(self, waiting: int) -> None:
+        """Show how far the job is, if it is time to.
+
+        Args:
+            waiting: how many workers still wait for a machine.
+        """
         now = time.monotonic()
         if now - self._shown < (_BAR_SECONDS if self._is_terminal else _LINE_SECONDS):
             return
         self._shown = now
-        facts = self._facts(now)
+        facts = self._facts(now) + ([f"{waiting} waiting"] if waiting else [])
         rows, total = self._folder.rows()
         if self._is_terminal:
             self._bar.total, self._bar.n = max(total or rows, 1), rows

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -21,7 +20,8 @@ from batchgen.config import LocalLauncherConfig
 from batchgen.config.compose import compose
 from batchgen.errors import ConfigError
 from batchgen.launchers.launched import Launched
-from batchgen.launchers.local import LocalLauncher, launch, visible_devices
+from batchgen.launchers.launch import launch
+from batchgen.launchers.local import run_local, visible_devices
 
 
 def _launch(
@@ -37,9 +37,9 @@ def _launch(
 
     def command(job: Path, place: int) -> list[str]:
         assert "kind: none" in job.read_text()
-        return [sys.executable, "-S", "-c", begin + program, str(place)]
+        return ["-S", "-c", begin + program, str(place)]
 
-    return LocalLauncher(config, count, devices, command).run()
+    return run_local(config, count, devices, command)
 
 
 def _log(out: Path) -> list[str]:

@@ -1,0 +1,133 @@
+"""The Ray cluster of `launcher=ray`: connecting to it, and how many workers it has room for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from batchgen.config import JobConfig, RayLauncherConfig
+from batchgen.errors import ConfigError
+
+_UNITS = {"GPU": "GPU", "CPU": "CPU core"}
+Need = Mapping[str, float]
+"""What one worker takes of a node, by Ray's name for it."""
+
+
+@contextmanager
+def cluster(config: RayLauncherConfig) -> Iterator[None]:
+    """Be connected to the cluster. One that was started for it ends with it.
+
+    Raises:
+        ConfigError: there is no such cluster, or Ray refuses `runtime_env`.
+    """
+    if ray.is_initialized():  # by a program that calls `run_job`
+        yield
+        return
+    address = config.address or os.environ.get("RAY_ADDRESS") or "local"
+    more: dict[str, Any] = {}
+    if address == "local":
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        more["include_dashboard"] = False
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(
+            address=address,
+            runtime_env=dict(config.runtime_env) or None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **more,
+        )
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        ray.shutdown()
+        raise ConfigError(
+            f"launcher=ray: no cluster at launcher.address={address}: {_first_line(error)}: start "
+            "one with `ray start --head`, give the address of one that runs, or leave "
+            "launcher.address out for a cluster of this machine"
+        ) from None
+    finally:
+        if in_main:  # Ray has put its own handler there
+            signal.signal(signal.SIGTERM, before)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def worker_need(config: JobConfig, has_gpus: bool) -> dict[str, float]:
+    """What one worker takes.
+
+    Args:
+        has_gpus: whether the cluster has GPUs.
+    """
+    assert isinstance(config.launcher, RayLauncherConfig)
+    gpus = config.launcher.gpus_per_worker
+    if gpus is None:
+        gpus = float(has_gpus and config.engine.device != "cpu")
+    need = {"GPU": gpus, "CPU": config.launcher.cpus_per_worker}
+    return {name: number for name, number in need.items() if number}
+
+
+def nodes_and_need(config: JobConfig) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """The living nodes of the cluster, and what a worker takes of one."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    has_gpus = any(node["Resources"].get("GPU") for node in nodes)
+    return nodes, worker_need(config, has_gpus)
+
+
+def count_workers(config: JobConfig, nodes: Sequence[Mapping[str, Any]], need: Need) -> int:
+    """How many workers the job has.
+
+    Args:
+        nodes: as `ray.nodes()` describes them.
+
+    Raises:
+        ConfigError: the cluster is too small for so many, or it cannot be said how many.
+    """
+    assert isinstance(config.launcher, RayLauncherConfig)
+    room = sum(_room(node["Resources"], need) for node in nodes)
+    count = config.launcher.workers
+    if count is None and "GPU" not in need:
+        raise ConfigError(
+            "launcher.workers has no value, and the workers take no GPU: say how many there are, as "
+            "in launcher.workers=2"
+        )
+    if count is None and room:
+        return room
+    if count is None or count > room:
+        what = " and ".join(_amount(number, name) for name, number in need.items()) or "nothing"
+        asked = "a worker" if count is None else f"{count} worker{'s' * (count != 1)}"
+        there = "; ".join(_node(node) for node in nodes)
+        raise ConfigError(
+            f"launcher=ray: {asked} with {what} each do{'es' * (count in (None, 1))} not fit this "
+            f"cluster, which has room for {room}: {there}. Lower launcher.workers, "
+            "launcher.gpus_per_worker or launcher.cpus_per_worker, or add nodes"
+        )
+    return count
+
+
+def _room(resources: Need, need: Need) -> int:
+    """How many workers a node has room for."""
+    fits = [int((resources.get(name, 0) + 1e-6) // number) for name, number in need.items()]
+    return min(fits, default=1_000_000)
+
+
+def _node(node: Mapping[str, Any]) -> str:
+    amounts = (_amount(node["Resources"].get(name, 0), name) for name in _UNITS)
+    return f"{node['NodeManagerHostname']} has {' and '.join(amounts)}"
+
+
+def _amount(number: float, name: str) -> str:
+    unit = _UNITS[name]
+    return f"{number:g} {unit}{'s' * (number != 1)}" if number else f"no {unit}"
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
