@@ -24,8 +24,8 @@ def inferred_choice(group: str, given: Mapping[str, Any]) -> str | None:
     """The choice that has all the given keys; None for the default, and if no choice has them.
 
     A model with a path is model=hf, a data set with a path is dataset=files, messages_column is
-    prompt=messages, and launcher.workers is launcher=local. Otherwise the default is taken if it has
-    the keys, and else the only choice that has them.
+    prompt=messages, and launcher.workers is launcher=local. Otherwise the default is taken if it
+    has the keys, and else the only choice that has them.
 
     Args:
         given: the keys of the group that are given, without its name, and their values.

@@ -6,20 +6,24 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from batchgen.config import JobConfig, LocalLauncherConfig
 from batchgen.errors import ConfigError
 from batchgen.launchers.launched import Launched, LaunchedFolder
-from batchgen.launchers.process import WorkerProcess, output_files, worker_arguments, worker_job
+from batchgen.launchers.process import (
+    Command,
+    WorkerProcess,
+    output_files,
+    worker_arguments,
+    worker_job,
+)
 from batchgen.launchers.supervisor import Place, Supervisor
 
 BEAT_SECONDS = 2.0
 """Seconds between heartbeats of workers on this machine, where one costs next to nothing."""
 _DEVICES = "CUDA_VISIBLE_DEVICES"
-Command = Callable[[Path, int], Sequence[str]]
-"""The arguments of a worker's interpreter, from the job's file and the worker's place."""
 
 
 def launch(config: JobConfig) -> Launched:

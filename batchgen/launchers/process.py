@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +18,8 @@ from batchgen.workers.heartbeat import LAUNCHER
 
 Output = tuple[Path, Path]
 """The files that get what a worker prints to stdout and stderr."""
+Command = Callable[[Path, int], Sequence[str]]
+"""The arguments of a worker's interpreter, from the job's file and the worker's place."""
 
 
 @dataclass(frozen=True)

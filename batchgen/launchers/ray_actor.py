@@ -14,8 +14,6 @@ import ray
 from batchgen.errors import ConfigError
 from batchgen.launchers.process import End, Output, WorkerProcess
 
-_SEEN_SECONDS = 15.0
-"""How long a node has to see the job's files: file systems of a network tell of new ones late."""
 _LOOK_SECONDS = 0.1
 _STOPPED = End(143, "was stopped")
 
@@ -29,6 +27,8 @@ class ActorJob:
         text: what is in it.
         folder: in which the worker starts; None for the one that Ray has prepared.
         arguments: of the worker's interpreter.
+        seen_within: seconds after which a node must see the file: file systems of a network may be
+            late to tell of new ones.
     """
 
     file: Path
@@ -36,6 +36,7 @@ class ActorJob:
     folder: str | None
     arguments: Sequence[str]
     output: Output
+    seen_within: float = 15.0
 
 
 class WorkerActor:
@@ -54,16 +55,16 @@ class WorkerActor:
                 os.chdir(self._job.folder)
             except OSError as error:
                 return (
-                    f"{where} cannot enter {self._job.folder} ({error.strerror}), where the command "
-                    "was typed: type it in a folder that all nodes have, or let Ray copy this one "
-                    "with launcher.runtime_env={working_dir: .}"
+                    f"{where} cannot enter {self._job.folder} ({error.strerror}), where the "
+                    "command was typed: type it in a folder that all nodes have, or let Ray copy "
+                    "this one with launcher.runtime_env={working_dir: .}"
                 )
-        until = time.monotonic() + _SEEN_SECONDS
+        until = time.monotonic() + self._job.seen_within
         while not self._sees_job():
             if time.monotonic() > until:
                 return (
-                    f"{where} does not see {self._job.file.parent}, which this launcher has made in "
-                    "output.dir: all nodes need the same output.dir, on a file system that they "
+                    f"{where} does not see {self._job.file.parent}, which this launcher has made "
+                    "in output.dir: all nodes need the same output.dir, on a file system that they "
                     "share, such as NFS"
                 )
             time.sleep(_LOOK_SECONDS)

@@ -96,8 +96,8 @@ def count_workers(config: JobConfig, nodes: Sequence[Mapping[str, Any]], need: N
     count = config.launcher.workers
     if count is None and "GPU" not in need:
         raise ConfigError(
-            "launcher.workers has no value, and the workers take no GPU: say how many there are, as "
-            "in launcher.workers=2"
+            "launcher.workers has no value, and the workers take no GPU: say how many there are, "
+            "as in launcher.workers=2"
         )
     if count is None and room:
         return room

@@ -9,7 +9,7 @@ there until one is found. What the workers do is agreed in the job's folder, and
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,19 @@ from batchgen.config import JobConfig, RayLauncherConfig
 from batchgen.launchers.launched import Launched, LaunchedFolder
 from batchgen.launchers.local import BEAT_SECONDS
 from batchgen.launchers.logs import make_logs, remove_logs
-from batchgen.launchers.process import output_files, worker_arguments, worker_job
+from batchgen.launchers.process import Command, output_files, worker_arguments, worker_job
 from batchgen.launchers.ray_actor import ActorJob, ActorProcess
 from batchgen.launchers.ray_cluster import Need, cluster, count_workers, nodes_and_need
 from batchgen.launchers.supervisor import Place, Supervisor
 
 _PATIENCE_SECONDS = 60.0
-Command = Callable[[Path, int], Sequence[str]]
 
 
 def launch(config: JobConfig, command: Command = worker_arguments) -> Launched:
     """Run a job on a Ray cluster, to its end.
 
     Args:
-        command: what the workers run: the arguments of their interpreter, from the job's file and
-            the worker's place.
+        command: what the workers run.
 
     Raises:
         ConfigError: there is no such cluster, it is too small, or its nodes do not see the job.
