@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import ray
 from batchgen.config import JobConfig, RayLauncherConfig
 from batchgen.errors import ConfigError
 
+_ANSWER_SECONDS = 10.0
 _UNITS = {"GPU": "GPU", "CPU": "CPU core"}
 Need = Mapping[str, float]
 """What one worker takes of a node, by Ray's name for it."""
@@ -35,6 +37,7 @@ def cluster(config: RayLauncherConfig) -> Iterator[None]:
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         more["include_dashboard"] = False
+    _check_answers(address)
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -47,11 +50,7 @@ def cluster(config: RayLauncherConfig) -> Iterator[None]:
         )
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         ray.shutdown()
-        raise ConfigError(
-            f"launcher=ray: no cluster at launcher.address={address}: {_first_line(error)}: start "
-            "one with `ray start --head`, give the address of one that runs, or leave "
-            "launcher.address out for a cluster of this machine"
-        ) from None
+        raise _no_cluster(address, error) from None
     finally:
         if in_main:  # Ray has put its own handler there
             signal.signal(signal.SIGTERM, before)
@@ -59,6 +58,29 @@ def cluster(config: RayLauncherConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Refuse an address where nothing listens, for which Ray itself would wait for many minutes.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if colon and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
+        except OSError as error:
+            raise _no_cluster(address, error) from None
+
+
+def _no_cluster(address: str, error: Exception) -> ConfigError:
+    why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return ConfigError(
+        f"launcher=ray: no cluster at launcher.address={address}: {why}: start one with `ray start "
+        "--head`, give the address of one that runs, or leave launcher.address out for a cluster of "
+        "this machine"
+    )
 
 
 def worker_need(config: JobConfig, has_gpus: bool) -> dict[str, float]:
@@ -127,7 +149,3 @@ def _node(node: Mapping[str, Any]) -> str:
 def _amount(number: float, name: str) -> str:
     unit = _UNITS[name]
     return f"{number:g} {unit}{'s' * (number != 1)}" if number else f"no {unit}"
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -19,8 +19,8 @@ from fake_job import FakeJob
 from batchgen.config import LocalLauncherConfig
 from batchgen.config.compose import compose
 from batchgen.errors import ConfigError
-from batchgen.launchers.launched import Launched
 from batchgen.launchers.launch import launch
+from batchgen.launchers.launched import Launched
 from batchgen.launchers.local import run_local, visible_devices
 
 
