@@ -77,9 +77,9 @@ def _check_answers(address: str) -> None:
 def _no_cluster(address: str, error: Exception) -> ConfigError:
     why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return ConfigError(
-        f"launcher=ray: no cluster at launcher.address={address}: {why}: start one with `ray start "
-        "--head`, give the address of one that runs, or leave launcher.address out for a cluster of "
-        "this machine"
+        f"launcher=ray: no cluster at launcher.address={address}: {why}: start one with "
+        "`ray start --head`, give the address of one that runs, or leave launcher.address out for "
+        "a cluster of this machine"
     )
 
 

@@ -77,7 +77,7 @@ def srun(folder: Path, arguments: Sequence[str]) -> None:
         job, _, number = os.environ["SLURM_TASK"].partition("_")
         path = path.replace("%A", job).replace("%a", number).replace("%j", job).replace("%t", "0")
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    os.execv(command[0], command)
+    os.execv(command[0], list(command))
 
 
 def sacct(folder: Path, arguments: Sequence[str]) -> None:

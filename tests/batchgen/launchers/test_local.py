@@ -19,6 +19,7 @@ from fake_job import FakeJob
 from batchgen.config import LocalLauncherConfig
 from batchgen.config.compose import compose
 from batchgen.errors import ConfigError
+from batchgen.launchers import supervisor
 from batchgen.launchers.launch import launch
 from batchgen.launchers.launched import Launched
 from batchgen.launchers.local import run_local, visible_devices
@@ -72,6 +73,28 @@ def test_workers_that_are_refused_or_fail_at_once(
     assert result.exit_code == says and "No worker could complete the job" in result.message
     assert _log(tmp_path) == ["x", "x"]
     assert capsys.readouterr().err.count("why it failed") == 2
+
+
+def test_why_a_worker_failed_is_said_though_the_job_is_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = "if place: print('why', file=sys.stderr); sys.exit(2)\nprint('the summary')"
+    result = _launch(tmp_path, program)
+    assert (result.exit_code, result.message) == (0, "the summary")
+    assert "── worker 1 failed (exit 2):\nwhy\n" in capsys.readouterr().err
+
+
+def test_who_does_not_see_that_the_job_is_complete_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_GRACE_SECONDS", 0.1)
+    program = (
+        "def stop(number, frame): note(f'{place}:{number}'); sys.exit(143)\n"
+        "if place: signal.signal(signal.SIGTERM, stop); note('up'); time.sleep(60)\n"
+        "while not os.path.exists(log): time.sleep(0.01)\n"
+    )
+    assert _launch(tmp_path, program).exit_code == 0
+    assert _log(tmp_path) == ["1:15", "up"]
 
 
 def test_ctrl_c_stops_all(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -29,7 +29,7 @@ from batchgen.launchers.ray_cluster import count_workers, worker_need
 from batchgen.launchers.ray_launcher import launch
 
 
-def _config(out: Path, device: str = "cpu", **keys: Any) -> JobConfig:
+def _config(out: Path, device: Literal["auto", "cpu"] = "cpu", **keys: Any) -> JobConfig:
     return replace(
         FakeJob(str(out)).config(),
         engine=EngineGroup(device=device),
@@ -80,10 +80,10 @@ def test_a_cluster_that_is_too_small(tmp_path: Path) -> None:
     assert worker_need(config, False) == worker_need(_config(tmp_path), True) == {"CPU": 1}
     with pytest.raises(ConfigError, match=r"launcher\.workers has no value"):
         count_workers(config, _nodes({"CPU": 4}), worker_need(config, False))
-    bad = {"workers": 0, "gpus_per_worker": 1.5, "cpus_per_worker": -1, "restarts": -1}
-    for key, value in bad.items():
+    bad = ("workers", 0), ("gpus_per_worker", 1.5), ("cpus_per_worker", -1), ("restarts", -1)
+    for key, value in bad:
         with pytest.raises(ConfigError, match=rf"launcher\.{key}"):
-            _config(tmp_path, **{key: value})
+            _config(tmp_path, "auto", **{key: value})
 
 
 def test_a_node_that_does_not_see_the_job(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -155,14 +155,16 @@ def test_what_slurm_refuses(slurm: Path, tmp_path: Path, monkeypatch: pytest.Mon
     bad = {"workers": 0, "minutes": 0, "cpus_per_worker": 0, "requeues": -1, "stop_seconds": 60**2}
     for key, value in bad.items():
         with pytest.raises(ConfigError, match=rf"launcher\.{key}"):
-            _launch(out, "", **{"minutes": 60, key: value})  # type: ignore[arg-type]
+            _launch(out, "", **{"minutes": 60, key: value})
     with pytest.raises(ConfigError, match="wait must be true"):
         _launch(out, "", cluster="debug", wait=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["slurm", "local"])
-def test_the_data_are_those_of_one_worker(slurm: Path, tmp_path: Path, cluster: str) -> None:
+def test_the_data_are_those_of_one_worker(
+    slurm: Path, tmp_path: Path, cluster: Literal["slurm", "local"]
+) -> None:
     """One worker is preempted, and another one is killed: nothing is lost, nothing is twice."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     FakeJob(str(whole), rows=120, rows_per_shard=8).run()
@@ -175,11 +177,7 @@ def test_the_data_are_those_of_one_worker(slurm: Path, tmp_path: Path, cluster: 
 
     disturbed = when_rows_are_done(out, 20, 2, disturb)
     launcher = SlurmLauncherConfig(
-        kind="slurm",
-        workers=2,
-        cluster=cluster,
-        gpus_per_worker=0,
-        cpus_per_worker=1,  # type: ignore[arg-type]
+        kind="slurm", workers=2, cluster=cluster, gpus_per_worker=0, cpus_per_worker=1
     )
     result = launch(replace(job.config(), launcher=launcher), worker_of(job))
     assert not disturbed.is_alive()
