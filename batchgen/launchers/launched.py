@@ -66,6 +66,14 @@ class LaunchedFolder:
                 return []
         return found
 
+    def is_complete(self) -> bool:
+        """Whether the job is complete, as far as its folder tells."""
+        try:
+            figures = json.loads((self.path / "metrics.json").read_bytes())
+        except FileNotFoundError:
+            return False
+        return bool(figures["status"] == "complete")
+
     def has_rows_of(self, process: tuple[str, int] | None) -> bool:
         """Whether a process, of which the host and the number are given, had finished rows."""
         beats = [beat for beat in self.beats() if (beat["host"], beat["pid"]) == process]

@@ -29,6 +29,7 @@ class Place:
         output: the files that get what it prints to stdout and stderr.
         starts: how many processes were started there.
         stopped: whether the present one was told to stop.
+        came_late: whether it ended because the others had completed the job.
         end: of the last process; None while it runs.
     """
 
@@ -37,6 +38,7 @@ class Place:
     process: Process = field(init=False)
     starts: int = 0
     stopped: bool = False
+    came_late: bool = False
     end: End | None = None
 
     @property
@@ -52,6 +54,12 @@ class Place:
     def is_clean(self) -> bool:
         """Whether its worker has seen the job complete."""
         return self.end is not None and self.end.code in _CLEAN
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its worker has ended by itself, and left work to the others."""
+        ended = self.end is not None and self.end.code is not None
+        return ended and not (self.is_clean or self.stopped or self.came_late)
 
     def printed(self, stream: int) -> str:
         """What its processes have printed.
@@ -140,6 +148,7 @@ class Supervisor:
         if place.end is None or place.is_clean or place.stopped:
             return
         end, killed = place.end, place.end.code is None
+        place.came_late = end.code == 1 and self._folder.is_complete()
         over = any(other.is_clean for other in self._places)
         # A worker that failed before its first row would fail again.
         helps = killed or (end.code == 1 and self._folder.has_rows_of(end.process))
@@ -177,12 +186,11 @@ class Supervisor:
 
     def _result(self, stopped_by: int | None) -> Launched:
         clean = [place for place in self._places if place.is_clean]
-        failed = [place for place in self._places if place not in clean and not place.stopped]
         if clean:
             code = min(place.end.code or 0 for place in clean if place.end is not None)
             # The worker that completed the job has the whole summary.
             texts = [place.printed(0) for place in clean if place.end and place.end.code == code]
-            _print_last_lines([place for place in failed if place.end and place.end.code])
+            _print_last_lines([place for place in self._places if place.has_failed])
             return Launched(code, None, min(texts, key=_is_of_bystander).rstrip("\n"))
         if stopped_by is not None:
             rows, _ = self._folder.rows()

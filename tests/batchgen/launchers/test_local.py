@@ -84,6 +84,20 @@ def test_why_a_worker_failed_is_said_though_the_job_is_complete(
     assert "── worker 1 failed (exit 2):\nwhy\n" in capsys.readouterr().err
 
 
+def test_who_came_when_the_job_was_complete_has_not_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = (
+        f"metrics = {str(tmp_path / 'metrics.json')!r}\n"
+        "if not place: open(metrics, 'w').write('{\"status\": \"complete\"}'); note('done')\n"
+        "while not os.path.exists(log): time.sleep(0.01)\n"
+        "if place: print('others have completed it', file=sys.stderr); sys.exit(1)\n"
+        "time.sleep(0.5); print('the summary')"
+    )
+    assert _launch(tmp_path, program).message == "the summary"
+    assert "have completed it" not in capsys.readouterr().err
+
+
 def test_who_does_not_see_that_the_job_is_complete_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
