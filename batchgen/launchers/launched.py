@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,9 @@ class LaunchedFolder:
     def has_quarantined(self) -> bool:
         return any((self.path / "leases").glob("*.quarantined.json"))
 
-    def rows(self) -> tuple[int, int | None]:
-        """How many rows are finished, and how many there are, if that is known."""
-        beats = [beat for beat in self.beats() if "totals" in beat]
-        total = next((beat["attempt"]["rows_total"] for beat in beats), None)
-        return sum(beat["totals"]["rows"] for beat in beats), total
+
+def counted_rows(beats: Iterable[Mapping[str, Any]]) -> tuple[int, int | None]:
+    """How many rows are finished by all heartbeats, and how many there are, if that is known."""
+    telling = [beat for beat in beats if "totals" in beat]
+    total = next((beat["attempt"]["rows_total"] for beat in telling), None)
+    return sum(beat["totals"]["rows"] for beat in telling), total

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from batchgen.launchers.launched import Launched, LaunchedFolder
+from batchgen.launchers.launched import Launched, LaunchedFolder, counted_rows
 from batchgen.launchers.process import End, Output, Process
 from batchgen.launchers.shown import Shown
 from batchgen.signals import StopSignals
@@ -193,7 +193,7 @@ class Supervisor:
             _print_last_lines([place for place in self._places if place.has_failed])
             return Launched(code, None, min(texts, key=_is_of_bystander).rstrip("\n"))
         if stopped_by is not None:
-            rows, _ = self._folder.rows()
+            rows, _ = counted_rows(self._folder.beats())
             message = (
                 f"Stopped all workers with {rows:,} rows done. The output so far is in "
                 f"{self._folder.path}; run the same command to go on from there."
