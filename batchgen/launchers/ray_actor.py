@@ -13,6 +13,7 @@ import ray
 
 from batchgen.errors import ConfigError
 from batchgen.launchers.process import End, Output, WorkerProcess
+from batchgen.launchers.ray_cluster import Heart
 
 _LOOK_SECONDS = 0.1
 _STOPPED = End(143, "was stopped")
@@ -95,7 +96,9 @@ class WorkerActor:
 class ActorProcess:
     """A worker that runs in an actor, as the launcher sees it."""
 
-    def __init__(self, job: ActorJob, options: Mapping[str, Any], is_first: bool) -> None:
+    def __init__(
+        self, job: ActorJob, options: Mapping[str, Any], heart: Heart, is_first: bool
+    ) -> None:
         """
         Args:
             options: of the actor: what it needs, and where it may be put.
@@ -103,6 +106,7 @@ class ActorProcess:
                 workers is a mistake; later it is a loss.
         """
         self._is_first = is_first
+        self._heart = heart
         self._actor: Any = ray.remote(WorkerActor).options(max_concurrency=2, **options).remote(job)
         self._check: Any = self._actor.check.remote()
         self._run: Any = None
@@ -112,7 +116,9 @@ class ActorProcess:
         return self._run is not None or self._end is not None
 
     def poll(self) -> End | None:
-        if self._end is None:
+        if self._end is None and self._heart.is_gone():
+            self._end = End(1, "was lost with the head of the cluster")
+        elif self._end is None:
             try:
                 self._end = self._look()
             except ray.exceptions.RayActorError as error:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,8 @@ from batchgen.config import JobConfig, RayLauncherConfig
 from batchgen.errors import ConfigError
 
 _ANSWER_SECONDS = 10.0
+_LOOK_SECONDS = 2.0
+_MOST_MISSES = 3
 _UNITS = {"GPU": "GPU", "CPU": "CPU core"}
 Need = Mapping[str, float]
 """What one worker takes of a node, by Ray's name for it."""
@@ -48,7 +51,13 @@ def cluster(config: RayLauncherConfig) -> Iterator[None]:
             logging_level=logging.ERROR,
             **more,
         )
-    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+    except (ValueError, TypeError) as error:
+        ray.shutdown()
+        raise ConfigError(
+            f"launcher=ray: Ray refuses launcher.address={address} or launcher.runtime_env="
+            f"{dict(config.runtime_env)}: {_first_line(error)}"
+        ) from None
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         ray.shutdown()
         raise _no_cluster(address, error) from None
     finally:
@@ -66,21 +75,61 @@ def _check_answers(address: str) -> None:
     Raises:
         ConfigError: it is one.
     """
-    host, colon, port = address.rpartition("://")[2].rpartition(":")
-    if colon and port.isdigit():
+    try:
+        _listens(address.rpartition("://")[2], _ANSWER_SECONDS)
+    except OSError as error:
+        raise _no_cluster(address, error) from None
+
+
+def _listens(address: str, seconds: float) -> bool:
+    """Whether somebody listens at HOST:PORT. An address of another form is none.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        return False
+    socket.create_connection((host.strip("[]"), int(port)), seconds).close()
+    return True
+
+
+class Heart:
+    """Whether the cluster's head lives. Without it calls to Ray neither end nor fail.
+
+    A head that this machine cannot reach (with `ray://`) is taken to live.
+    """
+
+    def __init__(self) -> None:
+        self._address: str = ray.get_runtime_context().gcs_address
+        self._next_look = 0.0
+        self._misses = 0
+        self._is_reached = self._beats()
+
+    def is_gone(self) -> bool:
+        """Whether the head was not there at several looks, which lie some time apart."""
+        if self._is_reached and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK_SECONDS
+            self._misses = 0 if self._beats() else self._misses + 1
+        return self._misses >= _MOST_MISSES
+
+    def _beats(self) -> bool:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
-        except OSError as error:
-            raise _no_cluster(address, error) from None
+            return _listens(self._address, _LOOK_SECONDS)
+        except OSError:
+            return False
 
 
 def _no_cluster(address: str, error: Exception) -> ConfigError:
-    why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return ConfigError(
-        f"launcher=ray: no cluster at launcher.address={address}: {why}: start one with "
-        "`ray start --head`, give the address of one that runs, or leave launcher.address out for "
-        "a cluster of this machine"
+        f"launcher=ray: no cluster at launcher.address={address}: {_first_line(error)}: start one "
+        "with `ray start --head`, give the address of one that runs, or leave launcher.address out "
+        "for a cluster of this machine"
     )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def worker_need(config: JobConfig, has_gpus: bool) -> dict[str, float]:

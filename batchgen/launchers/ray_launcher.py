@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -24,7 +23,7 @@ from batchgen.launchers.local import BEAT_SECONDS
 from batchgen.launchers.logs import make_logs, remove_logs
 from batchgen.launchers.process import Command, output_files, worker_arguments, worker_job
 from batchgen.launchers.ray_actor import ActorJob, ActorProcess
-from batchgen.launchers.ray_cluster import Need, cluster, count_workers, nodes_and_need
+from batchgen.launchers.ray_cluster import Heart, Need, cluster, count_workers, nodes_and_need
 from batchgen.launchers.supervisor import Place, Supervisor
 
 _PATIENCE_SECONDS = 60.0
@@ -50,12 +49,13 @@ def launch(config: JobConfig, command: Command = worker_arguments) -> Launched:
         file = logs / "job.yaml"
         file.write_text(text, encoding="utf-8")
         folder = None if "working_dir" in launcher.runtime_env else os.getcwd()
-        with _places(launcher, count, need) as options:
+        heart = Heart()
+        with _places(launcher, count, need, heart) as options:
 
             def start(place: Place) -> ActorProcess:
                 arguments = command(file, place.number)
                 job = ActorJob(file, text, folder, arguments, place.output)
-                return ActorProcess(job, options(place.number), is_first=not place.starts)
+                return ActorProcess(job, options(place.number), heart, is_first=not place.starts)
 
             supervisor = Supervisor(
                 LaunchedFolder(Path(config.output.dir)),
@@ -73,7 +73,7 @@ def launch(config: JobConfig, command: Command = worker_arguments) -> Launched:
 
 @contextmanager
 def _places(
-    launcher: RayLauncherConfig, count: int, need: Need
+    launcher: RayLauncherConfig, count: int, need: Need, heart: Heart
 ) -> Iterator[Callable[[int], dict[str, Any]]]:
     """The options that put the actor of each worker into its place.
 
@@ -92,5 +92,5 @@ def _places(
     try:
         yield options
     finally:
-        if ray.is_initialized():
+        if not heart.is_gone():
             remove_placement_group(group)

@@ -24,8 +24,8 @@ from batchgen.errors import ConfigError
 from batchgen.launchers.launched import Launched
 from batchgen.launchers.process import End
 from batchgen.launchers.ray_actor import ActorJob, ActorProcess, WorkerActor
+from batchgen.launchers.ray_cluster import Heart, count_workers, worker_need
 from batchgen.launchers.ray_cluster import cluster as connected
-from batchgen.launchers.ray_cluster import count_workers, worker_need
 from batchgen.launchers.ray_launcher import launch
 
 
@@ -125,12 +125,16 @@ def two_nodes() -> Iterator[Any]:
 @pytest.mark.slow
 class TestTwoNodes:
     def _launch(self, two_nodes: Any, out: Path, program: str, **keys: Any) -> Launched:
-        """Run `program` with `place` and `note(text)` in place of workers."""
+        """Run `program` with `place` and `note(text)` in place of workers.
+
+        Args:
+            two_nodes: the cluster; None for one of its own.
+        """
         begin = (
             f"import os, signal, sys, time; place = int(sys.argv[1]); log = {str(out) + '.log'!r}\n"
             "def note(text): open(log, 'a').write(text + '\\n')\n"
         )
-        config = _config(out, address=two_nodes.address, **keys)
+        config = _config(out, address=two_nodes and two_nodes.address, **keys)
 
         def command(job: Path, place: int) -> list[str]:
             assert "kind: none" in job.read_text()
@@ -201,7 +205,7 @@ class TestTwoNodes:
         job = ActorJob(missing, "", None, ["-c", ""], output, seen_within=0.1)
 
         def end(is_first: bool) -> End:
-            process = ActorProcess(job, {"num_cpus": 1}, is_first)
+            process = ActorProcess(job, {"num_cpus": 1}, Heart(), is_first)
             while (found := process.poll()) is None:
                 pass
             return found
@@ -211,6 +215,25 @@ class TestTwoNodes:
                 end(is_first=True)
             found = end(is_first=False)
         assert found.code == 2 and "was not started: the node" in found.how
+
+    def test_the_head_of_the_cluster_dies(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """That ends the command, whose calls to Ray would wait; here in a cluster of its own."""
+        out = tmp_path / "out"
+
+        def kill() -> None:
+            while not self._log(out):
+                time.sleep(0.05)
+            (head,) = ray._private.worker._global_node.all_processes["gcs_server"]
+            os.kill(head.process.pid, signal.SIGKILL)
+
+        threading.Thread(target=kill, daemon=True).start()
+        result = self._launch(None, out, "note('up'); time.sleep(60)", workers=1)
+        assert result.exit_code == 1 and "No worker could complete" in result.message
+        errors = capsys.readouterr().err
+        assert "── worker 0 was lost with the head of the cluster" in errors
+        assert self._log(out) == ["up"] and not ray.is_initialized()
 
     def test_the_data_are_those_of_one_worker_though_a_node_dies(
         self, two_nodes: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
