@@ -10,7 +10,7 @@ from check_house import import_circles, import_graph, package_files
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("kernels", "engine", "strategies", "batchgen")
-JOB_ONLY = {"datasets", "pyarrow", "hydra", "omegaconf", "tqdm", "jinja2"}
+JOB_ONLY = {"datasets", "pyarrow", "hydra", "omegaconf", "tqdm", "jinja2", "ray", "submitit"}
 KERNELS_MAY = {"torch", "triton", "batchgen"}
 
 

@@ -69,7 +69,9 @@ def show(config: JobConfig) -> int:
     from batchgen.build import open_job
     from batchgen.command.dry_run_folder import folder_state
     from batchgen.job import fitted_prompt  # these take seconds: hence the line above
+    from batchgen.launchers.launch import check_launcher, described
 
+    check_launcher(config)
     opened = open_job(config)
     with closing(opened.parts(config, {})) as parts:
         prompt = fitted_prompt(config, parts)
@@ -88,6 +90,7 @@ def show(config: JobConfig) -> int:
         "constraint": _constraint(config),
         "data set": _dataset(config, parts),
         "columns": ", ".join(_extra_columns(config)) or "those that every job has",
+        **({"launcher": who} if (who := described(config)) is not None else {}),
         "output": folder,
     }
     for name, value in lines.items():

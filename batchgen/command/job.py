@@ -46,8 +46,8 @@ def report(run: Callable[[], Result]) -> int:
 
 def run_configured(config: JobConfig) -> Result:
     """Run the job of a configuration, and say before the first import that it begins."""
-    if config.launcher.kind == "local":
-        from batchgen.launchers.local import launch
+    if config.launcher.kind != "none":
+        from batchgen.launchers.launch import launch
 
         return launch(config)
     from batchgen.command.version import version

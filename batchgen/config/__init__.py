@@ -26,6 +26,13 @@ from batchgen.config.groups import (
     StepConfig,
     StrategyConfig,
 )
+from batchgen.config.launcher import (
+    LauncherConfig,
+    LocalLauncherConfig,
+    NoLauncherConfig,
+    RayLauncherConfig,
+    SlurmLauncherConfig,
+)
 from batchgen.config.load import (
     constraint_config,
     growing,
@@ -41,12 +48,7 @@ from batchgen.config.prompt import (
     TextPromptConfig,
     TokensPromptConfig,
 )
-from batchgen.config.workers import (
-    LauncherConfig,
-    LocalLauncherConfig,
-    NoLauncherConfig,
-    WorkersConfig,
-)
+from batchgen.config.workers import WorkersConfig
 
 __all__ = [
     "COMMON_COLUMNS",
@@ -68,8 +70,10 @@ __all__ = [
     "OutputConfig",
     "ProgressConfig",
     "PromptConfig",
+    "RayLauncherConfig",
     "SamplingConfig",
     "ScoreConfig",
+    "SlurmLauncherConfig",
     "StepConfig",
     "StrategyConfig",
     "TextPromptConfig",

@@ -14,6 +14,8 @@ _BY_KEY = {
     ("model", "path"): "hf",
     ("dataset", "path"): "files",
     ("prompt", "messages_column"): "messages",
+    ("launcher", "workers"): "local",
+    ("launcher", "restarts"): "local",
 }
 """What a key means that several choices have, where the default would not do."""
 
@@ -21,9 +23,9 @@ _BY_KEY = {
 def inferred_choice(group: str, given: Mapping[str, Any]) -> str | None:
     """The choice that has all the given keys; None for the default, and if no choice has them.
 
-    A model with a path is model=hf, a data set with a path is dataset=files, and messages_column is
-    prompt=messages. Otherwise the default is taken if it has the keys, and else the only choice
-    that has them.
+    A model with a path is model=hf, a data set with a path is dataset=files, messages_column is
+    prompt=messages, and launcher.workers is launcher=local. Otherwise the default is taken if it
+    has the keys, and else the only choice that has them.
 
     Args:
         given: the keys of the group that are given, without its name, and their values.

@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 from batchgen.config.constraint import ConstraintConfig, NoConstraintConfig, job_constraint
 from batchgen.config.dataset import DatasetConfig as DatasetConfig
+from batchgen.config.launcher import LauncherConfig, NoLauncherConfig
 from batchgen.config.prompt import PROMPT_KINDS as PROMPT_KINDS
 from batchgen.config.prompt import PromptConfig as PromptConfig
-from batchgen.config.workers import LauncherConfig, NoLauncherConfig, WorkersConfig
+from batchgen.config.workers import WorkersConfig
 from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.sampling.params import LogprobsMode, SamplingParams

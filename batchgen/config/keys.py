@@ -23,7 +23,8 @@ from batchgen.config.groups import (
     SamplingConfig,
     ScoreConfig,
 )
-from batchgen.config.workers import LAUNCHER_KINDS, WorkersConfig
+from batchgen.config.launcher import LAUNCHER_KINDS
+from batchgen.config.workers import WorkersConfig
 
 STEP_LISTS = ("rows", "post")
 """The keys of a job that are no groups: each is a list of steps `{_target_: …, KEY: VALUE}`."""

@@ -33,7 +33,8 @@ from batchgen.config.groups import (
     StrategyConfig,
 )
 from batchgen.config.keys import STEP_LISTS
-from batchgen.config.workers import LAUNCHER_KINDS, LauncherConfig, WorkersConfig
+from batchgen.config.launcher import LAUNCHER_KINDS, LauncherConfig
+from batchgen.config.workers import WorkersConfig
 from batchgen.errors import ConfigError
 
 _NOT_DECIDING = {

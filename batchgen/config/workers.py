@@ -1,9 +1,8 @@
-"""The groups `workers` and `launcher`: how processes share a job, and who starts them."""
+"""The group `workers`: how the workers of a job notice each other."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from batchgen.errors import ConfigError
 
@@ -29,32 +28,3 @@ class WorkersConfig:
                 f"workers.heartbeat={self.heartbeat}: else a worker would be taken for dead "
                 "between two heartbeats"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoLauncherConfig:
-    """The command itself is the worker."""
-
-    kind: Literal["none"] = "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalLauncherConfig:
-    """Processes on this machine."""
-
-    kind: Literal["local"]
-    workers: int | None = None
-    restarts: int = 3
-
-    def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 1:
-            raise ConfigError(f"launcher.workers must be at least 1, got {self.workers}")
-        if self.restarts < 0:
-            raise ConfigError(f"launcher.restarts must be at least 0, got {self.restarts}")
-
-
-LauncherConfig = NoLauncherConfig | LocalLauncherConfig
-LAUNCHER_KINDS: dict[str, type[NoLauncherConfig] | type[LocalLauncherConfig]] = {
-    "none": NoLauncherConfig,
-    "local": LocalLauncherConfig,
-}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,25 @@ class LaunchedFolder:
                 return []
         return found
 
+    def is_complete(self) -> bool:
+        """Whether the job is complete, as far as its folder tells."""
+        try:
+            figures = json.loads((self.path / "metrics.json").read_bytes())
+        except FileNotFoundError:
+            return False
+        return bool(figures["status"] == "complete")
+
+    def has_rows_of(self, process: tuple[str, int] | None) -> bool:
+        """Whether a process, of which the host and the number are given, had finished rows."""
+        beats = [beat for beat in self.beats() if (beat["host"], beat["pid"]) == process]
+        return any(beat["attempt"]["rows"] > 0 for beat in beats if "attempt" in beat)
+
     def has_quarantined(self) -> bool:
         return any((self.path / "leases").glob("*.quarantined.json"))
 
-    def rows(self) -> tuple[int, int | None]:
-        """How many rows are finished, and how many there are, if that is known."""
-        beats = [beat for beat in self.beats() if "totals" in beat]
-        total = next((beat["attempt"]["rows_total"] for beat in beats), None)
-        return sum(beat["totals"]["rows"] for beat in beats), total
+
+def counted_rows(beats: Iterable[Mapping[str, Any]]) -> tuple[int, int | None]:
+    """How many rows are finished by all heartbeats, and how many there are, if that is known."""
+    telling = [beat for beat in beats if "totals" in beat]
+    total = next((beat["attempt"]["rows_total"] for beat in telling), None)
+    return sum(beat["totals"]["rows"] for beat in telling), total

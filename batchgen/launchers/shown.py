@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from tqdm import tqdm
 
 from batchgen.duration import duration
-from batchgen.launchers.launched import LaunchedFolder
+from batchgen.launchers.launched import LaunchedFolder, counted_rows
 
 _LINE_SECONDS = 30.0
 _BAR_SECONDS = 1.0
@@ -18,7 +19,7 @@ _BAR_SECONDS = 1.0
 class Shown:
     """A bar over the rows of all workers, or a line every 30 seconds if there is no terminal."""
 
-    def __init__(self, folder: LaunchedFolder, count: int) -> None:
+    def __init__(self, folder: LaunchedFolder, title: str) -> None:
         self._folder = folder
         self._is_terminal = sys.stderr.isatty()
         self._bar = tqdm(
@@ -29,7 +30,7 @@ class Shown:
         )
         self._begun = self._shown = time.monotonic()
         self._first: int | None = None  # rows that were there when the first worker told of them
-        self.print(f"{count} workers start; batchgen status {folder.path} says what each does")
+        self.print(f"{title}; batchgen status {folder.path} says what each does")
 
     def __enter__(self) -> Self:
         return self
@@ -37,14 +38,19 @@ class Shown:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    def show(self) -> None:
-        """Show how far the job is, if it is time to."""
+    def show(self, waiting: int) -> None:
+        """Show how far the job is, if it is time to.
+
+        Args:
+            waiting: how many workers still wait for a machine.
+        """
         now = time.monotonic()
         if now - self._shown < (_BAR_SECONDS if self._is_terminal else _LINE_SECONDS):
             return
         self._shown = now
-        facts = self._facts(now)
-        rows, total = self._folder.rows()
+        beats = self._folder.beats()
+        facts = self._facts(now, beats) + ([f"{waiting} waiting"] if waiting else [])
+        rows, total = counted_rows(beats)
         if self._is_terminal:
             self._bar.total, self._bar.n = max(total or rows, 1), rows
             self._bar.set_postfix_str(", ".join(facts))
@@ -57,12 +63,12 @@ class Shown:
         tqdm.write(text, file=sys.stderr)
         sys.stderr.flush()
 
-    def _facts(self, now: float) -> list[str]:
-        beats = [beat for beat in self._folder.beats() if beat["ended"] is None]
-        attempts = [beat["attempt"] for beat in beats if "attempt" in beat]
+    def _facts(self, now: float, beats: Sequence[Mapping[str, Any]]) -> list[str]:
+        running = [beat for beat in beats if beat["ended"] is None]
+        attempts = [beat["attempt"] for beat in running if "attempt" in beat]
         speed = sum(a["generated_tokens"] / max(a["generate_s"], 1e-9) for a in attempts)
-        facts = [f"{speed:,.0f} tok/s", f"{len(beats)} workers"]
-        rows, total = self._folder.rows()
+        facts = [f"{speed:,.0f} tok/s", f"{len(running)} workers"]
+        rows, total = counted_rows(beats)
         if self._first is None and attempts:
             self._first, self._begun = rows, now
         if total is not None and self._first is not None and rows > self._first:

@@ -16,6 +16,8 @@ from batchgen.temporary import delete_temporaries, is_temporary_of
 MIN_FREE_BYTES = 32 * 2**20
 _MANIFEST = "manifest.json"
 _LOCK = ".lock"
+LOGS = "logs"
+"""Where launchers put what workers on other machines print."""
 _OF_WORKERS = ("leases", "workers")
 """What tells the workers of a job of each other while it runs."""
 _OWN = (
@@ -34,6 +36,7 @@ class JobFolder:
         journal/  leases/  workers/ (only while the job is not complete)  .lock
         grades/part-00000.parquet …  grades/steps.json (if the job has `post` steps)
         report.html (once it is complete)
+        logs/ (of workers that a launcher has started on other machines)
 
     The lock is held alone until `share`, so that others join a job that is as it shall be. Those
     who join find the same job, or are refused.
@@ -79,7 +82,7 @@ class JobFolder:
             refuse_foreign_files(path)
             self._lock = FolderLock(path / _LOCK, join=True, wait=wait)
         except OSError as error:
-            raise _unusable(path, error) from None
+            raise unusable(path, error) from None
         try:
             self.is_alone = self._lock.is_alone and is_alone(path)
             if not self.is_alone:
@@ -88,7 +91,7 @@ class JobFolder:
             self.is_new = self.is_alone and self._claim(manifest, digests, overwrite)
         except (OSError, JobError) as error:
             self.close()
-            raise _unusable(path, error) from None
+            raise unusable(path, error) from None
         except ConfigError:
             self.close()
             raise
@@ -214,7 +217,8 @@ class JobFolder:
                 path.unlink(missing_ok=True)
 
 
-def _unusable(path: Path, error: OSError | JobError) -> ConfigError:
+def unusable(path: Path, error: OSError | JobError) -> ConfigError:
+    """The error for an output folder that cannot be written."""
     why = error.strerror if isinstance(error, OSError) else error
     return ConfigError(
         f"output.dir={path} cannot be written ({why}): choose a folder that "
@@ -250,7 +254,8 @@ def refuse_foreign_files(path: Path) -> None:
         OSError: it is no folder, or cannot be read.
     """
     names = {entry.name for entry in path.iterdir()}
-    foreign = sorted(n for n in names - {_LOCK} if not is_temporary_of(n, _MANIFEST))
+    own = {_LOCK, LOGS}
+    foreign = sorted(n for n in names - own if not is_temporary_of(n, _MANIFEST))
     if foreign and _MANIFEST not in names:
         listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         raise ConfigError(

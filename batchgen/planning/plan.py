@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchgen.config import JobConfig
+from batchgen.launchers.launch import described
 from batchgen.planning.engine_room import EngineRoom
 from batchgen.planning.forecast import Forecast, Range
 from batchgen.planning.scan import Scan
@@ -122,6 +123,7 @@ class Plan:
             "answers": self.answers,
             "answers_done": self.done,
             "folder": self.folder,
+            "launcher": described(self.config),
             "disk": None if self.disk is None else asdict(self.disk),
             "forecast": None if self.forecast is None else self.forecast.summary(),
             "gpu_hours": self.gpu_hours and asdict(self.gpu_hours),

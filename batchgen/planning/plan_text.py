@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from batchgen.duration import duration
+from batchgen.launchers.launch import described
 from batchgen.planning.forecast import Range
 from batchgen.planning.plan import Constraints, Plan, length_figures
 from batchgen.planning.scan import Scan
@@ -41,6 +42,8 @@ def _entries(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "constraints", _constraints(plan.constraints)
     yield "model", _model(plan)
     yield "memory", _memory(plan)
+    if (who := described(plan.config)) is not None:
+        yield "launcher", f"{who}; the time below is that of one worker alone, several share it"
     yield "output", plan.folder
     if plan.disk is not None:
         disk = plan.disk

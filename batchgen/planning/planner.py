@@ -45,9 +45,11 @@ def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
     """
     started = time.perf_counter()
     from batchgen.build import open_job
+    from batchgen.launchers.launch import check_launcher
 
     if settings.device is not None:  # the job's own device need not be here
         config = replace(config, engine=replace(config.engine, device="auto"))
+    check_launcher(config)
     opened = open_job(config)
     with closing(opened.parts(config, {})) as parts:
         from batchgen.job import fitted_prompt

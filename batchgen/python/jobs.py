@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.command.job import Result
-from batchgen.config import JobConfig
+from batchgen.config import JobConfig, SlurmLauncherConfig
 from batchgen.config.compose import compose
-from batchgen.errors import JobError
+from batchgen.errors import ConfigError, JobError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -78,9 +78,14 @@ def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJo
         SystemExit: SIGTERM stopped the job. Finished rows are safe.
     """
     config = compose(job, overrides)
-    if config.launcher.kind == "local":
-        from batchgen.launchers.local import launch
+    if config.launcher.kind != "none":
+        from batchgen.launchers.launch import launch
 
+        if isinstance(config.launcher, SlurmLauncherConfig) and not config.launcher.wait:
+            raise ConfigError(
+                "launcher.wait must be true: run_job returns a complete job; the command batchgen "
+                "submits one and does not wait"
+            )
         return _completed(config, launch(config))
     # These load torch and datasets, which a mistake in the configuration need not wait for.
     from batchgen.build import job_parts

@@ -62,7 +62,11 @@ def test_output_defaults_agree() -> None:
     assert loaded().progress == ProgressConfig()
 
 
-REQUIRED = {"model": ["model.path=m"], "dataset": ["dataset.path=d"]}
+REQUIRED = {
+    "model": ["model.path=m"],
+    "dataset": ["dataset.path=d"],
+    "launcher": ["launcher.workers=2"],
+}
 HAS_OWN_COLUMN = ("json_schema", "regex", "choice", "grammar", "structural_tag")
 
 

@@ -48,8 +48,9 @@ def test_nothing_is_written(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = overrides(model, rows, tmp_path / "deep/out")
-    assert run_command([*arguments, "--dry-run"]) == 0
+    assert run_command([*arguments, "launcher.workers=2", "--dry-run"]) == 0
     assert not (tmp_path / "deep").exists()
+    assert "\nlauncher    local: 2 workers\n" in capsys.readouterr().out
     assert run_command(arguments) == 0
     before = contents(tmp_path / "deep")
     assert run_command([*arguments, "--dry-run"]) == 0

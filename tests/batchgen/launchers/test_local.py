@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -20,8 +19,10 @@ from fake_job import FakeJob
 from batchgen.config import LocalLauncherConfig
 from batchgen.config.compose import compose
 from batchgen.errors import ConfigError
+from batchgen.launchers import supervisor
+from batchgen.launchers.launch import launch
 from batchgen.launchers.launched import Launched
-from batchgen.launchers.local import LocalLauncher, launch, visible_devices
+from batchgen.launchers.local import run_local, visible_devices
 
 
 def _launch(
@@ -37,9 +38,9 @@ def _launch(
 
     def command(job: Path, place: int) -> list[str]:
         assert "kind: none" in job.read_text()
-        return [sys.executable, "-S", "-c", begin + program, str(place)]
+        return ["-S", "-c", begin + program, str(place)]
 
-    return LocalLauncher(config, count, devices, command).run()
+    return run_local(config, count, devices, command)
 
 
 def _log(out: Path) -> list[str]:
@@ -72,6 +73,42 @@ def test_workers_that_are_refused_or_fail_at_once(
     assert result.exit_code == says and "No worker could complete the job" in result.message
     assert _log(tmp_path) == ["x", "x"]
     assert capsys.readouterr().err.count("why it failed") == 2
+
+
+def test_why_a_worker_failed_is_said_though_the_job_is_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = "if place: print('why', file=sys.stderr); sys.exit(2)\nprint('the summary')"
+    result = _launch(tmp_path, program)
+    assert (result.exit_code, result.message) == (0, "the summary")
+    assert "── worker 1 failed (exit 2):\nwhy\n" in capsys.readouterr().err
+
+
+def test_who_came_when_the_job_was_complete_has_not_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = (
+        f"metrics = {str(tmp_path / 'metrics.json')!r}\n"
+        "if not place: open(metrics, 'w').write('{\"status\": \"complete\"}'); note('done')\n"
+        "while not os.path.exists(log): time.sleep(0.01)\n"
+        "if place: print('others have completed it', file=sys.stderr); sys.exit(1)\n"
+        "time.sleep(0.5); print('the summary')"
+    )
+    assert _launch(tmp_path, program).message == "the summary"
+    assert "have completed it" not in capsys.readouterr().err
+
+
+def test_who_does_not_see_that_the_job_is_complete_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_GRACE_SECONDS", 0.1)
+    program = (
+        "def stop(number, frame): note(f'{place}:{number}'); sys.exit(143)\n"
+        "if place: signal.signal(signal.SIGTERM, stop); note('up'); time.sleep(60)\n"
+        "while not os.path.exists(log): time.sleep(0.01)\n"
+    )
+    assert _launch(tmp_path, program).exit_code == 0
+    assert _log(tmp_path) == ["1:15", "up"]
 
 
 def test_ctrl_c_stops_all(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_json_has_everything(
     assert found["rows"] == 11 and found["prompt_tokens"]["max"] == found["longest"][0]["tokens"]
     assert found["forecast"]["seconds"]["likely"] > 0
     assert found["memory"]["kv_tokens"] > 0 and found["rows_at_once"] >= 1
-    assert found["errors"] == [] and found["bad_rows"] == {}
+    assert found["errors"] == [] and found["bad_rows"] == {} and found["launcher"] is None
 
 
 def test_a_job_file_is_planned(
@@ -260,5 +260,8 @@ def test_a_job_file_is_planned(
             {"model.path": str(model), "dataset.path": str(rows), "prompt.user": "{{ q }}"}
         )
     )
-    assert run_command(["plan", str(file), "sampling.max_new_tokens=9", "engine.device=cpu"]) == 0
-    assert "11 answers to compute" in capsys.readouterr().out
+    more = ["sampling.max_new_tokens=9", "engine.device=cpu", "launcher.workers=2"]
+    assert run_command(["plan", str(file), *more]) == 0
+    printed = capsys.readouterr().out
+    assert "11 answers to compute" in printed
+    assert "launcher     local: 2 workers; the time below is that of one worker" in printed

@@ -1,0 +1,200 @@
+"""The Ray cluster of `launcher=ray`: connecting to it, and how many workers it has room for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from batchgen.config import JobConfig, RayLauncherConfig
+from batchgen.errors import ConfigError
+
+_ANSWER_SECONDS = 10.0
+_LOOK_SECONDS = 2.0
+_MOST_MISSES = 3
+_UNITS = {"GPU": "GPU", "CPU": "CPU core"}
+Need = Mapping[str, float]
+"""What one worker takes of a node, by Ray's name for it."""
+
+
+@contextmanager
+def cluster(config: RayLauncherConfig) -> Iterator[None]:
+    """Be connected to the cluster. One that was started for it ends with it.
+
+    Raises:
+        ConfigError: there is no such cluster, or Ray refuses `runtime_env`.
+    """
+    if ray.is_initialized():  # by a program that calls `run_job`
+        yield
+        return
+    address = config.address or os.environ.get("RAY_ADDRESS") or "local"
+    more: dict[str, Any] = {}
+    if address == "local":
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        more["include_dashboard"] = False
+    _check_answers(address)
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(
+            address=address,
+            runtime_env=dict(config.runtime_env) or None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **more,
+        )
+    except (ValueError, TypeError) as error:
+        ray.shutdown()
+        raise ConfigError(
+            f"launcher=ray: Ray refuses launcher.address={address} or launcher.runtime_env="
+            f"{dict(config.runtime_env)}: {_first_line(error)}"
+        ) from None
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+        ray.shutdown()
+        raise _no_cluster(address, error) from None
+    finally:
+        if in_main:  # Ray has put its own handler there
+            signal.signal(signal.SIGTERM, before)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Refuse an address where nothing listens, for which Ray itself would wait for many minutes.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    try:
+        _listens(address.rpartition("://")[2], _ANSWER_SECONDS)
+    except OSError as error:
+        raise _no_cluster(address, error) from None
+
+
+def _listens(address: str, seconds: float) -> bool:
+    """Whether somebody listens at HOST:PORT. An address of another form is none.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        return False
+    socket.create_connection((host.strip("[]"), int(port)), seconds).close()
+    return True
+
+
+class Heart:
+    """Whether the cluster's head lives. Without it calls to Ray neither end nor fail.
+
+    A head that this machine cannot reach (with `ray://`) is taken to live.
+    """
+
+    def __init__(self) -> None:
+        self._address: str = ray.get_runtime_context().gcs_address
+        self._next_look = 0.0
+        self._misses = 0
+        self._is_reached = self._beats()
+
+    def is_gone(self) -> bool:
+        """Whether the head was not there at several looks, which lie some time apart."""
+        if self._is_reached and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK_SECONDS
+            self._misses = 0 if self._beats() else self._misses + 1
+        return self._misses >= _MOST_MISSES
+
+    def _beats(self) -> bool:
+        try:
+            return _listens(self._address, _LOOK_SECONDS)
+        except OSError:
+            return False
+
+
+def _no_cluster(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"launcher=ray: no cluster at launcher.address={address}: {_first_line(error)}: start one "
+        "with `ray start --head`, give the address of one that runs, or leave launcher.address out "
+        "for a cluster of this machine"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def worker_need(config: JobConfig, has_gpus: bool) -> dict[str, float]:
+    """What one worker takes.
+
+    Args:
+        has_gpus: whether the cluster has GPUs.
+    """
+    assert isinstance(config.launcher, RayLauncherConfig)
+    gpus = config.launcher.gpus_per_worker
+    if gpus is None:
+        gpus = float(has_gpus and config.engine.device != "cpu")
+    need = {"GPU": gpus, "CPU": config.launcher.cpus_per_worker}
+    return {name: number for name, number in need.items() if number}
+
+
+def nodes_and_need(config: JobConfig) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """The living nodes of the cluster, and what a worker takes of one."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    has_gpus = any(node["Resources"].get("GPU") for node in nodes)
+    return nodes, worker_need(config, has_gpus)
+
+
+def count_workers(config: JobConfig, nodes: Sequence[Mapping[str, Any]], need: Need) -> int:
+    """How many workers the job has.
+
+    Args:
+        nodes: as `ray.nodes()` describes them.
+
+    Raises:
+        ConfigError: the cluster is too small for so many, or it cannot be said how many.
+    """
+    assert isinstance(config.launcher, RayLauncherConfig)
+    room = sum(_room(node["Resources"], need) for node in nodes)
+    count = config.launcher.workers
+    if count is None and "GPU" not in need:
+        raise ConfigError(
+            "launcher.workers has no value, and the workers take no GPU: say how many there are, "
+            "as in launcher.workers=2"
+        )
+    if count is None and room:
+        return room
+    if count is None or count > room:
+        what = " and ".join(_amount(number, name) for name, number in need.items()) or "nothing"
+        asked = "a worker" if count is None else f"{count} worker{'s' * (count != 1)}"
+        there = "; ".join(_node(node) for node in nodes)
+        raise ConfigError(
+            f"launcher=ray: {asked} with {what} each do{'es' * (count in (None, 1))} not fit this "
+            f"cluster, which has room for {room}: {there}. Lower launcher.workers, "
+            "launcher.gpus_per_worker or launcher.cpus_per_worker, or add nodes"
+        )
+    return count
+
+
+def _room(resources: Need, need: Need) -> int:
+    """How many workers a node has room for."""
+    fits = [int((resources.get(name, 0) + 1e-6) // number) for name, number in need.items()]
+    return min(fits, default=1_000_000)
+
+
+def _node(node: Mapping[str, Any]) -> str:
+    amounts = (_amount(node["Resources"].get(name, 0), name) for name in _UNITS)
+    return f"{node['NodeManagerHostname']} has {' and '.join(amounts)}"
+
+
+def _amount(number: float, name: str) -> str:
+    unit = _UNITS[name]
+    return f"{number:g} {unit}{'s' * (number != 1)}" if number else f"no {unit}"

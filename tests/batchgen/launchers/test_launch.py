@@ -1,0 +1,75 @@
+"""Which launcher runs a job, and what is refused before any of them looks at a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchgen import run_job
+from batchgen.config.compose import compose
+from batchgen.errors import ConfigError
+from batchgen.launchers import launch as module
+from batchgen.launchers.launch import check_launcher, described, launch
+from batchgen.launchers.logs import make_logs, remove_logs
+from batchgen.output.job_folder import refuse_foreign_files
+
+SLURM = {"launcher": "slurm", "launcher.workers": 2}
+
+
+@pytest.mark.parametrize("job", [{"launcher": "ray"}, SLURM, {"launcher": "local"}])
+def test_rows_from_standard_input_are_refused(job: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read rows from standard input: .*dataset\.path"):
+        launch(compose({**job, "dataset.path": "-"}))
+
+
+@pytest.mark.parametrize(("job", "name"), [({"launcher": "ray"}, "ray"), (SLURM, "slurm")])
+def test_a_package_that_is_not_installed(
+    job: dict[str, object], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=rf"not installed: pip install 'batchgen\[{name}\]'"):
+        launch(compose(job))
+
+
+def test_the_launcher_in_words() -> None:
+    assert described(compose({})) is None
+    assert described(compose({"launcher.workers": 1})) == "local: 1 worker"
+    ray = {"launcher": "ray", "launcher.address": "auto"}
+    assert described(compose(ray)) == "ray: a worker on each GPU, address auto"
+    slurm = {**SLURM, "launcher.qos": "low", "launcher.parameters": {"exclusive": True}}
+    assert described(compose(slurm)) == (
+        "slurm: 2 workers, 240 minutes at a time, qos=low, exclusive=True"
+    )
+
+
+def test_keys_that_say_which_launcher_is_meant() -> None:
+    assert compose({"launcher.workers": 2}).launcher.kind == "local"
+    assert compose({"launcher.workers": 2, "launcher.partition": "gpu"}).launcher.kind == "slurm"
+    assert compose({"launcher.placement": "pack"}).launcher.kind == "ray"
+    with pytest.raises(ConfigError, match=r"launcher\.workers has no value"):
+        compose({"launcher": "slurm"})
+
+
+def test_python_waits_for_its_job() -> None:
+    pytest.importorskip("submitit")
+    with pytest.raises(ConfigError, match=r"launcher\.wait must be true: run_job"):
+        run_job({**SLURM, "launcher.wait": False})
+
+
+def test_the_folder_of_logs(tmp_path: Path) -> None:
+    """It may be there before the job; a folder of other files is left alone."""
+    out = tmp_path / "out"
+    first, second = make_logs(out, "ray"), make_logs(out, "ray")
+    refuse_foreign_files(out)
+    remove_logs(first)
+    assert second.is_dir() and not first.exists()
+    remove_logs(second)
+    assert list(out.iterdir()) == []
+    (out / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"not of a batchgen job \(thesis\.tex\)"):
+        make_logs(out, "ray")
+    assert [path.name for path in out.iterdir()] == ["thesis.tex"]
+    with pytest.raises(ConfigError, match="cannot be written"):
+        make_logs(out / "thesis.tex", "slurm")
+    check_launcher(compose({"dataset.path": "-"}))
