@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from batchgen.engine.cache.specs import CacheSpec, KVSpec
 from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
-from batchgen.engine.layers.linear import Linear, MergedLinear
+from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import rotary_order
 from batchgen.kernels.attention.attention import paged_attention

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from batchgen.engine.cache.specs import CacheSpec, LatentSpec
 from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.kv_expansion import KVExpansion
-from batchgen.engine.layers.linear import Linear, MergedLinear
+from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.kernels.latent_attention.attention import latent_attention
 from batchgen.kernels.latent_attention.prepare import prepare_latent

@@ -18,8 +18,7 @@ FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest value of e4m3."""
 LEAST = 2.0**-90
-"""Blocks and groups whose largest value is smaller are scaled as if it were this, so that no scale is
-0."""
+"""Blocks and groups whose largest value is smaller are scaled as if it were this: no scale is 0."""
 
 
 class FP8Weight(NamedTuple):

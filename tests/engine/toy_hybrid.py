@@ -27,7 +27,8 @@ from batchgen.engine.cache.specs import CacheSpec, KVSpec, StateSpec, StateTenso
 from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens, RowMetadata
 from batchgen.engine.layers.attention import Attention
 from batchgen.engine.layers.decoder_layer import DecoderLayer
-from batchgen.engine.layers.linear import Linear, MergedLinear
+from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.mlp import GatedMLP
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import DefaultRope, RotaryTable

@@ -17,7 +17,16 @@ from batchgen.planning.step_cost import ModelSizes, StepCost
 CPU = Device("cpu", 20e9, 80e9, 80e9, few_rows=0.5)
 # 8 billion parameters in bfloat16, as of Qwen3-8B
 SIZES = ModelSizes(
-    36, 6_946_000_000, 0, 0.0, 622_000_000, 4 * 36 * 32 * 128, 147_456, 0, torch.bfloat16
+    layers=36,
+    dense=6_946_000_000,
+    experts=0,
+    expert_share=0.0,
+    head=622_000_000,
+    attention=4 * 36 * 32 * 128,
+    token_bytes=147_456,
+    row_bytes=0,
+    dtype=torch.bfloat16,
+    weight_dtype=torch.bfloat16,
 )
 WORK = Work(
     prompts=np.full(100, 50),
