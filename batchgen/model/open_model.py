@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.host_limits import usable_cores
-from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.layers.fp8_format import FP8Format, has_fp8_units
+from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import (
     LoadFormat,
     Quantization,

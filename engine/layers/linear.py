@@ -118,23 +118,21 @@ class Linear(nn.Module):
         """Compute [T, out_features] from [T, in_features]."""
         if isinstance(x, Tensor) and self.scales is None:
             return linear(x, self.weight, self.bias, self._most_rows)
-        rows = len(x) if isinstance(x, Tensor) else x.count
-        shape = (rows, self.out_features)
-        out = torch.empty(shape, dtype=self._dtype, device=self.weight.device)
-        return self._compute_fp8(x, out, add=False)
+        return self._compute_fp8(x)
 
     def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Tensor:
         """Add x Wᵀ + b to `residual` [T, out_features] in place and return it."""
         if isinstance(x, Tensor) and self.scales is None:
             return add_linear_(residual, x, self.weight, self.bias, self._most_rows)
-        return self._compute_fp8(x, residual, add=True)
+        return self._compute_fp8(x, residual)
 
-    def _compute_fp8(self, x: Tensor | FP8Rows, out: Tensor, *, add: bool) -> Tensor:
-        """Write x Wᵀ + b into `out` [T, out_features], or add it to what is there."""
+    def _compute_fp8(self, x: Tensor | FP8Rows, residual: Tensor | None = None) -> Tensor:
+        """Compute x Wᵀ + b, or add it to `residual` [T, out_features] in place and return that."""
         assert self.scales is not None and self.form is not None
         if isinstance(x, Tensor):
             x = quantise_rows(x, powers_of_two=self.form.powers_of_two)
-        return fp8_linear(x, FP8Weight(self.weight, self.scales), self.bias, out, add=add)
+        weight, add = FP8Weight(self.weight, self.scales), residual is not None
+        return fp8_linear(x, weight, self.bias, dtype=self._dtype, out=residual, add=add)
 
     def quantise(self, form: FP8Format, path: str) -> None:
         """Keep the weight in FP8 from now on; it must not be loaded yet.

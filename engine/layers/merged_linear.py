@@ -93,16 +93,17 @@ class MergedLinear(Linear):
         excluded = form.excludes(path) or form.excludes(_beside(path, name))
         return excluded or name in self._unquantised
 
-    def _compute_fp8(self, x: Tensor | FP8Rows, out: Tensor, *, add: bool) -> Tensor:
+    def _compute_fp8(self, x: Tensor | FP8Rows, residual: Tensor | None = None) -> Tensor:
         if self.tail is None:
-            return super()._compute_fp8(x, out, add=add)
-        assert isinstance(x, Tensor) and self.bias is None
-        assert self.scales is not None and self.form is not None
-        first, last = out.tensor_split([len(self.weight)], dim=1)
+            return super()._compute_fp8(x, residual)
+        assert isinstance(x, Tensor) and self.scales is not None and self.form is not None
+        assert self.bias is None and residual is None, "no layer with a tail needs either"
         rows = quantise_rows(x, powers_of_two=self.form.powers_of_two)
-        fp8_linear(rows, FP8Weight(self.weight, self.scales), None, first, add=add)
-        rest = linear(x, self.tail)
-        last.copy_(last + rest if add else rest)
+        out = torch.empty((len(x), self.out_features), dtype=self._dtype, device=x.device)
+        first, last = out.tensor_split([len(self.weight)], dim=1)
+        weight = FP8Weight(self.weight, self.scales)
+        fp8_linear(rows, weight, dtype=self._dtype, out=first)
+        last.copy_(linear(x, self.tail))
         return out
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:

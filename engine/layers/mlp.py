@@ -45,7 +45,5 @@ class GatedMLP(nn.Module):
         """Compute silu(gate(x)) · up(x), in FP8 if the last projection computes in it."""
         form = self.down_proj.form
         if self.down_proj.computes_in_fp8 and form is not None:
-            return silu_and_mul_quantised(
-                self.gate_up_proj(x), powers_of_two=form.powers_of_two
-            )
+            return silu_and_mul_quantised(self.gate_up_proj(x), powers_of_two=form.powers_of_two)
         return silu_and_mul(self.gate_up_proj(x))

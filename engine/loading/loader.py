@@ -111,8 +111,8 @@ def load_model(
         heads: the names of the model's heads to load with it.
         quantization: `fp8` rounds the weights of the layers to FP8 while they load, if the
             checkpoint does not hold them so; None takes them as they are.
-        native_fp8: weights in FP8 are kept and multiplied in FP8, instead of being dequantised; None
-            means on devices that have units for it.
+        native_fp8: weights in FP8 are kept and multiplied in FP8, instead of being dequantised;
+            None means on devices that have units for it.
 
     Raises:
         ValueError: the model is not supported, or a tensor is missing, unexpected or of the wrong
@@ -155,9 +155,7 @@ def chosen_form(
     return None if form is None else replace(form, native=native)
 
 
-def _fill(
-    model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], path: Path
-) -> None:
+def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], path: Path) -> None:
     """Fill every piece of the model exactly once.
 
     Args:

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
 from batchgen.kernels.fp8.linear_triton import block_product, load_tile, scaled, weight_scales
 from batchgen.kernels.fp8.quantise_triton import quantise_groups, quantise_rows_triton
-from batchgen.kernels.fp8.tiles import ExpertTiles, copy_engine_reads, expert_tiles
+from batchgen.kernels.fp8.tiles import ExpertTiles, copy_engine_reads, expert_tiles, fitting_stages
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment, align
 from batchgen.kernels.moe.experts_triton import sum_slots
 
@@ -100,7 +100,7 @@ def fp8_gate_up(
         scales.stride(0), out_scales.stride(0), weight.scales.stride(0), k, inner, hidden,
         POWERS=powers_of_two, BLOCK_N=BLOCK, SWAP=tiles.gate_up_swap,
         **_options(alignment, tiles, weight), num_warps=tiles.gate_up_warps,
-        num_stages=tiles.gate_up_stages,
+        num_stages=fitting_stages(tiles.gate_up_stages, tiles.block_m + 2 * BLOCK, out.device),
     )  # fmt: skip
 
 
@@ -129,14 +129,15 @@ def fp8_down(
         values, scales, _operand(weight, tiles.down_n), weight.scales, slot_weights, out,
         *alignment[:-1], scales.stride(0), weight.scales.stride(0), hidden, inner,
         BLOCK_N=tiles.down_n, SWAP=tiles.down_swap, **_options(alignment, tiles, weight),
-        num_warps=tiles.down_warps, num_stages=tiles.down_stages,
+        num_warps=tiles.down_warps,
+        num_stages=fitting_stages(tiles.down_stages, tiles.block_m + tiles.down_n, out.device),
     )  # fmt: skip
 
 
 def _operand(weight: FP8Weight, block_n: int) -> Tensor | TensorDescriptor:
     """The values of all experts, one below another."""
     rows = weight.values.view(-1, weight.values.shape[-1])
-    if not copy_engine_reads(rows.shape[1]):
+    if not copy_engine_reads(rows.shape[1], rows.device):
         return rows
     return TensorDescriptor.from_tensor(rows, [block_n, BLOCK])
 
@@ -146,7 +147,7 @@ def _options(alignment: Alignment, tiles: ExpertTiles, weight: FP8Weight) -> dic
         "BLOCK_M": alignment.block_m,
         "BLOCK_K": BLOCK,
         "SCALE_ROWS": weight.scale_rows,
-        "TMA": copy_engine_reads(weight.values.shape[-1]),
+        "TMA": copy_engine_reads(weight.values.shape[-1], weight.values.device),
         "HALVE": tiles.halve,
         "INTERPRETED": not weight.values.is_cuda,
     }

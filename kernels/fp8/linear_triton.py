@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
-from batchgen.kernels.fp8.tiles import LinearTiles, copy_engine_reads, linear_tiles
+from batchgen.kernels.fp8.tiles import LinearTiles, copy_engine_reads, fitting_stages, linear_tiles
 
 _GROUP = 8
 """Tiles of rows that are computed beside each other with the same weights."""
@@ -56,22 +56,23 @@ def fp8_linear_triton(
     if splits > 1:
         parts = torch.empty((splits, rows, width), dtype=torch.float32, device=out.device)
     grid = (triton.cdiv(rows, tiles.block_m) * triton.cdiv(width, tiles.block_n), splits)
-    x, w, tma = values, weight.values, copy_engine_reads(depth)
+    x, w, tma = values, weight.values, copy_engine_reads(depth, out.device)
     if tma:
         x = TensorDescriptor.from_tensor(values, [tiles.block_m, BLOCK])
         w = TensorDescriptor.from_tensor(weight.values, [tiles.block_n, BLOCK])
     _linear[grid](
         x, w, scales, weight.scales, bias, parts, rows, width, depth, scales.stride(0),
         parts.stride(-2), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=BLOCK,
-        GROUP=_GROUP, SPLITS=splits, SCALE_ROWS=weight.scale_rows, SWAP=tiles.swap, TMA=tma,
+        GROUP=_GROUP, SPLIT=splits > 1, SCALE_ROWS=weight.scale_rows, SWAP=tiles.swap, TMA=tma,
         ADD=add, BIAS=bias is not None, INTERPRETED=not out.is_cuda,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps,
+        num_stages=fitting_stages(tiles.num_stages, tiles.block_m + tiles.block_n, out.device),
     )  # fmt: skip
     if splits > 1:
         chunks = triton.cdiv(width, _CHUNK)
         _add_splits[(rows * chunks,)](
-            parts, bias, out, rows, width, out.stride(0), SPLITS=splits, ADD=add,
-            BIAS=bias is not None, BLOCK=_CHUNK, num_warps=4,
+            parts, bias, out, splits, rows, width, out.stride(0), ADD=add, BIAS=bias is not None,
+            BLOCK=_CHUNK, num_warps=4,
         )  # fmt: skip
 
 
@@ -130,7 +131,7 @@ def _linear(
     x, weight, x_scales_ptr, w_scales_ptr, bias_ptr, out_ptr, rows, width, depth, scales_stride,
     out_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    SPLITS: tl.constexpr, SCALE_ROWS: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    SPLIT: tl.constexpr, SCALE_ROWS: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
     ADD: tl.constexpr, BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     SHARED: tl.constexpr = SCALE_ROWS % BLOCK_N == 0
@@ -151,8 +152,8 @@ def _linear(
 
     steps = tl.cdiv(depth, BLOCK_K)
     split = tl.program_id(1)
-    begin = split * steps // SPLITS
-    end = (split + 1) * steps // SPLITS
+    begin = split * steps // tl.num_programs(1)
+    end = (split + 1) * steps // tl.num_programs(1)
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     # Scales are loaded one step ahead, so that no step waits for them.
     x_scales = tl.load(x_scales_ptr + begin * scales_stride + own_row)
@@ -176,7 +177,7 @@ def _linear(
         acc = tl.trans(acc)
     mask = (row < rows)[:, None] & (column < width)[None, :]
     target = out_ptr + row.to(tl.int64)[:, None] * out_stride + column[None, :]
-    if SPLITS > 1:
+    if SPLIT:
         target += split.to(tl.int64) * rows * out_stride
     else:
         if BIAS:
@@ -186,10 +187,10 @@ def _linear(
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["splits", "rows"])
 def _add_splits(
-    parts_ptr, bias_ptr, out_ptr, rows, width, out_stride,
-    SPLITS: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    parts_ptr, bias_ptr, out_ptr, splits, rows, width, out_stride,
+    ADD: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program adds up one chunk of columns of one row, in the order of the parts."""
     chunks = tl.cdiv(width, BLOCK)
@@ -198,8 +199,9 @@ def _add_splits(
     mask = column < width
     source = parts_ptr + row * width + column
     total = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(source + split * rows.to(tl.int64) * width, mask=mask, other=0.0)
+    for _ in range(splits):
+        total += tl.load(source, mask=mask, other=0.0)
+        source += rows.to(tl.int64) * width
     if BIAS:
         total += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
     target = out_ptr + row * out_stride + column

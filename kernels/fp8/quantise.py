@@ -17,19 +17,19 @@ class FP8Rows(NamedTuple):
     """Rows of activations in FP8.
 
     Attributes:
-        values: [R, K] e4m3 with R ≥ `count`, contiguous. Rows from `count` on mean nothing.
+        values: [R, K] e4m3 with R ≥ `num_rows`, contiguous. Rows from `num_rows` on mean nothing.
         scales: [⌈K/128⌉, R] float32, contiguous: by what the values of each group are multiplied.
-        count: M, the number of rows.
+        num_rows: M.
     """
 
     values: Tensor
     scales: Tensor
-    count: int
+    num_rows: int
 
     def dequantise(self) -> Tensor:
         """The rows [M, K] in float32."""
-        values = self.values[: self.count].float()
-        scales = self.scales[:, : self.count].t().repeat_interleave(BLOCK, 1)
+        values = self.values[: self.num_rows].float()
+        scales = self.scales[:, : self.num_rows].t().repeat_interleave(BLOCK, 1)
         return values * scales[:, : values.shape[1]]
 
 
@@ -37,7 +37,8 @@ def quantise_rows(x: Tensor, *, powers_of_two: bool = False) -> FP8Rows:
     """Round rows to FP8, so that the largest value of each group becomes 448.
 
     Args:
-        x: [M, K], the last axis contiguous. A value that is not finite stays in its own row.
+        x: [M, K], the last axis contiguous. A group with a value that is not finite has NaN as its
+            scale.
         powers_of_two: scales are rounded up to powers of two (the format ue8m0), so that the
             largest value of a group becomes more than 224 and at most 448.
     """
@@ -50,10 +51,12 @@ def quantise_rows_reference(x: Tensor, powers_of_two: bool = False) -> tuple[Ten
     depth = x.shape[1]
     wide = x.float()
     groups = F.pad(wide, (0, -depth % BLOCK)).unflatten(1, (-1, BLOCK))
-    scales = groups.abs().amax(-1).clamp(min=LEAST) / LARGEST
+    largest = groups.abs().amax(-1)
+    scales = largest.clamp(min=LEAST) / LARGEST
     if powers_of_two:
         mantissa, exponent = torch.frexp(scales)
         scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+    scales = scales.where(largest.isfinite(), torch.nan)
     values = (wide / scales.repeat_interleave(BLOCK, 1)[:, :depth]).to(FP8)
     return values, scales.t().contiguous()
 

@@ -59,8 +59,6 @@ def _empty(rows: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor]
 def to_fp8(values, INTERPRETED: tl.constexpr):
     """Round float32 values of at most 448 to the nearest e4m3, ties to even."""
     if INTERPRETED:  # which loses the carry of a mantissa that is rounded up
-        values = tl.minimum(tl.maximum(values, -448.0, tl.PropagateNan.ALL), 448.0,
-                            tl.PropagateNan.ALL)  # fmt: skip
         bits = values.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
         normal = bits.to(tl.float32, bitcast=True)
@@ -72,11 +70,17 @@ def to_fp8(values, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def quantise_groups(values, axis: tl.constexpr, POWERS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Round groups of float32 values along an axis to e4m3: (the values, scales of the groups)."""
-    scales = tl.maximum(tl.max(tl.abs(values), axis), _LEAST) / _LARGEST
+    """Round groups of float32 values along an axis to e4m3: (the values, scales of the groups).
+
+    A group with a value that is not finite has NaN as its scale.
+    """
+    infinite = float("inf")
+    largest = tl.max(tl.where(values == values, tl.abs(values), infinite), axis)
+    scales = tl.maximum(largest, _LEAST) / _LARGEST
     if POWERS:
         bits = (scales.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
         scales = bits.to(tl.float32, bitcast=True)
+    scales = tl.where(largest < infinite, scales, float("nan"))
     return to_fp8(values / tl.expand_dims(scales, axis), INTERPRETED), scales
 
 

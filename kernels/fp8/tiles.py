@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
+
 from batchgen.kernels.fp8.fp8_weight import BLOCK
 
 _ALIGNED = 16
 """Rows that the copy engine reads begin at multiples of so many bytes."""
-_PROGRAMS = 264
-"""Programs that keep a GPU of 132 multiprocessors busy: two on each."""
+_COPY_ENGINE = (9, 0)
+"""The compute capability from which there is one."""
+_RESERVED = 3 * 2**10
+"""Bytes of shared memory that a program needs besides the tiles of its stages."""
 _LEAST_STEPS = 4
 """Steps of a sum below which cutting it costs more than it brings."""
 _MOST_SPLITS = 8
@@ -30,7 +34,8 @@ class LinearTiles(NamedTuple):
         num_stages: depth of the pipeline of loads.
         swap: the weights are the left operand of the matrix instruction, which has at least 64
             rows there but takes as few as 8 columns on the right.
-        splits: whether sums are cut where there are few tiles.
+        programs: up to how many programs sums are cut into where there are few tiles; 0 never cuts
+            them.
     """
 
     block_m: int
@@ -38,22 +43,20 @@ class LinearTiles(NamedTuple):
     num_warps: int
     num_stages: int
     swap: bool = False
-    splits: bool = False
+    programs: int = 0
 
     def num_splits(self, rows: int, width: int, depth: int) -> int:
         """In how many parts the sums of a product [rows, depth] × [width, depth]ᵀ are cut."""
-        if not self.splits:
-            return 1
         tiles = -(-rows // self.block_m) * -(-width // self.block_n)
         steps = -(-depth // BLOCK)
-        return max(1, min(_PROGRAMS // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))
+        return max(1, min(self.programs // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))
 
 
 LINEAR = (
-    (16, LinearTiles(16, 64, 4, 5, swap=True, splits=True)),
-    (32, LinearTiles(32, 64, 4, 5, swap=True, splits=True)),
-    (64, LinearTiles(64, 64, 4, 4, splits=True)),
-    (512, LinearTiles(64, 128, 4, 4, splits=True)),
+    (16, LinearTiles(16, 64, 4, 5, swap=True, programs=264)),
+    (32, LinearTiles(32, 64, 4, 5, swap=True, programs=264)),
+    (64, LinearTiles(64, 64, 4, 4, programs=264)),
+    (512, LinearTiles(64, 128, 4, 4, programs=264)),
     (math.inf, LinearTiles(128, 128, 8, 4)),
 )
 """For Hopper: (the most rows, tiles)."""
@@ -100,6 +103,22 @@ def expert_tiles(num_slots: int, num_experts: int) -> ExpertTiles:
     return next(tiles for most, tiles in EXPERTS if num_slots <= most * num_experts)
 
 
-def copy_engine_reads(depth: int) -> bool:
-    """Whether the copy engine can read rows of so many FP8 values."""
-    return depth % _ALIGNED == 0
+def copy_engine_reads(depth: int, device: torch.device) -> bool:
+    """Whether a copy engine can read rows of so many FP8 values."""
+    return depth % _ALIGNED == 0 and (
+        device.type != "cuda" or torch.cuda.get_device_capability(device) >= _COPY_ENGINE
+    )
+
+
+def fitting_stages(stages: int, stage_rows: int, device: torch.device) -> int:
+    """Return how deep a pipeline can be: as deep as wanted, if the shared memory holds the tiles.
+
+    Args:
+        stages: the wanted depth.
+        stage_rows: the rows of all tiles of a stage, each of 128 bytes.
+        device: where the kernel runs.
+    """
+    if device.type != "cuda":
+        return stages
+    shared: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return max(1, min(stages, (shared - _RESERVED) // (stage_rows * BLOCK)))
