@@ -31,7 +31,12 @@ class GatedMLP(nn.Module):
             intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype
         )
 
-    def forward(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
+    @property
+    def input_projection(self) -> Linear:
+        """The only module that reads the hidden states."""
+        return self.gate_up_proj
+
+    def forward(self, x: Tensor | FP8Rows, residual: Tensor, ctx: ForwardContext) -> Tensor:
         """Add the result for x [T, hidden_size] to `residual` [T, hidden_size] in place and return
         it."""
         return self.down_proj.add_to(residual, self._activated(x))
@@ -41,7 +46,7 @@ class GatedMLP(nn.Module):
         result: Tensor = self.down_proj(self._activated(x))
         return result
 
-    def _activated(self, x: Tensor) -> Tensor | FP8Rows:
+    def _activated(self, x: Tensor | FP8Rows) -> Tensor | FP8Rows:
         """Compute silu(gate(x)) · up(x), in FP8 if the last projection computes in it."""
         form = self.down_proj.form
         if self.down_proj.computes_in_fp8 and form is not None:

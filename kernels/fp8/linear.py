@@ -10,8 +10,12 @@ from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.fp8.linear_triton import fp8_linear_triton
 from batchgen.kernels.fp8.quantise import FP8Rows
 
-_LIBRARY_ROWS = 1024
-"""From so many rows cuBLAS is faster than our kernel."""
+_LIBRARY_ROWS = 384
+"""From so many rows cuBLAS is faster than our kernel, with any weight."""
+_FEW_LIBRARY_ROWS = 128
+_LIBRARY_RESULTS = 256 * 6144
+"""From so many rows cuBLAS is faster if the result has so many values. Both were measured on an
+H200 with the layers of Qwen3-8B."""
 _LIBRARY_SCALES = 4
 """cuBLAS reads the scales of a row of blocks in such numbers."""
 
@@ -60,13 +64,18 @@ def library_multiplies(x: FP8Rows, weight: FP8Weight, dtype: torch.dtype) -> boo
     """Whether cuBLAS takes this product, which it does on Hopper, and is faster than our kernel."""
     width, depth = weight.values.shape
     return (
-        x.num_rows >= _LIBRARY_ROWS
+        _pays(x.num_rows, width)
         and dtype == torch.bfloat16
         and weight.scale_rows == BLOCK
         and width % BLOCK == depth % (_LIBRARY_SCALES * BLOCK) == 0
         and hasattr(F, "scaled_mm")
         and torch.cuda.get_device_capability(x.values.device)[0] == 9
     )
+
+
+def _pays(rows: int, width: int) -> bool:
+    few = rows >= _FEW_LIBRARY_ROWS and rows * width >= _LIBRARY_RESULTS
+    return few or rows >= _LIBRARY_ROWS
 
 
 def fp8_linear_library(x: FP8Rows, weight: FP8Weight, bias: Tensor | None = None) -> Tensor:

@@ -9,8 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, LARGEST, LEAST
-from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton, silu_and_mul_quantised_triton
+from batchgen.kernels.fp8.quantise_triton import (
+    quantise_rows_triton,
+    rms_norm_quantised_triton,
+    silu_and_mul_quantised_triton,
+)
 from batchgen.kernels.layers.activation import silu_and_mul_reference
+from batchgen.kernels.layers.rms_norm import rms_norm_reference
 
 
 class FP8Rows(NamedTuple):
@@ -72,3 +77,19 @@ def silu_and_mul_quantised(gate_up: Tensor, *, powers_of_two: bool = False) -> F
         found = silu_and_mul_quantised_triton(gate_up, powers_of_two)
         return FP8Rows(*found, len(gate_up))
     return quantise_rows(silu_and_mul_reference(gate_up), powers_of_two=powers_of_two)
+
+
+def rms_norm_quantised(
+    x: Tensor, weight: Tensor, eps: float, *, powers_of_two: bool = False
+) -> FP8Rows:
+    """Normalise rows, as `rms_norm` does, and round them to FP8.
+
+    Args:
+        x: [M, K]; the last axis is contiguous.
+        weight: [K], dtype of x or float32.
+        eps: added to the mean square.
+        powers_of_two: as of `quantise_rows`.
+    """
+    if x.is_cuda:
+        return FP8Rows(*rms_norm_quantised_triton(x, weight, eps, powers_of_two), len(x))
+    return quantise_rows(rms_norm_reference(x, weight, eps), powers_of_two=powers_of_two)

@@ -48,6 +48,23 @@ def silu_and_mul_quantised_triton(
     return values, scales
 
 
+def rms_norm_quantised_triton(
+    x: Tensor, weight: Tensor, eps: float, powers_of_two: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm_quantised` in one launch: as `quantise_rows_triton`."""
+    rows, size = x.shape
+    assert x.stride(1) == 1
+    values, scales = _empty(rows, size, x.device)
+    groups = triton.next_power_of_2(len(scales))
+    if rows:
+        _rms_norm_quantised[(rows,)](
+            x, weight, values, scales, x.stride(0), size, scales.stride(0), eps,
+            POWERS=powers_of_two, GROUPS=groups, BLOCK=BLOCK, INTERPRETED=not x.is_cuda,
+            num_warps=min(16, max(2, groups * BLOCK // 512)),
+        )  # fmt: skip
+    return values, scales
+
+
 def _empty(rows: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor]:
     rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
     values = torch.empty((rows, depth), dtype=FP8, device=device)
@@ -84,7 +101,7 @@ def quantise_groups(values, axis: tl.constexpr, POWERS: tl.constexpr, INTERPRETE
     return to_fp8(values / tl.expand_dims(scales, axis), INTERPRETED), scales
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride"])
 def _quantise_rows(
     x_ptr, values_ptr, scales_ptr, x_stride, depth, scales_stride, POWERS: tl.constexpr,
     SILU: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -105,3 +122,23 @@ def _quantise_rows(
     values, scales = quantise_groups(x, 1, POWERS, INTERPRETED)
     tl.store(values_ptr + row * depth + column, values, mask=mask)
     tl.store(scales_ptr + group * scales_stride + row, scales, mask=group < groups)
+
+
+@triton.jit(do_not_specialize=["scales_stride"])
+def _rms_norm_quantised(
+    x_ptr, weight_ptr, values_ptr, scales_ptr, x_stride, size, scales_stride, eps,
+    POWERS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Each program normalises one row, rounding as `rms_norm` does, and quantises it."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    column = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = column < size
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / size + eps)
+    normed = (x * scale).to(weight_ptr.dtype.element_ty).to(tl.float32)
+    result = (normed * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
+    values, scales = quantise_groups(result, 1, POWERS, INTERPRETED)
+    tl.store(values_ptr + row * size + column, values, mask=mask)
+    tl.store(scales_ptr + group * scales_stride + row, scales, mask=group * BLOCK < size)

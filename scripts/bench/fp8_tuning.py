@@ -59,10 +59,9 @@ def expert_candidates(slots: float) -> list[ExpertTiles]:
         else:
             first = [(8, 3, False), (8, 4, False), (8, 3, True), (4, 3, False)]
             second = [(128, 8, 4, False), (128, 8, 3, False), (64, 4, 4, False), (128, 4, 3, False)]
-        halve = block_m == 128
-        found += [
-            ExpertTiles(block_m, *one, *two, halve) for one, two in zip(first, second, strict=True)
-        ]
+        for (warps, stages, swap), second_product in zip(first, second, strict=True):
+            halve = block_m == 128
+            found.append(ExpertTiles(block_m, warps, stages, swap, *second_product, halve))
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_checkpoints import QUANTIZATION, change_tensors, write_fp8
 from torch import Tensor
 
 from batchgen.engine.engine_config import EngineConfig
@@ -23,8 +24,9 @@ from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.kernels.fp8.fp8_weight import FP8, quantise_weight
 from batchgen.strategies.ar.strategy import ARStrategy
-from tests.conftest import RunPaged, TinyModel
-from tests.engine.fp8_checkpoints import QUANTIZATION, change_tensors, write_fp8
+
+TinyModel = Callable[..., Path]
+RunPaged = Callable[..., Tensor]
 
 CPU = torch.device("cpu")
 IDS = [(37 * i + 5) % 100 for i in range(40)]

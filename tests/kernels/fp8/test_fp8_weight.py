@@ -12,10 +12,16 @@ from batchgen.kernels.fp8.quantise import (
     FP8Rows,
     quantise_rows,
     quantise_rows_reference,
+    rms_norm_quantised,
     silu_and_mul_quantised,
 )
-from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton, silu_and_mul_quantised_triton
+from batchgen.kernels.fp8.quantise_triton import (
+    quantise_rows_triton,
+    rms_norm_quantised_triton,
+    silu_and_mul_quantised_triton,
+)
 from batchgen.kernels.layers.activation import silu_and_mul
+from batchgen.kernels.layers.rms_norm import rms_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP = 2.0**-4
@@ -112,6 +118,28 @@ def test_silu_and_the_product_are_quantised_in_one_launch(depth: int) -> None:
         silu_and_mul_quantised(gate_up.cpu()).dequantise(),
         quantise_rows(silu_and_mul(gate_up.cpu())).dequantise(),
     )
+
+
+@pytest.mark.parametrize("powers_of_two", [False, True])
+@pytest.mark.parametrize(("depth", "weight_dtype"), [(136, torch.float32), (1200, torch.bfloat16)])
+def test_a_norm_is_quantised_in_one_launch(
+    depth: int, weight_dtype: torch.dtype, powers_of_two: bool
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    dtype = torch.float32 if weight_dtype == torch.float32 else torch.bfloat16
+    wide = torch.randn((7, depth + 8), generator=generator).to(DEVICE, dtype)
+    x, weight = wide[:, 8:], torch.rand(depth, generator=generator).to(DEVICE, weight_dtype)
+    fused = FP8Rows(*rms_norm_quantised_triton(x, weight, 1e-5, powers_of_two), 7).dequantise()
+    apart = rms_norm(x, weight, 1e-5).float()
+    rows = quantise_rows(apart, powers_of_two=powers_of_two)
+    scale = rows.scales[:, :7].t().repeat_interleave(BLOCK, 1)[:, :depth]
+    # The interpreter rounds to bfloat16 by cutting off: two roundings before that to FP8.
+    before = 2 * torch.finfo(dtype).eps + 2**-10
+    bound = torch.maximum(apart.abs() * STEP, scale * LEAST_STEP) * (1 + before)
+    assert ((fused - apart).abs() <= bound + apart.abs() * before).all()
+    on_cpu = rms_norm_quantised(x.cpu(), weight.cpu(), 1e-5, powers_of_two=powers_of_two)
+    expected = quantise_rows(rms_norm(x.cpu(), weight.cpu(), 1e-5), powers_of_two=powers_of_two)
+    assert torch.equal(on_cpu.dequantise(), expected.dequantise())
 
 
 def test_no_rows() -> None:

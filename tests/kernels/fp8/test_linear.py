@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from product_bounds import product_bound
 from torch import Tensor
 
 from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_weight
@@ -16,7 +17,6 @@ from batchgen.kernels.fp8.linear import (
 from batchgen.kernels.fp8.linear_triton import fp8_linear_triton
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.fp8.tiles import LINEAR, LinearTiles, fitting_stages, linear_tiles
-from tests.kernels.fp8.product_bounds import product_bound
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SWAPPED = LinearTiles(16, 64, 4, 3, swap=True, programs=64)
