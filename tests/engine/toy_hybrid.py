@@ -35,6 +35,7 @@ from batchgen.engine.layers.rotary import DefaultRope, RotaryTable
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import FamilyConfig, ModelConfig
 from batchgen.engine.outputs import OutputColumn
+from batchgen.kernels.fp8.quantise import FP8Rows
 
 ARCHITECTURE = "ToyHybridForCausalLM"
 ROUTES = 16
