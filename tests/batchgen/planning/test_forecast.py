@@ -45,6 +45,17 @@ def of(name: str = "H100", sizes: ModelSizes = SIZES) -> StepCost:
     return StepCost(sizes, DEVICES[name], 151_936)
 
 
+def test_weights_in_fp8_are_read_and_multiplied_faster() -> None:
+    fp8 = replace(SIZES, weight_dtype=torch.float8_e4m3fn)
+    for name in ("H100", "H200"):
+        plain, quantised = of(name), of(name, fp8)
+        assert 0.5 < quantised.decode(1, 100) / plain.decode(1, 100) < 0.7
+        assert 0.5 < quantised.prefill(8192, 8, 0) / plain.prefill(8192, 8, 0) < 0.7
+        # The keys and values of long contexts are as many as before.
+        assert quantised.decode(64, 10**6) > 0.85 * plain.decode(64, 10**6)
+    assert DEVICES["H100"].fp8 and not DEVICES["A100"].fp8
+
+
 def ordered(value: Range) -> bool:
     return value.low <= value.likely <= value.bound
 
