@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow.parquet as pq
 import pytest
@@ -98,8 +98,11 @@ def test_a_checkpoint_in_fp8_needs_no_option(
     checkpoint, twin = write_fp8(model, tmp_path)
     params = SamplingParams(temperature=0, max_new_tokens=6)
     found = []
-    for path, given in ((checkpoint, {}), (twin, {}), (model, {"quantization": "fp8"})):
-        with LLM(str(path), device="cpu", kv_cache_gib=0.01, **given) as llm:
+    cases: list[tuple[Path, Literal["fp8"] | None]] = [
+        (checkpoint, None), (twin, None), (model, "fp8"),
+    ]  # fmt: skip
+    for path, quantization in cases:
+        with LLM(str(path), device="cpu", kv_cache_gib=0.01, quantization=quantization) as llm:
             found.append([output.token_ids for output in llm.generate("How are you?", params)])
         assert (SAID in capfd.readouterr().err) == (path != twin)
     assert found[0] == found[1] == found[2]
