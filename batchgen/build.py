@@ -125,6 +125,8 @@ class OpenedJob:
             # `auto` may mean another dtype on another machine, and that gives other tokens.
             "dtype": str(self.dtype).removeprefix("torch."),
         }
+        if (weights := self.model.weights_text(config.engine.device)) is not None:
+            found["weights"] = weights  # of FP8 is computed with only where the device can
         for name, other in self.others.items():
             found[f"{name}_model"] = fingerprint_files(model_files(other.path))
         if (constraint := config.params.constraint) is not None:
@@ -175,7 +177,8 @@ def open_job(config: JobConfig) -> OpenedJob:
     strategy = build_strategy(config.strategy)
     post = post_steps(config.post)
     with _named("model"):
-        model = open_model(config.model.path, config.model.revision, config.model.load_format)
+        group = config.model
+        model = open_model(group.path, group.revision, group.load_format, group.quantization)
     with _named("strategy"):
         strategy.block_length(model.config)
     strategy_heads(strategy, model)  # This raises an error if the model lacks one.

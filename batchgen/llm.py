@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.transfer import release_cached_memory
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import LoadFormat
+from batchgen.engine.loading.loader import LoadFormat, Quantization
 from batchgen.engine.outputs import RequestError
 from batchgen.engine.strategy import Strategy
 from batchgen.fingerprint import derive_seed
@@ -47,6 +47,8 @@ class LLM:
         device: where the model runs; `auto` is a GPU if there is one.
         load_format: `auto` reads what lies at the path, `gguf` insists on a GGUF file, and `dummy`
             makes random weights from the configuration alone.
+        quantization: `fp8` rounds the weights of the layers to FP8 while they load; None takes them
+            as the checkpoint has them, which may be FP8.
         strategy: the decoding paradigm; None means `ARStrategy()`. A strategy holds the state of
             its rows, so the LLM works with a copy, and one object can be given to several LLMs.
         config: batch and memory sizes; None means the defaults.
@@ -72,6 +74,7 @@ class LLM:
         dtype: DtypeName | torch.dtype = "auto",
         device: DeviceName = "auto",
         load_format: LoadFormat = "auto",
+        quantization: Quantization | None = None,
         strategy: Strategy | None = None,
         config: EngineConfig | None = None,
         context_columns: Sequence[str] = (),
@@ -79,7 +82,9 @@ class LLM:
     ) -> None:
         config = engine_config(config, engine)
         name = dtype_name(dtype)
-        opened = open_model(model, revision, load_format)
+        if quantization not in (None, "fp8"):
+            raise ValueError(f"quantization must be 'fp8' or None, got {quantization!r}")
+        opened = open_model(model, revision, load_format, quantization)
         strategy = ARStrategy() if strategy is None else copy.deepcopy(strategy)
         longest = config.model_len(opened.config.max_position_embeddings)
         max_model_len = strategy.model_len(longest, opened.config)

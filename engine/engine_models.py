@@ -123,8 +123,8 @@ def sizes_of(target: CausalLM, strategy: Strategy, config: EngineConfig) -> Size
         strategy: the decoding paradigm.
         config: the settings that the user has chosen.
     """
-    device, itemsize = target.device, target.dtype.itemsize
-    weights, width = target.num_parameters * itemsize, max(strategy.models[TARGET].widths)
+    device = target.device
+    weights, width = target.weight_bytes, max(strategy.models[TARGET].widths)
     memory, room = 0, int(available_memory() * CPU_SHARE)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -132,7 +132,7 @@ def sizes_of(target: CausalLM, strategy: Strategy, config: EngineConfig) -> Size
     specs = target.cache_specs
     return Sizes(
         weights=weights,
-        weights_per_token=target.parameters_per_token * itemsize,
+        weights_per_token=target.weight_bytes_per_token,
         memory=memory,
         width=width,
         row_states=row_bytes(specs, width, most_pending(device)),

@@ -43,6 +43,7 @@ class ModelGroup:
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "gguf", "dummy"] = "auto"
+    quantization: Literal["fp8"] | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:

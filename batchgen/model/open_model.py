@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,16 @@ from transformers import PreTrainedTokenizerBase
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.host_limits import usable_cores
+from batchgen.engine.layers.fp8_format import FP8Format, has_fp8_units
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import LoadFormat, load_config, load_model, safetensors_files
+from batchgen.engine.loading.loader import (
+    LoadFormat,
+    Quantization,
+    chosen_form,
+    load_config,
+    load_model,
+)
+from batchgen.engine.loading.safetensors_files import safetensors_files
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig
@@ -36,6 +45,7 @@ class OpenedModel:
         tokenizer: the model's tokenizer; None if it comes without one.
         eos_token_ids: the token ids that end an answer of this model.
         load_format: how the weights are loaded, as for `load_model`.
+        quantization: what is done to the weights while they load, as for `load_model`.
     """
 
     path: Path
@@ -43,6 +53,7 @@ class OpenedModel:
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: tuple[int, ...]
     load_format: LoadFormat
+    quantization: Quantization | None = None
 
     def dtype(self, name: DtypeName, device: DeviceName) -> torch.dtype:
         """Return the dtype of weights and activations on a device.
@@ -60,10 +71,28 @@ class OpenedModel:
         assert isinstance(dtype, torch.dtype)
         return dtype
 
+    def form(self, *, native: bool) -> FP8Format | None:
+        """Return how the weights of the layers are in FP8; None if they are not.
+
+        Args:
+            native: on a device that computes in FP8.
+        """
+        return chosen_form(self.config, self.quantization, native=native)
+
+    def weights_text(self, device: DeviceName) -> str | None:
+        """Say in which format the weights are on a device, if that is not the model's dtype.
+
+        Raises:
+            ValueError: the machine has no such device.
+        """
+        form = self.form(native=has_fp8_units(_device(device)))
+        return None if form is None else "FP8" if form.native else "dequantised FP8"
+
     def load(self, dtype: DtypeName, device: DeviceName, heads: Collection[str] = ()) -> CausalLM:
         """Load the model with its weights.
 
-        On a CPU this also limits torch to as many threads as can run at once.
+        On a CPU this also limits torch to as many threads as can run at once. If weights in FP8 are
+        dequantised, because the device does not compute in it, stderr says so.
 
         Args:
             dtype: the dtype of weights and activations.
@@ -76,12 +105,23 @@ class OpenedModel:
         target = _device(device)
         if target.type == "cpu":
             limit_threads()
+        torch_dtype = self.dtype(dtype, device)
+        form = self.form(native=has_fp8_units(target))
+        if form is not None and not form.native:
+            name = str(torch_dtype).removeprefix("torch.")
+            print(
+                f"model: this device does not compute in FP8, so weights in FP8 are dequantised to "
+                f"{name}",
+                file=sys.stderr,
+                flush=True,
+            )
         return load_model(
             self.path,
             device=target,
-            dtype=self.dtype(dtype, device),
+            dtype=torch_dtype,
             load_format=self.load_format,
             heads=heads,
+            quantization=self.quantization,
         )
 
     def load_beside(self, model: CausalLM) -> CausalLM:
@@ -148,13 +188,19 @@ class OpenedModel:
         return GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
 
 
-def open_model(model: str, revision: str | None, load_format: LoadFormat) -> OpenedModel:
+def open_model(
+    model: str,
+    revision: str | None,
+    load_format: LoadFormat,
+    quantization: Quantization | None = None,
+) -> OpenedModel:
     """Find a model and read its configuration and tokenizer; a hub model is downloaded first.
 
     Args:
         model: the model's name or path, as for `resolve_model`.
         revision: the commit, branch or tag of a hub model; None is its main branch.
         load_format: how the weights will be loaded, as for `load_model`.
+        quantization: what will be done to them, as for `load_model`.
 
     Raises:
         ValueError: the model cannot be found or is not supported; the message says what to do.
@@ -165,7 +211,8 @@ def open_model(model: str, revision: str | None, load_format: LoadFormat) -> Ope
     config, tokenizer = load_config(path), load_tokenizer(path)
     if path.is_dir() and load_format != "dummy":
         safetensors_files(path)  # This raises an error if there are none.
-    return OpenedModel(path, config, tokenizer, eos_token_ids(path, tokenizer), load_format)
+    eos = eos_token_ids(path, tokenizer)
+    return OpenedModel(path, config, tokenizer, eos, load_format, quantization)
 
 
 def limit_threads() -> None:

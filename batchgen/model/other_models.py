@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from batchgen.engine.loading.loader import LoadFormat, tensor_names
+from batchgen.engine.loading.loader import LoadFormat
+from batchgen.engine.loading.safetensors_files import tensor_names
 from batchgen.engine.strategy import Checkpoint, Head, Strategy
 from batchgen.errors import ConfigError
 from batchgen.model.open_model import OpenedModel, open_model

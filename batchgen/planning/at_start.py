@@ -48,10 +48,10 @@ def predict(
                 prompts.append(opened.prompt.token_ids(row))
     except (ConfigError, JobError):  # The job tells of it when it comes to that row.
         return None
-    room = engine_room(opened, config, memory.total)
     device = here(config, opened.dtype, _MEASURE_S)
     if device is None or not prompts:
         return None
+    room = engine_room(opened, config, memory.total, native_fp8=device.fp8)
     longest = opened.max_model_len - config.sampling.max_new_tokens
     lengths = np.minimum(np.array([len(ids) for ids in prompts], np.int64), longest)
     rows = -(-answers // config.sampling.n)

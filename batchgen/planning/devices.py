@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ class Device:
         single_flops: the same in float32.
         few_rows: the share of that rate which products of 16 rows reach.
         memory: the bytes of a GPU's memory; 0 for a CPU.
+        fp8: it multiplies in FP8, twice as fast as in bfloat16.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Device:
     single_flops: float
     memory: int = 0
     few_rows: float = 1.0
+    fp8: bool = False
 
     @property
     def is_gpu(self) -> bool:
@@ -47,11 +49,17 @@ class Device:
 
     def flops(self, dtype: torch.dtype) -> float:
         """Operations per second of matrix products in this dtype."""
-        return self.half_flops if dtype.itemsize <= 2 else self.single_flops
+        if dtype.itemsize == 1:
+            return 2 * self.half_flops
+        return self.half_flops if dtype.itemsize == 2 else self.single_flops
+
+
+_WITH_FP8 = ("B200", "H200", "H100", "H100-PCIe", "L40S", "L4", "RTX4090")
 
 
 def _gpu(name: str, terabytes: float, half: float, single: float, gibibytes: float) -> Device:
-    return Device(name, terabytes * 1e12, half * 1e12, single * 1e12, int(gibibytes * 2**30))
+    rates = terabytes * 1e12, half * 1e12, single * 1e12
+    return Device(name, *rates, int(gibibytes * 2**30), fp8=name in _WITH_FP8)
 
 
 DEVICES = {
@@ -98,7 +106,7 @@ def gpu_like(full_name: str, memory: int) -> Device | None:
     if "pcie" in plain and (pcie := [d for d in fitting if d.name.endswith("PCIe")]):
         fitting = pcie
     best = min(fitting, key=lambda device: abs(device.memory - memory))
-    return Device(best.name, best.bandwidth, best.half_flops, best.single_flops, memory)
+    return replace(best, memory=memory)
 
 
 def this_gpu() -> Device | None:

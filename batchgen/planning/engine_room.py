@@ -68,24 +68,27 @@ class EngineRoom:
         return max(self.uses[TARGET].widths)
 
 
-def engine_room(opened: OpenedJob, config: JobConfig, gpu_bytes: int | None) -> EngineRoom:
+def engine_room(
+    opened: OpenedJob, config: JobConfig, gpu_bytes: int | None, *, native_fp8: bool
+) -> EngineRoom:
     """The engine that a job would have on a device.
 
     Args:
         opened: the job's models and strategy.
         config: the job's configuration.
         gpu_bytes: the memory of the GPU; None for a CPU.
+        native_fp8: the device computes in FP8.
     """
     on = "cpu" if gpu_bytes is None else "cuda"
     dtype = _dtype(opened.model, config, on)
     heads = strategy_heads(opened.strategy, opened.model)
-    target = _bare(opened.model, dtype, heads)
-    others = {name: _bare(other, dtype) for name, other in opened.others.items()}
+    target = _bare(opened.model, dtype, native_fp8, heads)
+    others = {name: _bare(other, dtype, native_fp8) for name, other in opened.others.items()}
     columns = tuple(opened.context_columns)
     uses = model_uses(target, others, opened.strategy, columns, opened.max_model_len)
     sizes = Sizes(
-        weights=target.num_parameters * dtype.itemsize,
-        weights_per_token=target.parameters_per_token * dtype.itemsize,
+        weights=target.weight_bytes,
+        weights_per_token=target.weight_bytes_per_token,
         memory=gpu_bytes or 0,
         width=max(uses[TARGET].widths),
     )
@@ -93,10 +96,13 @@ def engine_room(opened: OpenedJob, config: JobConfig, gpu_bytes: int | None) -> 
     return EngineRoom(uses, settings, ModelSizes.of(uses[TARGET]))
 
 
-def _bare(opened: OpenedModel, dtype: torch.dtype, heads: list[str] | None = None) -> CausalLM:
+def _bare(
+    opened: OpenedModel, dtype: torch.dtype, native_fp8: bool, heads: list[str] | None = None
+) -> CausalLM:
     """A model whose parameters have shapes and no values."""
     kind = model_class(opened.config.architecture, opened.path)
-    return kind(opened.config, device=_META, dtype=dtype, heads=heads or [])
+    form = opened.form(native=native_fp8)
+    return kind(opened.config, device=_META, dtype=dtype, heads=heads or [], form=form)
 
 
 def _dtype(model: OpenedModel, config: JobConfig, on: str) -> torch.dtype:

@@ -107,7 +107,10 @@ def _constraints(constraints: Constraints) -> str:
 
 def _model(plan: Plan) -> str:
     config = plan.config
-    dtype = str(plan.engine.sizes.dtype).removeprefix("torch.")
+    sizes = plan.engine.sizes
+    dtype = str(sizes.dtype).removeprefix("torch.")
+    if sizes.weight_dtype != sizes.dtype:
+        dtype += " with weights in FP8"
     name = config.model.path.rpartition("/")[2]
     return f"{name}: {plan.model}, {dtype}, weights {size(plan.engine.weight_bytes)}"
 

@@ -10,8 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from batchgen.config import JobConfig, NoConstraintConfig
 from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.errors import ConfigError
 from batchgen.planning.devices import DEVICES, Device, device_named
 from batchgen.planning.engine_room import EngineRoom, engine_room
@@ -76,7 +79,9 @@ class _Planner:
         constraints = self._constraints(scan)
         device = self._device()
         gpu_bytes = device.memory if device is not None and device.is_gpu else None
-        engine = engine_room(opened, config, gpu_bytes)
+        # A GPU that is not in the table is this machine's.
+        fp8 = has_fp8_units(torch.device("cuda")) if device is None else device.fp8
+        engine = engine_room(opened, config, gpu_bytes, native_fp8=fp8)
         memory = self._memory(engine, gpu_bytes)
         expected = None
         if memory is not None and device is not None and scan.sample:

@@ -15,6 +15,7 @@ from batchgen.engine.cache.model_caches import state_bytes
 from batchgen.engine.cache.specs import KVSpec
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.moe import MoEConfig
+from batchgen.kernels.fp8.fp8_weight import FP8
 from batchgen.planning.devices import Device
 
 _PAD = 16
@@ -37,7 +38,8 @@ class ModelSizes:
             all layers.
         token_bytes: what one token takes in the paged cache.
         row_bytes: the state of one row, for models with recurrent layers.
-        dtype: of weights and activations.
+        dtype: of activations, and of weights that are not in FP8.
+        weight_dtype: of most weights of the layers.
     """
 
     layers: int
@@ -49,6 +51,7 @@ class ModelSizes:
     token_bytes: int
     row_bytes: int
     dtype: torch.dtype
+    weight_dtype: torch.dtype
 
     @classmethod
     def of(cls, use: ModelUse) -> ModelSizes:
@@ -74,6 +77,7 @@ class ModelSizes:
             token_bytes=cache_token_bytes([use]),
             row_bytes=state_bytes(model.cache_specs),
             dtype=model.dtype,
+            weight_dtype=FP8 if model.form is not None and model.form.native else model.dtype,
         )
 
     @property
@@ -177,9 +181,10 @@ class StepCost:
         """Seconds of the products with weights: of reading them or of multiplying, whichever is
         longer."""
         sizes, device, reached = self.sizes, self.device, self._reached
-        weights = sizes.read(tokens) + (sizes.head if logits else 0)
-        read = weights * sizes.dtype.itemsize / (reached.bandwidth * device.bandwidth)
-        rate = reached.products * device.flops(sizes.dtype)
+        head = sizes.head * sizes.dtype.itemsize if logits else 0
+        weights = sizes.read(tokens) * sizes.weight_dtype.itemsize + head
+        read = weights / (reached.bandwidth * device.bandwidth)
+        rate = reached.products * device.flops(sizes.weight_dtype)
         if not device.is_gpu:
             tokens, logits = _padded(tokens), _padded(logits)
             share = (min(tokens, _FULL_RATE_ROWS) - _PAD) / (_FULL_RATE_ROWS - _PAD)

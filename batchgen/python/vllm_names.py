@@ -92,7 +92,6 @@ ENGINE_REFUSED = {
     "tokenizer_revision": _OWN_TOKENIZER,
     "skip_tokenizer_init": "prompts may be token ids in any case: leave it out",
     "trust_remote_code": "batchgen never runs code of a model; those it knows need none",
-    "quantization": _MODEL_RULES,
     "hf_overrides": _MODEL_RULES,
     "rope_scaling": _MODEL_RULES,
     "rope_theta": _MODEL_RULES,

@@ -213,7 +213,7 @@ def cache_token_bytes(uses: Sequence[ModelUse]) -> int:
 
 def weight_bytes(uses: Sequence[ModelUse]) -> int:
     """Return the bytes of the parameters of all models."""
-    return sum(use.model.num_parameters * use.model.dtype.itemsize for use in uses)
+    return sum(use.model.weight_bytes for use in uses)
 
 
 def _row_state_bytes(use: ModelUse, config: ResolvedConfig) -> int:

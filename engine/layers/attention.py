@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from batchgen.engine.cache.specs import CacheSpec, KVSpec
 from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
-from batchgen.engine.layers.linear import Linear, MergedLinear
+from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import rotary_order
 from batchgen.kernels.attention.attention import paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.qkv import prepare_qkv
+from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.layers.activation import mul_sigmoid
 
 
@@ -90,9 +92,14 @@ class Attention(nn.Module):
             norm = partial(RMSNorm, head_dim, norm_eps, zero_centred=zero_centred, order=order)
             self.q_norm, self.k_norm = norm(**where), norm(**where)
 
+    @property
+    def input_projection(self) -> Linear:
+        """The only module that reads the hidden states."""
+        return self.qkv_proj
+
     def forward(
         self,
-        hidden: Tensor,
+        hidden: Tensor | FP8Rows,
         residual: Tensor,
         cos_sin: Tensor | None,
         ctx: ForwardContext,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from batchgen.engine.cache.specs import CacheSpec
 from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
+from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.norm import RMSNorm
 
 
@@ -50,6 +51,15 @@ class FeedForward(Protocol):
     def __call__(self, hidden: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
         """Return residual + f(hidden), all of them [T, hidden_size]; the result may overwrite
         `residual`."""
+
+
+@runtime_checkable
+class HasInputProjection(Protocol):
+    """A mixer or a feed-forward part in which one projection alone reads the hidden states. They
+    may come in FP8 if it computes in that."""
+
+    @property
+    def input_projection(self) -> Linear: ...
 
 
 class DecoderLayer(nn.Module):

@@ -16,7 +16,8 @@ from batchgen.engine.cache.row_states import StateCache
 from batchgen.engine.cache.specs import CacheSpec, StateSpec, StateTensor
 from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens, RowMetadata
 from batchgen.engine.execution.transfer import upload
-from batchgen.engine.layers.linear import Linear, MergedLinear, empty_parameter
+from batchgen.engine.layers.linear import Linear, empty_parameter
+from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
@@ -118,6 +119,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.layer, self.shape, self.eps = layer, shape, norm_eps
         heads = shape.num_value_heads
+        gates: tuple[str, ...] = ("in_proj_b", "in_proj_a")
         parts = {
             "in_proj_qkv": shape.channels,
             "in_proj_z": shape.values,
@@ -127,13 +129,20 @@ class GatedDeltaNet(nn.Module):
         arrange: dict[str, Callable[[Tensor], Tensor]] = {}
         if interleaved:
             parts = {"in_proj_qkvz": shape.channels + shape.values, "in_proj_ba": 2 * heads}
+            gates = ("in_proj_ba",)
             share = heads // shape.num_key_heads
             values = share * shape.value_dim
             sizes = [shape.key_dim, shape.key_dim, values, values]
             arrange["in_proj_qkvz"] = partial(_kind_by_kind, sizes=sizes)
             arrange["in_proj_ba"] = partial(_kind_by_kind, sizes=[share, share])
         self.in_proj = MergedLinear(
-            hidden_size, parts, bias=False, arrange=arrange, device=device, dtype=dtype
+            hidden_size,
+            parts,
+            bias=False,
+            arrange=arrange,
+            unquantised=gates,
+            device=device,
+            dtype=dtype,
         )
         self.out_proj = Linear(shape.values, hidden_size, bias=False, device=device, dtype=dtype)
         wide = partial(empty_parameter, device=device, dtype=torch.float32)

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from batchgen.engine.cache.specs import CacheSpec, LatentSpec
 from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.kv_expansion import KVExpansion
-from batchgen.engine.layers.linear import Linear, MergedLinear
+from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.norm import RMSNorm
+from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.latent_attention.attention import latent_attention
 from batchgen.kernels.latent_attention.prepare import prepare_latent
 
@@ -110,9 +112,14 @@ class LatentAttention(nn.Module):
         )
         self.o_proj = Linear(shape.num_heads * shape.value_size, hidden_size, bias=bias, **where)
 
+    @property
+    def input_projection(self) -> Linear:
+        """The only module that reads the hidden states."""
+        return self.down_proj
+
     def forward(
         self,
-        hidden: Tensor,
+        hidden: Tensor | FP8Rows,
         residual: Tensor,
         cos_sin: Tensor | None,
         ctx: ForwardContext,

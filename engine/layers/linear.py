@@ -1,13 +1,17 @@
-"""Linear layers. Projections of one input share a merged weight, so they are one matrix product."""
+"""Linear layers, whose weight may be in FP8."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
+from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, scales_shape
+from batchgen.kernels.fp8.linear import fp8_linear
+from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.layers.cpu_product import CPUProduct, choose_product, few_keep_bits
 from batchgen.kernels.layers.linear import MOST_ROWS, add_linear_, linear, pack_weight
 
@@ -52,8 +56,38 @@ class CPUProducts:
         ]
 
 
+def empty_fp8(
+    *shape: int, device: torch.device, scale_rows: int = BLOCK
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return uninitialised values and scales of a weight [..., N, K] in FP8.
+
+    Args:
+        shape: of the weight.
+        device: where the parameters are created.
+        scale_rows: how many rows share a scale: 128, or 1.
+    """
+    *several, down, across = scales_shape(torch.Size(shape))
+    down = down if scale_rows == BLOCK else shape[-2]
+    values = empty_parameter(*shape, device=device, dtype=FP8)
+    return values, empty_parameter(*several, down, across, device=device, dtype=torch.float32)
+
+
 class Linear(nn.Module):
-    """The linear layer y = x Wᵀ + b, with or without the bias b."""
+    """The linear layer y = x Wᵀ + b, with or without the bias b.
+
+    Args:
+        in_features: the length of x.
+        out_features: the length of y.
+        bias: whether there is a bias.
+        quantisable: whether `quantise` may turn the weight to FP8.
+        device: where the parameters are created.
+        dtype: the dtype of the parameters.
+
+    Attributes:
+        weight: W, [out_features, in_features].
+        scales: those of W, if it is kept in FP8.
+        form: how W is in FP8; None if it is not.
+    """
 
     weight: Tensor
 
@@ -63,21 +97,62 @@ class Linear(nn.Module):
         out_features: int,
         *,
         bias: bool,
+        quantisable: bool = True,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        self.out_features, self._quantisable, self._dtype = out_features, quantisable, dtype
         self.weight = empty_parameter(out_features, in_features, device=device, dtype=dtype)
         self.bias = empty_parameter(out_features, device=device, dtype=dtype) if bias else None
+        self.scales: nn.Parameter | None = None
+        self.form: FP8Format | None = None
         self._most_rows: int | None = MOST_ROWS
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute [T, out_features] from [T, in_features]."""
-        return linear(x, self.weight, self.bias, self._most_rows)
+    @property
+    def computes_in_fp8(self) -> bool:
+        """Whether rows of activations may come as `FP8Rows`."""
+        return self.scales is not None
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | FP8Rows) -> Tensor:
+        """Compute [T, out_features] from [T, in_features]."""
+        if isinstance(x, Tensor) and self.scales is None:
+            return linear(x, self.weight, self.bias, self._most_rows)
+        return self._compute_fp8(x)
+
+    def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Tensor:
         """Add x Wᵀ + b to `residual` [T, out_features] in place and return it."""
-        return add_linear_(residual, x, self.weight, self.bias, self._most_rows)
+        if isinstance(x, Tensor) and self.scales is None:
+            return add_linear_(residual, x, self.weight, self.bias, self._most_rows)
+        return self._compute_fp8(x, residual)
+
+    def _compute_fp8(self, x: Tensor | FP8Rows, residual: Tensor | None = None) -> Tensor:
+        """Compute x Wᵀ + b, or add it to `residual` [T, out_features] in place and return that."""
+        assert self.scales is not None and self.form is not None
+        if isinstance(x, Tensor):
+            x = quantise_rows(x, powers_of_two=self.form.powers_of_two)
+        weight, add = FP8Weight(self.weight, self.scales), residual is not None
+        return fp8_linear(x, weight, self.bias, dtype=self._dtype, out=residual, add=add)
+
+    def quantise(self, form: FP8Format, path: str) -> None:
+        """Keep the weight in FP8 from now on; it must not be loaded yet.
+
+        Args:
+            form: how, and which modules are not.
+            path: this module's name in checkpoints.
+        """
+        if not self._quantisable or form.excludes(path):
+            return
+        self.form = form
+        if form.native:
+            self.weight, self.scales = empty_fp8(*self.weight.shape, device=self.weight.device)
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slots of the weight and of the bias."""
+        name = f"{path}.weight"
+        yield WeightSlot(self.weight, (name,), (name,), form=self.form, scales=self.scales)
+        if self.bias is not None:
+            yield WeightSlot.plain(f"{path}.bias", self.bias)
 
     def pack(self, products: CPUProducts) -> None:
         """Convert the loaded weight to the layout that was chosen for this CPU.
@@ -87,7 +162,7 @@ class Linear(nn.Module):
         Args:
             products: chooses how to compute; shared by all layers of a model.
         """
-        if self.weight.device.type != "cpu" or self.weight.is_mkldnn:
+        if self.weight.device.type != "cpu" or self.weight.is_mkldnn or self.computes_in_fp8:
             return
         product = products.choose(self.weight, self.bias)
         self._most_rows = product.most_rows
@@ -95,53 +170,3 @@ class Linear(nn.Module):
             packed = pack_weight(self.weight)
             del self.weight  # A Parameter cannot be replaced by a tensor of another layout.
             self.weight = packed
-
-
-class MergedLinear(Linear):
-    """A linear layer y = x Wᵀ + b whose weight W stacks several named projections of x.
-
-    A checkpoint may hold each projection in a tensor of its own, or all of them in one tensor under
-    the name of this module. Both can be loaded.
-
-    Args:
-        in_features: the length of x.
-        parts: maps the name of each projection in checkpoints to its number of output features, in
-            the order in which the output has them.
-        bias: whether the projections have a bias.
-        arrange: maps the names of projections whose output features stand in another order in
-            checkpoints to what puts them in order: it takes a checkpoint's weight or bias, with the
-            features on the first axis, and returns one of the same shape.
-        device: where the parameters are created.
-        dtype: the dtype of the parameters.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        parts: Mapping[str, int],
-        *,
-        bias: bool,
-        device: torch.device,
-        dtype: torch.dtype,
-        arrange: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
-    ) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias, device=device, dtype=dtype)
-        self.parts = dict(parts)
-        self._arrange = dict(arrange or {})
-
-    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
-        """Yield a weight slot for each projection, and one for all of them together."""
-        parent = path.rpartition(".")[0]
-        for kind, parameter in self.named_parameters(recurse=False):
-            names = [f"{parent}.{part}.{kind}" for part in self.parts]
-            slices = parameter.split(list(self.parts.values()))
-            for part, name, values in zip(self.parts, names, slices, strict=True):
-                yield WeightSlot(values, (name,), (name,), self._arranged(part, name))
-            if not self._arrange:
-                yield WeightSlot(parameter, tuple(names), (f"{path}.{kind}",))
-
-    def _arranged(self, part: str, name: str) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
-        """Return what makes the values of a projection from the checkpoint's tensor of this name;
-        None if they stand there as they are."""
-        arrange = self._arrange.get(part)
-        return None if arrange is None else lambda tensors: arrange(tensors[name])

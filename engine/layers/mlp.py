@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.engine.execution.forward_context import ForwardContext
-from batchgen.engine.layers.linear import Linear, MergedLinear
+from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.merged_linear import MergedLinear
+from batchgen.kernels.fp8.quantise import FP8Rows, silu_and_mul_quantised
 from batchgen.kernels.layers.activation import silu_and_mul
 
 
@@ -29,12 +31,24 @@ class GatedMLP(nn.Module):
             intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype
         )
 
-    def forward(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
+    @property
+    def input_projection(self) -> Linear:
+        """The only module that reads the hidden states."""
+        return self.gate_up_proj
+
+    def forward(self, x: Tensor | FP8Rows, residual: Tensor, ctx: ForwardContext) -> Tensor:
         """Add the result for x [T, hidden_size] to `residual` [T, hidden_size] in place and return
         it."""
-        return self.down_proj.add_to(residual, silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj.add_to(residual, self._activated(x))
 
     def compute(self, x: Tensor) -> Tensor:
         """Compute the result for x [T, hidden_size] alone."""
-        result: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        result: Tensor = self.down_proj(self._activated(x))
         return result
+
+    def _activated(self, x: Tensor | FP8Rows) -> Tensor | FP8Rows:
+        """Compute silu(gate(x)) · up(x), in FP8 if the last projection computes in it."""
+        form = self.down_proj.form
+        if self.down_proj.computes_in_fp8 and form is not None:
+            return silu_and_mul_quantised(self.gate_up_proj(x), powers_of_two=form.powers_of_two)
+        return silu_and_mul(self.gate_up_proj(x))

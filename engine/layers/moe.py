@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from batchgen.engine.execution.forward_context import ForwardContext
-from batchgen.engine.layers.linear import CPUProducts, Linear, empty_parameter
+from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.engine.layers.linear import CPUProducts, Linear, empty_fp8, empty_parameter
 from batchgen.engine.layers.mlp import GatedMLP
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.outputs import OutputColumn
+from batchgen.kernels.fp8.experts import fp8_grouped_mlp
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.layers.activation import add_gated
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.moe.experts import grouped_mlp
@@ -57,6 +60,10 @@ class Experts(nn.Module):
         intermediate_size: I, the width of one expert.
         device: where the parameters are created.
         dtype: the dtype of the parameters.
+
+    Attributes:
+        gate_up_proj, down_proj: the weights.
+        gate_up_scales, down_scales: their scales, if they are kept in FP8.
     """
 
     gate_up_proj: Tensor
@@ -76,7 +83,38 @@ class Experts(nn.Module):
         wide, narrow = (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
         self.gate_up_proj = empty_parameter(num_experts, *wide, device=device, dtype=dtype)
         self.down_proj = empty_parameter(num_experts, *narrow, device=device, dtype=dtype)
+        self.gate_up_scales: nn.Parameter | None = None
+        self.down_scales: nn.Parameter | None = None
+        self.form: FP8Format | None = None
         self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
+
+    def quantise(self, form: FP8Format, path: str) -> None:
+        """Keep the weights in FP8 from now on; they must not be loaded yet.
+
+        If I is a multiple of 128, so many rows share a scale; else each row of gate and up has
+        scales of its own.
+
+        Args:
+            form: how, and which modules are not.
+            path: this module's name in checkpoints.
+
+        Raises:
+            ValueError: only some of the experts are excluded.
+        """
+        if form.excludes(path):
+            return
+        if some := [name for name in form.excluded if f".{name}.".find(f".{path}.") >= 0]:
+            raise ValueError(
+                f"modules_to_not_convert excludes {some[0]} and not {path}, whose experts are "
+                "computed together: exclude all of them or none"
+            )
+        self.form = form
+        if form.native:
+            rows, device = BLOCK if self._inner % BLOCK == 0 else 1, self.gate_up_proj.device
+            self.gate_up_proj, self.gate_up_scales = empty_fp8(
+                *self.gate_up_proj.shape, device=device, scale_rows=rows
+            )
+            self.down_proj, self.down_scales = empty_fp8(*self.down_proj.shape, device=device)
 
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None
@@ -89,6 +127,12 @@ class Experts(nn.Module):
             weights: [T, k] float32, the weight of each of them.
             residual: [T, H], to which the sum is added in place; None returns a new tensor.
         """
+        if self.gate_up_scales is not None and self.down_scales is not None:
+            assert self.form is not None
+            gate_up = FP8Weight(self.gate_up_proj, self.gate_up_scales)
+            down = FP8Weight(self.down_proj, self.down_scales)
+            powers = self.form.powers_of_two
+            return fp8_grouped_mlp(x, gate_up, down, ids, weights, residual, powers_of_two=powers)
         if self._packed is None:
             return grouped_mlp(x, self.gate_up_proj, self.down_proj, ids, weights, residual)
         out = grouped_mlp_cpu(x, *self._packed, ids, weights)
@@ -96,17 +140,24 @@ class Experts(nn.Module):
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield a slot for each projection of each expert, and those of all experts together."""
-        inner, down = self._inner, self.down_proj
-        pieces: dict[str, list[str]] = {"gate_up_proj": [], "down_proj": []}
-        for expert, (wide, narrow) in enumerate(zip(self.gate_up_proj, down, strict=True)):
-            parts = {"gate_proj": wide[:inner], "up_proj": wide[inner:], "down_proj": narrow}
-            for part, parameter in parts.items():
-                slot = WeightSlot.plain(f"{path}.{expert}.{part}.weight", parameter)
-                pieces["down_proj" if part == "down_proj" else "gate_up_proj"] += slot.pieces
-                yield slot
-        for whole, parameter in (("gate_up_proj", self.gate_up_proj), ("down_proj", down)):
+        for whole, parameter, all_scales, parts in (
+            ("gate_up_proj", self.gate_up_proj, self.gate_up_scales, ("gate_proj", "up_proj")),
+            ("down_proj", self.down_proj, self.down_scales, ("down_proj",)),
+        ):
+            pieces: list[str] = []
+            for expert, weight in enumerate(parameter):
+                slices = weight.chunk(len(parts))
+                scales: Sequence[Tensor | None] = [None] * len(parts)
+                if all_scales is not None:
+                    scales = all_scales[expert].chunk(len(parts))
+                for part, values, its_scales in zip(parts, slices, scales, strict=True):
+                    name = f"{path}.{expert}.{part}.weight"
+                    pieces.append(name)
+                    yield WeightSlot(values, (name,), (name,), form=self.form, scales=its_scales)
             for source in (f"{path}.{whole}", f"{path}.{whole}.weight"):
-                yield WeightSlot(parameter, tuple(pieces[whole]), (source,))
+                yield WeightSlot(
+                    parameter, tuple(pieces), (source,), form=self.form, scales=all_scales
+                )
 
     def pack(self, products: CPUProducts) -> None:
         """Convert the loaded weights to the layout that was chosen for this CPU.
@@ -116,7 +167,9 @@ class Experts(nn.Module):
         Args:
             products: chooses how to compute; shared by all layers of a model.
         """
-        if self._packed is not None or self.gate_up_proj.device.type != "cpu":
+        if self._packed is not None or self.gate_up_scales is not None:
+            return
+        if self.gate_up_proj.device.type != "cpu":
             return
         self._packed = (
             packed_products(self.gate_up_proj, products),
@@ -194,7 +247,12 @@ class SparseMoE(nn.Module):
         self.form, self._router_dtype = router.form, torch.float32 if router.float32 else dtype
         self.checkpoint_names = {"correction": "gate"}
         self.gate = Linear(
-            hidden_size, num_experts, bias=False, device=device, dtype=self._router_dtype
+            hidden_size,
+            num_experts,
+            bias=False,
+            quantisable=False,
+            device=device,
+            dtype=self._router_dtype,
         )
         self.correction: ScoreCorrection | None = None
         if router.corrected:
@@ -210,7 +268,7 @@ class SparseMoE(nn.Module):
             )
             if router.gates_shared:
                 self.shared_expert_gate = Linear(
-                    hidden_size, 1, bias=False, device=device, dtype=dtype
+                    hidden_size, 1, bias=False, quantisable=False, device=device, dtype=dtype
                 )
             else:
                 self.checkpoint_names["shared_expert"] = "shared_experts"

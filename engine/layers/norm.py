@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.kernels.fp8.quantise import FP8Rows, rms_norm_quantised
 from batchgen.kernels.layers.rms_norm import rms_norm
 
 
@@ -40,13 +42,22 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self._shift, self._order = int(zero_centred), order
+        self._form: FP8Format | None = None
         self.weight = empty_parameter(
             size, device=device, dtype=torch.float32 if zero_centred else dtype
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., size]; the result has the same shape and dtype."""
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor) -> Tensor | FP8Rows:
+        """Normalise x [..., size]; the result has the same shape and dtype, or is in FP8 if
+        `quantise_result` was called."""
+        if self._form is None:
+            return rms_norm(x, self.weight, self.eps)
+        powers = self._form.powers_of_two
+        return rms_norm_quantised(x, self.weight, self.eps, powers_of_two=powers)
+
+    def quantise_result(self, form: FP8Format) -> None:
+        """Quantise results [T, size] from now on, for a projection that computes in FP8."""
+        self._form = form
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slot of the weight, which is 1 in a model without a checkpoint."""

@@ -6,7 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
+
+from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_weight, rows_of_scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +26,13 @@ class WeightSlot:
         parameter: the parameter, or the slice of one, that is filled.
         pieces: the names of the pieces that the parameter consists of.
         sources: the names of the checkpoint's tensors that fill it; several if they are combined.
-        combine: computes the values, of the parameter's shape, from the sources by name, such as
-            from a quantised weight and its scales; None takes the only source as it is.
+        combine: computes the values, of the parameter's shape, from the sources by name; None takes
+            the only source as it is. For a weight in FP8 it puts rows in another order, and is
+            applied to the values and to the scales of rows.
         dummy: the value of all elements in a model without a checkpoint; None draws random values.
+        form: how the weight is in FP8; None if it is not. A source in FP8 is dequantised for a
+            parameter that is not.
+        scales: for a parameter in FP8, its scales: of each row if `combine` is given.
     """
 
     parameter: Tensor
@@ -32,32 +40,88 @@ class WeightSlot:
     sources: tuple[str, ...]
     combine: Callable[[Mapping[str, Tensor]], Tensor] | None = None
     dummy: float | None = None
+    form: FP8Format | None = None
+    scales: Tensor | None = None
 
     @classmethod
     def plain(cls, name: str, parameter: Tensor, dummy: float | None = None) -> WeightSlot:
         """Make the slot of one piece that a checkpoint holds in a tensor of this name and shape."""
         return cls(parameter, (name,), (name,), dummy=dummy)
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+    def fill(self, tensors: Mapping[str, Tensor | FP8Weight]) -> None:
         """Copy a checkpoint's values into the parameter.
 
         Args:
             tensors: the tensors named by `sources`, by name.
 
         Raises:
-            ValueError: the shape of the values differs from that of the parameter.
+            ValueError: the shape of the values differs from that of the parameter, or they are not
+                in FP8 and should be.
         """
-        if self.combine is None:
-            (source,) = self.sources
-            values = tensors[source]
-        else:
-            values = self.combine(tensors)
-        if values.shape != self.parameter.shape:
+        if self.form is not None:
+            tensors = {name: self._in_fp8(name, tensor) for name, tensor in tensors.items()}
+        if self.scales is None:
+            self._copy(self.parameter, {name: self._plain(t) for name, t in tensors.items()})
+            return
+        of_rows = self.scales.shape[-2] == self.parameter.shape[-2]
+        values, scales = {}, {}
+        for name, tensor in tensors.items():
+            assert isinstance(tensor, FP8Weight)
+            values[name] = tensor.values
+            rows = tensor.values.shape[-2]
+            scales[name] = rows_of_scales(tensor.scales, rows) if of_rows else tensor.scales
+        self._copy(self.parameter, values)
+        self._copy(self.scales, scales)
+
+    def fill_dummy(self, values: Callable[[Tensor], None]) -> None:
+        """Fill the parameter of a model without a checkpoint.
+
+        Args:
+            values: writes values into a tensor that is not in FP8.
+        """
+        if self.form is None:
+            values(self.parameter)
+            return
+        drawn = torch.empty(
+            self.parameter.shape, device=self.parameter.device, dtype=torch.bfloat16
+        )
+        values(drawn)
+        rounded = quantise_weight(drawn)
+        if self.scales is None:
+            self.parameter.copy_(rounded.dequantise())
+            return
+        self.parameter.copy_(rounded.values)
+        of_rows = self.scales.shape[-2] == self.parameter.shape[-2]
+        self.scales.copy_(rounded.by_row().scales if of_rows else rounded.scales)
+
+    def _copy(self, target: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Combine the sources and copy the result to the parameter, or to its scales."""
+        values = tensors[self.sources[0]] if self.combine is None else self.combine(tensors)
+        if values.shape != target.shape:
             raise ValueError(
                 f"tensor {self.sources[0]} has shape {list(values.shape)}, the configuration says "
-                f"{list(self.parameter.shape)}"
+                f"{list(target.shape)}"
             )
-        self.parameter.copy_(values)
+        target.copy_(values)
+
+    def _in_fp8(self, name: str, tensor: Tensor | FP8Weight) -> FP8Weight:
+        """Round a source to FP8, if that is to be done while loading."""
+        assert self.form is not None
+        if isinstance(tensor, FP8Weight):
+            return tensor
+        if not self.form.at_load:
+            raise ValueError(
+                f"tensor {name} is in {str(tensor.dtype).removeprefix('torch.')} and has no "
+                f"scales, but quantization_config says that weights are in FP8: list its module in "
+                "modules_to_not_convert if it is not"
+            )
+        return quantise_weight(tensor.to(self.parameter.device))
+
+    def _plain(self, tensor: Tensor | FP8Weight) -> Tensor:
+        if isinstance(tensor, Tensor):
+            return tensor
+        device = self.parameter.device
+        return FP8Weight(tensor.values.to(device), tensor.scales.to(device)).dequantise()
 
 
 @runtime_checkable
@@ -75,20 +139,30 @@ class HasWeightSlots(Protocol):
 def weight_slots(module: nn.Module, path: str) -> Iterator[WeightSlot]:
     """Yield the weight slots of a module and of all modules in it.
 
+    Args:
+        path: the module's name in checkpoints; empty for the whole model.
+    """
+    for place, part in named_parts(module, path):
+        if isinstance(part, HasWeightSlots):
+            yield from part.weight_slots(place)
+        else:
+            for name, parameter in part.named_parameters(recurse=False):
+                yield WeightSlot.plain(_joined(place, name), parameter)
+
+
+def named_parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and all modules in it, each with its name in checkpoints.
+
     A checkpoint names a module by the attribute that holds it, unless the parent module maps that
     name to another in `checkpoint_names`.
 
     Args:
         path: the module's name in checkpoints; empty for the whole model.
     """
-    if isinstance(module, HasWeightSlots):
-        yield from module.weight_slots(path)
-    else:
-        for name, parameter in module.named_parameters(recurse=False):
-            yield WeightSlot.plain(_joined(path, name), parameter)
+    yield path, module
     names = module.checkpoint_names if isinstance(module, HasCheckpointNames) else {}
     for name, child in module.named_children():
-        yield from weight_slots(child, _joined(path, names.get(name, name)))
+        yield from named_parts(child, _joined(path, names.get(name, name)))
 
 
 @runtime_checkable

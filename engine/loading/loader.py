@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from batchgen.engine.execution.transfer import release_cached_memory
+from batchgen.engine.layers.fp8_format import FP8Format, has_fp8_units
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.loading.safetensors_files import (
+    abbreviate,
+    read_json,
+    tensors,
+    tensors_with_scales,
+)
 from batchgen.engine.loading.tokenizer import load_tokenizer
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.registry import model_class
+from batchgen.kernels.fp8.fp8_weight import FP8Weight
 
 LoadFormat = Literal["auto", "gguf", "dummy"]
+Quantization = Literal["fp8"]
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _MASK = "<|MASK|>"  # The mask token of the published SDAR tokenizers.
 
 
@@ -40,7 +47,7 @@ def load_config(path: Path) -> ModelConfig:
         return gguf_config(GGUFFile(path))
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} is neither a .gguf file nor a folder with a config.json")
-    values = _read_json(path / "config.json")
+    values = read_json(path / "config.json")
     architectures = values.get("architectures")
     if not architectures:
         raise ValueError(f"{path}/config.json names no architecture (key 'architectures')")
@@ -88,6 +95,8 @@ def load_model(
     dtype: torch.dtype | None = None,
     load_format: LoadFormat = "auto",
     heads: Collection[str] = (),
+    quantization: Quantization | None = None,
+    native_fp8: bool | None = None,
 ) -> CausalLM:
     """Build the model of a checkpoint and load its weights.
 
@@ -100,6 +109,10 @@ def load_model(
         load_format: `auto` decides by what lies at the path, `gguf` refuses anything but a GGUF
             file, and `dummy` makes small random weights, which are the same in every run.
         heads: the names of the model's heads to load with it.
+        quantization: `fp8` rounds the weights of the layers to FP8 while they load, if the
+            checkpoint does not hold them so; None takes them as they are.
+        native_fp8: weights in FP8 are kept and multiplied in FP8, instead of being dequantised;
+            None means on devices that have units for it.
 
     Raises:
         ValueError: the model is not supported, or a tensor is missing, unexpected or of the wrong
@@ -110,7 +123,9 @@ def load_model(
     config = load_config(path)
     kind = model_class(config.architecture, path)
     release_cached_memory(device)
-    model = kind(config, device=device, dtype=dtype or config.dtype, heads=heads)
+    native = has_fp8_units(device) if native_fp8 is None else native_fp8
+    form = chosen_form(config, quantization, native=native)
+    model = kind(config, device=device, dtype=dtype or config.dtype, heads=heads, form=form)
     if load_format == "dummy":
         _fill_dummy(model)
     elif path.suffix == ".gguf":
@@ -119,11 +134,28 @@ def load_model(
 
         _fill(model, gguf_weights(GGUFFile(path), model), path)
     else:
-        _fill(model, _safetensors(path), path)
+        in_fp8 = config.form is not None
+        _fill(model, tensors_with_scales(path) if in_fp8 else tensors(path), path)
     return model
 
 
-def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor]], path: Path) -> None:
+def chosen_form(
+    config: ModelConfig, quantization: Quantization | None, *, native: bool
+) -> FP8Format | None:
+    """Return how the weights of a model's layers are in FP8; None if they are not.
+
+    Args:
+        config: the model's configuration.
+        quantization: as for `load_model`.
+        native: products are computed in FP8.
+    """
+    form = config.form
+    if form is None and quantization is not None:
+        form = FP8Format(at_load=True)
+    return None if form is None else replace(form, native=native)
+
+
+def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], path: Path) -> None:
     """Fill every piece of the model exactly once.
 
     Args:
@@ -139,7 +171,7 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor]], path: Path) ->
         for source in slot.sources:
             by_source[source].append(slot)
     # The sources found so far of slots that need several, by the slot's identity.
-    waiting: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    waiting: dict[int, dict[str, Tensor | FP8Weight]] = defaultdict(dict)
     filled: set[str] = set()
     unexpected: list[str] = []
     skipped: set[str] = set()
@@ -166,93 +198,7 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor]], path: Path) ->
     missing = {piece for slot in slots for piece in slot.pieces} - filled
     for problem, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
-            raise ValueError(f"{path}: {problem} tensors: {_abbreviate(sorted(names))}")
-
-
-def _abbreviate(names: list[str]) -> str:
-    """List at most five names and say how many more there are."""
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
-
-
-def _safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and values of each tensor in a folder's safetensors files."""
-    for file in safetensors_files(folder):
-        with _opened(file) as tensors:
-            for name in tensors.keys():
-                yield name, tensors.get_tensor(name)
-
-
-def tensor_names(folder: Path) -> list[str]:
-    """Return the names of the tensors in a folder's safetensors files, without reading any tensor.
-
-    Raises:
-        ValueError: there are no weights, or a file is damaged.
-    """
-    names: list[str] = []
-    for file in safetensors_files(folder):
-        with _opened(file) as tensors:
-            names += tensors.keys()
-    return names
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file as safetensors' `safe_open` does, which has no types. It is
-    memory-mapped, so a tensor is read only when it is copied.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    from safetensors import SafetensorError, safe_open  # dummy weights and GGUF files need none
-
-    try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            yield tensors
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or cut off: {error}") from error
-
-
-def safetensors_files(folder: Path) -> list[Path]:
-    """Find the safetensors files of a folder, which are one file or several shards.
-
-    Raises:
-        ValueError: there are none, or a shard that the index names is missing.
-    """
-    index = folder / _INDEX
-    if index.is_file():
-        weight_map = _read_json(index)["weight_map"]
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-        for file in files:
-            if not file.is_file():
-                raise ValueError(f"{folder}: {file.name}, named by {_INDEX}, is missing")
-        return files
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    pickles = [file.name for ending in ("bin", "pt", "pth") for file in folder.glob(f"*.{ending}")]
-    if pickles:
-        raise ValueError(
-            f"{folder} has no {_SINGLE}; pickled weights ({_abbreviate(sorted(pickles))}) are not "
-            "read because they can run code: convert them to safetensors"
-        )
-    raise ValueError(
-        f"{folder} has no weights ({_SINGLE} or {_INDEX}); load_format=dummy needs none"
-    )
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        ValueError: the file holds something else; the message names it.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # The text is not UTF-8, or not JSON.
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} does not hold a JSON object")
-    return content
+            raise ValueError(f"{path}: {problem} tensors: {abbreviate(sorted(names))}")
 
 
 def _fill_dummy(model: CausalLM) -> None:
@@ -263,9 +209,12 @@ def _fill_dummy(model: CausalLM) -> None:
     """
     plain = {slot.pieces[0]: slot for slot in model.checkpoint_slots() if len(slot.pieces) == 1}
     for index, (_, slot) in enumerate(sorted(plain.items())):
-        parameter = slot.parameter
         if slot.dummy is not None:
-            parameter.fill_(slot.dummy)
+            slot.parameter.fill_(slot.dummy)
         else:
-            generator = torch.Generator(device=parameter.device).manual_seed(index)
-            parameter.normal_(0.0, 0.02, generator=generator)
+            slot.fill_dummy(partial(_fill_normal, seed=index))
+
+
+def _fill_normal(parameter: Tensor, seed: int) -> None:
+    generator = torch.Generator(device=parameter.device).manual_seed(seed)
+    parameter.normal_(0.0, 0.02, generator=generator)

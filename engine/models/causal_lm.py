@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -13,9 +14,11 @@ from batchgen.engine.cache.specs import CacheSpec
 from batchgen.engine.execution.forward_context import ForwardContext
 from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.embedding import Embedding
+from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.quantise import quantise_layer
 from batchgen.engine.layers.rotary import RotaryTable
-from batchgen.engine.layers.weight_slot import WeightSlot, weight_slots
+from batchgen.engine.layers.weight_slot import WeightSlot, named_parts, weight_slots
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.outputs import OutputColumn
@@ -72,8 +75,11 @@ class CausalLM(TokenModel):
         device: where the parameters are created.
         dtype: the dtype of parameters and activations.
         heads: the names of those heads in `config.heads` that are wanted.
+        form: how the weights of layers are in FP8; None if they are not. A layer's weights are
+            turned to it before the next layer is made, so memory never holds all in `dtype`.
 
     Attributes:
+        form: as given, with the names of modules as weight slots have them.
         heads: maps the name of each wanted head to a model that continues from this model's hidden
             states.
         skipped_parts: the parts of the checkpoint that were not loaded, in words for the user.
@@ -89,15 +95,19 @@ class CausalLM(TokenModel):
         device: torch.device,
         dtype: torch.dtype,
         heads: Collection[str] = (),
+        form: FP8Format | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.device, self.dtype = device, dtype
+        self.form = form
+        if form is not None:
+            self.form = replace(form, excluded=tuple(map(self.piece_name, form.excluded)))
         self.skipped_parts: tuple[str, ...] = ()
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.model = Decoder(
             Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype),
-            (self.make_layer(index) for index in range(config.num_layers)),
+            (self._layer(index) for index in range(config.num_layers)),
             self.make_norm(),
             self.make_rotary(),
         )
@@ -106,8 +116,23 @@ class CausalLM(TokenModel):
         )
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
-        self.heads: Mapping[str, TokenModel] = {name: self.make_head(name) for name in heads}
+        self.count_parameters()
+        self.heads: Mapping[str, TokenModel] = {name: self._head(name) for name in heads}
+
+    def _layer(self, index: int) -> DecoderLayer:
+        layer = self.make_layer(index)
+        if self.form is not None:
+            quantise_layer(layer, f"model.layers.{index}", self.form)
+        return layer
+
+    def _head(self, name: str) -> TokenModel:
+        head = self.make_head(name)
+        if self.form is not None:
+            for place, part in named_parts(head, name):
+                if isinstance(part, DecoderLayer):
+                    quantise_layer(part, place, self.form)
+            head.count_parameters()
+        return head
 
     @classmethod
     @abstractmethod

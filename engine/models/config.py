@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from batchgen.engine.layers.fp8_format import FP8Format, checkpoint_format
 from batchgen.engine.layers.rotary import (
     DefaultRope,
     LinearRope,
@@ -79,6 +80,7 @@ class ModelConfig:
         diffusion: what block diffusion needs; None for a model that predicts the next token.
         heads: the names of the heads that the checkpoint contains. A head continues from the
             model's hidden states (`CausalLM.make_head`).
+        form: how the checkpoint's weights are in FP8; None if they are not.
     """
 
     architecture: str
@@ -91,6 +93,7 @@ class ModelConfig:
     family: FamilyConfig
     diffusion: Diffusion | None = None
     heads: tuple[str, ...] = ()
+    form: FP8Format | None = None
 
     def __post_init__(self) -> None:
         check_positive(
@@ -137,7 +140,6 @@ def common_config(
         ValueError: the checkpoint needs something that the engine does not have, which the message
             names.
     """
-    refuse_quantised(hf)
     return ModelConfig(
         architecture=architecture,
         hidden_size=hf.hidden_size,
@@ -147,20 +149,17 @@ def common_config(
         tie_word_embeddings=hf.tie_word_embeddings,
         dtype=own_dtype(hf),
         family=family,
+        form=fp8_format(hf),
     )
 
 
-def refuse_quantised(hf: PretrainedConfig) -> None:
-    """Check that a checkpoint's weights are not quantised.
+def fp8_format(hf: PretrainedConfig) -> FP8Format | None:
+    """Return how a checkpoint's weights are in FP8; None if they are not quantised.
 
     Raises:
-        ValueError: they are.
+        ValueError: they are quantised in another way.
     """
-    if hf.to_dict().get("quantization_config") is not None:
-        raise ValueError(
-            "the checkpoint is quantized (quantization_config), which is not supported; use the "
-            "original weights or a GGUF file"
-        )
+    return checkpoint_format(hf.to_dict().get("quantization_config"))
 
 
 def own_dtype(hf: PretrainedConfig) -> torch.dtype:

@@ -62,7 +62,7 @@ class MTPHead(TokenModel):
         self.fc = Linear(2 * size, size, bias=False, device=self.device, dtype=self.dtype)
         self.layers = nn.ModuleList([layer])
         self.norm = target.make_norm()
-        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        self.count_parameters()
         self._spared = spared
         # In a tuple, so that the target's weights do not count as the head's.
         self._shared = target.model.embed_tokens, target.model.rotary, target.lm_head

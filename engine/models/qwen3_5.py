@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from batchgen.engine.models.config import ModelConfig, own_dtype, refuse_quantised
+from batchgen.engine.models.config import ModelConfig, fp8_format, own_dtype
 from batchgen.engine.models.hybrid import HybridForCausalLM, hybrid_config
 
 if TYPE_CHECKING:
@@ -78,8 +78,12 @@ def text_part(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
         config: what was made of the decoder's part.
 
     Raises:
-        ValueError: the checkpoint is quantised.
+        ValueError: the checkpoint is quantised in a way that is not supported.
     """
-    refuse_quantised(hf)
     dtype = config.dtype if hf.text_config.dtype is not None else own_dtype(hf)
-    return replace(config, tie_word_embeddings=hf.tie_word_embeddings, dtype=dtype)
+    return replace(
+        config,
+        tie_word_embeddings=hf.tie_word_embeddings,
+        dtype=dtype,
+        form=fp8_format(hf) or config.form,
+    )

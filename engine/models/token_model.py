@@ -27,7 +27,9 @@ class TokenModel(nn.Module, ABC):
         dtype: the dtype of the parameters and of the activations between layers.
         hidden_size: the width of the hidden states.
         vocab_size: the width of the logits.
-        num_parameters: the number of parameters, in which shared ones count once.
+        num_parameters: the number of parameters, in which shared ones count once and the scales of
+            weights in FP8 do not.
+        weight_bytes: the bytes of the parameters, with the scales.
         batch_dependence: once the weights are packed, why the bits of a token's result depend on
             what else is in its batch, in words for the user. None if they do not, and on a GPU,
             where batchgen makes no such promise.
@@ -41,12 +43,26 @@ class TokenModel(nn.Module, ABC):
     hidden_size: int
     vocab_size: int
     num_parameters: int
+    weight_bytes: int
     batch_dependence: str | None = None
+
+    def count_parameters(self) -> None:
+        """Set `num_parameters` and `weight_bytes`, before weights are packed."""
+        found = dict(self.named_parameters())
+        self.weight_bytes = sum(parameter.nbytes for parameter in found.values())
+        self.num_parameters = sum(
+            parameter.numel() for name, parameter in found.items() if not name.endswith("scales")
+        )
 
     @property
     def parameters_per_token(self) -> int:
         """How many of the parameters a token goes through; fewer than all if there are experts."""
         return self.num_parameters
+
+    @property
+    def weight_bytes_per_token(self) -> int:
+        """About how many bytes of weights a token goes through, as if all had the same size."""
+        return self.weight_bytes * self.parameters_per_token // self.num_parameters
 
     @property
     @abstractmethod

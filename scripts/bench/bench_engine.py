@@ -28,6 +28,7 @@ from workloads import (
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.step_timing import PhaseSplit, StepTime, StepTimer
 from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.loader import Quantization
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -103,6 +104,8 @@ class Bench:
         *,
         uniform: bool = False,
         columns: tuple[str, ...] = (),
+        quantization: Quantization | None = None,
+        most_requests: int | None = None,
     ) -> None:
         """Make both.
 
@@ -112,10 +115,12 @@ class Bench:
             device: where both are.
             uniform: tokens go to random experts, not to those of the routers.
             columns: the names of the output columns that every request asks for.
+            quantization: as for `load_model`.
+            most_requests: how many requests of a workload are run; None runs all.
         """
-        self.device, self._columns = device, columns
+        self.device, self._columns, self._most_requests = device, columns, most_requests
         start = time.perf_counter()
-        self.weights = weights = dummy_model(model, device)
+        self.weights = weights = dummy_model(model, device, quantization=quantization)
         self.model_config = weights.config
         if uniform:
             route_uniformly(weights)
@@ -156,7 +161,7 @@ class Bench:
         shift, self._runs = self._runs, self._runs + 1
         return [
             replace(r, prompt=[(i + shift) % vocab for i in r.prompt])
-            for r in requests(name, vocab)
+            for r in requests(name, vocab)[: self._most_requests]
         ]
 
     def add(self, load: list[BenchRequest], temperature: float) -> None:
@@ -267,7 +272,13 @@ class Bench:
         return count_touched(self.weights, self.load(name), self.max_num_seqs, gib)
 
     def floor(self, load: list[BenchRequest], rates: Rates) -> Floor:
-        return floor_seconds(self.model_config, load, bandwidth=rates.bandwidth, flops=rates.flops)
+        return floor_seconds(
+            self.model_config,
+            load,
+            bandwidth=rates.bandwidth,
+            flops=rates.flops,
+            in_fp8=self.weights.form is not None and self.weights.form.native,
+        )
 
     def profile(self, name: str, temperature: float, path: Path, after: int) -> None:
         """Print which kernels take the time of the first prefills, and of full decode steps.

@@ -6,12 +6,15 @@
     python scripts/bench/bench_throughput.py --model qwen3-8b --start-up
     python scripts/bench/bench_throughput.py --model qwen3-30b-a3b --workload mixed \\
         --routing uniform [--columns routed_experts]
+    python scripts/bench/bench_throughput.py --model qwen3-8b --workload mixed \\
+        --quantization none,fp8 [--requests 128]
 
-The weights are random, in bfloat16 (float32 on a CPU); EOS is ignored; there is one device. Printed
-beside the seconds are the physical floor of the work, with the rates of an H100 and with the rates
-measured in the same process, and how the time divides into prefill, decode and a device that waits
-for the host. For a model with experts it also counts how many of them a step touches; random
-weights route less evenly than chance does (`--routing uniform`).
+The weights are random, in bfloat16 (float32 on a CPU), or with `--quantization fp8` in FP8 where
+the device computes in it; several are measured one after another. EOS is ignored; there is one
+device. Printed beside the seconds are the physical floor of the work, with the rates of an H100 and
+with the rates measured in the same process, and how the time divides into prefill, decode and a
+device that waits for the host. For a model with experts it also counts how many of them a step
+touches; random weights route less evenly than chance does (`--routing uniform`).
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import Any
 import torch
 import triton
 from bench_engine import Bench, Run
-from device_rates import measure_rates
+from device_rates import Rates, measure_rates
 from expert_counts import ROUTINGS
 from this_process import process_age
 from workloads import MODELS, WORKLOADS
@@ -139,6 +142,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--routing", choices=ROUTINGS, default="model", help="who chooses experts")
     parser.add_argument("--columns", default="", help="comma separated, of every request")
+    parser.add_argument("--quantization", default="none", help="comma separated, of none and fp8")
+    parser.add_argument("--requests", type=int, help="only the first so many of each workload")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--profile", type=Path, help="after the runs; traces NAME.json or .json.gz")
     parser.add_argument(
@@ -155,6 +160,11 @@ def parse_arguments() -> argparse.Namespace:
         arguments.workload = arguments.workload.split(",")
         if unknown := [name for name in arguments.workload if name not in WORKLOADS]:
             parser.error(f"unknown workload {unknown[0]!r}: choose from {', '.join(WORKLOADS)}")
+    arguments.quantization = arguments.quantization.split(",")
+    if unknown := [name for name in arguments.quantization if name not in ("none", "fp8")]:
+        parser.error(f"unknown quantization {unknown[0]!r}: choose none or fp8")
+    if arguments.start_up and len(arguments.quantization) > 1:
+        parser.error("--start-up takes one --quantization")
     if arguments.start_up and (arguments.profile or arguments.runs != 1):
         parser.error("--start-up takes neither --profile nor --runs")
     if arguments.profile and not torch.cuda.is_available():
@@ -175,23 +185,28 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**{name: value for name, value in options.items() if value is not None})
 
 
-def make_bench(arguments: argparse.Namespace, config: EngineConfig, device: torch.device) -> Bench:
+def make_bench(
+    arguments: argparse.Namespace, config: EngineConfig, device: torch.device, quantization: str
+) -> Bench:
     return Bench(
         arguments.model,
         config,
         device,
         uniform=arguments.routing == "uniform",
         columns=tuple(filter(None, arguments.columns.split(","))),
+        quantization="fp8" if quantization == "fp8" else None,
+        most_requests=arguments.requests,
     )
 
 
 def run_workloads(
-    arguments: argparse.Namespace, config: EngineConfig, device: torch.device
+    arguments: argparse.Namespace,
+    config: EngineConfig,
+    device: torch.device,
+    quantization: str,
+    here: Rates | None,
 ) -> dict[str, Any]:
-    here = measure_rates(device) if device.type == "cuda" else None
-    if here:
-        print(f"copy {here.bandwidth / 1e12:.3f} TB/s, matmul {here.flops / 1e12:.0f} TFLOP/s")
-    bench = make_bench(arguments, config, device)
+    bench = make_bench(arguments, config, device, quantization)
     warm_up = bench.warm_up(arguments.workload, arguments.temperature)
     print(
         f"load {bench.load_seconds:.2f} s, engine {bench.engine_seconds:.2f} s, "
@@ -216,6 +231,8 @@ def run_workloads(
             print(f"{name}: {kind.line()}")
     return {
         "engine_config": engine_config,
+        "quantization": quantization,
+        "requests": arguments.requests,
         "routing": arguments.routing,
         "columns": arguments.columns,
         "experts_touched": {name: [asdict(t) for t in kinds] for name, kinds in touched.items()},
@@ -233,7 +250,7 @@ def run_start_up(
     arguments: argparse.Namespace, config: EngineConfig, device: torch.device
 ) -> dict[str, Any]:
     imported = process_age()
-    bench = make_bench(arguments, config, device)
+    bench = make_bench(arguments, config, device, arguments.quantization[0])
     built = process_age()
     bench.first_token(arguments.temperature)
     total = process_age()
@@ -257,11 +274,21 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = engine_config(arguments)
     if arguments.start_up:
-        figures = run_start_up(arguments, config, device)
+        all_figures = [run_start_up(arguments, config, device)]
     else:
-        figures = run_workloads(arguments, config, device)
-    figures = {"model": arguments.model} | environment(device) | figures
-    print(f"{arguments.model} on {figures['device']}, torch {figures['torch']}, {figures['date']}")
+        here = measure_rates(device) if device.type == "cuda" else None
+        if here:
+            print(f"copy {here.bandwidth / 1e12:.3f} TB/s, matmul {here.flops / 1e12:.0f} TFLOP/s")
+        all_figures = []
+        for quantization in arguments.quantization:
+            if len(arguments.quantization) > 1:
+                print(f"quantization {quantization}")
+            all_figures.append(run_workloads(arguments, config, device, quantization, here))
+    common = {"model": arguments.model} | environment(device)
+    figures: Any = [common | each for each in all_figures]
+    if len(figures) == 1:
+        figures = figures[0]
+    print(f"{arguments.model} on {common['device']}, torch {common['torch']}, {common['date']}")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 

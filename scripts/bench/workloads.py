@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from batchgen.engine.layers.latent_attention import LatentShape
-from batchgen.engine.loading.loader import load_model
+from batchgen.engine.loading.loader import Quantization, load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.dense import DenseConfig
@@ -120,6 +120,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+_FP8: dict[str, Any] = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
+}
 _DIFFUSION = {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}
 _HYBRID: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -215,6 +223,8 @@ MODELS |= {
         "num_experts_per_tok": 2,
         "vocab_size": 512,
     },
+    "qwen3-8b-fp8": MODELS["qwen3-8b"] | _FP8,
+    "qwen3-30b-a3b-fp8": MODELS["qwen3-30b-a3b"] | _FP8,
     "sdar-8b": MODELS["qwen3-8b"] | _DIFFUSION | {"mask_token_id": 151669},
     "tiny-sdar": MODELS["tiny"] | _DIFFUSION | {"mask_token_id": 511},
     "tiny-moe": MODELS["tiny"]
@@ -321,7 +331,12 @@ def write_config(model: str, folder: Path, **changes: int) -> Path:
 
 
 def dummy_model(
-    name: str, device: torch.device, heads: Collection[str] = (), **changes: int
+    name: str,
+    device: torch.device,
+    heads: Collection[str] = (),
+    *,
+    quantization: Quantization | None = None,
+    **changes: int,
 ) -> CausalLM:
     """Make a model of random weights: in bfloat16 on a GPU, in float32 on a CPU.
 
@@ -329,12 +344,20 @@ def dummy_model(
         name: key of `MODELS`, whose shapes the model has.
         device: where the weights go.
         heads: the names of the model's heads to make with it.
+        quantization: as for `load_model`.
         changes: entries of config.json to replace, such as `vocab_size=300`.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(name, Path(folder), **changes)
-        return load_model(path, device=device, dtype=dtype, load_format="dummy", heads=heads)
+        return load_model(
+            path,
+            device=device,
+            dtype=dtype,
+            load_format="dummy",
+            heads=heads,
+            quantization=quantization,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,9 +443,14 @@ def expert_weights(config: ModelConfig) -> ExpertWeights:
 
 
 def floor_seconds(
-    config: ModelConfig, load: Sequence[BenchRequest], *, bandwidth: float, flops: float
+    config: ModelConfig,
+    load: Sequence[BenchRequest],
+    *,
+    bandwidth: float,
+    flops: float,
+    in_fp8: bool = False,
 ) -> Floor:
-    """Compute the physical floor of a workload's time on one GPU in bfloat16.
+    """Compute the physical floor of a workload's time on one GPU, in bfloat16 or FP8.
 
     The time of prefill is that of its operations: two per weight and token, those of causal
     attention, and those of recurrences. A decode step takes the longer of two times, that of
@@ -436,13 +464,16 @@ def floor_seconds(
         load: the requests.
         bandwidth: bytes of device memory per second.
         flops: bfloat16 operations per second.
+        in_fp8: the weights of the layers are in FP8: they have half the bytes, and products with
+            them run at twice the rate.
     """
+    size, speed = (1, 2) if in_fp8 else (_BYTES_PER_VALUE, 1)
     body, experts = layer_params(config), expert_weights(config)
     head = config.hidden_size * config.vocab_size
     of_token = body + experts.of_token
     mixing = mixers(config)
     attention, kv_bytes = mixing.attention_flops, mixing.kv_bytes
-    of_prompt_token = 2 * of_token + mixing.state_flops
+    of_prompt_token = 2 * of_token / speed + mixing.state_flops
     prefill = sum(
         of_prompt_token * len(r.prompt) + attention * len(r.prompt) ** 2 / 2 for r in load
     )
@@ -450,9 +481,9 @@ def floor_seconds(
     # The first token comes from prefill.
     for step in range(1, max(r.output_len for r in load)):
         contexts = [len(r.prompt) + step for r in load if r.output_len > step]
-        weights = body + head + experts.read(len(contexts))
-        products = 2 * (of_token + head) * len(contexts)
-        decode += max(weights * _BYTES_PER_VALUE / bandwidth, products / flops)
+        read = (body + experts.read(len(contexts))) * size + head * _BYTES_PER_VALUE
+        products = 2 * (of_token / speed + head) * len(contexts)
+        decode += max(read / bandwidth, products / flops)
         decode += kv_bytes * sum(contexts) / bandwidth
         decode += 2 * mixing.state_bytes * len(contexts) / bandwidth
     return Floor(prefill / flops, decode)

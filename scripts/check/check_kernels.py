@@ -29,10 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 from expert_products import check_experts
+from fp8_products import check_fp8
 from linear_rows import check_linear_attention
 from triton.runtime import KernelInterface
 
 from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
@@ -282,6 +284,9 @@ def main() -> None:
     launches = count_launches()
     problems = check_masks() + check_experts(torch.device("cuda"))
     problems += check_linear_attention(torch.device("cuda"))
+    has_fp8 = has_fp8_units(torch.device("cuda"))
+    if has_fp8:
+        problems += check_fp8(torch.device("cuda"))
     for sizes, dtype in RUNS:
         batches, diffusion = batches_of(sizes), sizes["model_type"] == "sdar"
         reference = DLLMStrategy() if diffusion else ARStrategy()
@@ -302,7 +307,11 @@ def main() -> None:
                 ]
             problems += [f"{name}: {row.error}" for row in found if row.error is not None]
     print(", ".join(f"{name} {count}" for name, count in launches.items()))
-    problems += [f"{name} was never launched" for name, count in launches.items() if not count]
+    problems += [
+        f"{name} was never launched"
+        for name, count in launches.items()
+        if not count and (has_fp8 or not name.startswith("fp8."))
+    ]
     for problem in problems:
         print(problem)
     print(f"{len(launches)} kernels, {launches.total()} launches, {len(problems)} problems")

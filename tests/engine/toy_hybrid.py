@@ -27,13 +27,15 @@ from batchgen.engine.cache.specs import CacheSpec, KVSpec, StateSpec, StateTenso
 from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens, RowMetadata
 from batchgen.engine.layers.attention import Attention
 from batchgen.engine.layers.decoder_layer import DecoderLayer
-from batchgen.engine.layers.linear import Linear, MergedLinear
+from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.mlp import GatedMLP
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import DefaultRope, RotaryTable
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import FamilyConfig, ModelConfig
 from batchgen.engine.outputs import OutputColumn
+from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.linear_attention.rows import StepRows
 
 ARCHITECTURE = "ToyHybridForCausalLM"
@@ -227,8 +229,9 @@ class RecordingMLP(GatedMLP):
         super().__init__(size, 2 * size, bias=False, **more)
         self.layer, self.column = layer, column
 
-    def forward(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor | FP8Rows, residual: Tensor, ctx: ForwardContext) -> Tensor:
         if self.column.name in ctx.columns:
+            assert isinstance(x, Tensor)
             ctx.record(self.column, x[:, :ROUTES].topk(2).indices, self.layer)
         return super().forward(x, residual, ctx)
 

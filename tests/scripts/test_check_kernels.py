@@ -4,11 +4,15 @@ import ast
 from pathlib import Path
 
 import expert_products
+import fp8_products
 import pytest
 import torch
 from check_kernels import KERNELS, launched_kernels
 from expert_products import EXPERTS, HIDDEN, INNER, K, differences, token_counts
+from fp8_products import expert_tokens, linear_rows
 
+from batchgen.kernels.fp8.tiles import EXPERTS as FP8_EXPERTS
+from batchgen.kernels.fp8.tiles import LINEAR, expert_tiles, linear_tiles
 from batchgen.kernels.moe.alignment_triton import FEW_SLOTS
 from batchgen.kernels.moe.tiles import TABLE, choose_tiles
 
@@ -39,6 +43,23 @@ def test_the_checked_experts_take_every_line_of_the_table_and_both_sorts() -> No
     slots = [tokens * K for tokens in token_counts()]
     assert {choose_tiles(n, weight) for n in slots} == {tiles for _, tiles in TABLE}
     assert min(slots) <= FEW_SLOTS < max(slots)
+
+
+@pytest.mark.slow
+def test_kernels_in_fp8_are_checked_at_every_line_of_their_tables() -> None:
+    assert [linear_tiles(rows) for rows in linear_rows()] == [tiles for _, tiles in LINEAR]
+    slots = [tokens * fp8_products._K for tokens in expert_tokens()]
+    found = [expert_tiles(n, fp8_products._EXPERTS) for n in slots]
+    assert found == [tiles for _, tiles in FP8_EXPERTS]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert not list(fp8_products.rounding_differences(device))
+    assert not list(fp8_products.linear_differences(40, device))
+    assert not list(fp8_products.expert_differences(8, device))
+
+
+def test_a_wrong_product_in_fp8_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_products, "fp8_linear_triton", lambda *parts: parts[-1].fill_(1.0))
+    assert len(list(fp8_products.linear_differences(3, torch.device("cpu")))) == 4
 
 
 def test_wrong_experts_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

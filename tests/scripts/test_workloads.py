@@ -1,6 +1,7 @@
 """The benchmark's workloads must never change: figures of other engines were taken on them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from workloads import (
@@ -20,7 +21,7 @@ from workloads import (
 from batchgen.engine.loading.loader import load_config
 from batchgen.engine.models.dense import DenseConfig
 
-H100 = {"bandwidth": 3.0e12, "flops": 790e12}
+H100: dict[str, Any] = {"bandwidth": 3.0e12, "flops": 790e12}
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,18 @@ def test_the_floor_is_that_of_the_comparison(
     floor = floor_seconds(config, requests(name, prompt_vocab(config.vocab_size)), **H100)
     assert floor.total == pytest.approx(total, abs=1e-4)
     assert floor.prefill == pytest.approx(prefill, abs=1e-4)
+
+
+def test_the_floor_with_weights_in_fp8(tmp_path: Path) -> None:
+    config = load_config(write_config("tiny", tmp_path))
+    load = [BenchRequest([1] * 10, 3)]
+    body, head = layer_params(config), config.hidden_size * config.vocab_size
+    slow_memory = floor_seconds(config, load, bandwidth=1.0, flops=1e30, in_fp8=True)
+    kv = mixers(config).kv_bytes * (11 + 12)
+    assert slow_memory.decode == pytest.approx(2 * (body + 2 * head) + kv)
+    slow_math = floor_seconds(config, load, bandwidth=1e30, flops=1.0, in_fp8=True)
+    assert slow_math.prefill == pytest.approx(10 * body + mixers(config).attention_flops * 50)
+    assert slow_math.decode == pytest.approx(2 * (body + 2 * head))
 
 
 def test_the_floor_of_one_request_by_hand(tmp_path: Path) -> None:

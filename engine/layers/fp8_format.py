@@ -1,0 +1,95 @@
+"""Which weights of a model are in FP8, how checkpoints say so, and which devices compute in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batchgen.kernels.fp8.fp8_weight import BLOCK
+
+_SCALE_FORMATS = ("float", "ue8m0")
+_PLAIN_NAME = re.compile(r"[\w.-]+")
+_UNITS = (8, 9)
+"""The compute capability from which GPUs multiply in FP8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FP8Format:
+    """Weights of linear layers in FP8, with a scale for each block of 128 × 128 values.
+
+    They are those of the layers' projections and experts. Embeddings, the layer that computes
+    logits, norms, routers, and the gates of gated delta networks and of shared experts are never in
+    FP8: they are few, and small errors in them change much. What expands latents to keys and values
+    is not either, because attention multiplies by it transposed as well.
+
+    Attributes:
+        excluded: the names that checkpoints give to modules which are not in FP8 either.
+        powers_of_two: the scales of activations are powers of two, because the model was trained
+            so (`scale_fmt` ue8m0).
+        at_load: the checkpoint's weights are not in FP8 and are rounded to it while they load.
+        native: products are computed in FP8. Otherwise weights are rounded to FP8 and kept in the
+            model's dtype, for devices without such units.
+    """
+
+    excluded: tuple[str, ...] = ()
+    powers_of_two: bool = False
+    at_load: bool = False
+    native: bool = True
+
+    def excludes(self, name: str) -> bool:
+        """Whether a module of this name, or one that it is part of, is excluded."""
+        return any(f".{entry}." in f".{name}." for entry in self.excluded)
+
+
+def has_fp8_units(device: torch.device) -> bool:
+    """Whether a device multiplies matrices in FP8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _UNITS
+
+
+def checkpoint_format(quantization: Mapping[str, Any] | None) -> FP8Format | None:
+    """Read the `quantization_config` of a checkpoint's configuration; None if there is none.
+
+    Raises:
+        ValueError: the checkpoint is quantised in another way than in FP8 by blocks of 128 × 128,
+            or asks for something that is not known; the message names it.
+    """
+    if quantization is None:
+        return None
+    values = {key: value for key, value in quantization.items() if value not in (None, False)}
+    if (method := values.pop("quant_method", None)) != "fp8":
+        raise _refused("quant_method", method, "'fp8'")
+    excluded: list[str] = []
+    for key in ("modules_to_not_convert", "ignored_layers"):
+        excluded += values.pop(key, ())
+    for name in excluded:
+        if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
+            raise _refused("modules_to_not_convert", name, "names of modules, not patterns")
+    if (block := values.pop("weight_block_size", None)) is None or list(block) != [BLOCK, BLOCK]:
+        raise _refused("weight_block_size", block, f"[{BLOCK}, {BLOCK}]")
+    allowed: tuple[tuple[str, tuple[str, ...]], ...] = (
+        ("fmt", ("e4m3",)),
+        ("activation_scheme", ("dynamic",)),
+        ("scale_fmt", _SCALE_FORMATS),
+        ("expert_dtype", ("fp8",)),
+    )
+    found: dict[str, Any] = {}
+    for key, choices in allowed:
+        found[key] = values.pop(key, choices[0])
+        if found[key] not in choices:
+            raise _refused(key, found[key], " or ".join(map(repr, choices)))
+    if values:
+        key = min(values)
+        raise _refused(key, values[key], "left out")
+    return FP8Format(excluded=tuple(excluded), powers_of_two=found["scale_fmt"] == "ue8m0")
+
+
+def _refused(key: str, value: object, allowed: str) -> ValueError:
+    return ValueError(
+        "the checkpoint is quantized in a way that is not supported: "
+        f"quantization_config.{key} is {value!r}, and it must be {allowed}; use a checkpoint in "
+        f"FP8 with blocks of {BLOCK} × {BLOCK}, the original weights or a GGUF file"
+    )

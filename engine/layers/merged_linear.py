@@ -1,0 +1,151 @@
+"""Linear layers of one input that share a merged weight, so they are one matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.engine.layers.linear import Linear, empty_fp8, empty_parameter
+from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
+from batchgen.kernels.fp8.linear import fp8_linear
+from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
+from batchgen.kernels.layers.linear import linear
+
+
+class MergedLinear(Linear):
+    """A linear layer y = x Wᵀ + b whose weight W stacks several named projections of x.
+
+    A checkpoint may hold each projection in a tensor of its own, or all of them in one tensor under
+    the name of this module. Both can be loaded.
+
+    Args:
+        in_features: the length of x.
+        parts: maps the name of each projection in checkpoints to its number of output features, in
+            the order in which the output has them.
+        bias: whether the projections have a bias.
+        arrange: maps the names of projections whose output features stand in another order in
+            checkpoints to what puts them in order: it takes a checkpoint's weight or bias, with the
+            features on the first axis, and returns one of the same shape.
+        unquantised: the projections that `quantise` never turns to FP8, which are the last ones.
+        device: where the parameters are created.
+        dtype: the dtype of the parameters.
+
+    Attributes:
+        tail: the weight of the last projections, if those before them are kept in FP8 and they are
+            not; None if `weight` is that of all projections.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        arrange: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        unquantised: Collection[str] = (),
+    ) -> None:
+        super().__init__(in_features, sum(parts.values()), bias=bias, device=device, dtype=dtype)
+        self.parts = dict(parts)
+        self._arrange = dict(arrange or {})
+        self._unquantised = frozenset(unquantised)
+        self._in_fp8: tuple[str, ...] = ()
+        self.tail: nn.Parameter | None = None
+
+    def quantise(self, form: FP8Format, path: str) -> None:
+        """Keep the weights of the projections in FP8, as `Linear.quantise` says.
+
+        Where all of them have multiples of 128 output features in the order of the checkpoint, 128
+        rows share a scale as they do there; else each row has scales of its own.
+
+        Raises:
+            ValueError: a projection is excluded, and one behind it is not.
+        """
+        names = list(self.parts)
+        kept = [name for name in names if self._stays(name, form, path)]
+        first = len(names) - len(kept)
+        if kept != names[first:]:
+            raise ValueError(
+                f"modules_to_not_convert excludes {_beside(path, kept[0])}, which is computed "
+                f"together with {', '.join(set(names) - set(kept))}: exclude all of them or none"
+            )
+        if not first:
+            return
+        self.form, self._in_fp8 = form, tuple(names[:first])
+        if not form.native:
+            return
+        depth, device = self.weight.shape[1], self.weight.device
+        sizes = [self.parts[name] for name in self._in_fp8]
+        aligned = not self._arrange and all(size % BLOCK == 0 for size in sizes)
+        self.weight, self.scales = empty_fp8(
+            sum(sizes), depth, device=device, scale_rows=BLOCK if aligned else 1
+        )
+        if kept:
+            rest = self.out_features - sum(sizes)
+            self.tail = empty_parameter(rest, depth, device=device, dtype=self._dtype)
+
+    def _stays(self, name: str, form: FP8Format, path: str) -> bool:
+        excluded = form.excludes(path) or form.excludes(_beside(path, name))
+        return excluded or name in self._unquantised
+
+    def _compute_fp8(self, x: Tensor | FP8Rows, residual: Tensor | None = None) -> Tensor:
+        if self.tail is None:
+            return super()._compute_fp8(x, residual)
+        assert isinstance(x, Tensor) and self.scales is not None and self.form is not None
+        assert self.bias is None and residual is None, "no layer with a tail needs either"
+        rows = quantise_rows(x, powers_of_two=self.form.powers_of_two)
+        out = torch.empty((len(x), self.out_features), dtype=self._dtype, device=x.device)
+        first, last = out.tensor_split([len(self.weight)], dim=1)
+        weight = FP8Weight(self.weight, self.scales)
+        fp8_linear(rows, weight, dtype=self._dtype, out=first)
+        last.copy_(linear(x, self.tail))
+        return out
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield a weight slot for each projection, and one for all of them together."""
+        start, names = 0, [_beside(path, part) for part in self.parts]
+        for (part, size), name in zip(self.parts.items(), names, strict=True):
+            values, scales = self._rows(start, size)
+            form, source = self.form if part in self._in_fp8 else None, f"{name}.weight"
+            combine = self._arranged(part, source)
+            yield WeightSlot(values, (source,), (source,), combine, form=form, scales=scales)
+            start += size
+        if not self._arrange and len(self._in_fp8) in (0, len(self.parts)):
+            pieces = tuple(f"{name}.weight" for name in names)
+            source = f"{path}.weight"
+            yield WeightSlot(self.weight, pieces, (source,), form=self.form, scales=self.scales)
+        if self.bias is not None:
+            yield from self._bias_slots(self.bias, path, [f"{name}.bias" for name in names])
+
+    def _rows(self, start: int, size: int) -> tuple[Tensor, Tensor | None]:
+        """Return some rows of the weight, with their scales if they are kept in FP8."""
+        if self.tail is not None and start >= len(self.weight):
+            return self.tail[start - len(self.weight) :][:size], None
+        values = self.weight[start : start + size]
+        if self.scales is None:
+            return values, None
+        share = FP8Weight(self.weight, self.scales).scale_rows
+        return values, self.scales[start // share : (start + size) // share]
+
+    def _bias_slots(self, bias: Tensor, path: str, names: list[str]) -> Iterator[WeightSlot]:
+        slices = bias.split(list(self.parts.values()))
+        for part, name, values in zip(self.parts, names, slices, strict=True):
+            yield WeightSlot(values, (name,), (name,), self._arranged(part, name))
+        if not self._arrange:
+            yield WeightSlot(bias, tuple(names), (f"{path}.bias",))
+
+    def _arranged(self, part: str, name: str) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
+        """Return what makes the values of a projection from the checkpoint's tensor of this name;
+        None if they stand there as they are."""
+        arrange = self._arrange.get(part)
+        return None if arrange is None else lambda tensors: arrange(tensors[name])
+
+
+def _beside(path: str, part: str) -> str:
+    """The name of a projection in checkpoints, given that of the merged layer."""
+    return f"{path.rpartition('.')[0]}.{part}"

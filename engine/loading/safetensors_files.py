@@ -1,0 +1,151 @@
+"""The safetensors files of a checkpoint: which they are, and the tensors in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from batchgen.kernels.fp8.fp8_weight import FP8, FP8Weight, scales_shape
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_SCALES = "_scale_inv"
+"""What the names of scales have behind those of their weights in FP8."""
+
+
+def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and values of each tensor in a folder's safetensors files."""
+    for file in safetensors_files(folder):
+        with _opened(file) as found:
+            for name in found.keys():
+                yield name, found.get_tensor(name)
+
+
+def tensors_with_scales(folder: Path) -> Iterator[tuple[str, Tensor | FP8Weight]]:
+    """Yield the name and values of each tensor of a checkpoint with weights in FP8.
+
+    Those in FP8 are yielded with their scales, wherever these lie.
+
+    Raises:
+        ValueError: a weight in FP8 has no scales, or some of a wrong shape or type.
+    """
+    where = {name: file for file in safetensors_files(folder) for name in _names(file)}
+    with ExitStack() as stack:
+        opened = {file: stack.enter_context(_opened(file)) for file in set(where.values())}
+        used: set[str] = set()
+        scales_last = sorted(where, key=lambda name: name.endswith(_SCALES))
+        for name in scales_last:
+            if name in used:
+                continue
+            tensor, of_scales = opened[where[name]].get_tensor(name), name + _SCALES
+            if tensor.dtype != FP8:
+                yield name, tensor
+                continue
+            if of_scales not in where:
+                raise ValueError(
+                    f"{folder}: tensor {of_scales} is missing, the scales of {name}, which is in "
+                    "FP8"
+                )
+            used.add(of_scales)
+            scales = opened[where[of_scales]].get_tensor(of_scales)
+            yield name, _scaled(folder, of_scales, tensor, scales)
+
+
+def _scaled(folder: Path, name: str, values: Tensor, scales: Tensor) -> FP8Weight:
+    """Put a weight together with its scales, which have this name.
+
+    Raises:
+        ValueError: the scales have a wrong shape or type.
+    """
+    expected = scales_shape(values.shape)
+    if tuple(scales.shape) != expected or not scales.is_floating_point():
+        raise ValueError(
+            f"{folder}: tensor {name} has shape {list(scales.shape)} in "
+            f"{str(scales.dtype).removeprefix('torch.')}, and a weight of shape "
+            f"{list(values.shape)} needs floating-point scales of shape {list(expected)}"
+        )
+    return FP8Weight(values, scales.float())
+
+
+def _names(file: Path) -> list[str]:
+    with _opened(file) as found:
+        return list(found.keys())
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """Return the names of the tensors in a folder's safetensors files, without reading any tensor.
+
+    Raises:
+        ValueError: there are no weights, or a file is damaged.
+    """
+    return [name for file in safetensors_files(folder) for name in _names(file)]
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file as safetensors' `safe_open` does, which has no types. It is
+    memory-mapped, so a tensor is read only when it is copied.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    from safetensors import SafetensorError, safe_open  # dummy weights and GGUF files need none
+
+    try:
+        with safe_open(file, framework="pt", device="cpu") as found:
+            yield found
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or cut off: {error}") from error
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """Find the safetensors files of a folder, which are one file or several shards.
+
+    Raises:
+        ValueError: there are none, or a shard that the index names is missing.
+    """
+    index = folder / _INDEX
+    if index.is_file():
+        weight_map = read_json(index)["weight_map"]
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        for file in files:
+            if not file.is_file():
+                raise ValueError(f"{folder}: {file.name}, named by {_INDEX}, is missing")
+        return files
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    pickles = [file.name for ending in ("bin", "pt", "pth") for file in folder.glob(f"*.{ending}")]
+    if pickles:
+        raise ValueError(
+            f"{folder} has no {_SINGLE}; pickled weights ({abbreviate(sorted(pickles))}) are not "
+            "read because they can run code: convert them to safetensors"
+        )
+    raise ValueError(
+        f"{folder} has no weights ({_SINGLE} or {_INDEX}); load_format=dummy needs none"
+    )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ValueError: the file holds something else; the message names it.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # The text is not UTF-8, or not JSON.
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} does not hold a JSON object")
+    return content
+
+
+def abbreviate(names: list[str]) -> str:
+    """List at most five names and say how many more there are."""
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -1,0 +1,67 @@
+"""Experts whose weights are in FP8."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.fp8.experts_triton import fp8_grouped_mlp_triton
+from batchgen.kernels.fp8.fp8_weight import FP8Weight
+from batchgen.kernels.fp8.linear import fp8_linear_reference
+from batchgen.kernels.fp8.quantise import quantise_rows
+from batchgen.kernels.layers.activation import silu_and_mul_reference
+
+
+def fp8_grouped_mlp(
+    x: Tensor,
+    gate_up: FP8Weight,
+    down: FP8Weight,
+    ids: Tensor,
+    weights: Tensor,
+    residual: Tensor | None = None,
+    *,
+    powers_of_two: bool = False,
+) -> Tensor:
+    """`moe/experts.grouped_mlp` with weights in FP8: x and what is between the two products are
+    quantised, in groups of 128 values.
+
+    Args:
+        x: [T, H], the tokens.
+        gate_up: [E, 2·I, H], the weights of each expert: the I rows of gate and then those of up.
+            If 128 rows share a scale, I is a multiple of 128.
+        down: [E, H, I].
+        ids: [T, k] int32, the experts of each token, all in [0, E).
+        weights: [T, k] float32. A NaN here or in x stays in its own row.
+        residual: [T, H], dtype of x, contiguous, to which the result is added in place; None adds
+            it to nothing.
+        powers_of_two: the scales of activations are powers of two.
+
+    Returns:
+        [T, H], dtype of x: a new tensor, or `residual`.
+    """
+    if x.is_cuda:
+        return fp8_grouped_mlp_triton(
+            x, gate_up, down, ids, weights, residual, powers_of_two=powers_of_two
+        )
+    out = fp8_grouped_mlp_reference(x, gate_up, down, ids, weights, powers_of_two)
+    return out if residual is None else residual.add_(out)
+
+
+def fp8_grouped_mlp_reference(
+    x: Tensor,
+    gate_up: FP8Weight,
+    down: FP8Weight,
+    ids: Tensor,
+    weights: Tensor,
+    powers_of_two: bool = False,
+) -> Tensor:
+    """`fp8_grouped_mlp` in PyTorch, as plainly as it can be written."""
+    of_slots = torch.empty((*ids.shape, x.shape[1]), device=x.device)
+    for expert in ids.unique().tolist():
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        wide, narrow = (FP8Weight(w.values[expert], w.scales[expert]) for w in (gate_up, down))
+        tokens = quantise_rows(x[token], powers_of_two=powers_of_two)
+        inner = silu_and_mul_reference(fp8_linear_reference(tokens, wide))
+        inner_rows = quantise_rows(inner, powers_of_two=powers_of_two)
+        of_slots[token, slot] = fp8_linear_reference(inner_rows, narrow)
+    return (of_slots * weights.unsqueeze(-1)).sum(1).to(x.dtype)

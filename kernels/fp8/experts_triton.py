@@ -1,0 +1,323 @@
+"""Experts whose weights are in FP8, in Triton: the launches of `moe/experts_triton.py`, with tokens
+quantised before the first product, and its result quantised by the product itself for the second.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
+from batchgen.kernels.fp8.linear_triton import block_product, load_tile, scaled, weight_scales
+from batchgen.kernels.fp8.quantise_triton import quantise_groups, quantise_rows_triton
+from batchgen.kernels.fp8.tiles import ExpertTiles, copy_engine_reads, expert_tiles, fitting_stages
+from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment, align
+from batchgen.kernels.moe.experts_triton import sum_slots
+
+
+def fp8_grouped_mlp_triton(
+    x: Tensor,
+    gate_up: FP8Weight,
+    down: FP8Weight,
+    ids: Tensor,
+    weights: Tensor,
+    residual: Tensor | None = None,
+    *,
+    powers_of_two: bool = False,
+    tiles: ExpertTiles | None = None,
+) -> Tensor:
+    """`fp8/experts.fp8_grouped_mlp` in five launches, seven if there are many tokens.
+
+    Args:
+        x: [T, H], the last axis contiguous.
+        gate_up: [E, 2·I, H], contiguous: the I rows of gate, then those of up. If 128 rows share a
+            scale, I is a multiple of 128.
+        down: [E, H, I], contiguous.
+        ids: [T, k] int32, contiguous, each in [0, E). This is not checked on a GPU.
+        weights: [T, k] float32, contiguous.
+        residual: [T, H], contiguous, to which the result is added in place, rounded once.
+        powers_of_two: the scales of activations are powers of two.
+        tiles: how the products are cut; None chooses from the table.
+
+    Returns:
+        [T, H], dtype of x: a new tensor, or `residual`.
+    """
+    tokens, hidden = x.shape
+    experts, inner, k = len(gate_up.values), down.values.shape[2], ids.shape[1]
+    assert gate_up.values.shape == (experts, 2 * inner, hidden)
+    assert down.values.shape == (experts, hidden, inner)
+    assert gate_up.scale_rows == 1 or inner % BLOCK == 0
+    assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
+    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    if residual is not None:
+        assert residual.shape == x.shape and residual.is_contiguous()
+        out = residual
+    if not tokens:
+        return out
+    tiles = tiles or expert_tiles(ids.numel(), experts)
+    alignment = align(ids, experts, tiles.block_m)
+    values, scales = quantise_rows_triton(x, powers_of_two)
+    slots = tokens * k
+    activated = torch.empty((slots, inner), dtype=FP8, device=x.device)
+    of_groups = torch.empty((triton.cdiv(inner, BLOCK), slots), device=x.device)
+    fp8_gate_up(values, scales, gate_up, alignment, tiles, k, activated, of_groups, powers_of_two)
+    parts = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
+    fp8_down(activated, of_groups, down, weights, alignment, tiles, parts)
+    sum_slots(parts, out, add=residual is not None)
+    return out
+
+
+def fp8_gate_up(
+    values: Tensor,
+    scales: Tensor,
+    weight: FP8Weight,
+    alignment: Alignment,
+    tiles: ExpertTiles,
+    k: int,
+    out: Tensor,
+    out_scales: Tensor,
+    powers_of_two: bool,
+) -> None:
+    """Compute silu(gate·x) · (up·x) of every slot in float32 and quantise it.
+
+    Args:
+        values, scales: of the tokens, as `FP8Rows` has them.
+        weight: [E, 2·I, H].
+        alignment: of the T·k slots.
+        tiles: how the product is cut.
+        k: slots of a token.
+        out, out_scales: [T·k, I] e4m3 and [⌈I/128⌉, T·k] float32, in the order of places;
+            overwritten.
+        powers_of_two: the scales are powers of two.
+    """
+    inner, hidden = out.shape[1], values.shape[1]
+    grid = (alignment.most_tiles * triton.cdiv(inner, BLOCK),)
+    _gate_up[grid](
+        values, scales, _operand(weight, BLOCK), weight.scales, out, out_scales, *alignment[:-1],
+        scales.stride(0), out_scales.stride(0), weight.scales.stride(0), k, inner, hidden,
+        POWERS=powers_of_two, BLOCK_N=BLOCK, SWAP=tiles.gate_up_swap,
+        **_options(alignment, tiles, weight), num_warps=tiles.gate_up_warps,
+        num_stages=fitting_stages(tiles.gate_up_stages, tiles.block_m + 2 * BLOCK, out.device),
+    )  # fmt: skip
+
+
+def fp8_down(
+    values: Tensor,
+    scales: Tensor,
+    weight: FP8Weight,
+    slot_weights: Tensor,
+    alignment: Alignment,
+    tiles: ExpertTiles,
+    out: Tensor,
+) -> None:
+    """Compute slot weight · (down·x) of every slot.
+
+    Args:
+        values, scales: what `fp8_gate_up` made.
+        weight: [E, H, I].
+        slot_weights: [N] float32, in the order of slots.
+        alignment: of the N slots.
+        tiles: how the product is cut.
+        out: [N, H], contiguous, in the order of slots; overwritten.
+    """
+    hidden, inner = out.shape[1], values.shape[1]
+    grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.down_n),)
+    _down[grid](
+        values, scales, _operand(weight, tiles.down_n), weight.scales, slot_weights, out,
+        *alignment[:-1], scales.stride(0), weight.scales.stride(0), hidden, inner,
+        BLOCK_N=tiles.down_n, SWAP=tiles.down_swap, **_options(alignment, tiles, weight),
+        num_warps=tiles.down_warps,
+        num_stages=fitting_stages(tiles.down_stages, tiles.block_m + tiles.down_n, out.device),
+    )  # fmt: skip
+
+
+def _operand(weight: FP8Weight, block_n: int) -> Tensor | TensorDescriptor:
+    """The values of all experts, one below another."""
+    rows = weight.values.view(-1, weight.values.shape[-1])
+    if not copy_engine_reads(rows.shape[1], rows.device):
+        return rows
+    return TensorDescriptor.from_tensor(rows, [block_n, BLOCK])
+
+
+def _options(alignment: Alignment, tiles: ExpertTiles, weight: FP8Weight) -> dict[str, int | bool]:
+    return {
+        "BLOCK_M": alignment.block_m,
+        "BLOCK_K": BLOCK,
+        "SCALE_ROWS": weight.scale_rows,
+        "TMA": copy_engine_reads(weight.values.shape[-1], weight.values.device),
+        "HALVE": tiles.halve,
+        "INTERPRETED": not weight.values.is_cuda,
+    }
+
+
+_PLAIN = ["x_scales_stride", "out_scales_stride", "slots_per_token"]
+"""Arguments that change with the number of tokens."""
+
+
+@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=TILE_ARGUMENTS)
+def _gate_up(
+    x_ptr, x_scales_ptr, weight, w_scales_ptr, out_ptr, out_scales_ptr, slots_ptr,
+    tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, x_scales_stride,
+    out_scales_stride, expert_scales, slots_per_token, inner, hidden, POWERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    columns = tl.cdiv(inner, BLOCK_N)
+    tile = tl.program_id(0) // columns
+    # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
+    num_tiles = tl.load(num_tiles_ptr)
+    expert = tl.load(tile_experts_ptr + tile)
+    first = tl.load(tile_firsts_ptr + tile)
+    end = tl.load(tile_ends_ptr + tile)
+    if tile >= num_tiles:
+        return
+    group = tl.program_id(0) % columns
+    if HALVE and end - first <= BLOCK_M // 2:
+        _gate_up_tile(
+            x_ptr, x_scales_ptr, weight, w_scales_ptr, out_ptr, out_scales_ptr, slots_ptr, expert,
+            first, end, group, x_scales_stride, out_scales_stride, expert_scales, slots_per_token,
+            inner, hidden, POWERS, BLOCK_M // 2, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, TMA,
+            INTERPRETED,
+        )  # fmt: skip
+    else:
+        _gate_up_tile(
+            x_ptr, x_scales_ptr, weight, w_scales_ptr, out_ptr, out_scales_ptr, slots_ptr, expert,
+            first, end, group, x_scales_stride, out_scales_stride, expert_scales, slots_per_token,
+            inner, hidden, POWERS, BLOCK_M, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, TMA, INTERPRETED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gate_up_tile(
+    x_ptr, x_scales_ptr, weight, w_scales_ptr, out_ptr, out_scales_ptr, slots_ptr, expert,
+    first, end, group, x_scales_stride, out_scales_stride, expert_scales, slots_per_token,
+    inner, hidden, POWERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    SHARED: tl.constexpr = SCALE_ROWS % BLOCK_N == 0
+    place = first + tl.arange(0, BLOCK_M)
+    column = group * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows past the end repeat the last one, and columns past the last one others: without masks.
+    token = tl.load(slots_ptr + tl.minimum(place, end - 1)) // slots_per_token
+    row = column % inner
+    k = tl.arange(0, BLOCK_K)
+    x_source = x_ptr + token.to(tl.int64)[:, None] * hidden + k[None, :]
+    gate_row = expert * (2 * inner)
+    if TMA:
+        gate_row += group * BLOCK_N
+    up_row = gate_row + inner
+    scale_row = group * BLOCK_N if SHARED else row
+    of_expert = w_scales_ptr + expert.to(tl.int64) * expert_scales
+    steps = tl.cdiv(hidden, BLOCK_K)
+
+    gate = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    # Scales are loaded one step ahead, so that no step waits for them.
+    x_scales = tl.load(x_scales_ptr + token)
+    gate_scales = weight_scales(of_expert, scale_row, 0, steps, SCALE_ROWS)
+    up_scales = weight_scales(of_expert, inner + scale_row, 0, steps, SCALE_ROWS)
+    for step in tl.range(0, steps):
+        start = step * BLOCK_K
+        x = tl.load(x_source + start, mask=(start + k < hidden)[None, :], other=0.0)
+        tile = load_tile(weight, gate_row, row, start, hidden, TMA, BLOCK_K)
+        gate_product = block_product(x, tile, SWAP, INTERPRETED)
+        tile = load_tile(weight, up_row, row, start, hidden, TMA, BLOCK_K)
+        up_product = block_product(x, tile, SWAP, INTERPRETED)
+        ahead = tl.minimum(step + 1, steps - 1)
+        next_x_scales = tl.load(x_scales_ptr + ahead * x_scales_stride + token)
+        next_gate_scales = weight_scales(of_expert, scale_row, ahead, steps, SCALE_ROWS)
+        next_up_scales = weight_scales(of_expert, inner + scale_row, ahead, steps, SCALE_ROWS)
+        gate += scaled(gate_product, x_scales, gate_scales, SWAP, SHARED)
+        up += scaled(up_product, x_scales, up_scales, SWAP, SHARED)
+        x_scales = next_x_scales
+        gate_scales = next_gate_scales
+        up_scales = next_up_scales
+
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    if SWAP:
+        result = tl.trans(result)
+    mask = (place < end)[:, None] & (column < inner)[None, :]
+    result = tl.where(column[None, :] < inner, result, 0.0)
+    values, scales = quantise_groups(result, 1, POWERS, INTERPRETED)
+    tl.store(out_ptr + place.to(tl.int64)[:, None] * inner + column[None, :], values, mask=mask)
+    tl.store(out_scales_ptr + group * out_scales_stride + place, scales, mask=place < end)
+
+
+@triton.jit(do_not_specialize=_PLAIN[:1], do_not_specialize_on_alignment=TILE_ARGUMENTS)
+def _down(
+    x_ptr, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
+    tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, x_scales_stride,
+    expert_scales, hidden, inner,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    columns = tl.cdiv(hidden, BLOCK_N)
+    tile = tl.program_id(0) // columns
+    # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
+    num_tiles = tl.load(num_tiles_ptr)
+    expert = tl.load(tile_experts_ptr + tile)
+    first = tl.load(tile_firsts_ptr + tile)
+    end = tl.load(tile_ends_ptr + tile)
+    if tile >= num_tiles:
+        return
+    first_column = tl.program_id(0) % columns * BLOCK_N
+    if HALVE and end - first <= BLOCK_M // 2:
+        _down_tile(
+            x_ptr, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
+            expert, first, end, first_column, x_scales_stride, expert_scales, hidden, inner,
+            BLOCK_M // 2, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, TMA, INTERPRETED,
+        )  # fmt: skip
+    else:
+        _down_tile(
+            x_ptr, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
+            expert, first, end, first_column, x_scales_stride, expert_scales, hidden, inner,
+            BLOCK_M, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, TMA, INTERPRETED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _down_tile(
+    x_ptr, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
+    expert, first, end, first_column, x_scales_stride, expert_scales, hidden, inner,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    SHARED: tl.constexpr = SCALE_ROWS % BLOCK_N == 0
+    place = first + tl.arange(0, BLOCK_M)
+    last = tl.minimum(place, end - 1)
+    column = first_column + tl.arange(0, BLOCK_N)
+    row = column % hidden
+    k = tl.arange(0, BLOCK_K)
+    x_source = x_ptr + last.to(tl.int64)[:, None] * inner + k[None, :]
+    first_row = expert * hidden
+    if TMA:
+        first_row += first_column
+    scale_row = first_column if SHARED else row
+    of_expert = w_scales_ptr + expert.to(tl.int64) * expert_scales
+    steps = tl.cdiv(inner, BLOCK_K)
+
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    x_scales = tl.load(x_scales_ptr + last)
+    w_scales = weight_scales(of_expert, scale_row, 0, steps, SCALE_ROWS)
+    for step in tl.range(0, steps):
+        start = step * BLOCK_K
+        x = tl.load(x_source + start, mask=(start + k < inner)[None, :], other=0.0)
+        tile = load_tile(weight, first_row, row, start, inner, TMA, BLOCK_K)
+        product = block_product(x, tile, SWAP, INTERPRETED)
+        ahead = tl.minimum(step + 1, steps - 1)
+        next_x_scales = tl.load(x_scales_ptr + ahead * x_scales_stride + last)
+        next_w_scales = weight_scales(of_expert, scale_row, ahead, steps, SCALE_ROWS)
+        acc += scaled(product, x_scales, w_scales, SWAP, SHARED)
+        x_scales = next_x_scales
+        w_scales = next_w_scales
+
+    slot = tl.load(slots_ptr + last)
+    if SWAP:
+        acc = tl.trans(acc)
+    result = (acc * tl.load(slot_weights_ptr + slot)[:, None]).to(out_ptr.dtype.element_ty)
+    target = out_ptr + slot.to(tl.int64)[:, None] * hidden + column[None, :]
+    tl.store(target, result, mask=(place < end)[:, None] & (column < hidden)[None, :])

@@ -1,0 +1,95 @@
+"""Quantises activations to FP8: each group of 128 values of a row gets a scale of its own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, LARGEST, LEAST
+from batchgen.kernels.fp8.quantise_triton import (
+    quantise_rows_triton,
+    rms_norm_quantised_triton,
+    silu_and_mul_quantised_triton,
+)
+from batchgen.kernels.layers.activation import silu_and_mul_reference
+from batchgen.kernels.layers.rms_norm import rms_norm_reference
+
+
+class FP8Rows(NamedTuple):
+    """Rows of activations in FP8.
+
+    Attributes:
+        values: [R, K] e4m3 with R ≥ `num_rows`, contiguous. Rows from `num_rows` on mean nothing.
+        scales: [⌈K/128⌉, R] float32, contiguous: by what the values of each group are multiplied.
+        num_rows: M.
+    """
+
+    values: Tensor
+    scales: Tensor
+    num_rows: int
+
+    def dequantise(self) -> Tensor:
+        """The rows [M, K] in float32."""
+        values = self.values[: self.num_rows].float()
+        scales = self.scales[:, : self.num_rows].t().repeat_interleave(BLOCK, 1)
+        return values * scales[:, : values.shape[1]]
+
+
+def quantise_rows(x: Tensor, *, powers_of_two: bool = False) -> FP8Rows:
+    """Round rows to FP8, so that the largest value of each group becomes 448.
+
+    Args:
+        x: [M, K], the last axis contiguous. A group with a value that is not finite has NaN as its
+            scale.
+        powers_of_two: scales are rounded up to powers of two (the format ue8m0), so that the
+            largest value of a group becomes more than 224 and at most 448.
+    """
+    run = quantise_rows_triton if x.is_cuda else quantise_rows_reference
+    return FP8Rows(*run(x, powers_of_two), len(x))
+
+
+def quantise_rows_reference(x: Tensor, powers_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """`quantise_rows` in PyTorch: values and scales, without rows that mean nothing."""
+    depth = x.shape[1]
+    wide = x.float()
+    groups = F.pad(wide, (0, -depth % BLOCK)).unflatten(1, (-1, BLOCK))
+    largest = groups.abs().amax(-1)
+    scales = largest.clamp(min=LEAST) / LARGEST
+    if powers_of_two:
+        mantissa, exponent = torch.frexp(scales)
+        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+    scales = scales.where(largest.isfinite(), torch.nan)
+    values = (wide / scales.repeat_interleave(BLOCK, 1)[:, :depth]).to(FP8)
+    return values, scales.t().contiguous()
+
+
+def silu_and_mul_quantised(gate_up: Tensor, *, powers_of_two: bool = False) -> FP8Rows:
+    """Compute silu(gate) · up, as `silu_and_mul` does, and round it to FP8.
+
+    Args:
+        gate_up: [M, 2·D], the D columns of gate and then those of up; the last axis is contiguous.
+        powers_of_two: as of `quantise_rows`.
+    """
+    if gate_up.is_cuda:
+        found = silu_and_mul_quantised_triton(gate_up, powers_of_two)
+        return FP8Rows(*found, len(gate_up))
+    return quantise_rows(silu_and_mul_reference(gate_up), powers_of_two=powers_of_two)
+
+
+def rms_norm_quantised(
+    x: Tensor, weight: Tensor, eps: float, *, powers_of_two: bool = False
+) -> FP8Rows:
+    """Normalise rows, as `rms_norm` does, and round them to FP8.
+
+    Args:
+        x: [M, K]; the last axis is contiguous.
+        weight: [K], dtype of x or float32.
+        eps: added to the mean square.
+        powers_of_two: as of `quantise_rows`.
+    """
+    if x.is_cuda:
+        return FP8Rows(*rms_norm_quantised_triton(x, weight, eps, powers_of_two), len(x))
+    return quantise_rows(rms_norm_reference(x, weight, eps), powers_of_two=powers_of_two)

@@ -1,0 +1,144 @@
+"""Quantises activations to FP8, in Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, LARGEST, LEAST
+
+ROW_MULTIPLE = 16
+"""Rows are allocated in such numbers: cuBLAS reads the scales of a group in whole vectors."""
+_GROUPS = 8
+"""Groups that a program quantises: 1,024 values."""
+_LEAST = tl.constexpr(LEAST)
+_LARGEST = tl.constexpr(LARGEST)
+
+
+def quantise_rows_triton(x: Tensor, powers_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """`quantise_rows` in one launch: values and scales, of which only the first M rows are set."""
+    rows, depth = x.shape
+    assert x.stride(1) == 1
+    values, scales = _empty(rows, depth, x.device)
+    programs = rows * triton.cdiv(len(scales), _GROUPS)
+    if programs:
+        _quantise_rows[(programs,)](
+            x, values, scales, x.stride(0), depth, scales.stride(0), POWERS=powers_of_two,
+            SILU=False, GROUPS=_GROUPS, BLOCK=BLOCK, INTERPRETED=not x.is_cuda, num_warps=4,
+        )  # fmt: skip
+    return values, scales
+
+
+def silu_and_mul_quantised_triton(
+    gate_up: Tensor, powers_of_two: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`silu_and_mul_quantised` in one launch: as `quantise_rows_triton`."""
+    rows, width = gate_up.shape
+    assert gate_up.stride(1) == 1 and width % 2 == 0
+    values, scales = _empty(rows, width // 2, gate_up.device)
+    programs = rows * triton.cdiv(len(scales), _GROUPS)
+    if programs:
+        _quantise_rows[(programs,)](
+            gate_up, values, scales, gate_up.stride(0), width // 2, scales.stride(0),
+            POWERS=powers_of_two, SILU=True, GROUPS=_GROUPS, BLOCK=BLOCK,
+            INTERPRETED=not gate_up.is_cuda, num_warps=4,
+        )  # fmt: skip
+    return values, scales
+
+
+def rms_norm_quantised_triton(
+    x: Tensor, weight: Tensor, eps: float, powers_of_two: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm_quantised` in one launch: as `quantise_rows_triton`."""
+    rows, size = x.shape
+    assert x.stride(1) == 1
+    values, scales = _empty(rows, size, x.device)
+    groups = triton.next_power_of_2(len(scales))
+    if rows:
+        _rms_norm_quantised[(rows,)](
+            x, weight, values, scales, x.stride(0), size, scales.stride(0), eps,
+            POWERS=powers_of_two, GROUPS=groups, BLOCK=BLOCK, INTERPRETED=not x.is_cuda,
+            num_warps=min(16, max(2, groups * BLOCK // 512)),
+        )  # fmt: skip
+    return values, scales
+
+
+def _empty(rows: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    rows = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    values = torch.empty((rows, depth), dtype=FP8, device=device)
+    scales = torch.empty((-(-depth // BLOCK), rows), dtype=torch.float32, device=device)
+    return values, scales
+
+
+@triton.jit
+def to_fp8(values, INTERPRETED: tl.constexpr):
+    """Round float32 values of at most 448 to the nearest e4m3, ties to even."""
+    if INTERPRETED:  # which loses the carry of a mantissa that is rounded up
+        bits = values.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        normal = bits.to(tl.float32, bitcast=True)
+        # The sum with 1.5·2**14 has 2**-9 as its last bit, which is the step below 2**-6.
+        small = (values + 24576.0) - 24576.0
+        values = tl.where(tl.abs(values) < 0.015625, small, normal)
+    return values.to(tl.float8e4nv)
+
+
+@triton.jit
+def quantise_groups(values, axis: tl.constexpr, POWERS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Round groups of float32 values along an axis to e4m3: (the values, scales of the groups).
+
+    A group with a value that is not finite has NaN as its scale.
+    """
+    infinite = float("inf")
+    largest = tl.max(tl.where(values == values, tl.abs(values), infinite), axis)
+    scales = tl.maximum(largest, _LEAST) / _LARGEST
+    if POWERS:
+        bits = (scales.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scales = bits.to(tl.float32, bitcast=True)
+    scales = tl.where(largest < infinite, scales, float("nan"))
+    return to_fp8(values / tl.expand_dims(scales, axis), INTERPRETED), scales
+
+
+@triton.jit(do_not_specialize=["scales_stride"])
+def _quantise_rows(
+    x_ptr, values_ptr, scales_ptr, x_stride, depth, scales_stride, POWERS: tl.constexpr,
+    SILU: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Each program quantises some groups of one row."""
+    groups = tl.cdiv(depth, BLOCK)
+    chunks = tl.cdiv(groups, GROUPS)
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    group = tl.program_id(0) % chunks * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = column < depth
+    source = x_ptr + row * x_stride + column
+    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    if SILU:
+        dtype = x_ptr.dtype.element_ty
+        up = tl.load(source + depth, mask=mask, other=0.0).to(tl.float32)
+        x = ((x / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
+    values, scales = quantise_groups(x, 1, POWERS, INTERPRETED)
+    tl.store(values_ptr + row * depth + column, values, mask=mask)
+    tl.store(scales_ptr + group * scales_stride + row, scales, mask=group < groups)
+
+
+@triton.jit(do_not_specialize=["scales_stride"])
+def _rms_norm_quantised(
+    x_ptr, weight_ptr, values_ptr, scales_ptr, x_stride, size, scales_stride, eps,
+    POWERS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Each program normalises one row, rounding as `rms_norm` does, and quantises it."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    column = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = column < size
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / size + eps)
+    normed = (x * scale).to(weight_ptr.dtype.element_ty).to(tl.float32)
+    result = (normed * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
+    values, scales = quantise_groups(result, 1, POWERS, INTERPRETED)
+    tl.store(values_ptr + row * size + column, values, mask=mask)
+    tl.store(scales_ptr + group * scales_stride + row, scales, mask=group * BLOCK < size)

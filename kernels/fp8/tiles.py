@@ -1,0 +1,126 @@
+"""How products in FP8 are cut into tiles, from fixed tables: nothing is tried at start.
+
+A step of the sum is always a block of 128, because its products are multiplied by the block's
+scales before they are added up.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from batchgen.kernels.fp8.fp8_weight import BLOCK
+
+_ALIGNED = 16
+"""Rows that the copy engine reads begin at multiples of so many bytes."""
+_COPY_ENGINE = (9, 0)
+"""The compute capability from which there is one."""
+_RESERVED = 3 * 2**10
+"""Bytes of shared memory that a program needs besides the tiles of its stages."""
+_LEAST_STEPS = 4
+"""Steps of a sum below which cutting it costs more than it brings."""
+_MOST_SPLITS = 8
+
+
+class LinearTiles(NamedTuple):
+    """How a product of rows with a weight is cut, and what the kernel is compiled with.
+
+    Attributes:
+        block_m: rows of a tile.
+        block_n: columns of a tile: 64 or 128, so that a tile has the scales of one block.
+        num_warps: warps of a program.
+        num_stages: depth of the pipeline of loads.
+        swap: the weights are the left operand of the matrix instruction, which has at least 64
+            rows there but takes as few as 8 columns on the right.
+        programs: up to how many programs sums are cut into where there are few tiles; 0 never cuts
+            them.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    swap: bool = False
+    programs: int = 0
+
+    def num_splits(self, rows: int, width: int, depth: int) -> int:
+        """In how many parts the sums of a product [rows, depth] × [width, depth]ᵀ are cut."""
+        tiles = -(-rows // self.block_m) * -(-width // self.block_n)
+        steps = -(-depth // BLOCK)
+        return max(1, min(self.programs // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))
+
+
+LINEAR = (
+    (16, LinearTiles(16, 64, 4, 4, swap=True, programs=264)),
+    (32, LinearTiles(32, 64, 4, 4, swap=True, programs=264)),
+    (512, LinearTiles(64, 128, 4, 3, programs=264)),
+    (math.inf, LinearTiles(128, 128, 8, 4)),
+)
+"""For Hopper: (the most rows, tiles). Measured with `scripts/bench/bench_fp8.py --tune` on an H200,
+the layers of Qwen3-8B with 16, 64, 256, 512 and 8192 rows."""
+
+
+def linear_tiles(rows: int) -> LinearTiles:
+    """Look up how to cut a product of so many rows."""
+    return next(tiles for most, tiles in LINEAR if rows <= most)
+
+
+class ExpertTiles(NamedTuple):
+    """How the two products of experts are cut.
+
+    Attributes:
+        block_m: slots of a tile.
+        gate_up_warps, gate_up_stages, gate_up_swap: of the first product, whose tiles have 128
+            columns of gate and of up, which are a group of the activations that it quantises.
+        down_n, down_warps, down_stages, down_swap: of the second product; down_n is 64 or 128.
+        halve: a tile that is at most half full is computed as half a one.
+    """
+
+    block_m: int
+    gate_up_warps: int
+    gate_up_stages: int
+    gate_up_swap: bool
+    down_n: int
+    down_warps: int
+    down_stages: int
+    down_swap: bool
+    halve: bool = False
+
+
+EXPERTS = (
+    (11.3, ExpertTiles(16, 4, 3, True, 128, 4, 4, True)),
+    (45, ExpertTiles(32, 4, 3, True, 128, 4, 4, True)),
+    (math.inf, ExpertTiles(64, 8, 3, False, 128, 4, 4, False)),
+)
+"""For Hopper: (the most slots of an expert, on average, tiles). Measured with
+`scripts/bench/bench_fp8.py --tune` on an H200, 128 experts of 2048 × 768 with 16, 32 and 512 slots
+each."""
+
+
+def expert_tiles(num_slots: int, num_experts: int) -> ExpertTiles:
+    """Look up how to cut the products of experts; how slots are routed is not known on the host."""
+    return next(tiles for most, tiles in EXPERTS if num_slots <= most * num_experts)
+
+
+def copy_engine_reads(depth: int, device: torch.device) -> bool:
+    """Whether a copy engine can read rows of so many FP8 values."""
+    return depth % _ALIGNED == 0 and (
+        device.type != "cuda" or torch.cuda.get_device_capability(device) >= _COPY_ENGINE
+    )
+
+
+def fitting_stages(stages: int, stage_rows: int, device: torch.device) -> int:
+    """Return how deep a pipeline can be: as deep as wanted, if the shared memory holds the tiles.
+
+    Args:
+        stages: the wanted depth.
+        stage_rows: the rows of all tiles of a stage, each of 128 bytes.
+        device: where the kernel runs.
+    """
+    if device.type != "cuda":
+        return stages
+    properties = torch.cuda.get_device_properties(device)
+    shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return max(1, min(stages, (shared - _RESERVED) // (stage_rows * BLOCK)))
