@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.shard import Shard
+from batchgen.engine.parallel.tensor_parallel import TensorParallel
 from batchgen.kernels.layers.cpu_product import CPUProduct, choose_product, few_keep_bits
 from batchgen.kernels.layers.linear import MOST_ROWS, add_linear_, linear, pack_weight
 
@@ -97,6 +99,58 @@ class Linear(nn.Module):
             self.weight = packed
 
 
+class RowParallelLinear(Linear):
+    """A linear layer whose in features are divided between the ranks of tensor parallelism.
+
+    Each rank has the columns of W for its own features of x, and the sum over all ranks is x Wᵀ + b.
+
+    Args:
+        in_features: the length of x over all ranks, which the number of ranks divides.
+        out_features: the length of the result.
+        bias: whether there is a bias b, which rank 0 adds.
+        lane: which memory the ranks' parts are summed in (`TensorParallel.add_sum`).
+        parallel: the ranks.
+        device: where the parameters are created.
+        dtype: the dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        lane: int,
+        parallel: TensorParallel,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._shard, self._lane, self._parallel = parallel.shard(1, in_features), lane, parallel
+        super().__init__(self._shard.length, out_features, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute this rank's part [T, out_features] of the sum from its features of x."""
+        bias = self.bias if self._parallel.rank == 0 else None
+        return linear(x, self.weight, bias, self._most_rows)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Add the sum over all ranks to `residual` [T, out_features] in place and return it."""
+        if self._parallel.size == 1:
+            return super().add_to(residual, x)
+        space = self._parallel.space(len(x), len(residual[0]), residual, self._lane)
+        if space is None or self.bias is not None:
+            return self._parallel.add_sum(residual, self(x), self._lane)
+        torch.mm(x, self.weight.t(), out=space)
+        return self._parallel.add_sum(residual, space, self._lane)
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slots of the weight, whose columns are divided, and of the bias."""
+        shard = None if self._parallel.size == 1 else self._shard
+        yield WeightSlot.plain(f"{path}.weight", self.weight, shard=shard)
+        if self.bias is not None:
+            yield WeightSlot.plain(f"{path}.bias", self.bias)
+
+
 class MergedLinear(Linear):
     """A linear layer y = x Wᵀ + b whose weight W stacks several named projections of x.
 
@@ -105,12 +159,14 @@ class MergedLinear(Linear):
 
     Args:
         in_features: the length of x.
-        parts: maps the name of each projection in checkpoints to its number of output features, in
-            the order in which the output has them.
+        parts: maps the name of each projection in checkpoints to its number of output features on
+            this rank, in the order in which the output has them.
         bias: whether the projections have a bias.
         arrange: maps the names of projections whose output features stand in another order in
             checkpoints to what puts them in order: it takes a checkpoint's weight or bias, with the
             features on the first axis, and returns one of the same shape.
+        shards: maps the names of projections whose output features are divided between ranks to
+            those of this rank, in the order of checkpoints.
         device: where the parameters are created.
         dtype: the dtype of the parameters.
     """
@@ -124,10 +180,12 @@ class MergedLinear(Linear):
         device: torch.device,
         dtype: torch.dtype,
         arrange: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        shards: Mapping[str, Shard] | None = None,
     ) -> None:
         super().__init__(in_features, sum(parts.values()), bias=bias, device=device, dtype=dtype)
         self.parts = dict(parts)
         self._arrange = dict(arrange or {})
+        self._shards = dict(shards or {})
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield a weight slot for each projection, and one for all of them together."""
@@ -136,9 +194,22 @@ class MergedLinear(Linear):
             names = [f"{parent}.{part}.{kind}" for part in self.parts]
             slices = parameter.split(list(self.parts.values()))
             for part, name, values in zip(self.parts, names, slices, strict=True):
-                yield WeightSlot(values, (name,), (name,), self._arranged(part, name))
+                arranged, shard = self._arranged(part, name), self._shards.get(part)
+                yield WeightSlot(values, (name,), (name,), arranged, shard=shard)
             if not self._arrange:
-                yield WeightSlot(parameter, tuple(names), (f"{path}.{kind}",))
+                whole = f"{path}.{kind}"
+                shard = self._whole_shard() if self._shards else None
+                yield WeightSlot(parameter, tuple(names), (whole,), shard=shard)
+
+    def _whole_shard(self) -> Shard:
+        """Return this rank's features of a tensor in which all projections stand, one after the
+        other."""
+        start, ranges = 0, []
+        for part, own in self.parts.items():
+            shard = self._shards.get(part, Shard(0, own, ((0, own),)))
+            ranges += [(start + first, start + end) for first, end in shard.ranges]
+            start += shard.size
+        return Shard(0, start, tuple(ranges))
 
     def _arranged(self, part: str, name: str) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
         """Return what makes the values of a projection from the checkpoint's tensor of this name;

@@ -13,6 +13,7 @@ from batchgen.engine.layers.linear import CPUProducts, Linear, empty_parameter
 from batchgen.engine.layers.mlp import GatedMLP
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.outputs import OutputColumn
+from batchgen.engine.parallel.tensor_parallel import ALONE, FEED_FORWARD_LANE, TensorParallel
 from batchgen.kernels.layers.activation import add_gated
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.moe.experts import grouped_mlp
@@ -51,10 +52,13 @@ class Experts(nn.Module):
     (`experts.3.gate_proj.weight`), or those of all experts in one (`experts.gate_up_proj`
     [E, 2·I, H] and `experts.down_proj` [E, H, I], with or without `.weight`).
 
+    Each rank of tensor parallelism has consecutive experts as a whole.
+
     Args:
-        num_experts: E.
+        num_experts: E, over all ranks.
         hidden_size: H, the width of the hidden states.
         intermediate_size: I, the width of one expert.
+        parallel: the ranks.
         device: where the parameters are created.
         dtype: the dtype of the parameters.
     """
@@ -68,20 +72,24 @@ class Experts(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
+        parallel: TensorParallel = ALONE,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self._inner = intermediate_size
+        self._num_experts, self._parallel = num_experts, parallel
+        own = parallel.share("num_experts", num_experts)
+        self._first = parallel.rank * own
         wide, narrow = (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
-        self.gate_up_proj = empty_parameter(num_experts, *wide, device=device, dtype=dtype)
-        self.down_proj = empty_parameter(num_experts, *narrow, device=device, dtype=dtype)
+        self.gate_up_proj = empty_parameter(own, *wide, device=device, dtype=dtype)
+        self.down_proj = empty_parameter(own, *narrow, device=device, dtype=dtype)
         self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
 
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None
     ) -> Tensor:
-        """Compute the sum [T, H] of what each token's experts make of it.
+        """Compute the sum [T, H] of what each token's experts on this rank make of it.
 
         Args:
             x: [T, H], the tokens.
@@ -89,24 +97,40 @@ class Experts(nn.Module):
             weights: [T, k] float32, the weight of each of them.
             residual: [T, H], to which the sum is added in place; None returns a new tensor.
         """
+        if self._parallel.size > 1:
+            ids = self._own_ids(ids)
         if self._packed is None:
-            return grouped_mlp(x, self.gate_up_proj, self.down_proj, ids, weights, residual)
+            of = self._num_experts
+            return grouped_mlp(
+                x, self.gate_up_proj, self.down_proj, ids, weights, residual, num_routed=of
+            )
         out = grouped_mlp_cpu(x, *self._packed, ids, weights)
         return out if residual is None else residual.add_(out)
+
+    def _own_ids(self, ids: Tensor) -> Tensor:
+        """Turn the ids [T, k] of experts into indices among those of this rank; those of other
+        ranks become the number of this rank's experts, which stands for none."""
+        own = self._num_experts // self._parallel.size
+        places = ids - self._first
+        return places.masked_fill_((places < 0) | (places >= own), own)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield a slot for each projection of each expert, and those of all experts together."""
         inner, down = self._inner, self.down_proj
         pieces: dict[str, list[str]] = {"gate_up_proj": [], "down_proj": []}
-        for expert, (wide, narrow) in enumerate(zip(self.gate_up_proj, down, strict=True)):
+        own = dict(enumerate(zip(self.gate_up_proj, down, strict=True), self._first))
+        for expert in range(self._num_experts):
+            elsewhere = expert not in own
+            wide, narrow = own.get(expert, (down.new_empty(0), down.new_empty(0)))
             parts = {"gate_proj": wide[:inner], "up_proj": wide[inner:], "down_proj": narrow}
             for part, parameter in parts.items():
-                slot = WeightSlot.plain(f"{path}.{expert}.{part}.weight", parameter)
-                pieces["down_proj" if part == "down_proj" else "gate_up_proj"] += slot.pieces
-                yield slot
+                name = f"{path}.{expert}.{part}.weight"
+                pieces["down_proj" if part == "down_proj" else "gate_up_proj"].append(name)
+                yield WeightSlot(parameter, (name,), (name,), elsewhere=elsewhere)
+        shard = self._parallel.shard(0, self._num_experts) if self._parallel.size > 1 else None
         for whole, parameter in (("gate_up_proj", self.gate_up_proj), ("down_proj", down)):
             for source in (f"{path}.{whole}", f"{path}.{whole}.weight"):
-                yield WeightSlot(parameter, tuple(pieces[whole]), (source,))
+                yield WeightSlot(parameter, tuple(pieces[whole]), (source,), shard=shard)
 
     def pack(self, products: CPUProducts) -> None:
         """Convert the loaded weights to the layout that was chosen for this CPU.
@@ -170,6 +194,8 @@ class SparseMoE(nn.Module):
         router: what else differs between routers.
         column: the column that records the experts of each token, and the index of this layer
             among those that it has values of.
+        parallel: the ranks, each of which has some experts, a share of the shared one, and the
+            whole router.
         device: where the parameters are created.
         dtype: the dtype of the parameters.
     """
@@ -185,10 +211,12 @@ class SparseMoE(nn.Module):
         shared_size: int | None,
         router: Router = SOFTMAX_ROUTER,
         column: tuple[OutputColumn, int],
+        parallel: TensorParallel = ALONE,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        self._parallel = parallel
         self.experts_per_token, self.renormalise = experts_per_token, renormalise
         self.column, self.index = column
         self.form, self._router_dtype = router.form, torch.float32 if router.float32 else dtype
@@ -200,13 +228,24 @@ class SparseMoE(nn.Module):
         if router.corrected:
             self.correction = ScoreCorrection(num_experts, device=device)
         self.experts = Experts(
-            num_experts, hidden_size, intermediate_size, device=device, dtype=dtype
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            parallel=parallel,
+            device=device,
+            dtype=dtype,
         )
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: Linear | None = None
         if shared_size is not None:
             self.shared_expert = GatedMLP(
-                hidden_size, shared_size, bias=False, device=device, dtype=dtype
+                hidden_size,
+                shared_size,
+                bias=False,
+                size_name="shared expert's size",
+                parallel=parallel,
+                device=device,
+                dtype=dtype,
             )
             if router.gates_shared:
                 self.shared_expert_gate = Linear(
@@ -227,6 +266,8 @@ class SparseMoE(nn.Module):
         )
         ctx.record(self.column, ids, self.index)
         own = _own_tokens(x, ctx)
+        if self._parallel.size > 1:
+            return self._add_over_ranks(x, ids, weights, own, residual)
         if own is None:
             residual = self.experts(x, ids, weights, residual)
         else:
@@ -238,6 +279,22 @@ class SparseMoE(nn.Module):
         elif self.shared_expert is not None:
             residual = self.shared_expert(x, residual, ctx)
         return residual
+
+    def _add_over_ranks(
+        self, x: Tensor, ids: Tensor, weights: Tensor, own: Tensor | None, residual: Tensor
+    ) -> Tensor:
+        """Add what the experts of all ranks make of the tokens, in one sum over the ranks."""
+        partial = self._parallel.space(*x.shape, residual, FEED_FORWARD_LANE)
+        partial = torch.zeros_like(x) if partial is None else partial.zero_()
+        if own is None:
+            partial = self.experts(x, ids, weights, partial)
+        elif len(own):
+            partial[own] = self.experts(x[own], ids[own], weights[own])
+        if self.shared_expert_gate is not None and self.shared_expert is not None:
+            add_gated(partial, self.shared_expert.compute(x), self.shared_expert_gate(x))
+        elif self.shared_expert is not None:
+            partial.add_(self.shared_expert.compute(x))
+        return self._parallel.add_sum(residual, partial, FEED_FORWARD_LANE)
 
 
 def _own_tokens(x: Tensor, ctx: ForwardContext) -> Tensor | None:

@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from batchgen.engine.parallel.shard import Shard
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
@@ -25,6 +27,8 @@ class WeightSlot:
         combine: computes the values, of the parameter's shape, from the sources by name, such as
             from a quantised weight and its scales; None takes the only source as it is.
         dummy: the value of all elements in a model without a checkpoint; None draws random values.
+        shard: which part of the checkpoint's tensor this rank holds; None means all of it.
+        elsewhere: other ranks hold the whole piece, and `parameter` has no elements.
     """
 
     parameter: Tensor
@@ -32,11 +36,27 @@ class WeightSlot:
     sources: tuple[str, ...]
     combine: Callable[[Mapping[str, Tensor]], Tensor] | None = None
     dummy: float | None = None
+    shard: Shard | None = None
+    elsewhere: bool = False
 
     @classmethod
-    def plain(cls, name: str, parameter: Tensor, dummy: float | None = None) -> WeightSlot:
-        """Make the slot of one piece that a checkpoint holds in a tensor of this name and shape."""
-        return cls(parameter, (name,), (name,), dummy=dummy)
+    def plain(
+        cls,
+        name: str,
+        parameter: Tensor,
+        dummy: float | None = None,
+        shard: Shard | None = None,
+    ) -> WeightSlot:
+        """Make the slot of one piece that a checkpoint holds in a tensor of this name, and of this
+        shape or a larger one of which the parameter is a shard."""
+        return cls(parameter, (name,), (name,), dummy=dummy, shard=shard)
+
+    @property
+    def source_shape(self) -> list[int]:
+        """The shape of the checkpoint's tensor, if it is a single one and none of its axes is left
+        out in the parameter."""
+        shape = list(self.parameter.shape)
+        return shape if self.shard is None else self.shard.whole_shape(shape)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy a checkpoint's values into the parameter.
@@ -47,6 +67,10 @@ class WeightSlot:
         Raises:
             ValueError: the shape of the values differs from that of the parameter.
         """
+        if self.elsewhere:
+            return
+        if self.shard is not None:
+            tensors = {name: self._own(name, tensor) for name, tensor in tensors.items()}
         if self.combine is None:
             (source,) = self.sources
             values = tensors[source]
@@ -58,6 +82,13 @@ class WeightSlot:
                 f"{list(self.parameter.shape)}"
             )
         self.parameter.copy_(values)
+
+    def _own(self, name: str, whole: Tensor) -> Tensor:
+        assert self.shard is not None
+        try:
+            return self.shard.take(whole)
+        except ValueError as error:
+            raise ValueError(f"tensor {name} {error}") from None
 
 
 @runtime_checkable

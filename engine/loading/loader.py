@@ -18,6 +18,7 @@ from batchgen.engine.loading.tokenizer import load_tokenizer
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.registry import model_class
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 
 LoadFormat = Literal["auto", "gguf", "dummy"]
 
@@ -88,6 +89,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     load_format: LoadFormat = "auto",
     heads: Collection[str] = (),
+    parallel: TensorParallel = ALONE,
 ) -> CausalLM:
     """Build the model of a checkpoint and load its weights.
 
@@ -100,6 +102,7 @@ def load_model(
         load_format: `auto` decides by what lies at the path, `gguf` refuses anything but a GGUF
             file, and `dummy` makes small random weights, which are the same in every run.
         heads: the names of the model's heads to load with it.
+        parallel: the ranks between which the weights are divided; only those of this rank are read.
 
     Raises:
         ValueError: the model is not supported, or a tensor is missing, unexpected or of the wrong
@@ -110,7 +113,7 @@ def load_model(
     config = load_config(path)
     kind = model_class(config.architecture, path)
     release_cached_memory(device)
-    model = kind(config, device=device, dtype=dtype or config.dtype, heads=heads)
+    model = kind(config, device=device, dtype=dtype or config.dtype, heads=heads, parallel=parallel)
     if load_format == "dummy":
         _fill_dummy(model)
     elif path.suffix == ".gguf":
@@ -259,13 +262,15 @@ def _fill_dummy(model: CausalLM) -> None:
     """Fill a model without a checkpoint.
 
     Slots with a `dummy` value, such as norms, get that value. All others get normal random numbers
-    with standard deviation 0.02, from a generator of their own for each piece.
+    with standard deviation 0.02, from a generator of their own for each piece. They are drawn for
+    the whole tensor of a checkpoint, so that ranks have parts of the same weights.
     """
     plain = {slot.pieces[0]: slot for slot in model.checkpoint_slots() if len(slot.pieces) == 1}
     for index, (_, slot) in enumerate(sorted(plain.items())):
         parameter = slot.parameter
         if slot.dummy is not None:
             parameter.fill_(slot.dummy)
-        else:
+        elif not slot.elsewhere:
             generator = torch.Generator(device=parameter.device).manual_seed(index)
-            parameter.normal_(0.0, 0.02, generator=generator)
+            whole = parameter.new_empty(slot.source_shape).normal_(0.0, 0.02, generator=generator)
+            slot.fill(dict.fromkeys(slot.sources, whole))

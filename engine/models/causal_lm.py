@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from batchgen.engine.cache.specs import CacheSpec
 from batchgen.engine.execution.forward_context import ForwardContext
 from batchgen.engine.layers.decoder_layer import DecoderLayer
-from batchgen.engine.layers.embedding import Embedding
-from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.embedding import Embedding, LogitsLayer
 from batchgen.engine.layers.rotary import RotaryTable
 from batchgen.engine.layers.weight_slot import WeightSlot, weight_slots
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.outputs import OutputColumn
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -72,6 +72,7 @@ class CausalLM(TokenModel):
         device: where the parameters are created.
         dtype: the dtype of parameters and activations.
         heads: the names of those heads in `config.heads` that are wanted.
+        parallel: the ranks between which the weights are divided.
 
     Attributes:
         heads: maps the name of each wanted head to a model that continues from this model's hidden
@@ -89,20 +90,32 @@ class CausalLM(TokenModel):
         device: torch.device,
         dtype: torch.dtype,
         heads: Collection[str] = (),
+        parallel: TensorParallel = ALONE,
     ) -> None:
         super().__init__()
         self.config = config
+        self.parallel = parallel
         self.device, self.dtype = device, dtype
         self.skipped_parts: tuple[str, ...] = ()
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.model = Decoder(
-            Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype),
+            Embedding(
+                config.vocab_size,
+                config.hidden_size,
+                parallel=parallel,
+                device=device,
+                dtype=dtype,
+            ),
             (self.make_layer(index) for index in range(config.num_layers)),
             self.make_norm(),
             self.make_rotary(),
         )
-        self.lm_head = Linear(
-            config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype
+        self.lm_head = LogitsLayer(
+            config.hidden_size,
+            config.vocab_size,
+            parallel=parallel,
+            device=device,
+            dtype=dtype,
         )
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -187,8 +200,7 @@ class CausalLM(TokenModel):
         """
         slots = list(weight_slots(self, ""))
         if self.config.tie_word_embeddings:
-            slots = [slot for slot in slots if slot.parameter is not self.lm_head.weight]
-            slots += weight_slots(self.model.embed_tokens, "model.embed_tokens")
+            slots = [slot for slot in slots if slot.pieces != ("lm_head.weight",)]
         for name, head in self.heads.items():
             slots += weight_slots(head, name)
         return slots
