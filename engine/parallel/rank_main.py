@@ -64,11 +64,12 @@ def _beat(connection: Connection[Any, Any], sending: threading.Lock, parent: int
 
 
 def _report(connection: Connection[Any, Any], sending: threading.Lock, error: Exception) -> None:
-    """Tell rank 0 of an error. Errors of sums with ranks that are gone tell nothing."""
-    traceback.print_exc()
+    """Tell rank 0 of an error, and the user where it came from. What fails because rank 0 is gone
+    tells nothing."""
+    time.sleep(BEAT_SECONDS)  # until rank 0 has closed its end, if it has failed itself
     try:
         with sending:
             connection.send(f"{type(error).__name__}: {error}")
-        time.sleep(BEAT_SECONDS)  # so that the text is read before the connection ends
     except OSError:
-        pass
+        return
+    traceback.print_exception(error)
