@@ -24,6 +24,7 @@ from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.models.hybrid import HybridConfig
 from batchgen.engine.models.latent import LatentConfig
 from batchgen.engine.models.moe import MoEConfig
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 
 PROMPT_VOCAB = 150_000
 """The ids of prompts are below this number, since Qwen3's special tokens are above it; a model with
@@ -321,7 +322,11 @@ def write_config(model: str, folder: Path, **changes: int) -> Path:
 
 
 def dummy_model(
-    name: str, device: torch.device, heads: Collection[str] = (), **changes: int
+    name: str,
+    device: torch.device,
+    heads: Collection[str] = (),
+    parallel: TensorParallel = ALONE,
+    **changes: int,
 ) -> CausalLM:
     """Make a model of random weights: in bfloat16 on a GPU, in float32 on a CPU.
 
@@ -329,12 +334,20 @@ def dummy_model(
         name: key of `MODELS`, whose shapes the model has.
         device: where the weights go.
         heads: the names of the model's heads to make with it.
+        parallel: the ranks between which the weights are divided.
         changes: entries of config.json to replace, such as `vocab_size=300`.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(name, Path(folder), **changes)
-        return load_model(path, device=device, dtype=dtype, load_format="dummy", heads=heads)
+        return load_model(
+            path,
+            device=device,
+            dtype=dtype,
+            load_format="dummy",
+            heads=heads,
+            parallel=parallel,
+        )
 
 
 @dataclass(frozen=True, slots=True)
