@@ -73,8 +73,13 @@ class RankProcesses:
         self._since: float | None = None
         self._left = threading.Event()
         store = serve_store()
-        setup = (size, store.port, device, recipe)
-        message = pickle.dumps(setup)
+        message = pickle.dumps((size, store.port, device, recipe))
+        if b"__main__" in message:
+            raise ValueError(
+                "tensor_parallel: the other ranks do not import the main module, and something that "
+                "the engine is made of, such as its strategy, is defined there: put it in a module "
+                "of its own"
+            )
         self._finalizer = weakref.finalize(self, _end, self._processes, self._connections)
         try:
             for rank in range(1, size):

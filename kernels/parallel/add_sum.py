@@ -45,7 +45,8 @@ def add_sum(residual: Tensor, peers: PeerMemory, start: int) -> Tensor:
     Args:
         residual: [T, H], contiguous, the same on all ranks; overwritten.
         peers: the memory of all ranks.
-        start: the byte at which x_r lies in the memory of rank r, [T, H], dtype of residual.
+        start: the byte at which x_r lies in the memory of rank r, [T, H], dtype of residual; its
+            address is a multiple of 16.
     """
     assert residual.is_contiguous()
     total = residual.numel()
@@ -88,7 +89,7 @@ def _meet(addresses_ptr, signals, RANK: tl.constexpr, SIZE: tl.constexpr, SLOTS:
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["total", "start", "signals"])
+@triton.jit(do_not_specialize=["start", "signals"])
 def _add_sum(
     residual_ptr, addresses_ptr, signals, start, total,
     RANK: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -100,6 +101,7 @@ def _add_sum(
         sum = tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
         for peer in tl.static_range(SIZE):
             base = (tl.load(addresses_ptr + peer) + start).to(residual_ptr.dtype)
+            base = tl.multiple_of(base, 16)  # bytes, so that a thread reads as many at once
             # Not from a cache that may still hold what lay there at an earlier sum.
             part = tl.load(base + place, mask=mask, other=0.0, cache_modifier=".cg")
             sum += part.to(tl.float32)

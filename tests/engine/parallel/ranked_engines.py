@@ -44,6 +44,7 @@ class Case:
     has_text: bool = False
     short_rows: bool = False
     adaptive: bool = False
+    tolerance: float = 1e-5
     aborts: Mapping[int, Sequence[int]] | None = None
     load_format: LoadFormat = "auto"
 

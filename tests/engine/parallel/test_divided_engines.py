@@ -60,6 +60,7 @@ def assert_same(
     divided: Sequence[RequestOutput],
     whole: Sequence[RequestOutput],
     timed: frozenset[str] = frozenset(),
+    tolerance: float = 1e-5,
 ) -> None:
     assert len(divided) == len(whole)
     for ours, theirs in zip(divided, whole, strict=True):
@@ -69,7 +70,7 @@ def assert_same(
         for name in ours.columns.keys() - timed:
             values = ours.columns[name]
             if values.dtype.kind == "f":
-                np.testing.assert_allclose(values, theirs.columns[name], atol=1e-5, rtol=0)
+                np.testing.assert_allclose(values, theirs.columns[name], atol=tolerance, rtol=0)
             else:
                 np.testing.assert_array_equal(values, theirs.columns[name])
 
@@ -78,7 +79,7 @@ def compare(cases: Sequence[Case], size: int) -> None:
     """Run the cases divided and whole, and compare."""
     for case, (divided, engine) in zip(cases, run_divided(cases, size), strict=True):
         whole, _ = case.run()
-        assert_same(divided, whole, TIMED if case.adaptive else frozenset())
+        assert_same(divided, whole, TIMED if case.adaptive else frozenset(), case.tolerance)
         if case.short_rows:
             assert engine.stats.preemptions
         if isinstance(case.strategy, ARSpecStrategy) and not case.adaptive:
@@ -87,7 +88,7 @@ def compare(cases: Sequence[Case], size: int) -> None:
 
 def preempted(folder: Path) -> Case:
     """So many rows that the cache cannot hold them to their ends."""
-    config = {"kv_cache_gib": 0.0005, "max_model_len": 60}
+    config = {"kv_cache_gib": 0.0001, "max_model_len": 84}
     return Case(folder, rows(8, tokens=20), config=config, short_rows=True)
 
 
@@ -124,9 +125,10 @@ def all_cases(tiny_model: TinyModel, heads: Path) -> list[Case]:
         Case(tiny_model("qwen2"), rows(6), config={"overlap": True, "chunk_tokens": 16}),
         Case(tiny_model("qwen3_moe", split_experts=False), rows(6), columns=(ROUTED_EXPERTS,)),
         Case(tiny_model("qwen3_moe"), rows(6), load_format="dummy"),
-        Case(tiny_model("qwen3_next", **wide), rows(6), columns=(ROUTED_EXPERTS,)),
+        # Their recurrence makes more of a difference in rounding.
+        Case(tiny_model("qwen3_next", **wide), rows(6), columns=(ROUTED_EXPERTS,), tolerance=1e-4),
         Case(tiny_model("qwen3_next", **wide), rows(6), load_format="dummy"),
-        Case(tiny_model("qwen3_5_moe", text_config=wide), rows(6)),
+        Case(tiny_model("qwen3_5_moe", text_config=wide), rows(6), tolerance=1e-4),
         Case(tiny_model("deepseek_v2"), rows(6), columns=(ROUTED_EXPERTS,)),
         Case(tiny_model("deepseek_v3"), rows(6), load_format="dummy"),
         Case(tiny_model("glm4_moe_lite"), rows(6)),
