@@ -272,8 +272,8 @@ class LLMEngine:
         return True
 
     def close(self) -> None:
-        """Stop compiling constraints, without waiting for those that are being compiled, and end the
-        other ranks.
+        """End the other ranks, and stop compiling constraints, without waiting for those that are
+        being compiled.
 
         After that the engine takes no further constrained requests, and none at all if there were
         other ranks.

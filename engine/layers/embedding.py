@@ -100,9 +100,7 @@ def rows_of_rank(vocab_size: int, parallel: TensorParallel) -> int:
     return -(-vocab_size // parallel.size)
 
 
-def vocab_slot(
-    name: str, weight: Tensor, vocab_size: int, parallel: TensorParallel
-) -> WeightSlot:
+def vocab_slot(name: str, weight: Tensor, vocab_size: int, parallel: TensorParallel) -> WeightSlot:
     """Return the slot of a rank's rows [rows, hidden_size] of a tensor with a row for each id."""
     if parallel.size == 1:
         return WeightSlot.plain(name, weight)

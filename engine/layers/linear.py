@@ -102,7 +102,7 @@ class Linear(nn.Module):
 class RowParallelLinear(Linear):
     """A linear layer whose in features are divided between the ranks of tensor parallelism.
 
-    Each rank has the columns of W for its own features of x, and the sum over all ranks is x Wᵀ + b.
+    Each rank has the columns of W for its own features of x; the sum over all ranks is x Wᵀ + b.
 
     Args:
         in_features: the length of x over all ranks, which the number of ranks divides.

@@ -284,7 +284,7 @@ class SparseMoE(nn.Module):
         self, x: Tensor, ids: Tensor, weights: Tensor, own: Tensor | None, residual: Tensor
     ) -> Tensor:
         """Add what the experts of all ranks make of the tokens, in one sum over the ranks."""
-        partial = self._parallel.space(*x.shape, residual, FEED_FORWARD_LANE)
+        partial = self._parallel.space(len(x), x.shape[1], residual, FEED_FORWARD_LANE)
         partial = torch.zeros_like(x) if partial is None else partial.zero_()
         if own is None:
             partial = self.experts(x, ids, weights, partial)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from batchgen.engine.parallel.one_shot import OneShotSum
@@ -25,16 +26,16 @@ _ENVIRONMENT = {
 }
 
 
-def serve_store() -> dist.TCPStore:
+def serve_store() -> TCPStore:
     """Start the store in which ranks find each other, on a free port of this machine."""
-    return dist.TCPStore(
+    return TCPStore(
         _HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_START_SECONDS)
     )
 
 
-def join_store(port: int) -> dist.TCPStore:
+def join_store(port: int) -> TCPStore:
     """Connect to the store that rank 0 serves on this port."""
-    return dist.TCPStore(_HOST, port, is_master=False, timeout=timedelta(seconds=_START_SECONDS))
+    return TCPStore(_HOST, port, is_master=False, timeout=timedelta(seconds=_START_SECONDS))
 
 
 class DistributedGroup:
@@ -54,7 +55,7 @@ class DistributedGroup:
         ValueError: this process has ranks already.
     """
 
-    def __init__(self, rank: int, size: int, store: dist.Store, device: str) -> None:
+    def __init__(self, rank: int, size: int, store: Store, device: str) -> None:
         if dist.is_initialized():
             raise ValueError(
                 "this process is one of several ranks already (torch.distributed): close the other "
@@ -129,7 +130,9 @@ class DistributedGroup:
         return total.to(x.dtype)
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        found = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
+        ]
         dist.all_gather(found, x.contiguous())
         return found
 

@@ -43,7 +43,9 @@ class OneShotSum:
             signals + 4 * MOST_PROGRAMS * size, dtype=torch.uint8, device=device
         )
         memory.zero_()
-        handle = symmetric_memory.rendezvous(memory, dist.group.WORLD)
+        ranks = dist.group.WORLD
+        assert ranks is not None
+        handle = symmetric_memory.rendezvous(memory, ranks)
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         torch.cuda.synchronize(device)
         dist.barrier()

@@ -76,9 +76,8 @@ class RankProcesses:
         message = pickle.dumps((size, store.port, device, recipe))
         if b"__main__" in message:
             raise ValueError(
-                "tensor_parallel: the other ranks do not import the main module, and something that "
-                "the engine is made of, such as its strategy, is defined there: put it in a module "
-                "of its own"
+                "tensor_parallel: the other ranks do not import the main module, and part of the "
+                "engine, such as its strategy, is defined there: put it in a module of its own"
             )
         self._finalizer = weakref.finalize(self, _end, self._processes, self._connections)
         try:

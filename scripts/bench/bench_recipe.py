@@ -23,10 +23,12 @@ class BenchRecipe:
 
     Attributes:
         model: key of `workloads.MODELS`.
+        cache_gib: the size of the paged cache on each GPU.
         nccl: sums of few tokens are left to NCCL, too.
     """
 
     model: str
+    cache_gib: float
     nccl: bool = False
 
     def engine(self, parallel: TensorParallel = ALONE, leader: Leader | None = None) -> LLMEngine:
@@ -35,7 +37,12 @@ class BenchRecipe:
         if self.nccl and isinstance(group, DistributedGroup):
             group._one_shot = None
         weights = dummy_model(self.model, device, parallel=parallel)
-        config = EngineConfig(max_num_seqs=256, max_model_len=2304, tensor_parallel=parallel.size)
+        config = EngineConfig(
+            max_num_seqs=256,
+            max_model_len=2304,
+            kv_cache_gib=self.cache_gib,
+            tensor_parallel=parallel.size,
+        )
         return LLMEngine(weights, None, (), ARStrategy(), config, leader=leader)
 
     def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:

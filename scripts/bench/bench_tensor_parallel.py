@@ -11,8 +11,8 @@ Parts, of which --parts chooses some:
 - data: the workload mixed1k on qwen3-8b, with one GPU, and halved between two engines of one GPU
   each: with the time in which the last rows run out, and the rates before that begins.
 
-The weights are random. Each engine is a process of its own, and what needs one GPU runs beside
-what needs the other one.
+The weights are random. Each engine is a process of its own; those of a model start beside each
+other, so that each has only some of a GPU's memory for its cache (--cache-gib).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from bench_recipe import BenchRecipe
@@ -37,6 +37,7 @@ from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.replicas import Leader
 from batchgen.engine.sampling.params import SamplingParams
 
+T = TypeVar("T")
 _MODELS = {"dense": "qwen3-8b", "experts": "qwen3-30b-a3b", "data": "qwen3-8b"}
 _ROWS = (4, 256)
 _PROMPT, _TOKENS = 128, 192
@@ -136,15 +137,19 @@ class Child:
             text=True,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus},
         )
-        self.ready = self._read()
-        print(f"{model}, {ranks} ranks on {gpus}: {self.ready}", flush=True)
+        self._name = f"{model}, {ranks} ranks on {gpus}"
+
+    def wait(self) -> None:
+        """Wait until the engine is ready."""
+        print(f"{self._name}: {self._read()}", flush=True)
 
     def ask(self, **what: object) -> dict[str, Any]:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(what) + "\n")
         self._process.stdin.flush()
         said = self._read()
-        print({name: value for name, value in said.items() if name != "tokens"}, flush=True)
+        shown = {name: value for name, value in said.items() if name != "tokens"}
+        print(f"{self._name}: {shown}", flush=True)
         return said
 
     def end(self) -> None:
@@ -162,53 +167,44 @@ class Child:
 
 
 def measure(parts: Sequence[str], options: Sequence[str], models: Mapping[str, str]) -> Any:
-    """Measure the parts that were asked for; those of one GPU beside each other."""
+    """Measure the parts that were asked for. The engines of a model start beside each other, and
+    then those that share a GPU take turns."""
     found: dict[str, Any] = {}
-    if "dense" in parts:
-        child = Child(models["dense"], 2, "0,1", *options)
-        found["dense 2"] = [child.ask(rows=rows) for rows in _ROWS]
-        child.end()
+    if {"dense", "data"} & {*parts}:
+        wanted = [(2, "0,1")] * ("dense" in parts) + [(1, "0")] + [(1, "1")] * ("data" in parts)
+        children = start(models["dense"], wanted, options)
+        if "dense" in parts:
+            found["dense 2"] = [children[0].ask(rows=rows) for rows in _ROWS]
+            children.pop(0).end()
+            found["dense 1"] = [children[0].ask(rows=rows) for rows in _ROWS]
+        if "data" in parts:
+            both(children, lambda child, i: child.ask(name="smoke", part=0, parts=1))
+            found["data 1"] = children[0].ask(name="mixed1k", part=0, parts=1)
+            found["data 2"] = both(
+                children, lambda child, i: child.ask(name="mixed1k", part=i, parts=2)
+            )
+        both(children, lambda child, i: child.end())
     if "experts" in parts:
-        child = Child(models["experts"], 2, "0,1", *options)
-        found["experts 2"] = _twice(child)
-        child.end()
-    with ThreadPoolExecutor(2) as pool:
-        second = pool.submit(_second_gpu, parts, models, found)
-        first = Child(models["dense"], 1, "0") if {"dense", "data"} & {*parts} else None
-        if first is not None and "dense" in parts:
-            found["dense 1"] = [first.ask(rows=rows) for rows in _ROWS]
-        if first is not None and "data" in parts:
-            first.ask(name="smoke", part=0, parts=1)
-            found["data 1"] = first.ask(name="mixed1k", part=0, parts=1)
-        other = second.result()
-        if first is not None and other is not None:
-            half = pool.submit(other.ask, name="mixed1k", part=1, parts=2)
-            found["data 2"] = [first.ask(name="mixed1k", part=0, parts=2), half.result()]
-        for child_of_one in (first, other):
-            if child_of_one is not None:
-                child_of_one.end()
+        children = start(models["experts"], [(2, "0,1"), (1, "1")], options)
+        for ranks, child in zip((2, 1), children, strict=True):
+            # The first run may compile kernels.
+            child.ask(name="mixed", part=0, parts=4)
+            found[f"experts {ranks}"] = child.ask(name="mixed", part=0, parts=1)
+            child.end()
     return found
 
 
-def _second_gpu(
-    parts: Sequence[str], models: Mapping[str, str], found: dict[str, Any]
-) -> Child | None:
-    """Measure on the second GPU what needs one, and return the engine of the second half there."""
-    if "experts" in parts:
-        child = Child(models["experts"], 1, "1")
-        found["experts 1"] = _twice(child)
-        child.end()
-    if "data" not in parts:
-        return None
-    other = Child(models["data"], 1, "1")
-    other.ask(name="smoke", part=0, parts=1)
-    return other
+def start(model: str, wanted: Sequence[tuple[int, str]], options: Sequence[str]) -> list[Child]:
+    """Start engines of so many ranks on these GPUs, and wait until all are ready."""
+    children = [Child(model, ranks, gpus, *options) for ranks, gpus in wanted]
+    both(children, lambda child, i: child.wait())
+    return children
 
 
-def _twice(child: Child) -> dict[str, Any]:
-    """The second run of the workload mixed, since the first one may compile kernels."""
-    child.ask(name="mixed", part=0, parts=4)
-    return child.ask(name="mixed", part=0, parts=1)
+def both(children: Sequence[Child], call: Callable[[Child, int], T]) -> list[T]:
+    """Call a function for all engines at the same time."""
+    with ThreadPoolExecutor(len(children)) as pool:
+        return list(pool.map(call, children, range(len(children))))
 
 
 def summary(found: Mapping[str, Any]) -> list[str]:
@@ -216,7 +212,9 @@ def summary(found: Mapping[str, Any]) -> list[str]:
     if {"dense 1", "dense 2"} <= found.keys():
         for one, two in zip(found["dense 1"], found["dense 2"], strict=True):
             gain = one["ms_per_step"] / two["ms_per_step"]
-            same = [_common(a, b) / len(a) for a, b in zip(one["tokens"], two["tokens"], strict=True)]
+            same = [
+                _common(a, b) / len(a) for a, b in zip(one["tokens"], two["tokens"], strict=True)
+            ]
             lines.append(
                 f"decode, {one['rows']} rows: {one['ms_per_step']} ms with one GPU, "
                 f"{two['ms_per_step']} with two: {gain:.2f} times as fast; tokens in common before "
@@ -255,18 +253,21 @@ def main() -> None:
     parser.add_argument("--parts", default="dense,experts,data", help="comma separated")
     parser.add_argument("--nccl", action="store_true", help="leave all sums to NCCL")
     parser.add_argument("--model", help="instead of the models of all parts, such as tiny")
+    parser.add_argument("--cache-gib", type=float, default=34.0, help="KV cache of a GPU")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--serve", metavar="MODEL", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        Served(BenchRecipe(arguments.serve, arguments.nccl), arguments.ranks).serve()
+        recipe = BenchRecipe(arguments.serve, arguments.cache_gib, arguments.nccl)
+        Served(recipe, arguments.ranks).serve()
         return
     parts = arguments.parts.split(",")
     if unknown := set(parts) - _MODELS.keys():
         parser.error(f"unknown part {min(unknown)!r}: choose from {', '.join(_MODELS)}")
     models = dict.fromkeys(_MODELS, arguments.model) if arguments.model else _MODELS
-    found = measure(parts, ["--nccl"] if arguments.nccl else [], models)
+    options = ["--cache-gib", str(arguments.cache_gib), *["--nccl"] * arguments.nccl]
+    found = measure(parts, options, models)
     lines = summary(found)
     print(*lines, sep="\n")
     if arguments.json:
