@@ -212,9 +212,8 @@ def summary(found: Mapping[str, Any]) -> list[str]:
     if {"dense 1", "dense 2"} <= found.keys():
         for one, two in zip(found["dense 1"], found["dense 2"], strict=True):
             gain = one["ms_per_step"] / two["ms_per_step"]
-            same = [
-                _common(a, b) / len(a) for a, b in zip(one["tokens"], two["tokens"], strict=True)
-            ]
+            pairs = zip(one["tokens"], two["tokens"], strict=True)
+            same = [_common(a, b) / len(a) for a, b in pairs]
             lines.append(
                 f"decode, {one['rows']} rows: {one['ms_per_step']} ms with one GPU, "
                 f"{two['ms_per_step']} with two: {gain:.2f} times as fast; tokens in common before "

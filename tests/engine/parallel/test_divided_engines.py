@@ -128,7 +128,7 @@ def all_cases(tiny_model: TinyModel, heads: Path) -> list[Case]:
         # Their recurrence makes more of a difference in rounding.
         Case(tiny_model("qwen3_next", **wide), rows(6), columns=(ROUTED_EXPERTS,), tolerance=1e-4),
         Case(tiny_model("qwen3_next", **wide), rows(6), load_format="dummy"),
-        Case(tiny_model("qwen3_5_moe", text_config=wide), rows(6), tolerance=1e-4),
+        Case(tiny_model("qwen3_5_moe", **wide), rows(6), tolerance=1e-4),
         Case(tiny_model("deepseek_v2"), rows(6), columns=(ROUTED_EXPERTS,)),
         Case(tiny_model("deepseek_v3"), rows(6), load_format="dummy"),
         Case(tiny_model("glm4_moe_lite"), rows(6)),
