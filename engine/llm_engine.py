@@ -180,8 +180,8 @@ class LLMEngine:
             cache_capacity=self._block_manager.capacity,
             context_columns=columns,
         )
-        runners = {name: self._make_runner(use) for name, use in uses.items()}
-        self._runner = runners[TARGET]
+        self._runners = {name: self._make_runner(use) for name, use in uses.items()}
+        self._runner = self._runners[TARGET]
         self._models = [use.model for use in uses.values()]
         reader = ContextReader(self._runner.caches.columns, config.block_size)
         self.scheduler = Scheduler(
@@ -196,7 +196,7 @@ class LLMEngine:
             counts=[count.name for count in strategy.counts],
             before_free=reader.read,
         )
-        strategy.attach(runners)
+        strategy.attach(self._runners)
         self._live: dict[str, Sequence] = {}
         self._compiling = CompileQueue(compiler, tokenizer, self.vocab_size, eos_token_ids)
         # Both hold rows that have ended and were not returned yet. Those in `_leaving` wait for
@@ -280,6 +280,9 @@ class LLMEngine:
         """
         self._compiling.close()
         if self._leader is not None:
+            # The ranks' communicator outlives what was captured of it.
+            for runner in self._runners.values():
+                runner.drop_graphs()
             self._leader.close()
 
     @property

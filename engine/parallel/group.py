@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from batchgen.engine.parallel.one_shot import OneShotSum
 _HOST = "127.0.0.1"
 _START_SECONDS = 600.0
 """How long ranks wait for each other when they start."""
+_LEAVE_SECONDS = 5.0
 _ENVIRONMENT = {
     # Ranks are processes of one machine, whose own name need not be known to any name server.
     "GLOO_SOCKET_IFNAME": "lo",
@@ -55,11 +58,14 @@ class DistributedGroup:
         ValueError: this process has ranks already.
     """
 
+    had_gpu: ClassVar[bool] = False
+    """Whether this process was ever a rank on a GPU."""
+
     def __init__(self, rank: int, size: int, store: Store, device: str) -> None:
         if dist.is_initialized():
             raise ValueError(
                 "this process is one of several ranks already (torch.distributed): close the other "
-                "LLM with tensor_parallel first, or leave tensor_parallel at 1"
+                "LLM with tensor_parallel first, or start a new process for this one"
             )
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -67,6 +73,7 @@ class DistributedGroup:
         self._one_shot: OneShotSum | None = None
         own = None
         if device == "cuda":
+            DistributedGroup.had_gpu = True
             torch.cuda.set_device(rank)
             own = torch.device("cuda", rank)
         dist.init_process_group(
@@ -138,6 +145,26 @@ class DistributedGroup:
 
 
 def leave() -> None:
-    """End this process's part in its group, without waiting for other ranks, if it has one."""
-    if dist.is_initialized():
-        _abort_process_group()
+    """End this process's part in its group, if it has one, without waiting for other ranks.
+
+    NCCL waits here for as long as there are CUDA graphs that contain its sums, even if it aborts.
+    So nobody waits for NCCL for long; if it is not done, this process cannot join another group.
+    """
+    if not dist.is_initialized():
+        return
+    ending = threading.Thread(target=_abort_process_group, daemon=True)
+    ending.start()
+    ending.join(_LEAVE_SECONDS)
+
+
+def end_process(code: int) -> None:
+    """End this process at once if it was a rank on a GPU. Then neither NCCL nor a kernel that waits
+    for a rank that is gone can hold up its end. Otherwise this does nothing.
+
+    Args:
+        code: the exit code.
+    """
+    if DistributedGroup.had_gpu:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -19,7 +19,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from batchgen.engine.parallel.group import DistributedGroup, join_store, leave
+from batchgen.engine.parallel.group import DistributedGroup, join_store
 from batchgen.engine.parallel.rank_processes import BEAT_SECONDS
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
 
@@ -39,7 +39,6 @@ def main() -> None:
         size, port, device, recipe = pickle.loads(connection.recv_bytes())
         group = DistributedGroup(rank, size, join_store(port), device)
         recipe.follow(TensorParallel(rank, size, group), connection)
-        leave()
     except (EOFError, ConnectionResetError):
         pass
     except Exception as error:

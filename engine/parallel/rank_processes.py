@@ -236,8 +236,7 @@ class RankProcesses:
         _kill(self._processes)
         if self._since is None or self._left.wait(_LEAVE_SECONDS):
             return
-        if self._gpu:
-            leave()  # This ends NCCL's kernels that wait.
+        leave()  # This ends sums that wait for other ranks.
         if self._left.wait(_LEAVE_SECONDS) or self._closed:
             return
         print(f"batchgen: {self._reason}", file=sys.stderr, flush=True)

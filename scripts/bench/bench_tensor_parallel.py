@@ -33,6 +33,7 @@ from bench_recipe import BenchRecipe
 from workloads import BenchRequest, prompt_vocab, requests
 
 from batchgen.engine.outputs import RequestOutput
+from batchgen.engine.parallel.group import end_process
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.replicas import Leader
 from batchgen.engine.sampling.params import SamplingParams
@@ -41,6 +42,7 @@ T = TypeVar("T")
 _MODELS = {"dense": "qwen3-8b", "experts": "qwen3-30b-a3b", "data": "qwen3-8b"}
 _ROWS = (4, 256)
 _PROMPT, _TOKENS = 128, 192
+_END_SECONDS = 20.0
 
 
 class Served:
@@ -66,6 +68,7 @@ class Served:
             asked = json.loads(line)
             _say(self.decode(asked["rows"]) if "rows" in asked else self.workload(**asked))
         self._engine.close()
+        end_process(0)
 
     def decode(self, rows: int) -> dict[str, Any]:
         """Time decode steps of so many rows: what more tokens take than fewer."""
@@ -155,7 +158,11 @@ class Child:
     def end(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            print(f"{self._name}: did not end, and is killed", flush=True)
+            self._process.kill()
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
