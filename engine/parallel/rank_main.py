@@ -3,8 +3,8 @@
     python -c PROGRAM FD RANK      (see rank_processes.py)
 
 It talks over the socket FD. It gets the process id of rank 0 and then the engine to make, and after
-that the commands of `replicas`. It sends None every second, and a text if it fails. It ends when
-rank 0 does, however that ends.
+that the commands of `replicas`. It sends READY when it can join the others, None every second, and
+a text if it fails. It ends when rank 0 does, however that ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from batchgen.engine.parallel.group import DistributedGroup, join_store
-from batchgen.engine.parallel.rank_processes import BEAT_SECONDS
+from batchgen.engine.parallel.rank_processes import BEAT_SECONDS, READY
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
 
 
@@ -37,6 +37,8 @@ def main() -> None:
     code = 0
     try:
         size, port, device, recipe = pickle.loads(connection.recv_bytes())
+        with sending:
+            connection.send(READY)
         group = DistributedGroup(rank, size, join_store(port), device)
         recipe.follow(TensorParallel(rank, size, group), connection)
     except (EOFError, ConnectionResetError):

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from batchgen.engine.parallel.group import DistributedGroup, leave, serve_store
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
 
+READY = True
+"""What a rank says when it can join the others."""
 BEAT_SECONDS = 1.0
 """How often a rank says that it is alive."""
 _SILENT_SECONDS = 30.0
@@ -67,6 +69,7 @@ class RankProcesses:
         self._connections: dict[int, Connection[Any, Any]] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._heard: dict[int, float] = {}
+        self._ready: dict[int, bool] = {}
         self._gpu = device == "cuda"
         self._reason: str | None = None
         self._closed = False
@@ -86,6 +89,9 @@ class RankProcesses:
             self._watcher = threading.Thread(target=self._watch, daemon=True)
             self._watcher.start()
             with self.starting():
+                while not all(self._ready.values()):
+                    self.check()
+                    time.sleep(_LOOK_SECONDS)
                 group = DistributedGroup(0, size, store, device)
         except BaseException:
             self.close()
@@ -105,6 +111,7 @@ class RankProcesses:
             )
         self._connections[rank] = connection
         self._heard[rank] = time.monotonic()
+        self._ready[rank] = False
         connection.send(os.getpid())
         connection.send_bytes(message)
 
@@ -209,7 +216,9 @@ class RankProcesses:
                 said = connection.recv()
             except (EOFError, OSError):
                 return f"rank {rank} {self._how_ended(rank)}"
-            if said is not None:
+            if said is READY:
+                self._ready[rank] = True
+            elif said is not None:
                 return f"rank {rank} has failed: {said}"
             self._heard[rank] = time.monotonic()
         now = time.monotonic()

@@ -37,7 +37,6 @@ def finish(engine: LLMEngine) -> None:
 def test_a_lost_rank_is_an_error(
     tiny_model: TinyModel, number: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_processes, "_SILENT_SECONDS", 3.0 if number == signal.SIGSTOP else 30)
     case = Case(tiny_model("qwen3"), ())
     processes = RankProcesses(2, Cases([case]), "cpu")
     (process,) = processes._processes.values()
@@ -45,6 +44,8 @@ def test_a_lost_rank_is_an_error(
         params = SamplingParams(max_new_tokens=100, ignore_eos=True)
         engine.add_request("0", [5, 6, 7], params)
         engine.step()
+        if number == signal.SIGSTOP:
+            monkeypatch.setattr(rank_processes, "_SILENT_SECONDS", 3.0)
         os.kill(process.pid, number)
         with pytest.raises(RuntimeError, match=message):
             finish(engine)
@@ -74,6 +75,18 @@ def test_a_rank_with_other_tokens_is_found(tiny_model: TinyModel) -> None:
         with pytest.raises(RuntimeError, match="the tokens of this rank differ from those of rank"):
             finish(engine)
         engine.close()
+
+
+class Unwilling(Cases):
+    """A recipe that other processes cannot read."""
+
+    def __setstate__(self, state: object) -> None:
+        raise OSError("no such thing here")
+
+
+def test_a_rank_that_cannot_start_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="rank 1 has failed: OSError: no such thing here"):
+        RankProcesses(2, Unwilling([]), "cpu")
 
 
 def test_what_only_the_main_module_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
