@@ -66,7 +66,13 @@ def launch(config: JobConfig) -> Launched:
             "file and give it as dataset.path"
         )
     devices = [] if config.engine.device == "cpu" else visible_devices()
-    count = config.launcher.workers or len(devices)
+    ranks = config.engine.tensor_parallel
+    count = config.launcher.workers or len(devices) // ranks
+    if devices and len(devices) < ranks:
+        raise ConfigError(
+            f"engine.tensor_parallel={ranks} needs as many GPUs for each worker, and there are "
+            f"{len(devices)}"
+        )
     if not count:
         raise ConfigError(
             "launcher.workers has no value, and there is no GPU: say how many workers share the "
@@ -103,7 +109,8 @@ class LocalLauncher:
         """
         Args:
             count: how many workers.
-            devices: the GPUs, which the workers take in turns; empty on a CPU.
+            devices: the GPUs, of which the workers take `engine.tensor_parallel` each in turns;
+                empty on a CPU.
         """
         assert isinstance(config.launcher, LocalLauncherConfig)
         self._config = config
@@ -146,7 +153,7 @@ class LocalLauncher:
     def _start(self, child: _Child) -> None:
         environment = {**os.environ, LAUNCHER: str(os.getpid())}
         if self._devices:
-            environment[_DEVICES] = self._devices[child.place % len(self._devices)]
+            environment[_DEVICES] = ",".join(self._devices_of(child.place))
         else:
             cores = len(os.sched_getaffinity(0))
             environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // self._count)))
@@ -161,6 +168,12 @@ class LocalLauncher:
                 env=environment,
                 start_new_session=True,
             )
+
+    def _devices_of(self, place: int) -> Sequence[str]:
+        """The GPUs of a worker, one for each of its ranks."""
+        ranks = self._config.engine.tensor_parallel
+        first = place % (len(self._devices) // ranks) * ranks
+        return self._devices[first : first + ranks]
 
     def _watch(self, children: list[_Child], signals: StopSignals, shown: Shown) -> None:
         """Wait for the end of all workers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,15 @@ class Device:
     def is_gpu(self) -> bool:
         """Whether it is a GPU."""
         return self.memory > 0
+
+    def shared(self, number: int) -> Device:
+        """What each of so many processes has of the device."""
+        return replace(
+            self,
+            bandwidth=self.bandwidth / number,
+            half_flops=self.half_flops / number,
+            single_flops=self.single_flops / number,
+        )
 
     def flops(self, dtype: torch.dtype) -> float:
         """Operations per second of matrix products in this dtype."""

@@ -67,10 +67,11 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
-        whole, kv_heads = shape, parallel.kv_heads(shape.num_kv_heads)
+        whole, own_heads = shape, parallel.share("num_attention_heads", shape.num_heads)
+        kv_heads = parallel.kv_heads(whole.num_kv_heads)
         shape = replace(
             shape,
-            num_heads=parallel.share("num_attention_heads", whole.num_heads),
+            num_heads=own_heads,
             num_kv_heads=kv_heads[1] - kv_heads[0],
         )
         self.shape = shape

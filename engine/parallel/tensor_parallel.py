@@ -87,7 +87,7 @@ class TensorParallel:
         if self.size % number:
             raise ValueError(
                 f"tensor_parallel={self.size} is no multiple of the model's num_key_value_heads "
-                f"{number}: choose a multiple, or one of {_divisors(number)}"
+                f"{number}: choose {_divisors(number)}, or a multiple of {number}"
             )
         first = self.rank * number // self.size
         return first, first + 1

@@ -132,5 +132,7 @@ def test_a_signal_stops_a_divided_job_cleanly(model: Path, rows: Path, tmp_path:
 
 def test_a_model_that_cannot_be_divided_is_refused(model: Path, rows: Path, tmp_path: Path) -> None:
     """Before any weight is read, and without a process."""
-    with pytest.raises(ConfigError, match="engine: tensor_parallel=3 does not divide .* 4: choose"):
+    with pytest.raises(
+        ConfigError, match=r"engine: tensor_parallel=3 does not divide .* 4: choose"
+    ):
         run(overrides(model, rows, tmp_path / "out", "engine.tensor_parallel=3"))
