@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -86,7 +86,7 @@ class EngineRecipe:
         if kind == "cpu":
             limit_threads()
             threads = max(1, torch.get_num_threads() // size)
-            recipe = EngineRecipe(**{**vars(self), "threads": threads})
+            recipe = replace(self, threads=threads)
             torch.set_num_threads(threads)
         return Ranks(recipe, RankProcesses(size, recipe, kind))
 

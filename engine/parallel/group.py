@@ -36,6 +36,19 @@ def serve_store() -> TCPStore:
     )
 
 
+def check_free() -> None:
+    """Check that this process may join a group.
+
+    Raises:
+        ValueError: it is in one.
+    """
+    if dist.is_initialized():
+        raise ValueError(
+            "this process is one of several ranks already (torch.distributed): close the other LLM "
+            "with tensor_parallel first, or start a new process for this one"
+        )
+
+
 def join_store(port: int) -> TCPStore:
     """Connect to the store that rank 0 serves on this port."""
     return TCPStore(_HOST, port, is_master=False, timeout=timedelta(seconds=_START_SECONDS))
@@ -53,20 +66,12 @@ class DistributedGroup:
         size: the number of ranks.
         store: where the ranks find each other.
         device: `cuda`, for which rank i takes the i-th visible GPU, or `cpu`.
-
-    Raises:
-        ValueError: this process has ranks already.
     """
 
     had_gpu: ClassVar[bool] = False
     """Whether this process was ever a rank on a GPU."""
 
     def __init__(self, rank: int, size: int, store: Store, device: str) -> None:
-        if dist.is_initialized():
-            raise ValueError(
-                "this process is one of several ranks already (torch.distributed): close the other "
-                "LLM with tensor_parallel first, or start a new process for this one"
-            )
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self.rank, self.size = rank, size

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from batchgen.engine.parallel.group import DistributedGroup, leave, serve_store
+from batchgen.engine.parallel.group import DistributedGroup, check_free, leave, serve_store
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
 
 READY = True
@@ -62,12 +62,15 @@ class RankProcesses:
         parallel: the ranks as rank 0 sees them.
 
     Raises:
-        ValueError: this process has ranks already, or there are too few GPUs.
+        ValueError: this process has ranks already, or the recipe cannot be sent.
+        RuntimeError: a rank was lost before it was ready.
     """
 
     def __init__(self, size: int, recipe: Recipe, device: str) -> None:
+        check_free()
         self._connections: dict[int, Connection[Any, Any]] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        # When a rank last said something; a process that starts may be silent for long.
         self._heard: dict[int, float] = {}
         self._ready: dict[int, bool] = {}
         self._gpu = device == "cuda"
@@ -76,19 +79,14 @@ class RankProcesses:
         self._since: float | None = None
         self._left = threading.Event()
         store = serve_store()
-        message = pickle.dumps((size, store.port, device, recipe))
-        if b"__main__" in message:
-            raise ValueError(
-                "tensor_parallel: the other ranks do not import the main module, and part of the "
-                "engine, such as its strategy, is defined there: put it in a module of its own"
-            )
+        message = _pickled((size, store.port, device, recipe))
         self._finalizer = weakref.finalize(self, _end, self._processes, self._connections)
         try:
             for rank in range(1, size):
-                self._start(rank, message)
-            self._watcher = threading.Thread(target=self._watch, daemon=True)
-            self._watcher.start()
+                self._start(rank)
+            threading.Thread(target=self._watch, daemon=True).start()
             with self.starting():
+                self._send(message)
                 while not all(self._ready.values()):
                     self.check()
                     time.sleep(_LOOK_SECONDS)
@@ -98,7 +96,7 @@ class RankProcesses:
             raise
         self.parallel = TensorParallel(0, size, group)
 
-    def _start(self, rank: int, message: bytes) -> None:
+    def _start(self, rank: int) -> None:
         own, theirs = socket.socketpair()
         connection: Connection[Any, Any] = Connection(own.detach())
         with theirs:
@@ -110,18 +108,18 @@ class RankProcesses:
                 pass_fds=[theirs.fileno()],
             )
         self._connections[rank] = connection
-        self._heard[rank] = time.monotonic()
         self._ready[rank] = False
         connection.send(os.getpid())
-        connection.send_bytes(message)
 
     def send(self, message: object) -> None:
         """Send an object to all other ranks.
 
         Raises:
-            RuntimeError: a rank was lost.
+            OSError: a rank was lost.
         """
-        data = pickle.dumps(message)
+        self._send(pickle.dumps(message))
+
+    def _send(self, data: bytes) -> None:
         for connection in list(self._connections.values()):
             connection.send_bytes(data)
 
@@ -250,6 +248,26 @@ class RankProcesses:
             return
         print(f"batchgen: {self._reason}", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def _pickled(setup: object) -> bytes:
+    """Make the bytes from which another process makes the same objects.
+
+    Raises:
+        ValueError: that is not possible.
+    """
+    try:
+        message = pickle.dumps(setup)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"tensor_parallel: the engine cannot be sent to the other ranks: {error}"
+        ) from error
+    if b"__main__" in message:
+        raise ValueError(
+            "tensor_parallel: the other ranks do not import the main module, and part of the "
+            "engine, such as its strategy, is defined there: put it in a module of its own"
+        )
+    return message
 
 
 def _is_own(error: Exception) -> bool:

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from real_job import ROWS, VOCAB, overrides, run, save_tokenizer
 from batchgen.errors import ConfigError
 from batchgen.output.read_job import JobFolderReader
 
-SECONDS = 60
+SECONDS = 300
 LONG = ("sampling.max_new_tokens=120", "sampling.ignore_eos=true", "engine.max_num_seqs=2")
 
 
@@ -41,20 +42,22 @@ def command(model: Path, rows: Path, out: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "batchgen", *arguments]
 
 
-def start(model: Path, rows: Path, out: Path, *more: str) -> subprocess.Popen[str]:
+@contextmanager
+def started(model: Path, rows: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
     """A job that is long enough to be disturbed, once it has finished some rows."""
     process = subprocess.Popen(
-        command(model, rows, out, *LONG, *more),
+        command(model, rows, out, *LONG),
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    deadline = time.monotonic() + SECONDS
-    while not finished_rows(out):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    return process
+    try:
+        until(lambda: process.poll() is not None or finished_rows(out) > 0)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
@@ -93,10 +96,10 @@ def test_a_divided_job_writes_the_same_rows(model: Path, rows: Path, tmp_path: P
 @pytest.mark.slow
 def test_a_divided_job_survives_the_loss_of_a_rank(model: Path, rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process = start(model, rows, out)
-    (rank,) = children(process)
-    os.kill(rank, signal.SIGKILL)
-    _, said = process.communicate(timeout=SECONDS)
+    with started(model, rows, out) as process:
+        (rank,) = children(process)
+        os.kill(rank, signal.SIGKILL)
+        _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert "tensor parallel: rank 1 was ended by signal 9" in said
     done = finished_rows(out)
@@ -111,22 +114,21 @@ def test_a_divided_job_survives_the_loss_of_a_rank(model: Path, rows: Path, tmp_
 
 @pytest.mark.slow
 def test_ranks_end_with_a_killed_job(model: Path, rows: Path, tmp_path: Path) -> None:
-    process = start(model, rows, tmp_path / "out")
-    (rank,) = children(process)
-    process.kill()
-    process.communicate()
+    with started(model, rows, tmp_path / "out") as process:
+        (rank,) = children(process)
+        process.kill()
     until(lambda: not is_running(rank))
 
 
 @pytest.mark.slow
 def test_a_signal_stops_a_divided_job_cleanly(model: Path, rows: Path, tmp_path: Path) -> None:
     """Ctrl-C reaches the ranks, too, which leave the decision to rank 0."""
-    process = start(model, rows, tmp_path / "out")
-    (rank,) = children(process)
-    os.kill(rank, signal.SIGINT)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=SECONDS)
-    assert process.returncode == 130, said
+    with started(model, rows, tmp_path / "out") as process:
+        (rank,) = children(process)
+        os.kill(rank, signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=SECONDS)
+        assert process.returncode == 130, said
     until(lambda: not is_running(rank))
 
 
