@@ -57,7 +57,7 @@ def started(model: Path, rows: Path, out: Path) -> Iterator[subprocess.Popen[str
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
