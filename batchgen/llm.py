@@ -263,8 +263,10 @@ class LLM:
 
     def close(self) -> None:
         """Give the device's memory back. The LLM cannot be used after that."""
+        usable = self._streams.closed or self.engine.is_usable
         self._streams.close()
-        release_cached_memory(self._device)
+        if usable:
+            release_cached_memory(self._device)
 
     def __enter__(self) -> Self:
         return self

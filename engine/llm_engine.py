@@ -280,10 +280,15 @@ class LLMEngine:
         """
         self._compiling.close()
         if self._leader is not None:
-            # The ranks' communicator outlives what was captured of it.
-            for runner in self._runners.values():
+            # The ranks' communicator must outlive what was captured of it.
+            for runner in self._runners.values() if self.is_usable else ():
                 runner.drop_graphs()
             self._leader.close()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the device answers. It may wait for ever if another rank was lost."""
+        return self._leader is None or not self._leader.is_lost
 
     @property
     def batch_dependence(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import pickle
@@ -16,7 +17,13 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from batchgen.engine.parallel.group import DistributedGroup, check_free, leave, serve_store
+from batchgen.engine.parallel.group import (
+    DistributedGroup,
+    check_free,
+    end_process,
+    leave,
+    serve_store,
+)
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
 
 READY = True
@@ -123,6 +130,11 @@ class RankProcesses:
         for connection in list(self._connections.values()):
             connection.send_bytes(data)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank was lost."""
+        return self._reason is not None
+
     def check(self) -> None:
         """Raise an error if a rank was lost.
 
@@ -186,7 +198,8 @@ class RankProcesses:
         if self._closed:
             return
         self._closed = True
-        leave()
+        if not self.is_lost or not self._gpu:
+            leave()
         self._finalizer()
 
     def _watch(self) -> None:
@@ -241,6 +254,9 @@ class RankProcesses:
             f"tensor parallel: {reason}, so no further step can be computed; finished rows are safe"
         )
         _kill(self._processes)
+        if self._gpu:
+            # A kernel may wait for that rank for ever, which must not hold up the process's end.
+            atexit.register(end_process, 1)
         if self._since is None or self._left.wait(_LEAVE_SECONDS):
             return
         leave()  # This ends sums that wait for other ranks.

@@ -94,6 +94,11 @@ class Leader:
         posted, self._posted = self._posted, []
         self._processes.send(posted)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank was lost. Its GPU's neighbours may wait for it for ever."""
+        return self._processes.is_lost
+
     def check(self) -> None:
         """Raise an error if a rank was lost, because then results may be wrong.
 
