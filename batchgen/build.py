@@ -39,6 +39,7 @@ from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError
 from batchgen.fingerprint import fingerprint_files, fingerprint_text
 from batchgen.grading.build_steps import check_fields, described, post_steps, row_steps
+from batchgen.model.engine_recipe import EngineRecipe
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.model.source import model_files
@@ -143,19 +144,31 @@ class OpenedJob:
             ConfigError: a tensor is missing or wrong, or the configuration does not suit the models
                 or the memory.
         """
-        heads = strategy_heads(self.strategy, self.model)
-        with _named("model"):
-            weights = self.model.load(config.model.dtype, config.engine.device, heads)
-        if weights.skipped_parts:
-            skipped = " and ".join(weights.skipped_parts)
-            print(f"model: not loaded of the checkpoint: {skipped}", file=sys.stderr, flush=True)
-        with _named("strategy"):
-            beside = {name: other.load_beside(weights) for name, other in self.others.items()}
         with _named("engine"):
-            names = [column.name for column in self.context_columns]
-            return self.model.engine(
-                weights, self.strategy, config.engine, beside, self.compiler, names
-            )
+            ranks = self.recipe(config).start()
+        recipe = ranks.recipe
+        with ranks.starting():
+            with _named("model"):
+                weights = recipe.load(ranks.parallel)
+            if weights.skipped_parts:
+                skipped = " and ".join(weights.skipped_parts)
+                print(f"model: not loaded of the checkpoint: {skipped}", file=sys.stderr)
+            with _named("strategy"):
+                others = recipe.load_others(weights)
+            with _named("engine"):
+                return recipe.engine(weights, others, self.compiler, ranks.leader)
+
+    def recipe(self, config: JobConfig) -> EngineRecipe:
+        """What the job's engine is made of."""
+        return EngineRecipe(
+            self.model,
+            self.others,
+            self.strategy,
+            config.engine,
+            config.model.dtype,
+            config.engine.device,
+            tuple(column.name for column in self.context_columns),
+        )
 
 
 def job_parts(config: JobConfig) -> JobParts:
@@ -223,9 +236,12 @@ def open_job(config: JobConfig) -> OpenedJob:
             lcm(strategy.prefill_multiple, model.config.family.chunk_multiple),
         )
     others = open_others(strategy, model, max_model_len)
-    return OpenedJob(
+    job = OpenedJob(
         model, others, strategy, context_columns, compiler, source, prompt, dtype, max_model_len
     )
+    with _named("engine"):
+        job.recipe(config).check()
+    return job
 
 
 def build_strategy(config: StrategyConfig) -> Strategy:

@@ -178,8 +178,10 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
             if not is_done:
                 engine = parts.build_engine()
                 signals.deferred = True
-                # A GPU rounds sums differently in batches of another size.
-                writer.set_exact(engine.memory.total is None and engine.batch_dependence is None)
+                # A GPU rounds sums differently in batches of another size, and so do other numbers
+                # of ranks, which workers may have.
+                on_one_cpu = engine.memory.total is None and config.engine.tensor_parallel == 1
+                writer.set_exact(on_one_cpu and engine.batch_dependence is None)
                 metrics.attempt.memory = asdict(engine.memory)
                 metrics.attempt.batch_dependence = engine.batch_dependence
                 show_memory(engine.memory)

@@ -21,8 +21,9 @@ from batchgen.engine.loading.loader import LoadFormat, Quantization
 from batchgen.engine.outputs import RequestError
 from batchgen.engine.strategy import Strategy
 from batchgen.fingerprint import derive_seed
+from batchgen.model.engine_recipe import EngineRecipe
 from batchgen.model.open_model import DeviceName, DtypeName, open_model
-from batchgen.model.other_models import open_others, strategy_heads
+from batchgen.model.other_models import open_others
 from batchgen.python.arguments import Arguments, Params, arguments_of, dtype_name, engine_config
 from batchgen.python.output import Output
 from batchgen.python.params import SamplingParams
@@ -89,15 +90,13 @@ class LLM:
         longest = config.model_len(opened.config.max_position_embeddings)
         max_model_len = strategy.model_len(longest, opened.config)
         others = open_others(strategy, opened, max_model_len)
-        heads = strategy_heads(strategy, opened)
-        weights = opened.load(name, device, heads)
-        beside = {name: other.load_beside(weights) for name, other in others.items()}
+        columns = tuple(context_columns)
+        recipe = EngineRecipe(opened, others, strategy, config, name, device, columns)
+        weights, engine_of_model = recipe.start().build()
         self._model = model
         self._device, self._dtype = weights.device, weights.dtype
         self.tokenizer: PreTrainedTokenizerBase | None = opened.tokenizer
-        self._streams = Streams(
-            opened.engine(weights, strategy, config, beside, context_columns=context_columns)
-        )
+        self._streams = Streams(engine_of_model)
 
     @property
     def engine(self) -> LLMEngine:
@@ -269,8 +268,10 @@ class LLM:
 
     def close(self) -> None:
         """Give the device's memory back. The LLM cannot be used after that."""
+        usable = self._streams.closed or self.engine.is_usable
         self._streams.close()
-        release_cached_memory(self._device)
+        if usable:
+            release_cached_memory(self._device)
 
     def __enter__(self) -> Self:
         return self

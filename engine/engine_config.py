@@ -125,6 +125,8 @@ class EngineConfig:
         cuda_graph: replay forwards as CUDA graphs; None means on a GPU only.
         overlap: launch a step before the results of the previous step are read; None means on a GPU
             only, because a CPU computes the step while it is launched.
+        tensor_parallel: the number of GPUs between which each layer's weights are divided, or of
+            processes on a CPU. Whoever makes the engine starts them.
 
     Raises:
         ValueError: a value is out of range; the message names it and says what is allowed.
@@ -141,6 +143,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     cuda_graph: bool | None = None
     overlap: bool | None = None
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         checks = (
@@ -167,6 +170,7 @@ class EngineConfig:
                 self.state_checkpoints is None or self.state_checkpoints >= 0,
                 "at least 0",
             ),
+            ("tensor_parallel", 1 <= self.tensor_parallel <= 64, "1 to 64"),
             (
                 "gpu_memory_utilization",
                 0 < self.gpu_memory_utilization <= 1,

@@ -129,12 +129,12 @@ def sizes_of(target: CausalLM, strategy: Strategy, config: EngineConfig) -> Size
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         room = int(memory * config.gpu_memory_utilization) - weights - _WORK_SPACE
-    specs = target.cache_specs
+    specs, parallel = target.cache_specs, target.parallel
     return Sizes(
         weights=weights,
         weights_per_token=target.weight_bytes_per_token,
-        memory=memory,
+        memory=parallel.least(memory),
         width=width,
         row_states=row_bytes(specs, width, most_pending(device)),
-        cache_room=max(room, 0),
+        cache_room=parallel.least(max(room, 0)),
     )

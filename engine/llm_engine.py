@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import abc, deque
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,8 @@ from batchgen.engine.execution.prefill_inputs import block_tables, prefill_input
 from batchgen.engine.execution.step_timing import StepTimer, timed
 from batchgen.engine.execution.transfer import release_cached_memory, upload
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.outputs import HostCopy, RequestOutput, StepOutput
+from batchgen.engine.outputs import HostCopy, HostOutput, RequestOutput, StepOutput
+from batchgen.engine.parallel.replicas import Abort, Add, Leader, Step
 from batchgen.engine.requests import Requests
 from batchgen.engine.sampling.inputs import SamplingInputs
 from batchgen.engine.sampling.params import SamplingParams
@@ -105,6 +108,8 @@ class LLMEngine:
             first constrained request comes.
         context_columns: the names of the columns of context scope that requests may ask for; each
             takes room in the paged cache.
+        leader: the other ranks, which do what this engine does; None if there are none, or if this
+            engine does what another one does (`follow`).
 
     Attributes:
         config: the settings with all defaults filled in.
@@ -131,7 +136,11 @@ class LLMEngine:
         others: Mapping[str, CausalLM] | None = None,
         compiler: GrammarCompiler | None = None,
         context_columns: abc.Sequence[str] = (),
+        leader: Leader | None = None,
     ) -> None:
+        self._leader = leader
+        # Of all tokens that were read, by which ranks see that they have the same.
+        self._digest = 0
         # This raises an error if the strategy does not fit the model.
         self._block_length = strategy.block_length(model.config)
         longest = config.model_len(model.config.max_position_embeddings)
@@ -171,8 +180,8 @@ class LLMEngine:
             cache_capacity=self._block_manager.capacity,
             context_columns=columns,
         )
-        runners = {name: self._make_runner(use) for name, use in uses.items()}
-        self._runner = runners[TARGET]
+        self._runners = {name: self._make_runner(use) for name, use in uses.items()}
+        self._runner = self._runners[TARGET]
         self._models = [use.model for use in uses.values()]
         reader = ContextReader(self._runner.caches.columns, config.block_size)
         self.scheduler = Scheduler(
@@ -187,7 +196,7 @@ class LLMEngine:
             counts=[count.name for count in strategy.counts],
             before_free=reader.read,
         )
-        strategy.attach(runners)
+        strategy.attach(self._runners)
         self._live: dict[str, Sequence] = {}
         self._compiling = CompileQueue(compiler, tokenizer, self.vocab_size, eos_token_ids)
         # Both hold rows that have ended and were not returned yet. Those in `_leaving` wait for
@@ -243,6 +252,8 @@ class LLMEngine:
         else:
             self._compiling.add(seq)
         self._live[request_id] = seq
+        if self._leader is not None:
+            self._leader.post(Add(request_id, list(prompt_token_ids), params))
 
     def abort(self, request_id: str) -> bool:
         """Drop a request.
@@ -253,6 +264,8 @@ class LLMEngine:
         seq = self._live.pop(request_id, None)
         if seq is None:
             return False
+        if self._leader is not None:
+            self._leader.post(Abort(request_id))
         # The row may have ended in a step that raised an error before it could return the row.
         for ended in (self._finished, self._leaving):
             if seq in ended:
@@ -263,11 +276,23 @@ class LLMEngine:
         return True
 
     def close(self) -> None:
-        """Stop compiling constraints, without waiting for those that are being compiled.
+        """End the other ranks, and stop compiling constraints, without waiting for those that are
+        being compiled.
 
-        After that the engine takes no further constrained requests.
+        After that the engine takes no further constrained requests, and none at all if there were
+        other ranks.
         """
         self._compiling.close()
+        if self._leader is not None:
+            # The ranks' communicator must outlive what was captured of it.
+            for runner in self._runners.values() if self.is_usable else ():
+                runner.drop_graphs()
+            self._leader.close()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the device answers. It may wait for ever if another rank was lost."""
+        return self._leader is None or not self._leader.is_lost
 
     @property
     def batch_dependence(self) -> str | None:
@@ -302,9 +327,34 @@ class LLMEngine:
 
         Returns:
             The requests that have finished and were not returned yet.
+
+        Raises:
+            RuntimeError: another rank was lost. The engine can do nothing after that.
         """
-        # The engine waits for the compiler only if all rows wait for their constraints.
-        for seq in self._compiling.take(block=len(self._compiling) == len(self._live)):
+        with nullcontext() if self._leader is None else self._leader.step():
+            # The engine waits for the compiler only if all rows wait for their constraints.
+            block = len(self._compiling) == len(self._live)
+            compiled = list(self._compiling.take(block=block))
+            if self._leader is not None:
+                errors = [None if seq.error is None else str(seq.error) for seq in compiled]
+                ids = [seq.request_id for seq in compiled]
+                self._leader.begin(list(zip(ids, errors, strict=True)), self._digest)
+            return self._step(compiled)
+
+    @torch.inference_mode()
+    def follow(self, step: Step) -> None:
+        """Make the step that the engine of rank 0 makes.
+
+        Raises:
+            RuntimeError: this engine's tokens differ from those of rank 0.
+        """
+        if step.digest != self._digest:
+            raise RuntimeError("the tokens of this rank differ from those of rank 0")
+        self._step([self._compiling.take_one(*compiled) for compiled in step.compiled])
+
+    def _step(self, compiled: list[Sequence]) -> list[RequestOutput]:
+        """Make a step, as `step` says, after the constraints of some rows were compiled."""
+        for seq in compiled:
             if seq.error is None:
                 self.scheduler.add(seq)
             else:
@@ -345,6 +395,10 @@ class LLMEngine:
         """Wait for the results of the oldest batch that was launched, and commit its tokens."""
         for part in self._launched.popleft():
             step = part.copy.wait()
+            if self._leader is not None:
+                self._leader.check()
+            if self._runner.model.parallel.size > 1:
+                self._digest = _digest(step, self._digest)
             if isinstance(part.batch, DecodeBatch):
                 self.strategy.observe(step, self.scheduler.is_current(part.batch))
             for seq in self.scheduler.update(part.batch, step):
@@ -506,3 +560,10 @@ class LLMEngine:
             prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
             stats.prefill_steps += 1
             stats.prefill_tokens += sum(prefill.lengths)
+
+
+def _digest(step: HostOutput, before: int) -> int:
+    """Return a digest of the tokens of a step and of all before it."""
+    width = step.token_ids.shape[1]
+    valid = np.arange(width) < step.num_tokens[:, np.newaxis]
+    return zlib.crc32(np.where(valid, step.token_ids, -1).tobytes(), before)

@@ -34,7 +34,13 @@ def launch(config: JobConfig) -> Launched:
     """
     assert isinstance(config.launcher, LocalLauncherConfig)
     devices = [] if config.engine.device == "cpu" else visible_devices()
-    count = config.launcher.workers or len(devices)
+    ranks = config.engine.tensor_parallel
+    count = config.launcher.workers or len(devices) // ranks
+    if devices and len(devices) < ranks:
+        raise ConfigError(
+            f"engine.tensor_parallel={ranks} needs as many GPUs for each worker, and there are "
+            f"{len(devices)}"
+        )
     if not count:
         raise ConfigError(
             "launcher.workers has no value, and there is no GPU: say how many workers share the "
@@ -49,16 +55,18 @@ def run_local(
     """Run a job in so many processes.
 
     Args:
-        devices: the GPUs, which the workers take in turns; empty on a CPU.
+        devices: the GPUs, of which the workers take `engine.tensor_parallel` each in turns; empty
+            on a CPU.
         command: what they run.
     """
     assert isinstance(config.launcher, LocalLauncherConfig)
+    ranks = config.engine.tensor_parallel
     with tempfile.TemporaryDirectory(prefix="batchgen-") as name:
         job = Path(name) / "job.yaml"
         job.write_text(worker_job(config, BEAT_SECONDS), encoding="utf-8")
 
         def start(place: Place) -> WorkerProcess:
-            environment = _environment(place.number, count, devices)
+            environment = _environment(place.number, count, devices, ranks)
             return WorkerProcess(command(job, place.number), place.output, environment)
 
         supervisor = Supervisor(
@@ -71,10 +79,11 @@ def run_local(
         return supervisor.run()
 
 
-def _environment(place: int, count: int, devices: Sequence[str]) -> dict[str, str]:
-    """The variables that give a worker its device, or its share of the cores."""
+def _environment(place: int, count: int, devices: Sequence[str], ranks: int) -> dict[str, str]:
+    """The variables that give a worker a device for each of its ranks, or its part of the cores."""
     if devices:
-        return {_DEVICES: devices[place % len(devices)]}
+        first = place % (len(devices) // ranks) * ranks
+        return {_DEVICES: ",".join(devices[first : first + ranks])}
     cores = len(os.sched_getaffinity(0))
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // count)))}
 

@@ -141,7 +141,7 @@ def worker_need(config: JobConfig, has_gpus: bool) -> dict[str, float]:
     assert isinstance(config.launcher, RayLauncherConfig)
     gpus = config.launcher.gpus_per_worker
     if gpus is None:
-        gpus = float(has_gpus and config.engine.device != "cpu")
+        gpus = float(has_gpus and config.engine.device != "cpu") * config.engine.tensor_parallel
     need = {"GPU": gpus, "CPU": config.launcher.cpus_per_worker}
     return {name: number for name, number in need.items() if number}
 

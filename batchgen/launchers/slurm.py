@@ -97,7 +97,9 @@ def _check_cluster(config: JobConfig, launcher: SlurmLauncherConfig) -> None:
 
 def _gpus(config: JobConfig, launcher: SlurmLauncherConfig) -> int:
     given = launcher.gpus_per_worker
-    return int(config.engine.device != "cpu") if given is None else given
+    if given is not None:
+        return given
+    return int(config.engine.device != "cpu") * config.engine.tensor_parallel
 
 
 def _executor(

@@ -28,6 +28,8 @@ from batchgen.engine.loading.safetensors_files import safetensors_files
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig
+from batchgen.engine.parallel.replicas import Leader
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.strategy import Strategy
 from batchgen.model.source import resolve_model
 
@@ -64,7 +66,7 @@ class OpenedModel:
         Raises:
             ValueError: the machine has no such device.
         """
-        target = _device(device)
+        target = device_of(device)
         if name == "auto":
             return torch.float32 if target.type == "cpu" else self.config.dtype
         dtype = getattr(torch, name)
@@ -85,10 +87,16 @@ class OpenedModel:
         Raises:
             ValueError: the machine has no such device.
         """
-        form = self.form(native=has_fp8_units(_device(device)))
+        form = self.form(native=has_fp8_units(device_of(device)))
         return None if form is None else "FP8" if form.native else "dequantised FP8"
 
-    def load(self, dtype: DtypeName, device: DeviceName, heads: Collection[str] = ()) -> CausalLM:
+    def load(
+        self,
+        dtype: DtypeName,
+        device: DeviceName,
+        heads: Collection[str] = (),
+        parallel: TensorParallel = ALONE,
+    ) -> CausalLM:
         """Load the model with its weights.
 
         On a CPU this also limits torch to as many threads as can run at once. If weights in FP8 are
@@ -98,12 +106,13 @@ class OpenedModel:
             dtype: the dtype of weights and activations.
             device: where the model runs.
             heads: the names of the model's heads to load.
+            parallel: the ranks between which the weights are divided.
 
         Raises:
             ValueError: a tensor is missing or wrong, or the machine has no such device.
         """
-        target = _device(device)
-        if target.type == "cpu":
+        target = device_of(device)
+        if target.type == "cpu" and parallel.size == 1:
             limit_threads()
         torch_dtype = self.dtype(dtype, device)
         form = self.form(native=has_fp8_units(target))
@@ -122,16 +131,22 @@ class OpenedModel:
             load_format=self.load_format,
             heads=heads,
             quantization=self.quantization,
+            parallel=parallel,
         )
 
     def load_beside(self, model: CausalLM) -> CausalLM:
-        """Load the model with its weights, on the device and in the dtype of another model.
+        """Load the model with its weights, on the device and in the dtype of another model, and
+        divided between the same ranks.
 
         Raises:
             ValueError: a tensor is missing or wrong.
         """
         return load_model(
-            self.path, device=model.device, dtype=model.dtype, load_format=self.load_format
+            self.path,
+            device=model.device,
+            dtype=model.dtype,
+            load_format=self.load_format,
+            parallel=model.parallel,
         )
 
     def engine(
@@ -142,6 +157,7 @@ class OpenedModel:
         others: Mapping[str, CausalLM] | None = None,
         compiler: GrammarCompiler | None = None,
         context_columns: Sequence[str] = (),
+        leader: Leader | None = None,
     ) -> LLMEngine:
         """Make an engine for the loaded model.
 
@@ -152,6 +168,7 @@ class OpenedModel:
             others: the strategy's other models with their weights, by name.
             compiler: compiles constraints; None lets the engine make one when a row needs it.
             context_columns: the names of the columns of context scope that rows may ask for.
+            leader: the other ranks between which the weights are divided; None without any.
 
         Raises:
             ValueError: the configuration does not suit the models or the device's memory.
@@ -165,6 +182,7 @@ class OpenedModel:
             others=others,
             compiler=compiler,
             context_columns=context_columns,
+            leader=leader,
         )
 
     def grammar_compiler(self) -> GrammarCompiler:
@@ -225,7 +243,7 @@ def limit_threads() -> None:
         torch.set_num_threads(cores)
 
 
-def _device(name: DeviceName) -> torch.device:
+def device_of(name: DeviceName) -> torch.device:
     """Return the device of this name.
 
     Raises:

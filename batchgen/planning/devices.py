@@ -47,6 +47,15 @@ class Device:
         """Whether it is a GPU."""
         return self.memory > 0
 
+    def shared(self, number: int) -> Device:
+        """What each of so many processes has of the device."""
+        return replace(
+            self,
+            bandwidth=self.bandwidth / number,
+            half_flops=self.half_flops / number,
+            single_flops=self.single_flops / number,
+        )
+
     def flops(self, dtype: torch.dtype) -> float:
         """Operations per second of matrix products in this dtype."""
         if dtype.itemsize == 1:

@@ -13,17 +13,14 @@ from batchgen.engine.cache.memory_plan import MemoryPlan, ModelUse, cache_token_
 from batchgen.engine.cache.model_caches import row_bytes
 from batchgen.engine.engine_config import ResolvedConfig, Sizes
 from batchgen.engine.engine_models import model_uses
-from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.registry import model_class
 from batchgen.engine.strategy import TARGET
+from batchgen.model.engine_recipe import bare
 from batchgen.model.open_model import OpenedModel
 from batchgen.model.other_models import strategy_heads
 from batchgen.planning.step_cost import ModelSizes
 
 if TYPE_CHECKING:
     from batchgen.build import OpenedJob
-
-_META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,12 @@ def engine_room(
     on = "cpu" if gpu_bytes is None else "cuda"
     dtype = _dtype(opened.model, config, on)
     heads = strategy_heads(opened.strategy, opened.model)
-    target = _bare(opened.model, dtype, native_fp8, heads)
-    others = {name: _bare(other, dtype, native_fp8) for name, other in opened.others.items()}
+    ranks = config.engine.tensor_parallel
+    target = bare(opened.model, dtype, heads, ranks, native_fp8=native_fp8)
+    others = {
+        name: bare(other, dtype, [], ranks, native_fp8=native_fp8)
+        for name, other in opened.others.items()
+    }
     columns = tuple(opened.context_columns)
     uses = model_uses(target, others, opened.strategy, columns, opened.max_model_len)
     sizes = Sizes(
@@ -94,15 +95,6 @@ def engine_room(
     )
     settings = config.engine.resolve(torch.device(on), sizes, opened.max_model_len)
     return EngineRoom(uses, settings, ModelSizes.of(uses[TARGET]))
-
-
-def _bare(
-    opened: OpenedModel, dtype: torch.dtype, native_fp8: bool, heads: list[str] | None = None
-) -> CausalLM:
-    """A model whose parameters have shapes and no values."""
-    kind = model_class(opened.config.architecture, opened.path)
-    form = opened.form(native=native_fp8)
-    return kind(opened.config, device=_META, dtype=dtype, heads=heads or [], form=form)
 
 
 def _dtype(model: OpenedModel, config: JobConfig, on: str) -> torch.dtype:

@@ -256,13 +256,8 @@ def _of_speed(cost: StepCost, work: Work, factor: float | None) -> str:
         seconds = 0.0 if work.seen.counts is None else work.seen.counts.seconds
         return f"the speed is that of {work.seen.source} ({duration(seconds)})"
     device = cost.device
-<<<<<<< HEAD
-    rate = device.flops(cost.sizes.dtype) / 1e12
-    how = "as published" if device.is_gpu else "measured now, beside whatever runs on it"
-=======
     rate = device.flops(cost.sizes.weight_dtype) / 1e12
-    how = "as published" if device.is_gpu else "measured now"
->>>>>>> fp8
+    how = "as published" if device.is_gpu else "measured now, beside whatever runs on it"
     return (
         f"{device.name} reads {device.bandwidth / 1e9:,.0f} GB/s and multiplies at {rate:,.3g} "
         f"TFLOP/s ({how}), of which the engine reaches what it did where it was measured"

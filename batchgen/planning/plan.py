@@ -135,11 +135,11 @@ class Plan:
 
     @property
     def gpu_hours(self) -> Range | None:
-        """Hours of one GPU; None on a CPU or without a forecast."""
+        """Hours of all GPUs of the engine together; None on a CPU or without a forecast."""
         memory, expected = self.memory, self.forecast
         if memory is None or memory.total is None or expected is None:
             return None
-        return expected.seconds.times(1 / 3600)
+        return expected.seconds.times(self.config.engine.tensor_parallel / 3600)
 
 
 def length_figures(lengths: np.ndarray) -> Mapping[str, float] | None:

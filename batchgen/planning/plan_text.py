@@ -124,6 +124,8 @@ def _memory(plan: Plan) -> str:
         return text
     if engine.token_bytes:
         text += f", {size(memory.kv_cache)} for {memory.kv_tokens:,} tokens"
+    if (ranks := plan.config.engine.tensor_parallel) > 1:
+        text += f", on each of {ranks} {'GPUs' if memory.total else 'ranks'}"
     return f"{text}: {plan.at_once:,} rows at once (most: {engine.settings.max_num_seqs:,})"
 
 

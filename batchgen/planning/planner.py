@@ -90,7 +90,8 @@ class _Planner:
         self._judge(scan, disk)
         price = None
         if expected is not None and self._settings.price_per_hour is not None:
-            price = expected.seconds.times(self._settings.price_per_hour / 3600)
+            per_hour = self._settings.price_per_hour * config.engine.tensor_parallel
+            price = expected.seconds.times(per_hour / 3600)
         return Plan(
             config=config,
             model=opened.model.config.architecture,

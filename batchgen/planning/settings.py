@@ -20,7 +20,7 @@ class PlanSettings:
             loads no weights.
         device: plan for this device, a name of `devices.DEVICES` or cpu; None plans for the device
             that the job would run on here.
-        price_per_hour: the price of the device for an hour, in any currency.
+        price_per_hour: the price of one such device for an hour, in any currency.
         most_bad: the largest share of bad rows with which a plan still counts as good.
     """
 

@@ -27,6 +27,7 @@ _FULL_RATE_ROWS = 64
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
     """What of a model decides the time of its forwards, in numbers of values unless it says bytes.
+    Of a model that is divided between ranks it is what one of them has.
 
     Attributes:
         layers: the number of layers.
@@ -40,6 +41,7 @@ class ModelSizes:
         row_bytes: the state of one row, for models with recurrent layers.
         dtype: of activations, and of weights that are not in FP8.
         weight_dtype: of most weights of the layers.
+        ranks: between how many ranks the model is divided.
     """
 
     layers: int
@@ -52,6 +54,7 @@ class ModelSizes:
     row_bytes: int
     dtype: torch.dtype
     weight_dtype: torch.dtype
+    ranks: int = 1
 
     @classmethod
     def of(cls, use: ModelUse) -> ModelSizes:
@@ -59,11 +62,12 @@ class ModelSizes:
         model = use.model
         assert isinstance(model, CausalLM)
         config, family = model.config, model.config.family
-        head = config.vocab_size * config.hidden_size
+        ranks = model.parallel.size
+        head = config.vocab_size * config.hidden_size // ranks
         experts, share = 0, 0.0
         if isinstance(family, MoEConfig) and family.moe_layers:
             each = 3 * config.hidden_size * family.expert_size
-            experts = len(family.moe_layers) * family.num_experts * each
+            experts = len(family.moe_layers) * family.num_experts * each // ranks
             share = family.experts_per_token / family.num_experts
         tables = head if config.tie_word_embeddings else 2 * head
         specs = [spec for spec in model.cache_specs if isinstance(spec, KVSpec)]
@@ -78,6 +82,7 @@ class ModelSizes:
             row_bytes=state_bytes(model.cache_specs),
             dtype=model.dtype,
             weight_dtype=FP8 if model.form is not None and model.form.native else model.dtype,
+            ranks=ranks,
         )
 
     @property
@@ -104,6 +109,7 @@ class _Reached:
         layer_s: seconds of a layer that do not depend on the tokens.
         step_s: seconds of a step that do not depend on model or tokens.
         logit_s: seconds for each logit that is sampled from.
+        sum_s: seconds of a sum over ranks, of which a layer has two.
     """
 
     bandwidth: float
@@ -113,10 +119,11 @@ class _Reached:
     layer_s: float
     step_s: float
     logit_s: float
+    sum_s: float
 
 
-_GPU = _Reached(0.9, 0.75, 0.85, 0.3, 30e-6, 400e-6, 3e-12)
-_CPU = _Reached(0.7, 0.7, 0.2, 0.12, 250e-6, 1e-3, 4e-9)
+_GPU = _Reached(0.9, 0.75, 0.85, 0.3, 30e-6, 400e-6, 3e-12, 3.5e-6)
+_CPU = _Reached(0.7, 0.7, 0.2, 0.12, 250e-6, 1e-3, 4e-9, 200e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +182,9 @@ class StepCost:
 
     @property
     def _fixed(self) -> float:
-        return self._reached.step_s + self.sizes.layers * self._reached.layer_s
+        reached, layers = self._reached, self.sizes.layers
+        sums = 2 * layers * reached.sum_s if self.sizes.ranks > 1 else 0.0
+        return reached.step_s + layers * reached.layer_s + sums
 
     def _products(self, tokens: float, logits: float) -> float:
         """Seconds of the products with weights: of reading them or of multiplying, whichever is

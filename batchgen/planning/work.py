@@ -94,7 +94,10 @@ def job_work(
 
 
 def step_cost(room: EngineRoom, opened: OpenedJob, device: Device) -> StepCost:
-    """The time of the forwards of a job's target on a device."""
+    """The time of the forwards of a job's target on a device, or on one for each rank. The ranks on
+    a CPU share it."""
+    if not device.is_gpu:
+        device = device.shared(room.sizes.ranks)
     return StepCost(room.sizes, device, opened.model.config.vocab_size)
 
 

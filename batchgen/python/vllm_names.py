@@ -14,7 +14,7 @@ _CONSTRAINT = (
 _NO_BEAMS = "batchgen has no beam search: draw n samples, and choose by the sum of output.logprobs"
 _PROMPT_LOGPROBS = "batchgen returns log-probabilities of generated tokens only (logprobs)"
 _NO_LOGIT_CHANGES = "batchgen does not change single logits: a constraint says what may be written"
-_ONE_GPU = "an LLM runs on one device: leave it out"
+_ONE_GPU = "an LLM divides layers only between GPUs (tensor_parallel): leave it out"
 _OWN_TOKENIZER = "the tokenizer is the one that comes with the model: leave it out"
 _NO_LORA = "batchgen has no LoRA adapters: merge the adapter into a checkpoint"
 _MODEL_RULES = "the checkpoint alone decides that: leave it out"
@@ -76,9 +76,9 @@ ENGINE_SAME = {
     "max_num_batched_tokens": "max_batched_tokens",
     "enable_prefix_caching": "prefix_caching",
     "async_scheduling": "overlap",
+    "tensor_parallel_size": "tensor_parallel",
 }
 ENGINE_REFUSED = {
-    "tensor_parallel_size": _ONE_GPU,
     "pipeline_parallel_size": _ONE_GPU,
     "data_parallel_size": _ONE_GPU,
     "decode_context_parallel_size": _ONE_GPU,
@@ -137,7 +137,6 @@ ENGINE_REFUSED = {
 ENGINE_HARMLESS = {
     **dict.fromkeys(
         (
-            "tensor_parallel_size",
             "pipeline_parallel_size",
             "data_parallel_size",
             "decode_context_parallel_size",

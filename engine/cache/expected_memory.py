@@ -44,13 +44,15 @@ def expected_memory(
     """
     weights = weight_bytes(uses)
     if gpu_bytes is None:
-        free = available_memory() - weights
+        # The ranks share the machine's memory.
+        ranks = uses[0].model.parallel.size
+        free = available_memory() - ranks * weights
         if free <= 0:
             raise ValueError(
-                f"the weights need {weights / 2**30:.2f} GiB, and the machine has "
+                f"the weights need {ranks * weights / 2**30:.2f} GiB, and the machine has "
                 f"{available_memory() / 2**30:.2f} GiB free"
             )
-        return divide_memory(uses, config, Room(int(free * CPU_SHARE)))
+        return divide_memory(uses, config, Room(int(free * CPU_SHARE) // ranks))
     work_space = sum(_work_space(use, config) for use in uses)
     usable = int(gpu_bytes * config.gpu_memory_utilization) - _CONTEXT_BYTES
     if weights + work_space > usable:

@@ -141,13 +141,15 @@ def plan_memory(uses: Sequence[ModelUse], config: ResolvedConfig) -> MemoryPlan:
             the cache that the user asked for, for one block, or for one row of `max_model_len`
             tokens if the user gave that length.
     """
-    device = uses[0].model.device
+    device, parallel = uses[0].model.device, uses[0].model.parallel
     if device.type == "cpu":
-        return divide_memory(uses, config, Room(int(available_memory() * CPU_SHARE)))
+        # The ranks share the machine's memory.
+        room = int(available_memory() * CPU_SHARE) // parallel.size
+        return divide_memory(uses, config, Room(parallel.least(room)))
     total = torch.cuda.get_device_properties(device).total_memory
     work_space = sum(_work_space(use, config) for use in uses)
     room = _free_cuda_bytes(device, config) - work_space
-    return divide_memory(uses, config, Room(room, work_space, total))
+    return divide_memory(uses, config, Room(parallel.least(room), work_space, total))
 
 
 class Room(NamedTuple):

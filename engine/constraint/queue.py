@@ -77,6 +77,26 @@ class CompileQueue:
                 _start(seq, future)
                 yield seq
 
+    def take_one(self, request_id: str, error: str | None) -> Sequence:
+        """Remove a row whose constraint another rank has compiled, wait until it is compiled here,
+        and give it its matcher.
+
+        Args:
+            request_id: the row's request.
+            error: why the row cannot be followed, as the other rank says; None if it can.
+
+        Raises:
+            RuntimeError: the constraint cannot be compiled here.
+        """
+        seq, future = self._waiting.pop(request_id)
+        if error is not None:
+            seq.fail(RequestError("bad_constraint", error))
+            return seq
+        _start(seq, future)
+        if seq.error is not None:
+            raise RuntimeError(f"only rank 0 could compile a constraint; here: {seq.error}")
+        return seq
+
     def close(self) -> None:
         """Forget all rows, and close the compiler if the queue made it. One that was given to the
         queue is left to its owner. Does not wait for anything, and may be called again.

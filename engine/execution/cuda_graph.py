@@ -143,6 +143,12 @@ class ForwardGraphs:
         ones = (1,) * rows.num_rows
         return AttentionMetadata(rows.positions, ones, ones, rows.block_tables)
 
+    def drop(self) -> None:
+        """Give the graphs up, after which none can be replayed."""
+        for captured in self._graphs.values():
+            captured.graph.reset()
+        self._graphs.clear()
+
     def takes_decode(self, num_rows: int, width: int) -> bool:
         """Whether there is a graph for a decode batch of this many rows of W = `width` tokens."""
         return width == 1 or num_rows * width <= self._shapes.prefill_tokens

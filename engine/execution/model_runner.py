@@ -107,6 +107,12 @@ class ModelRunner:
             self._forward, shapes, self.caches.block_size, sorted(tiles), scratch
         )
 
+    def drop_graphs(self) -> None:
+        """Give the CUDA graphs up. From now on forwards run without any."""
+        if self._graphs is not None:
+            self._graphs.drop()
+        self._graphs = None
+
     @torch.inference_mode()
     def prefill(self, prefill: PrefillInputs, all_hidden: bool = False) -> ModelOutput:
         """Run a prefill, which fills the caches, and return the logits that end R of its B rows.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 
 from batchgen.engine.cache.specs import CacheSpec, KVSpec
 from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
-from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.linear import Linear, RowParallelLinear
 from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import rotary_order
+from batchgen.engine.parallel.shard import Shard
+from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, TensorParallel
 from batchgen.kernels.attention.attention import paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.qkv import prepare_qkv
@@ -34,7 +37,7 @@ class Attention(nn.Module):
     Args:
         layer: the layer's index, under which it finds its cache.
         hidden_size: the width of the hidden states.
-        shape: the numbers of heads and their size.
+        shape: the numbers of heads and their size, over all ranks.
         qkv_bias: whether the projections to queries, keys and values have a bias.
         output_bias: whether the output projection has a bias.
         norm_eps: the epsilon of an RMSNorm over the head_dim values of each query and key head;
@@ -43,6 +46,7 @@ class Attention(nn.Module):
         output_gate: whether there is an output gate. Checkpoints hold its weight in that of
             `q_proj`: for each head the rows of the query, then those of the gate.
         zero_centred: checkpoints hold the weights of the norms minus 1 (`RMSNorm`).
+        parallel: the ranks, each of which has some heads.
         device: where the parameters are created.
         dtype: the dtype of the parameters.
     """
@@ -59,11 +63,19 @@ class Attention(nn.Module):
         rotary_dim: int | None = None,
         output_gate: bool = False,
         zero_centred: bool = False,
+        parallel: TensorParallel = ALONE,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.layer = layer
+        whole, own_heads = shape, parallel.share("num_attention_heads", shape.num_heads)
+        kv_heads = parallel.kv_heads(whole.num_kv_heads)
+        shape = replace(
+            shape,
+            num_heads=own_heads,
+            num_kv_heads=kv_heads[1] - kv_heads[0],
+        )
         self.shape = shape
         self.cache_spec: CacheSpec | None = shape
         self.scale = shape.head_dim**-0.5
@@ -75,6 +87,12 @@ class Attention(nn.Module):
             "k_proj": shape.num_kv_heads * head_dim,
             "v_proj": shape.num_kv_heads * head_dim,
         }
+        shards: dict[str, Shard] = {}
+        if parallel.size > 1:
+            rows = whole.num_kv_heads * head_dim
+            own = Shard(0, rows, ((kv_heads[0] * head_dim, kv_heads[1] * head_dim),))
+            queries = parts["q_proj"] * parallel.size
+            shards = {"q_proj": parallel.shard(0, queries), "k_proj": own, "v_proj": own}
         arrange: dict[str, Callable[[Tensor], Tensor]] = {}
         if output_gate:
             arrange["q_proj"] = partial(_gate_first, heads=heads, order=order)
@@ -83,8 +101,17 @@ class Attention(nn.Module):
         if order is not None:
             arrange["k_proj"] = partial(_ordered, order=order)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.qkv_proj = MergedLinear(hidden_size, parts, bias=qkv_bias, arrange=arrange, **where)
-        self.o_proj = Linear(heads * head_dim, hidden_size, bias=output_bias, **where)
+        self.qkv_proj = MergedLinear(
+            hidden_size, parts, bias=qkv_bias, arrange=arrange, shards=shards, **where
+        )
+        self.o_proj = RowParallelLinear(
+            whole.num_heads * head_dim,
+            hidden_size,
+            bias=output_bias,
+            lane=MIXER_LANE,
+            parallel=parallel,
+            **where,
+        )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.norm_eps = 0.0 if norm_eps is None else norm_eps

@@ -1,23 +1,121 @@
-"""The embedding of token ids."""
+"""The embedding of token ids, and the layer that computes logits: both have a row for each id."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.layers.linear import empty_parameter
+from batchgen.engine.layers.linear import Linear, empty_parameter
+from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.shard import Shard
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.layers.embedding import embedding
 
 
 class Embedding(nn.Module):
-    """A table that holds a vector of hidden_size values for each token id."""
+    """A table that holds a vector of hidden_size values for each token id.
+
+    Each rank of tensor parallelism has the vectors of consecutive ids.
+
+    Args:
+        vocab_size: the number of token ids.
+        hidden_size: the length of a vector.
+        parallel: the ranks.
+        device: where the parameter is created.
+        dtype: the dtype of the parameter.
+    """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, device: torch.device, dtype: torch.dtype
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        parallel: TensorParallel = ALONE,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.weight = empty_parameter(vocab_size, hidden_size, device=device, dtype=dtype)
+        self._vocab_size, self._parallel = vocab_size, parallel
+        rows = rows_of_rank(vocab_size, parallel)
+        self.weight = empty_parameter(rows, hidden_size, device=device, dtype=dtype)
+        _clear_padding(self.weight, vocab_size, parallel)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Look up the vectors [T, hidden_size] of token ids [T] int64."""
-        return embedding(input_ids, self.weight)
+        if self._parallel.size == 1:
+            return embedding(input_ids, self.weight)
+        rows = len(self.weight)
+        places = input_ids - self._parallel.rank * rows
+        elsewhere = (places < 0) | (places >= rows)
+        own = embedding(places.masked_fill_(elsewhere, 0), self.weight)
+        # One rank has the vector and the others have zeros, so the sum is exact.
+        return self._parallel.sum(own.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slot of the table."""
+        yield vocab_slot(f"{path}.weight", self.weight, self._vocab_size, self._parallel)
+
+
+class LogitsLayer(Linear):
+    """The linear layer that computes a logit for each token id.
+
+    Each rank of tensor parallelism computes those of consecutive ids, and then has all of them.
+
+    Args:
+        hidden_size: the width of the hidden states.
+        vocab_size: the number of token ids.
+        parallel: the ranks.
+        device: where the parameter is created.
+        dtype: the dtype of the parameter.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        parallel: TensorParallel = ALONE,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        rows = rows_of_rank(vocab_size, parallel)
+        super().__init__(
+            hidden_size, rows, bias=False, quantisable=False, device=device, dtype=dtype
+        )
+        self._vocab_size, self._parallel = vocab_size, parallel
+        _clear_padding(self.weight, vocab_size, parallel)
+
+    def forward(self, x: Tensor | FP8Rows) -> Tensor:
+        """Compute logits [R, vocab_size] from hidden states [R, hidden_size]."""
+        logits = self._parallel.gather(super().forward(x))
+        return logits[:, : self._vocab_size].contiguous()
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slot of the weight."""
+        yield vocab_slot(f"{path}.weight", self.weight, self._vocab_size, self._parallel)
+
+
+def rows_of_rank(vocab_size: int, parallel: TensorParallel) -> int:
+    """Return for how many token ids each rank has rows; the last ones may be for no id."""
+    return -(-vocab_size // parallel.size)
+
+
+def vocab_slot(name: str, weight: Tensor, vocab_size: int, parallel: TensorParallel) -> WeightSlot:
+    """Return the slot of a rank's rows [rows, hidden_size] of a tensor with a row for each id."""
+    if parallel.size == 1:
+        return WeightSlot.plain(name, weight)
+    start = min(parallel.rank * len(weight), vocab_size)
+    end = min(start + len(weight), vocab_size)
+    return WeightSlot.plain(
+        name, weight[: end - start], shard=Shard(0, vocab_size, ((start, end),))
+    )
+
+
+def _clear_padding(weight: Tensor, vocab_size: int, parallel: TensorParallel) -> None:
+    """Set the rows for no id to zero, as no checkpoint fills them."""
+    real = max(vocab_size - parallel.rank * len(weight), 0)
+    if real < len(weight):
+        weight[real:].zero_()

@@ -16,9 +16,11 @@ from batchgen.engine.cache.row_states import StateCache
 from batchgen.engine.cache.specs import CacheSpec, StateSpec, StateTensor
 from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens, RowMetadata
 from batchgen.engine.execution.transfer import upload
-from batchgen.engine.layers.linear import Linear, empty_parameter
+from batchgen.engine.layers.linear import RowParallelLinear, empty_parameter
 from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.shard import Shard
+from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, TensorParallel
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.delta_replay import delta_replay
@@ -94,8 +96,9 @@ class GatedDeltaNet(nn.Module):
     Args:
         layer: the layer's index, under which it finds its cache.
         hidden_size: the width of the hidden states.
-        shape: the numbers of heads and their sizes.
+        shape: the numbers of heads and their sizes, over all ranks.
         norm_eps: the epsilon of the norm of the output.
+        parallel: the ranks, each of which has some key heads and the value heads that share them.
         interleaved: checkpoints hold the input projections in two tensors, key head by key head:
             `in_proj_qkvz` has the rows of the head's query, key, values and output gates, and
             `in_proj_ba` those of β and of the decay. Otherwise there are four tensors: queries,
@@ -113,13 +116,26 @@ class GatedDeltaNet(nn.Module):
         *,
         norm_eps: float,
         interleaved: bool,
+        parallel: TensorParallel = ALONE,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        whole = shape
+        shape = replace(
+            whole,
+            num_key_heads=parallel.share("linear_num_key_heads", whole.num_key_heads),
+            num_value_heads=parallel.share("linear_num_value_heads", whole.num_value_heads),
+        )
         self.layer, self.shape, self.eps = layer, shape, norm_eps
         heads = shape.num_value_heads
         gates: tuple[str, ...] = ("in_proj_b", "in_proj_a")
+        # Which of the channels of checkpoints, and which of the value heads, are of this rank.
+        self._channels: Shard | None = None
+        self._heads: Shard | None = None
+        if parallel.size > 1:
+            self._channels = parallel.shard(0, whole.keys, whole.keys, whole.values)
+            self._heads = parallel.shard(0, whole.num_value_heads)
         parts = {
             "in_proj_qkv": shape.channels,
             "in_proj_z": shape.values,
@@ -135,16 +151,30 @@ class GatedDeltaNet(nn.Module):
             sizes = [shape.key_dim, shape.key_dim, values, values]
             arrange["in_proj_qkvz"] = partial(_kind_by_kind, sizes=sizes)
             arrange["in_proj_ba"] = partial(_kind_by_kind, sizes=[share, share])
+        shards: dict[str, Shard] = {}
+        if parallel.size > 1:
+            shards = {name: parallel.shard(0, parallel.size * own) for name, own in parts.items()}
+            if self._channels is not None and not interleaved:
+                shards["in_proj_qkv"] = self._channels
         self.in_proj = MergedLinear(
             hidden_size,
             parts,
             bias=False,
             arrange=arrange,
+            shards=shards,
             unquantised=gates,
             device=device,
             dtype=dtype,
         )
-        self.out_proj = Linear(shape.values, hidden_size, bias=False, device=device, dtype=dtype)
+        self.out_proj = RowParallelLinear(
+            whole.values,
+            hidden_size,
+            bias=False,
+            lane=MIXER_LANE,
+            parallel=parallel,
+            device=device,
+            dtype=dtype,
+        )
         wide = partial(empty_parameter, device=device, dtype=torch.float32)
         self.conv_weight = empty_parameter(
             shape.channels, shape.conv_width, device=device, dtype=dtype
@@ -232,10 +262,14 @@ class GatedDeltaNet(nn.Module):
         conv = f"{path}.conv1d.weight"
         # Checkpoints have an axis of one input channel, as no channel sees another.
         yield WeightSlot(
-            self.conv_weight, (conv,), (conv,), lambda tensors: tensors[conv].squeeze(1)
+            self.conv_weight,
+            (conv,),
+            (conv,),
+            lambda tensors: tensors[conv].flatten(1),
+            shard=self._channels,
         )
-        yield WeightSlot.plain(f"{path}.A_log", self.A_log)
-        yield WeightSlot.plain(f"{path}.dt_bias", self.dt_bias)
+        yield WeightSlot.plain(f"{path}.A_log", self.A_log, shard=self._heads)
+        yield WeightSlot.plain(f"{path}.dt_bias", self.dt_bias, shard=self._heads)
         yield WeightSlot.plain(f"{path}.norm.weight", self.norm_weight, dummy=1.0)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from batchgen.engine.layers.linear import CPUProducts, empty_parameter
 from batchgen.engine.layers.moe import packed_products
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.kernels.moe.experts_cpu import ExpertProducts
 
 
@@ -18,10 +19,11 @@ class KVExpansion(nn.Module):
     """The linear map from a latent to the keys and values of all heads, as `Expansion` says.
 
     Args:
-        num_heads: the number of heads.
+        num_heads: the number of heads, over all ranks.
         latent_size: L, the number of values in a latent.
         key_size: N, the number of values of a head's key that are not rotated.
         value_size: V, the number of values of a head's value.
+        parallel: the ranks, each of which has some heads.
         device: where the parameter is created.
         dtype: the dtype of the parameter.
     """
@@ -35,12 +37,15 @@ class KVExpansion(nn.Module):
         key_size: int,
         value_size: int,
         *,
+        parallel: TensorParallel = ALONE,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self._key_size, self.value_size = key_size, value_size
-        shape = (num_heads, key_size + value_size, latent_size)
+        rows = num_heads * (key_size + value_size)
+        self._shard = parallel.shard(0, rows) if parallel.size > 1 else None
+        shape = (num_heads // parallel.size, key_size + value_size, latent_size)
         self.weight = empty_parameter(*shape, device=device, dtype=dtype)
         self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
 
@@ -63,7 +68,8 @@ class KVExpansion(nn.Module):
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slot of the weight, which checkpoints hold as [heads · (N + V), L]."""
-        yield WeightSlot.plain(f"{path}.weight", self.weight.view(-1, self.weight.shape[2]))
+        rows = self.weight.view(-1, self.weight.shape[2])
+        yield WeightSlot.plain(f"{path}.weight", rows, shard=self._shard)
 
     def pack(self, products: CPUProducts) -> None:
         """Convert the loaded weight to the layout that was chosen for this CPU.

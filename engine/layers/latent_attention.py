@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from batchgen.engine.cache.specs import CacheSpec, LatentSpec
 from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.kv_expansion import KVExpansion
-from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.linear import Linear, RowParallelLinear
 from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.norm import RMSNorm
+from batchgen.engine.parallel.shard import Shard
+from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, TensorParallel
 from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.latent_attention.attention import latent_attention
 from batchgen.kernels.latent_attention.prepare import prepare_latent
@@ -59,12 +61,13 @@ class LatentAttention(nn.Module):
     Args:
         layer: the layer's index, under which it finds its cache.
         hidden_size: the width of the hidden states.
-        shape: the sizes of attention.
+        shape: the sizes of attention, over all ranks.
         bias: whether the projections from the hidden states and the output projection have a bias.
         norm_eps: the epsilon of the norms of latents.
         scale: the factor of the scores.
         interleaved: in checkpoints, the two values of a rotated pair are neighbours; otherwise one
             is in the first half of the rotated values and the other in the second half.
+        parallel: the ranks, each of which has some heads and the cache of all latents.
         device: where the parameters are created.
         dtype: the dtype of the parameters.
     """
@@ -79,10 +82,13 @@ class LatentAttention(nn.Module):
         norm_eps: float,
         scale: float,
         interleaved: bool,
+        parallel: TensorParallel = ALONE,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        whole = shape.num_heads
+        shape = replace(shape, num_heads=parallel.share("num_attention_heads", whole))
         self.layer, self.shape, self.scale = layer, shape, scale
         self.cache_spec: CacheSpec | None = shape.spec
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -99,18 +105,36 @@ class LatentAttention(nn.Module):
             )
         self._sizes = [shape.query_rank or queries, shape.spec.head_dim]
         parts = dict(zip((query, latent), self._sizes, strict=True))
-        self.down_proj = MergedLinear(hidden_size, parts, bias=bias, arrange=arrange, **where)
+        shards: dict[str, Shard] = {}
+        if parallel.size > 1:
+            name = "q_proj" if shape.query_rank is None else "q_b_proj"
+            shards[name] = parallel.shard(0, whole * shape.query_size)
+        self.down_proj = MergedLinear(
+            hidden_size, parts, bias=bias, arrange=arrange, shards=shards, **where
+        )
         self.q_a_layernorm: RMSNorm | None = None
         if shape.query_rank is not None:
             self.q_a_layernorm = RMSNorm(shape.query_rank, norm_eps, **where)
             self.query_up_proj = MergedLinear(
-                shape.query_rank, {"q_b_proj": queries}, bias=False, arrange=arrange, **where
+                shape.query_rank,
+                {"q_b_proj": queries},
+                bias=False,
+                arrange=arrange,
+                shards=shards,
+                **where,
             )
         self.kv_a_layernorm = RMSNorm(shape.latent_size, norm_eps, **where)
         self.kv_b_proj = KVExpansion(
-            shape.num_heads, shape.latent_size, shape.key_size, shape.value_size, **where
+            whole, shape.latent_size, shape.key_size, shape.value_size, parallel=parallel, **where
         )
-        self.o_proj = Linear(shape.num_heads * shape.value_size, hidden_size, bias=bias, **where)
+        self.o_proj = RowParallelLinear(
+            whole * shape.value_size,
+            hidden_size,
+            bias=bias,
+            lane=MIXER_LANE,
+            parallel=parallel,
+            **where,
+        )
 
     @property
     def input_projection(self) -> Linear:

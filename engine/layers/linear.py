@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.tensor_parallel import TensorParallel
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, scales_shape
 from batchgen.kernels.fp8.linear import fp8_linear
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
@@ -170,3 +171,60 @@ class Linear(nn.Module):
             packed = pack_weight(self.weight)
             del self.weight  # A Parameter cannot be replaced by a tensor of another layout.
             self.weight = packed
+
+
+class RowParallelLinear(Linear):
+    """A linear layer whose in features are divided between the ranks of tensor parallelism.
+
+    Each rank has the columns of W for its own features of x; the sum over all ranks is x Wᵀ + b.
+
+    Args:
+        in_features: the length of x over all ranks, which the number of ranks divides.
+        out_features: the length of the result.
+        bias: whether there is a bias b, which rank 0 adds.
+        lane: which memory the ranks' parts are summed in (`TensorParallel.add_sum`).
+        parallel: the ranks.
+        device: where the parameters are created.
+        dtype: the dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        lane: int,
+        parallel: TensorParallel,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._shard, self._lane, self._parallel = parallel.shard(1, in_features), lane, parallel
+        super().__init__(self._shard.length, out_features, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor | FP8Rows) -> Tensor:
+        """Compute this rank's part [T, out_features] of the sum from its features of x."""
+        if self._parallel.rank == 0:
+            return super().forward(x)
+        assert isinstance(x, Tensor), "FP8 is refused with several ranks"
+        return linear(x, self.weight, None, self._most_rows)
+
+    def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Tensor:
+        """Add the sum over all ranks to `residual` [T, out_features] in place and return it."""
+        if self._parallel.size == 1:
+            return super().add_to(residual, x)
+        assert isinstance(x, Tensor), "FP8 is refused with several ranks"
+        space = self._parallel.space(len(x), len(residual[0]), residual, self._lane)
+        if space is None or self.bias is not None:
+            return self._parallel.add_sum(residual, self(x), self._lane)
+        torch.mm(x, self.weight.t(), out=space)
+        return self._parallel.add_sum(residual, space, self._lane)
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slots of the weight, whose columns are divided, and of the bias."""
+        if self._parallel.size == 1:
+            yield from super().weight_slots(path)
+            return
+        yield WeightSlot.plain(f"{path}.weight", self.weight, shard=self._shard)
+        if self.bias is not None:
+            yield WeightSlot.plain(f"{path}.bias", self.bias)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import Linear, empty_fp8, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.fp8.linear import fp8_linear
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
@@ -24,12 +25,14 @@ class MergedLinear(Linear):
 
     Args:
         in_features: the length of x.
-        parts: maps the name of each projection in checkpoints to its number of output features, in
-            the order in which the output has them.
+        parts: maps the name of each projection in checkpoints to its number of output features on
+            this rank, in the order in which the output has them.
         bias: whether the projections have a bias.
         arrange: maps the names of projections whose output features stand in another order in
             checkpoints to what puts them in order: it takes a checkpoint's weight or bias, with the
             features on the first axis, and returns one of the same shape.
+        shards: maps the names of projections whose output features are divided between ranks to
+            those of this rank, in the order of checkpoints.
         unquantised: the projections that `quantise` never turns to FP8, which are the last ones.
         device: where the parameters are created.
         dtype: the dtype of the parameters.
@@ -48,11 +51,13 @@ class MergedLinear(Linear):
         device: torch.device,
         dtype: torch.dtype,
         arrange: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        shards: Mapping[str, Shard] | None = None,
         unquantised: Collection[str] = (),
     ) -> None:
         super().__init__(in_features, sum(parts.values()), bias=bias, device=device, dtype=dtype)
         self.parts = dict(parts)
         self._arrange = dict(arrange or {})
+        self._shards = dict(shards or {})
         self._unquantised = frozenset(unquantised)
         self._in_fp8: tuple[str, ...] = ()
         self.tail: nn.Parameter | None = None
@@ -112,13 +117,22 @@ class MergedLinear(Linear):
         for (part, size), name in zip(self.parts.items(), names, strict=True):
             values, scales = self._rows(start, size)
             form, source = self.form if part in self._in_fp8 else None, f"{name}.weight"
-            combine = self._arranged(part, source)
-            yield WeightSlot(values, (source,), (source,), combine, form=form, scales=scales)
+            combine, shard = self._arranged(part, source), self._shards.get(part)
+            yield WeightSlot(
+                values, (source,), (source,), combine, form=form, scales=scales, shard=shard
+            )
             start += size
         if not self._arrange and len(self._in_fp8) in (0, len(self.parts)):
             pieces = tuple(f"{name}.weight" for name in names)
             source = f"{path}.weight"
-            yield WeightSlot(self.weight, pieces, (source,), form=self.form, scales=self.scales)
+            yield WeightSlot(
+                self.weight,
+                pieces,
+                (source,),
+                form=self.form,
+                scales=self.scales,
+                shard=self._whole_shard(),
+            )
         if self.bias is not None:
             yield from self._bias_slots(self.bias, path, [f"{name}.bias" for name in names])
 
@@ -135,9 +149,23 @@ class MergedLinear(Linear):
     def _bias_slots(self, bias: Tensor, path: str, names: list[str]) -> Iterator[WeightSlot]:
         slices = bias.split(list(self.parts.values()))
         for part, name, values in zip(self.parts, names, slices, strict=True):
-            yield WeightSlot(values, (name,), (name,), self._arranged(part, name))
+            arranged, shard = self._arranged(part, name), self._shards.get(part)
+            yield WeightSlot(values, (name,), (name,), arranged, shard=shard)
         if not self._arrange:
-            yield WeightSlot(bias, tuple(names), (f"{path}.bias",))
+            whole = (f"{path}.bias",)
+            yield WeightSlot(bias, tuple(names), whole, shard=self._whole_shard())
+
+    def _whole_shard(self) -> Shard | None:
+        """Return this rank's features of a tensor in which all projections stand, one after the
+        other; None if no projection is divided."""
+        if not self._shards:
+            return None
+        start, ranges = 0, []
+        for part, own in self.parts.items():
+            shard = self._shards.get(part, Shard(0, own, ((0, own),)))
+            ranges += [(start + first, start + end) for first, end in shard.ranges]
+            start += shard.size
+        return Shard(0, start, tuple(ranges))
 
     def _arranged(self, part: str, name: str) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
         """Return what makes the values of a projection from the checkpoint's tensor of this name;

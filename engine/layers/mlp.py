@@ -6,14 +6,25 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.engine.execution.forward_context import ForwardContext
-from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.linear import Linear, RowParallelLinear
 from batchgen.engine.layers.merged_linear import MergedLinear
+from batchgen.engine.parallel.tensor_parallel import ALONE, FEED_FORWARD_LANE, TensorParallel
 from batchgen.kernels.fp8.quantise import FP8Rows, silu_and_mul_quantised
 from batchgen.kernels.layers.activation import silu_and_mul
 
 
 class GatedMLP(nn.Module):
-    """A SwiGLU feed-forward part: residual + down(silu(gate(x)) · up(x)) (Shazeer 2020)."""
+    """A SwiGLU feed-forward part: residual + down(silu(gate(x)) · up(x)) (Shazeer 2020).
+
+    Args:
+        hidden_size: the width of the hidden states.
+        intermediate_size: the width between the projections, over all ranks.
+        bias: whether the projections have a bias.
+        size_name: what the model's configuration calls `intermediate_size`, for error messages.
+        parallel: the ranks, each of which has a share of the width between the projections.
+        device: where the parameters are created.
+        dtype: the dtype of the parameters.
+    """
 
     def __init__(
         self,
@@ -21,14 +32,31 @@ class GatedMLP(nn.Module):
         intermediate_size: int,
         *,
         bias: bool,
+        size_name: str = "intermediate_size",
+        parallel: TensorParallel = ALONE,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = MergedLinear(hidden_size, parts, bias=bias, device=device, dtype=dtype)
-        self.down_proj = Linear(
-            intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype
+        own = parallel.share(size_name, intermediate_size)
+        parts = {"gate_proj": own, "up_proj": own}
+        shards = dict.fromkeys(parts, parallel.shard(0, intermediate_size))
+        self.gate_up_proj = MergedLinear(
+            hidden_size,
+            parts,
+            bias=bias,
+            shards=shards if parallel.size > 1 else None,
+            device=device,
+            dtype=dtype,
+        )
+        self.down_proj = RowParallelLinear(
+            intermediate_size,
+            hidden_size,
+            bias=bias,
+            lane=FEED_FORWARD_LANE,
+            parallel=parallel,
+            device=device,
+            dtype=dtype,
         )
 
     @property
@@ -42,7 +70,8 @@ class GatedMLP(nn.Module):
         return self.down_proj.add_to(residual, self._activated(x))
 
     def compute(self, x: Tensor) -> Tensor:
-        """Compute the result for x [T, hidden_size] alone."""
+        """Compute this rank's part of the result for x [T, hidden_size]; the sum over all ranks is
+        the whole."""
         result: Tensor = self.down_proj(self._activated(x))
         return result
 

@@ -14,6 +14,7 @@ from batchgen.engine.layers.linear import CPUProducts, Linear, empty_fp8, empty_
 from batchgen.engine.layers.mlp import GatedMLP
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.outputs import OutputColumn
+from batchgen.engine.parallel.tensor_parallel import ALONE, FEED_FORWARD_LANE, TensorParallel
 from batchgen.kernels.fp8.experts import fp8_grouped_mlp
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.layers.activation import add_gated
@@ -54,10 +55,13 @@ class Experts(nn.Module):
     (`experts.3.gate_proj.weight`), or those of all experts in one (`experts.gate_up_proj`
     [E, 2·I, H] and `experts.down_proj` [E, H, I], with or without `.weight`).
 
+    Each rank of tensor parallelism has consecutive experts as a whole.
+
     Args:
-        num_experts: E.
+        num_experts: E, over all ranks.
         hidden_size: H, the width of the hidden states.
         intermediate_size: I, the width of one expert.
+        parallel: the ranks.
         device: where the parameters are created.
         dtype: the dtype of the parameters.
 
@@ -75,14 +79,18 @@ class Experts(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
+        parallel: TensorParallel = ALONE,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self._inner = intermediate_size
+        self._num_experts, self._parallel = num_experts, parallel
+        own = parallel.share("num_experts", num_experts)
+        self._first = parallel.rank * own
         wide, narrow = (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
-        self.gate_up_proj = empty_parameter(num_experts, *wide, device=device, dtype=dtype)
-        self.down_proj = empty_parameter(num_experts, *narrow, device=device, dtype=dtype)
+        self.gate_up_proj = empty_parameter(own, *wide, device=device, dtype=dtype)
+        self.down_proj = empty_parameter(own, *narrow, device=device, dtype=dtype)
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
         self.form: FP8Format | None = None
@@ -119,7 +127,7 @@ class Experts(nn.Module):
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None
     ) -> Tensor:
-        """Compute the sum [T, H] of what each token's experts make of it.
+        """Compute the sum [T, H] of what each token's experts on this rank make of it.
 
         Args:
             x: [T, H], the tokens.
@@ -133,30 +141,60 @@ class Experts(nn.Module):
             down = FP8Weight(self.down_proj, self.down_scales)
             powers = self.form.powers_of_two
             return fp8_grouped_mlp(x, gate_up, down, ids, weights, residual, powers_of_two=powers)
+        if self._parallel.size > 1:
+            ids = self._own_ids(ids)
         if self._packed is None:
-            return grouped_mlp(x, self.gate_up_proj, self.down_proj, ids, weights, residual)
+            of = self._num_experts
+            return grouped_mlp(
+                x, self.gate_up_proj, self.down_proj, ids, weights, residual, num_routed=of
+            )
         out = grouped_mlp_cpu(x, *self._packed, ids, weights)
         return out if residual is None else residual.add_(out)
 
+    def _own_ids(self, ids: Tensor) -> Tensor:
+        """Turn the ids [T, k] of experts into indices among those of this rank; those of other
+        ranks become the number of this rank's experts, which stands for none."""
+        own = self._num_experts // self._parallel.size
+        places = ids - self._first
+        return places.masked_fill_((places < 0) | (places >= own), own)
+
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield a slot for each projection of each expert, and those of all experts together."""
+        shard = self._parallel.shard(0, self._num_experts) if self._parallel.size > 1 else None
         for whole, parameter, all_scales, parts in (
             ("gate_up_proj", self.gate_up_proj, self.gate_up_scales, ("gate_proj", "up_proj")),
             ("down_proj", self.down_proj, self.down_scales, ("down_proj",)),
         ):
             pieces: list[str] = []
-            for expert, weight in enumerate(parameter):
-                slices = weight.chunk(len(parts))
+            for expert in range(self._num_experts):
+                place = expert - self._first
+                elsewhere = not 0 <= place < len(parameter)
+                weight = parameter.new_empty(0) if elsewhere else parameter[place]
+                slices: Sequence[Tensor] = [weight] * len(parts)
                 scales: Sequence[Tensor | None] = [None] * len(parts)
-                if all_scales is not None:
-                    scales = all_scales[expert].chunk(len(parts))
+                if not elsewhere:
+                    slices = weight.chunk(len(parts))
+                    if all_scales is not None:
+                        scales = all_scales[place].chunk(len(parts))
                 for part, values, its_scales in zip(parts, slices, scales, strict=True):
                     name = f"{path}.{expert}.{part}.weight"
                     pieces.append(name)
-                    yield WeightSlot(values, (name,), (name,), form=self.form, scales=its_scales)
+                    yield WeightSlot(
+                        values,
+                        (name,),
+                        (name,),
+                        form=self.form,
+                        scales=its_scales,
+                        elsewhere=elsewhere,
+                    )
             for source in (f"{path}.{whole}", f"{path}.{whole}.weight"):
                 yield WeightSlot(
-                    parameter, tuple(pieces), (source,), form=self.form, scales=all_scales
+                    parameter,
+                    tuple(pieces),
+                    (source,),
+                    form=self.form,
+                    scales=all_scales,
+                    shard=shard,
                 )
 
     def pack(self, products: CPUProducts) -> None:
@@ -223,6 +261,8 @@ class SparseMoE(nn.Module):
         router: what else differs between routers.
         column: the column that records the experts of each token, and the index of this layer
             among those that it has values of.
+        parallel: the ranks, each of which has some experts, a share of the shared one, and the
+            whole router.
         device: where the parameters are created.
         dtype: the dtype of the parameters.
     """
@@ -238,10 +278,12 @@ class SparseMoE(nn.Module):
         shared_size: int | None,
         router: Router = SOFTMAX_ROUTER,
         column: tuple[OutputColumn, int],
+        parallel: TensorParallel = ALONE,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        self._parallel = parallel
         self.experts_per_token, self.renormalise = experts_per_token, renormalise
         self.column, self.index = column
         self.form, self._router_dtype = router.form, torch.float32 if router.float32 else dtype
@@ -258,13 +300,24 @@ class SparseMoE(nn.Module):
         if router.corrected:
             self.correction = ScoreCorrection(num_experts, device=device)
         self.experts = Experts(
-            num_experts, hidden_size, intermediate_size, device=device, dtype=dtype
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            parallel=parallel,
+            device=device,
+            dtype=dtype,
         )
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: Linear | None = None
         if shared_size is not None:
             self.shared_expert = GatedMLP(
-                hidden_size, shared_size, bias=False, device=device, dtype=dtype
+                hidden_size,
+                shared_size,
+                bias=False,
+                size_name="shared expert's size",
+                parallel=parallel,
+                device=device,
+                dtype=dtype,
             )
             if router.gates_shared:
                 self.shared_expert_gate = Linear(
@@ -285,6 +338,8 @@ class SparseMoE(nn.Module):
         )
         ctx.record(self.column, ids, self.index)
         own = _own_tokens(x, ctx)
+        if self._parallel.size > 1:
+            return self._add_over_ranks(x, ids, weights, own, residual)
         if own is None:
             residual = self.experts(x, ids, weights, residual)
         else:
@@ -296,6 +351,22 @@ class SparseMoE(nn.Module):
         elif self.shared_expert is not None:
             residual = self.shared_expert(x, residual, ctx)
         return residual
+
+    def _add_over_ranks(
+        self, x: Tensor, ids: Tensor, weights: Tensor, own: Tensor | None, residual: Tensor
+    ) -> Tensor:
+        """Add what the experts of all ranks make of the tokens, in one sum over the ranks."""
+        partial = self._parallel.space(len(x), x.shape[1], residual, FEED_FORWARD_LANE)
+        partial = torch.zeros_like(x) if partial is None else partial.zero_()
+        if own is None:
+            partial = self.experts(x, ids, weights, partial)
+        elif len(own):
+            partial[own] = self.experts(x[own], ids[own], weights[own])
+        if self.shared_expert_gate is not None and self.shared_expert is not None:
+            add_gated(partial, self.shared_expert.compute(x), self.shared_expert_gate(x))
+        elif self.shared_expert is not None:
+            partial.add_(self.shared_expert.compute(x))
+        return self._parallel.add_sum(residual, partial, FEED_FORWARD_LANE)
 
 
 def _own_tokens(x: Tensor, ctx: ForwardContext) -> Tensor | None:

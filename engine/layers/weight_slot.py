@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_weight, rows_of_scales
 
 
@@ -33,6 +34,8 @@ class WeightSlot:
         form: how the weight is in FP8; None if it is not. A source in FP8 is dequantised for a
             parameter that is not.
         scales: for a parameter in FP8, its scales: of each row if `combine` is given.
+        shard: which part of the checkpoint's tensor this rank holds; None means all of it.
+        elsewhere: other ranks hold the whole piece, and `parameter` has no elements.
     """
 
     parameter: Tensor
@@ -42,11 +45,27 @@ class WeightSlot:
     dummy: float | None = None
     form: FP8Format | None = None
     scales: Tensor | None = None
+    shard: Shard | None = None
+    elsewhere: bool = False
 
     @classmethod
-    def plain(cls, name: str, parameter: Tensor, dummy: float | None = None) -> WeightSlot:
-        """Make the slot of one piece that a checkpoint holds in a tensor of this name and shape."""
-        return cls(parameter, (name,), (name,), dummy=dummy)
+    def plain(
+        cls,
+        name: str,
+        parameter: Tensor,
+        dummy: float | None = None,
+        shard: Shard | None = None,
+    ) -> WeightSlot:
+        """Make the slot of one piece that a checkpoint holds in a tensor of this name, and of this
+        shape or a larger one of which the parameter is a shard."""
+        return cls(parameter, (name,), (name,), dummy=dummy, shard=shard)
+
+    @property
+    def source_shape(self) -> list[int]:
+        """The shape of the checkpoint's tensor, if it is a single one and none of its axes is left
+        out in the parameter."""
+        shape = list(self.parameter.shape)
+        return shape if self.shard is None else self.shard.whole_shape(shape)
 
     def fill(self, tensors: Mapping[str, Tensor | FP8Weight]) -> None:
         """Copy a checkpoint's values into the parameter.
@@ -58,6 +77,8 @@ class WeightSlot:
             ValueError: the shape of the values differs from that of the parameter, or they are not
                 in FP8 and should be.
         """
+        if self.elsewhere:
+            return
         if self.form is not None:
             tensors = {name: self._in_fp8(name, tensor) for name, tensor in tensors.items()}
         if self.scales is None:
@@ -76,11 +97,16 @@ class WeightSlot:
     def fill_dummy(self, values: Callable[[Tensor], None]) -> None:
         """Fill the parameter of a model without a checkpoint.
 
+        Values are drawn for the whole tensor of a checkpoint, so that ranks have parts of the same
+        weights.
+
         Args:
             values: writes values into a tensor that is not in FP8.
         """
         if self.form is None:
-            values(self.parameter)
+            whole = self.parameter.new_empty(self.source_shape)
+            values(whole)
+            self.fill(dict.fromkeys(self.sources, whole))
             return
         drawn = torch.empty(
             self.parameter.shape, device=self.parameter.device, dtype=torch.bfloat16
@@ -96,6 +122,8 @@ class WeightSlot:
 
     def _copy(self, target: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Combine the sources and copy the result to the parameter, or to its scales."""
+        if self.shard is not None:
+            tensors = {name: self._own(name, tensor) for name, tensor in tensors.items()}
         values = tensors[self.sources[0]] if self.combine is None else self.combine(tensors)
         if values.shape != target.shape:
             raise ValueError(
@@ -122,6 +150,13 @@ class WeightSlot:
             return tensor
         device = self.parameter.device
         return FP8Weight(tensor.values.to(device), tensor.scales.to(device)).dequantise()
+
+    def _own(self, name: str, whole: Tensor) -> Tensor:
+        assert self.shard is not None
+        try:
+            return self.shard.take(whole)
+        except ValueError as error:
+            raise ValueError(f"tensor {name} {error}") from None
 
 
 @runtime_checkable

@@ -25,6 +25,7 @@ from batchgen.engine.loading.tokenizer import load_tokenizer
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.registry import model_class
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.kernels.fp8.fp8_weight import FP8Weight
 
 LoadFormat = Literal["auto", "gguf", "dummy"]
@@ -97,6 +98,7 @@ def load_model(
     heads: Collection[str] = (),
     quantization: Quantization | None = None,
     native_fp8: bool | None = None,
+    parallel: TensorParallel = ALONE,
 ) -> CausalLM:
     """Build the model of a checkpoint and load its weights.
 
@@ -113,6 +115,7 @@ def load_model(
             checkpoint does not hold them so; None takes them as they are.
         native_fp8: weights in FP8 are kept and multiplied in FP8, instead of being dequantised;
             None means on devices that have units for it.
+        parallel: the ranks between which the weights are divided; only those of this rank are read.
 
     Raises:
         ValueError: the model is not supported, or a tensor is missing, unexpected or of the wrong
@@ -125,7 +128,14 @@ def load_model(
     release_cached_memory(device)
     native = has_fp8_units(device) if native_fp8 is None else native_fp8
     form = chosen_form(config, quantization, native=native)
-    model = kind(config, device=device, dtype=dtype or config.dtype, heads=heads, form=form)
+    model = kind(
+        config,
+        device=device,
+        dtype=dtype or config.dtype,
+        heads=heads,
+        form=form,
+        parallel=parallel,
+    )
     if load_format == "dummy":
         _fill_dummy(model)
     elif path.suffix == ".gguf":
@@ -205,13 +215,14 @@ def _fill_dummy(model: CausalLM) -> None:
     """Fill a model without a checkpoint.
 
     Slots with a `dummy` value, such as norms, get that value. All others get normal random numbers
-    with standard deviation 0.02, from a generator of their own for each piece.
+    with standard deviation 0.02, from a generator of their own for each piece. They are drawn for
+    the whole tensor of a checkpoint, so that ranks have parts of the same weights.
     """
     plain = {slot.pieces[0]: slot for slot in model.checkpoint_slots() if len(slot.pieces) == 1}
     for index, (_, slot) in enumerate(sorted(plain.items())):
         if slot.dummy is not None:
             slot.parameter.fill_(slot.dummy)
-        else:
+        elif not slot.elsewhere:
             slot.fill_dummy(partial(_fill_normal, seed=index))
 
 

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from batchgen.engine.cache.specs import CacheSpec
 from batchgen.engine.execution.forward_context import ForwardContext
 from batchgen.engine.layers.decoder_layer import DecoderLayer
-from batchgen.engine.layers.embedding import Embedding
+from batchgen.engine.layers.embedding import Embedding, LogitsLayer
 from batchgen.engine.layers.fp8_format import FP8Format
-from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.quantise import quantise_layer
 from batchgen.engine.layers.rotary import RotaryTable
 from batchgen.engine.layers.weight_slot import WeightSlot, named_parts, weight_slots
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.outputs import OutputColumn
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -77,6 +77,7 @@ class CausalLM(TokenModel):
         heads: the names of those heads in `config.heads` that are wanted.
         form: how the weights of layers are in FP8; None if they are not. A layer's weights are
             turned to it before the next layer is made, so memory never holds all in `dtype`.
+        parallel: the ranks between which the weights are divided.
 
     Attributes:
         form: as given, with the names of modules as weight slots have them.
@@ -96,9 +97,16 @@ class CausalLM(TokenModel):
         dtype: torch.dtype,
         heads: Collection[str] = (),
         form: FP8Format | None = None,
+        parallel: TensorParallel = ALONE,
     ) -> None:
         super().__init__()
+        if form is not None and parallel.size > 1:
+            raise ValueError(
+                f"tensor_parallel is {parallel.size}, and weights in FP8 cannot be divided between "
+                "GPUs yet: set it to 1, or take a checkpoint in bfloat16 without quantization"
+            )
         self.config = config
+        self.parallel = parallel
         self.device, self.dtype = device, dtype
         self.form = form
         if form is not None:
@@ -106,13 +114,23 @@ class CausalLM(TokenModel):
         self.skipped_parts: tuple[str, ...] = ()
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.model = Decoder(
-            Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype),
+            Embedding(
+                config.vocab_size,
+                config.hidden_size,
+                parallel=parallel,
+                device=device,
+                dtype=dtype,
+            ),
             (self._layer(index) for index in range(config.num_layers)),
             self.make_norm(),
             self.make_rotary(),
         )
-        self.lm_head = Linear(
-            config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype
+        self.lm_head = LogitsLayer(
+            config.hidden_size,
+            config.vocab_size,
+            parallel=parallel,
+            device=device,
+            dtype=dtype,
         )
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -212,8 +230,7 @@ class CausalLM(TokenModel):
         """
         slots = list(weight_slots(self, ""))
         if self.config.tie_word_embeddings:
-            slots = [slot for slot in slots if slot.parameter is not self.lm_head.weight]
-            slots += weight_slots(self.model.embed_tokens, "model.embed_tokens")
+            slots = [slot for slot in slots if slot.pieces != ("lm_head.weight",)]
         for name, head in self.heads.items():
             slots += weight_slots(head, name)
         return slots

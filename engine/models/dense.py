@@ -104,6 +104,7 @@ class DenseForCausalLM(CausalLM):
             qkv_bias=family.qkv_bias,
             output_bias=family.output_bias,
             norm_eps=eps if family.qk_norm else None,
+            parallel=self.parallel,
             device=device,
             dtype=dtype,
         )
@@ -120,6 +121,7 @@ class DenseForCausalLM(CausalLM):
             self.config.hidden_size,
             self.family.intermediate_size,
             bias=self.family.mlp_bias,
+            parallel=self.parallel,
             device=self.device,
             dtype=self.dtype,
         )

@@ -102,6 +102,7 @@ class HybridForCausalLM(MoEForCausalLM):
             rotary_dim=family.rotary_dim,
             output_gate=family.output_gate,
             zero_centred=True,
+            parallel=self.parallel,
             device=self.device,
             dtype=self.dtype,
         )
@@ -113,6 +114,7 @@ class HybridForCausalLM(MoEForCausalLM):
             self.family.delta,
             norm_eps=self.family.rms_norm_eps,
             interleaved=self.interleaved,
+            parallel=self.parallel,
             device=self.device,
             dtype=self.dtype,
         )

@@ -103,10 +103,11 @@ class MoEForCausalLM(DenseForCausalLM):
 
     @property
     def spared_parameters(self) -> int:
-        """How many parameters of a layer with experts a token does not go through."""
+        """How many parameters of a layer with experts on this rank a token does not go through,
+        if as many of its experts are on each rank."""
         family = self.family
         expert = 3 * self.config.hidden_size * family.expert_size
-        return (family.num_experts - family.experts_per_token) * expert
+        return (family.num_experts - family.experts_per_token) * expert // self.parallel.size
 
     @classmethod
     def declared_columns(cls, config: ModelConfig) -> tuple[OutputColumn, ...]:
@@ -126,6 +127,7 @@ class MoEForCausalLM(DenseForCausalLM):
             shared_size=family.shared_size,
             router=family.router,
             column=(family.routed_experts, family.moe_layers.index(index)),
+            parallel=self.parallel,
             device=self.device,
             dtype=self.dtype,
         )

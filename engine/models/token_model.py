@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from batchgen.engine.cache.specs import AttentionSpec, CacheSpec, StateSpec
 from batchgen.engine.execution.forward_context import ForwardContext
 from batchgen.engine.layers.packing import pack_layers
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 
 
 class TokenModel(nn.Module, ABC):
@@ -27,9 +28,10 @@ class TokenModel(nn.Module, ABC):
         dtype: the dtype of the parameters and of the activations between layers.
         hidden_size: the width of the hidden states.
         vocab_size: the width of the logits.
-        num_parameters: the number of parameters, in which shared ones count once and the scales of
-            weights in FP8 do not.
-        weight_bytes: the bytes of the parameters, with the scales.
+        parallel: the ranks between which the weights are divided.
+        num_parameters: the number of parameters on this rank, in which shared ones count once and
+            the scales of weights in FP8 do not.
+        weight_bytes: the bytes of the parameters on this rank, with the scales.
         batch_dependence: once the weights are packed, why the bits of a token's result depend on
             what else is in its batch, in words for the user. None if they do not, and on a GPU,
             where batchgen makes no such promise.
@@ -44,6 +46,7 @@ class TokenModel(nn.Module, ABC):
     vocab_size: int
     num_parameters: int
     weight_bytes: int
+    parallel: TensorParallel = ALONE
     batch_dependence: str | None = None
 
     def count_parameters(self) -> None:

@@ -43,7 +43,8 @@ class Alignment(NamedTuple):
 
     Attributes:
         slots: [N] all slots, those of expert 0 first, in ascending order within an expert. Where a
-            slot stands here is its place.
+            slot stands here is its place. Slots whose expert is elsewhere have no place, and as
+            many of the last entries are not written.
         tile_experts: [most_tiles] the expert of each tile.
         tile_firsts: [most_tiles] the first place of each tile.
         tile_ends: [most_tiles] the place after the last one of each tile.
@@ -70,13 +71,17 @@ def bound_of_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
     return (num_slots + touched * (block_m - 1)) // block_m
 
 
-def align(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
+def align(
+    ids: Tensor, num_experts: int, block_m: int, *, some_elsewhere: bool = False
+) -> Alignment:
     """Sort the slots by expert and cut them into tiles, in one launch or three.
 
     Args:
-        ids: [T, k] int32, contiguous, each in [0, num_experts). This is not checked on a GPU.
+        ids: [T, k] int32, contiguous, each in [0, num_experts), or num_experts for an expert that
+            is elsewhere. This is not checked on a GPU.
         num_experts: E.
         block_m: the places of a tile.
+        some_elsewhere: whether ids may be num_experts.
     """
     assert ids.is_contiguous() and ids.dtype == torch.int32
     num_slots, device = ids.numel(), ids.device
@@ -85,7 +90,7 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
     tiles = torch.empty((3, most), dtype=torch.int32, device=device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=device)
     found = Alignment(slots, tiles[0], tiles[1], tiles[2], num_tiles, block_m)
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = triton.next_power_of_2(num_experts + some_elsewhere)
     if num_slots <= FEW_SLOTS:
         _align_expert[(num_experts,)](
             ids, *found[:-1], num_slots,
@@ -97,7 +102,7 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
     counts, places = torch.empty((2, chunks, block_e), dtype=torch.int32, device=device)
     _count_chunk[(chunks,)](ids, counts, num_slots, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=4)
     _add_counts[(max(chunks, triton.cdiv(most, _TILES)),)](
-        counts, places, *found[1:-1], chunks,
+        counts, places, *found[1:-1], chunks, num_experts,
         BLOCK_M=block_m, BLOCK_E=block_e, COUNT_ROWS=max(1, _COUNTS // block_e), TILES=_TILES,
         num_warps=8,
     )  # fmt: skip
@@ -154,9 +159,10 @@ def _count_chunk(ids_ptr, counts_ptr, num_slots, BLOCK_E: tl.constexpr, CHUNK: t
     tl.store(counts_ptr + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), counts)
 
 
-@triton.jit(do_not_specialize=["chunks"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
+@triton.jit(do_not_specialize=["chunks", "experts"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _add_counts(
     counts_ptr, places_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, chunks,
+    experts,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, COUNT_ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Each program writes where the slots of each expert in one chunk begin, and TILES tiles."""
@@ -174,7 +180,7 @@ def _add_counts(
     if own < chunks:
         tl.store(places_ptr + own * BLOCK_E + expert, ends - counts + before)
 
-    tile_counts = (counts + BLOCK_M - 1) // BLOCK_M
+    tile_counts = tl.where(expert < experts, (counts + BLOCK_M - 1) // BLOCK_M, 0)
     tile_ends = tl.cumsum(tile_counts, axis=0)
     total = tl.sum(tile_counts, axis=0)
     tile = own * TILES + tl.arange(0, TILES)

@@ -17,6 +17,8 @@ def grouped_mlp(
     ids: Tensor,
     weights: Tensor,
     residual: Tensor | None = None,
+    *,
+    num_routed: int | None = None,
 ) -> Tensor:
     """Compute y_t = Σ_j w_tj · down_e · (silu(gate_e · x_t) · (up_e · x_t)) with e = ids[t, j].
 
@@ -27,16 +29,18 @@ def grouped_mlp(
         x: [T, H], the tokens.
         gate_up: [E, 2·I, H], the weights of each expert: the I rows of gate and then those of up.
         down: [E, H, I].
-        ids: [T, k] int32, the experts of each token, all in [0, E).
+        ids: [T, k] int32, the experts of each token, all in [0, E), or in [0, E] if `num_routed` is
+            more than E: then the id E stands for an expert that is elsewhere, and is left out.
         weights: [T, k] float32. A NaN here or in x stays in its own row.
         residual: [T, H], dtype of x, contiguous, to which the result is added in place; None adds
             it to nothing.
+        num_routed: from how many experts those of a token were chosen; None means E.
 
     Returns:
         [T, H], dtype of x: a new tensor, or `residual`.
     """
     if x.is_cuda:
-        return grouped_mlp_triton(x, gate_up, down, ids, weights, residual)
+        return grouped_mlp_triton(x, gate_up, down, ids, weights, residual, num_routed=num_routed)
     products = ExpertProducts(gate_up.unbind()), ExpertProducts(down.unbind())
     out = grouped_mlp_cpu(x, *products, ids, weights)
     return out if residual is None else residual.add_(out)
@@ -46,8 +50,8 @@ def grouped_mlp_reference(
     x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor
 ) -> Tensor:
     """`grouped_mlp` in PyTorch, as plainly as it can be written."""
-    of_slots = x.new_empty((*ids.shape, x.shape[1]))
-    for expert in ids.unique().tolist():
+    of_slots = x.new_zeros((*ids.shape, x.shape[1]))
+    for expert in ids[ids < len(gate_up)].unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
         inner = silu_and_mul_reference(x[token] @ gate_up[expert].t())
         of_slots[token, slot] = inner @ down[expert].t()

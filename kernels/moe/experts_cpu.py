@@ -53,9 +53,10 @@ def _together(
     """`grouped_mlp_cpu` for few enough tokens to hold a row for each of their experts."""
     experts = ids.flatten().long()
     counts = experts.bincount(minlength=len(gate_up.weights)).tolist()
-    of_pairs = x.new_empty((len(experts), x.shape[1]))
+    # An id past those of the experts stands for one that is elsewhere, whose part is zero here.
+    of_pairs = x.new_zeros((len(experts), x.shape[1]))
     for expert, pairs in enumerate(experts.argsort(stable=True).split(counts)):
-        if len(pairs):
+        if len(pairs) and expert < len(gate_up.weights):
             inner = silu_and_mul_reference(gate_up(x[pairs // ids.shape[1]], expert))
             of_pairs[pairs] = down(inner, expert)
     total = torch.zeros(x.shape, dtype=torch.float32)

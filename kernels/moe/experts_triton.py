@@ -26,6 +26,7 @@ def grouped_mlp_triton(
     weights: Tensor,
     residual: Tensor | None = None,
     *,
+    num_routed: int | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """`experts.grouped_mlp` in four launches, six if there are many tokens.
@@ -34,9 +35,11 @@ def grouped_mlp_triton(
         x: [T, H], the last axis contiguous.
         gate_up: [E, 2·I, H], contiguous: the I rows of gate, then those of up.
         down: [E, H, I], contiguous.
-        ids: [T, k] int32, contiguous, each in [0, E). This is not checked on a GPU.
+        ids: [T, k] int32, contiguous, each in [0, E), or in [0, E] if `num_routed` is more than E.
+            This is not checked on a GPU.
         weights: [T, k] float32, contiguous.
         residual: [T, H], contiguous, to which the result is added in place, rounded once.
+        num_routed: from how many experts those of a token were chosen; None means E.
         tiles: how the products are cut; None chooses from the table.
 
     Returns:
@@ -54,28 +57,31 @@ def grouped_mlp_triton(
         out = residual
     if not tokens:
         return out
-    tiles = tiles or choose_tiles(ids.numel(), gate_up)
-    alignment = align(ids, experts, tiles.block_m)
+    num_routed = num_routed or experts
+    tiles = tiles or choose_tiles(ids.numel() * experts // num_routed, gate_up)
+    alignment = align(ids, experts, tiles.block_m, some_elsewhere=num_routed > experts)
     activated = torch.empty((tokens * k, inner), dtype=x.dtype, device=x.device)
     gate_up_product(x, gate_up, alignment, tiles.gate_up, k, activated)
     parts = torch.empty((tokens * k, hidden), dtype=x.dtype, device=x.device)
     down_product(activated, down, weights, alignment, tiles.down, parts)
-    sum_slots(parts, out, add=residual is not None)
+    sum_slots(parts, out, ids, experts, add=residual is not None)
     return out
 
 
-def sum_slots(parts: Tensor, out: Tensor, *, add: bool) -> None:
+def sum_slots(parts: Tensor, out: Tensor, ids: Tensor, experts: int, *, add: bool) -> None:
     """Sum the k slots of each token in their order, in float32.
 
     Args:
         parts: [T·k, H], contiguous.
         out: [T, H], contiguous; overwritten.
+        ids: [T, k] int32, contiguous, the expert of each slot.
+        experts: E; slots whose id is not below it are left out.
         add: to what `out` holds.
     """
     tokens, hidden = out.shape
     chunks = triton.cdiv(hidden, _CHUNK)
     _sum_slots[(tokens * chunks,)](
-        parts, out, hidden, chunks,
+        parts, out, ids, hidden, chunks, experts,
         K=len(parts) // tokens, ADD=add, BLOCK=min(_CHUNK, triton.next_power_of_2(hidden)),
         num_warps=4,
     )  # fmt: skip
@@ -83,7 +89,7 @@ def sum_slots(parts: Tensor, out: Tensor, *, add: bool) -> None:
 
 @triton.jit
 def _sum_slots(
-    parts_ptr, out_ptr, hidden, chunks,
+    parts_ptr, out_ptr, ids_ptr, hidden, chunks, experts,
     K: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program adds up one chunk of columns of one token, in the order of its slots."""
@@ -93,7 +99,9 @@ def _sum_slots(
     source = parts_ptr + token * K * hidden + column
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(K):
-        total += tl.load(source + slot * hidden, mask=mask, other=0.0).to(tl.float32)
+        is_here = tl.load(ids_ptr + token * K + slot) < experts
+        end = tl.where(is_here, hidden, 0)
+        total += tl.load(source + slot * hidden, mask=column < end, other=0.0).to(tl.float32)
     target = out_ptr + token * hidden + column
     if ADD:
         total += tl.load(target, mask=mask, other=0.0).to(tl.float32)

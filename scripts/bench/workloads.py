@@ -24,6 +24,7 @@ from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.models.hybrid import HybridConfig
 from batchgen.engine.models.latent import LatentConfig
 from batchgen.engine.models.moe import MoEConfig
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 
 PROMPT_VOCAB = 150_000
 """The ids of prompts are below this number, since Qwen3's special tokens are above it; a model with
@@ -334,6 +335,7 @@ def dummy_model(
     name: str,
     device: torch.device,
     heads: Collection[str] = (),
+    parallel: TensorParallel = ALONE,
     *,
     quantization: Quantization | None = None,
     **changes: int,
@@ -344,6 +346,7 @@ def dummy_model(
         name: key of `MODELS`, whose shapes the model has.
         device: where the weights go.
         heads: the names of the model's heads to make with it.
+        parallel: the ranks between which the weights are divided.
         quantization: as for `load_model`.
         changes: entries of config.json to replace, such as `vocab_size=300`.
     """
@@ -357,6 +360,7 @@ def dummy_model(
             load_format="dummy",
             heads=heads,
             quantization=quantization,
+            parallel=parallel,
         )
 
 

@@ -131,7 +131,8 @@ class StepCosts:
             work()
             runs = 1 if cpu else _RUNS
             times[n * width] = min(_seconds(work, runner.device) for _ in range(runs))
-        return cls(sorted(times), [times[tokens] for tokens in sorted(times)])
+        seconds = runner.model.parallel.agree([times[tokens] for tokens in sorted(times)])
+        return cls(sorted(times), seconds)
 
     def __call__(self, tokens: int) -> float:
         """Seconds of a forward of so many tokens. Beyond the largest measured number, the last

@@ -26,12 +26,18 @@ from batchgen.launchers.local import run_local, visible_devices
 
 
 def _launch(
-    out: Path, program: str, count: int = 2, restarts: int = 2, devices: Sequence[str] = ()
+    out: Path,
+    program: str,
+    count: int = 2,
+    restarts: int = 2,
+    devices: Sequence[str] = (),
+    ranks: int = 1,
 ) -> Launched:
     """Run `program` with `place` and `log`, a file for what it does, in place of workers."""
     config = replace(
         FakeJob(str(out)).config(), launcher=LocalLauncherConfig(kind="local", restarts=restarts)
     )
+    config = replace(config, engine=replace(config.engine, tensor_parallel=ranks))
     out.mkdir(exist_ok=True)
     begin = f"import os, signal, sys, time; place = int(sys.argv[1]); log = {str(out / 'log')!r}\n"
     begin += "def note(text): open(log, 'a').write(text + '\\n')\n"
@@ -136,6 +142,8 @@ def test_each_worker_has_a_device_or_its_share_of_the_cores(
     program = f"note(''.join(os.environ.get(name, '') for name in ({names})))"
     _launch(tmp_path / "gpu", program, 3, devices=["4", "GPU-a"])
     assert _log(tmp_path / "gpu") == ["4", "4", "GPU-a"]
+    _launch(tmp_path / "pairs", program, 3, devices=["0", "1", "2", "3", "4"], ranks=2)
+    assert _log(tmp_path / "pairs") == ["0,1", "0,1", "2,3"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     _launch(tmp_path / "cpu", program, len(os.sched_getaffinity(0)))
     assert set(_log(tmp_path / "cpu")) == {"1"}
@@ -148,6 +156,9 @@ def test_what_cannot_be_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     job = {"output.dir": str(tmp_path), "launcher": "local"}
     with pytest.raises(ConfigError, match=r"launcher\.workers has no value, and there is no GPU"):
         launch(compose(job))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ConfigError, match="tensor_parallel=2 needs as many GPUs for each worker"):
+        launch(compose({**job, "engine.tensor_parallel": 2}))
     with pytest.raises(ConfigError, match="cannot read rows from standard input"):
         launch(compose({**job, "dataset.path": "-", "launcher.workers": 2}))
     bad = {"launcher.workers": 0, "launcher.restarts": -1, "workers.heartbeat": 0}

@@ -24,6 +24,7 @@ from batchgen.engine.engine_config import EngineConfig, Sizes
 from batchgen.errors import ConfigError
 from batchgen.output.manifest import Manifest
 from batchgen.planning.plan import Plan
+from batchgen.planning.plan_text import plan_text
 from batchgen.planning.planner import make_plan
 from batchgen.planning.probe import probe
 from batchgen.planning.reading import job_reading
@@ -121,6 +122,18 @@ def test_a_plan_for_a_gpu_has_its_memory_and_its_hours(config: JobConfig) -> Non
     assert plan.gpu_hours is not None and plan.price is not None
     assert plan.price.likely == pytest.approx(2 * plan.gpu_hours.likely)
     assert planned(config, device="cpu").gpu_hours is None
+
+
+def test_a_plan_for_two_gpus_divides_the_model_and_counts_both(config: JobConfig) -> None:
+    one = planned(config, device="H100", price_per_hour=2.0)
+    halved = replace(config, engine=replace(config.engine, tensor_parallel=2))
+    two = planned(halved, device="H100", price_per_hour=2.0)
+    assert two.engine.weight_bytes < 0.6 * one.engine.weight_bytes  # norms are on both
+    assert two.engine.token_bytes == one.engine.token_bytes // 2
+    assert two.forecast is not None and two.gpu_hours is not None and two.price is not None
+    assert two.gpu_hours.likely == pytest.approx(2 * two.forecast.seconds.likely / 3600)
+    assert two.price.likely == pytest.approx(2 * two.gpu_hours.likely)
+    assert "on each of 2 GPUs" in " ".join(plan_text(two).split())
 
 
 def test_what_is_on_the_disk_is_about_what_was_planned(

@@ -279,7 +279,8 @@ def test_closing(model: Path) -> None:
     ("given", "says"),
     [
         ({"dtype": "int8"}, "dtype must be one of auto, float32, bfloat16, float16, got 'int8'"),
-        ({"tensor_parallel_size": 2}, "one device"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel=3 does not divide the model's"),
+        ({"pipeline_parallel_size": 2}, "tensor_parallel"),
         ({"max_model_length": 5}, "did you mean max_model_len"),
         ({"max_model_len": 5000}, "max_model_len is 5000, but the model has positions for 256"),
     ],

@@ -161,7 +161,8 @@ def test_parameters_are_values() -> None:
         ({"max_num_batched_tokens": 64, "enable_prefix_caching": False},
          EngineConfig(max_batched_tokens=64, prefix_caching=False)),
         ({"enforce_eager": True}, EngineConfig(cuda_graph=False)),
-        ({"enforce_eager": False, "tensor_parallel_size": 1, "seed": 0}, EngineConfig()),
+        ({"enforce_eager": False, "tensor_parallel_size": 2, "seed": 0},
+         EngineConfig(tensor_parallel=2)),
         ({"kv_cache_memory_bytes": 2**29}, EngineConfig(kv_cache_gib=0.5)),
         ({"gpu_memory_utilization": 1}, EngineConfig(gpu_memory_utilization=1.0)),
     ],
@@ -178,7 +179,11 @@ def test_engine_keywords_go_before_the_config() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"tensor_parallel_size": 2}, "LLM: tensor_parallel_size=2: an LLM runs on one device"),
+        (
+            {"pipeline_parallel_size": 2},
+            "LLM: pipeline_parallel_size=2: an LLM divides layers only",
+        ),
+        ({"tensor_parallel": 0}, "tensor_parallel must be 1 to 64, got 0"),
         ({"max_model_length": 5}, "no argument 'max_model_length': did you mean max_model_len?"),
         ({"speculative_config": {"model": "x"}}, "strategy=ARSpecStrategy"),
         ({"seed": 3}, "SamplingParams(seed=…)"),

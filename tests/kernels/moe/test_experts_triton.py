@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchgen.kernels.moe.experts import grouped_mlp, grouped_mlp_reference
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
 from batchgen.kernels.moe.tiles import ProductTiles, Tiles, choose_tiles
 
@@ -252,3 +254,26 @@ def test_a_graph_follows_the_ids_it_finds(tokens: int) -> None:
         held.weights.copy_(case.weights)
         graph.replay()
         assert torch.equal(out, result)
+
+
+@pytest.mark.parametrize("tokens", [7, 1500])
+def test_experts_of_other_ranks_are_left_out(tokens: int) -> None:
+    """What ranks with half of the experts each compute adds up to what all of them compute."""
+    experts, k = 6, 3
+    case = Case.make(tokens, k, experts, 16, 16, torch.float32)
+    whole = grouped_mlp_reference(case.x, case.gate_up, case.down, case.ids, case.weights)
+    residual = torch.zeros_like(whole)
+    for first in (0, 3):
+        places = case.ids - first
+        places = places.masked_fill((places < 0) | (places >= 3), 3)
+        gate_up, down = (w[first : first + 3].contiguous() for w in (case.gate_up, case.down))
+        weights = places, case.weights
+        run = functools.partial(grouped_mlp, case.x, gate_up, down, *weights, num_routed=experts)
+        alone = grouped_mlp_reference(case.x, gate_up, down, *weights)
+        torch.testing.assert_close(run(), alone, rtol=1e-4, atol=1e-4)
+        triton = grouped_mlp_triton(
+            case.x, gate_up, down, *weights, residual.clone(), num_routed=experts
+        )
+        torch.testing.assert_close(triton, residual + alone, rtol=1e-4, atol=1e-4)
+        residual = triton
+    torch.testing.assert_close(residual, whole, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,190 @@
+"""Makes an engine of opened models, in this process or in those of other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from batchgen.engine.constraint.compiler import GrammarCompiler
+from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.registry import model_class
+from batchgen.engine.parallel.rank_processes import RankProcesses
+from batchgen.engine.parallel.replicas import Leader, follow
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.engine.strategy import Strategy
+from batchgen.model.open_model import (
+    DeviceName,
+    DtypeName,
+    OpenedModel,
+    device_of,
+    limit_threads,
+)
+from batchgen.model.other_models import strategy_heads
+
+
+@dataclass(frozen=True)
+class EngineRecipe:
+    """All that an engine is made of, which pickle can send to the processes of other ranks.
+
+    Attributes:
+        model: the target.
+        others: the strategy's other models that have checkpoints of their own, by name.
+        strategy: the decoding paradigm. An engine changes it, so it belongs to that engine.
+        config: batch and memory sizes, and the number of ranks.
+        dtype: the dtype of weights and activations.
+        device: where the models run.
+        context_columns: the names of the columns of context scope that rows may ask for.
+        threads: the threads of torch on a CPU; None means as many as the process may run at once.
+    """
+
+    model: OpenedModel
+    others: Mapping[str, OpenedModel]
+    strategy: Strategy
+    config: EngineConfig
+    dtype: DtypeName
+    device: DeviceName
+    context_columns: tuple[str, ...]
+    threads: int | None = None
+
+    def check(self) -> None:
+        """Check that the weights can be divided between the ranks, before any of them load.
+
+        Raises:
+            ValueError: they cannot; the message names the model's numbers.
+        """
+        size = self.config.tensor_parallel
+        if size == 1:
+            return
+        kind = device_of(self.device).type
+        if kind == "cuda" and torch.cuda.device_count() < size:
+            raise ValueError(
+                f"tensor_parallel is {size}, and PyTorch sees {torch.cuda.device_count()} GPUs"
+            )
+        heads = strategy_heads(self.strategy, self.model)
+        for opened in (self.model, *self.others.values()):
+            bare(opened, torch.float32, heads if opened is self.model else [], size)
+
+    def start(self) -> Ranks:
+        """Start the processes of the other ranks, if there are any.
+
+        Raises:
+            ValueError: the weights cannot be divided, or this process has ranks already.
+            RuntimeError: a process has ended before it was ready.
+        """
+        size = self.config.tensor_parallel
+        if size == 1:
+            return Ranks(self, None)
+        self.check()
+        kind, recipe = device_of(self.device).type, self
+        if kind == "cpu":
+            limit_threads()
+            threads = max(1, torch.get_num_threads() // size)
+            recipe = replace(self, threads=threads)
+            torch.set_num_threads(threads)
+        return Ranks(recipe, RankProcesses(size, recipe, kind))
+
+    def load(self, parallel: TensorParallel = ALONE) -> CausalLM:
+        """Load the target's weights, or this rank's share of them.
+
+        Raises:
+            ValueError: a tensor is missing or wrong.
+        """
+        heads = strategy_heads(self.strategy, self.model)
+        return self.model.load(self.dtype, self.device, heads, parallel)
+
+    def load_others(self, weights: CausalLM) -> dict[str, CausalLM]:
+        """Load the weights of the other models, beside those of the target.
+
+        Raises:
+            ValueError: a tensor is missing or wrong.
+        """
+        return {name: other.load_beside(weights) for name, other in self.others.items()}
+
+    def engine(
+        self,
+        weights: CausalLM,
+        others: Mapping[str, CausalLM],
+        compiler: GrammarCompiler | None = None,
+        leader: Leader | None = None,
+    ) -> LLMEngine:
+        """Make the engine of loaded models.
+
+        Raises:
+            ValueError: the configuration does not suit the models or the device's memory.
+        """
+        return self.model.engine(
+            weights, self.strategy, self.config, others, compiler, self.context_columns, leader
+        )
+
+    def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
+        """Make the engine of a rank behind rank 0, and let it do what rank 0 does."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        weights = self.load(parallel)
+        follow(self.engine(weights, self.load_others(weights)), connection)
+
+
+class Ranks:
+    """The processes between which an engine is divided, if there are several.
+
+    Attributes:
+        recipe: the engine of each of them.
+        parallel: the ranks as this process sees them.
+        leader: what the engine of this process needs to know of the others; None if it is alone.
+    """
+
+    def __init__(self, recipe: EngineRecipe, processes: RankProcesses | None) -> None:
+        self.recipe, self._processes = recipe, processes
+        self.parallel = ALONE if processes is None else processes.parallel
+        self.leader = None if processes is None else Leader(processes)
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Enter this while the engine is made: if that fails, the other ranks end, too."""
+        return nullcontext() if self._processes is None else self._processes.starting()
+
+    def build(self) -> tuple[CausalLM, LLMEngine]:
+        """Load the weights of all models and make the engine of this process.
+
+        Raises:
+            ValueError: as `load` and `engine` of the recipe.
+            RuntimeError: another rank was lost meanwhile.
+        """
+        with self.starting():
+            weights = self.recipe.load(self.parallel)
+            others = self.recipe.load_others(weights)
+            return weights, self.recipe.engine(weights, others, leader=self.leader)
+
+
+def bare(
+    opened: OpenedModel,
+    dtype: torch.dtype,
+    heads: list[str],
+    tensor_parallel: int = 1,
+    *,
+    native_fp8: bool = True,
+) -> CausalLM:
+    """Make a model whose parameters have shapes and no values, as rank 0 would have it.
+
+    Args:
+        native_fp8: the device computes in FP8.
+
+    Raises:
+        ValueError: its weights cannot be divided between so many ranks.
+    """
+    kind = model_class(opened.config.architecture, opened.path)
+    parallel = TensorParallel(0, tensor_parallel)
+    return kind(
+        opened.config,
+        device=torch.device("meta"),
+        dtype=dtype,
+        heads=heads,
+        form=opened.form(native=native_fp8),
+        parallel=parallel,
+    )

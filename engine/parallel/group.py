@@ -1,0 +1,175 @@
+"""The collectives of tensor parallelism, by torch.distributed between processes of one machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.distributed_c10d import _abort_process_group
+
+from batchgen.engine.parallel.one_shot import OneShotSum
+
+_HOST = "127.0.0.1"
+_START_SECONDS = 600.0
+"""How long ranks wait for each other when they start."""
+_LEAVE_SECONDS = 5.0
+_ENVIRONMENT = {
+    # Ranks are processes of one machine, whose own name need not be known to any name server.
+    "GLOO_SOCKET_IFNAME": "lo",
+    # Sums in the switch of the links would have other bits, and nothing here uses multicast.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+
+
+def serve_store() -> TCPStore:
+    """Start the store in which ranks find each other, on a free port of this machine."""
+    return TCPStore(
+        _HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_START_SECONDS)
+    )
+
+
+def check_free() -> None:
+    """Check that this process may join a group.
+
+    Raises:
+        ValueError: it is in one.
+    """
+    if dist.is_initialized():
+        raise ValueError(
+            "this process is one of several ranks already (torch.distributed): close the other LLM "
+            "with tensor_parallel first, or start a new process for this one"
+        )
+
+
+def join_store(port: int) -> TCPStore:
+    """Connect to the store that rank 0 serves on this port."""
+    return TCPStore(_HOST, port, is_master=False, timeout=timedelta(seconds=_START_SECONDS))
+
+
+class DistributedGroup:
+    """The ranks of one model, as `Collectives` describes them. All ranks must make one.
+
+    On a CPU, sums are computed in the order of the ranks, so that a row has the same bits wherever
+    it stands in the batch. On GPUs, NCCL sums, and few tokens are summed by a kernel that reads the
+    other GPUs' memory (`OneShotSum`).
+
+    Args:
+        rank: the index of this rank.
+        size: the number of ranks.
+        store: where the ranks find each other.
+        device: `cuda`, for which rank i takes the i-th visible GPU, or `cpu`.
+    """
+
+    had_gpu: ClassVar[bool] = False
+    """Whether this process was ever a rank on a GPU."""
+
+    def __init__(self, rank: int, size: int, store: Store, device: str) -> None:
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self.rank, self.size = rank, size
+        self._one_shot: OneShotSum | None = None
+        own = None
+        if device == "cuda":
+            DistributedGroup.had_gpu = True
+            torch.cuda.set_device(rank)
+            own = torch.device("cuda", rank)
+        dist.init_process_group(
+            "gloo" if own is None else "cpu:gloo,cuda:nccl",
+            store=store,
+            rank=rank,
+            world_size=size,
+            device_id=own,
+        )
+        if own is not None:
+            self._one_shot = OneShotSum.make(own, rank, size)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x, in place of x."""
+        if x.is_cuda:
+            dist.all_reduce(x)
+            return x
+        return x.copy_(self._sum_in_order(x))
+
+    def space(self, rows: int, columns: int, like: Tensor, lane: int) -> Tensor | None:
+        """Return memory for `add_sum`, as `TensorParallel.space` says."""
+        if self._one_shot is None or not like.is_cuda:
+            return None
+        return self._one_shot.space(rows, columns, like.dtype, lane)
+
+    def add_sum(self, residual: Tensor, partial: Tensor, lane: int) -> Tensor:
+        """Add the sum of all ranks' `partial` to `residual`, as `TensorParallel.add_sum` says."""
+        if not partial.is_cuda:
+            return residual.add_(self._sum_in_order(partial))
+        if self._one_shot is not None and self._one_shot.holds(partial, lane):
+            return self._one_shot.add_sum(residual, partial, lane)
+        dist.all_reduce(partial)
+        return residual.add_(partial)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the columns of all ranks side by side, [R, size · C] from [R, C]."""
+        if not x.is_cuda:
+            return torch.cat(self._gathered(x), 1)
+        rows, columns = x.shape
+        found = x.new_empty((self.size, rows, columns))
+        dist.all_gather_into_tensor(found, x.contiguous())
+        return found.transpose(0, 1).reshape(rows, self.size * columns)
+
+    def least(self, value: int) -> int:
+        """Return the least of all ranks' values."""
+        found = torch.tensor(value, dtype=torch.int64)
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        return int(found)
+
+    def agree(self, value: Any) -> Any:
+        """Return rank 0's value."""
+        found = [value]
+        dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+        return found[0]
+
+    def _sum_in_order(self, x: Tensor) -> Tensor:
+        first, *others = self._gathered(x)
+        total = first.float()
+        for part in others:
+            total = total + part
+        return total.to(x.dtype)
+
+    def _gathered(self, x: Tensor) -> list[Tensor]:
+        found = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
+        ]
+        dist.all_gather(found, x.contiguous())
+        return found
+
+
+def leave() -> None:
+    """End this process's part in its group, if it has one, without waiting for other ranks.
+
+    NCCL waits here for as long as there are CUDA graphs that contain its sums, even if it aborts.
+    So nobody waits for NCCL for long; if it is not done, this process cannot join another group.
+    """
+    if not dist.is_initialized():
+        return
+    ending = threading.Thread(target=_abort_process_group, daemon=True)
+    ending.start()
+    ending.join(_LEAVE_SECONDS)
+
+
+def end_process(code: int) -> None:
+    """End this process at once if it was a rank on a GPU. Then neither NCCL nor a kernel that waits
+    for a rank that is gone can hold up its end. Otherwise this does nothing.
+
+    Args:
+        code: the exit code.
+    """
+    if DistributedGroup.had_gpu:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,49 @@
+"""The part of a tensor that one rank of tensor parallelism holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Shard(NamedTuple):
+    """Ranges of one axis of a tensor.
+
+    Attributes:
+        axis: the axis that is divided.
+        size: its length in the whole tensor.
+        ranges: the first index and the one past the last of each range, in ascending order.
+    """
+
+    axis: int
+    size: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Return the shard of a whole tensor: a view if it is one range, else a copy. So of a
+        memory-mapped tensor only the pages of the shard are read.
+
+        Raises:
+            ValueError: the axis has another length.
+        """
+        if self.axis >= whole.ndim or whole.shape[self.axis] != self.size:
+            raise ValueError(
+                f"has shape {list(whole.shape)}, the configuration says {self.size} on axis "
+                f"{self.axis}"
+            )
+        parts = [whole.narrow(self.axis, start, end - start) for start, end in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
+
+    def whole_shape(self, shape: Sequence[int]) -> list[int]:
+        """Return the shape of the whole tensor whose shard has this shape."""
+        whole = list(shape)
+        whole[self.axis] = self.size
+        return whole
+
+    @property
+    def length(self) -> int:
+        """The length of the axis in the shard."""
+        return sum(end - start for start, end in self.ranges)

@@ -1,0 +1,176 @@
+"""Tensor parallelism: each layer's weights are divided between ranks, which run the same program.
+
+The division is that of Shoeybi et al. 2019 (arXiv 1909.08053): heads and the columns between the
+two products of an MLP are divided, so that each half of a layer needs one sum over all ranks. Of
+experts, each rank has some as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from batchgen.engine.parallel.shard import Shard
+
+T = TypeVar("T")
+
+
+class Collectives(Protocol):
+    """What the ranks of one model do together. All ranks call the same in the same order."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' tensors of this shape, in place of x."""
+
+    def add_sum(self, residual: Tensor, partial: Tensor, lane: int) -> Tensor:
+        """Add the sum of all ranks' `partial` to `residual` in place and return it; as
+        `TensorParallel.add_sum` says."""
+
+    def space(self, rows: int, columns: int, like: Tensor, lane: int) -> Tensor | None:
+        """Return the memory in which `add_sum` of the same lane wants `partial`, or None."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the columns [R, n · C] of all ranks' x [R, C], side by side."""
+
+    def least(self, value: int) -> int:
+        """Return the least of all ranks' values."""
+
+    def agree(self, value: Any) -> Any:
+        """Return the value that rank 0 has, which pickle can send."""
+
+
+class TensorParallel:
+    """The ranks between which the weights of a model are divided, as one of them sees it.
+
+    Args:
+        rank: the index of this rank.
+        size: the number of ranks.
+        collectives: how the ranks compute together. None with one rank, or where the sizes of a
+            rank are wanted and nothing is computed.
+    """
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, collectives: Collectives | None = None
+    ) -> None:
+        assert 0 <= rank < size
+        self.rank, self.size = rank, size
+        self._collectives = collectives
+
+    def share(self, what: str, number: int) -> int:
+        """Return how many of so many heads, experts or columns each rank has.
+
+        Args:
+            what: their name in the model's configuration, for the error message.
+            number: how many there are in all.
+
+        Raises:
+            ValueError: the ranks cannot have equally many.
+        """
+        if number % self.size:
+            raise ValueError(
+                f"tensor_parallel={self.size} does not divide the model's {what} {number}: choose "
+                f"{_divisors(number)}"
+            )
+        return number // self.size
+
+    def kv_heads(self, number: int) -> tuple[int, int]:
+        """Return the first key head of this rank and the one past its last.
+
+        Where there are fewer heads than ranks, several ranks have the same head.
+
+        Raises:
+            ValueError: neither number divides the other.
+        """
+        if number >= self.size:
+            own = self.share("num_key_value_heads", number)
+            return self.rank * own, (self.rank + 1) * own
+        if self.size % number:
+            raise ValueError(
+                f"tensor_parallel={self.size} is no multiple of the model's num_key_value_heads "
+                f"{number}: choose {_divisors(number)}, or a multiple of {number}"
+            )
+        first = self.rank * number // self.size
+        return first, first + 1
+
+    def shard(self, axis: int, *sizes: int) -> Shard:
+        """Divide an axis that consists of parts of these sizes, each of which is divided alone.
+
+        The sizes must be multiples of the number of ranks.
+        """
+        start, ranges = 0, []
+        for size in sizes:
+            own = size // self.size
+            assert own * self.size == size
+            ranges.append((start + self.rank * own, start + (self.rank + 1) * own))
+            start += size
+        return Shard(axis, start, tuple(ranges))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over all ranks, in place of x."""
+        if self.size == 1:
+            return x
+        return self._joined.sum(x)
+
+    def space(self, rows: int, columns: int, like: Tensor, lane: int) -> Tensor | None:
+        """Return memory that other ranks can read, for the operand of `add_sum`.
+
+        Args:
+            rows: the number of its rows.
+            columns: the number of its columns.
+            like: a tensor of the same device and dtype.
+            lane: as for `add_sum`.
+
+        Returns:
+            [rows, columns]; None if the operand may be anywhere.
+        """
+        return self._joined.space(rows, columns, like, lane)
+
+    def add_sum(self, residual: Tensor, partial: Tensor, lane: int) -> Tensor:
+        """Add the sum over all ranks to the residual stream, which is the same on all of them.
+
+        Args:
+            residual: [T, H], contiguous, overwritten.
+            partial: [T, H], this rank's part of the sum.
+            lane: which of the memories of `space` was used, if one was. Of two sums, one right
+                behind the other, each must have a lane of its own.
+
+        Returns:
+            `residual`, with the same bits on all ranks.
+        """
+        return self._joined.add_sum(residual, partial, lane)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the columns of all ranks side by side: [R, size · C] from each rank's [R, C]."""
+        if self.size == 1:
+            return x
+        return self._joined.gather(x)
+
+    def least(self, value: int) -> int:
+        """Return the least value of all ranks."""
+        return value if self._collectives is None else self._collectives.least(value)
+
+    def agree(self, value: T) -> T:
+        """Return what rank 0 gives. Whatever depends on clocks or memory goes through this, so
+        that all ranks do the same."""
+        if self._collectives is None:
+            return value
+        agreed: T = self._collectives.agree(value)
+        return agreed
+
+    @property
+    def _joined(self) -> Collectives:
+        assert self._collectives is not None, "the ranks are not connected"
+        return self._collectives
+
+
+ALONE = TensorParallel()
+"""One rank that has all weights."""
+
+MIXER_LANE, FEED_FORWARD_LANE = 0, 1
+"""The lanes (`TensorParallel.add_sum`) of the two parts of a layer, which take turns."""
+
+
+def _divisors(number: int) -> str:
+    """Name the numbers of ranks that divide a number, up to 64."""
+    found = [str(n) for n in range(1, min(number, 64) + 1) if number % n == 0]
+    return ", ".join(found[:-1]) + (" or " if len(found) > 1 else "") + found[-1]

@@ -1,0 +1,115 @@
+"""Engines whose weights are divided between processes on the CPU, one after another in the same
+processes, because those take seconds to start.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from constrained_rows import END, make_tokenizer
+from engine_rows import Request, expect_short_rows, run
+
+from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.loader import LoadFormat, load_model
+from batchgen.engine.outputs import RequestOutput
+from batchgen.engine.parallel.rank_processes import RankProcesses
+from batchgen.engine.parallel.replicas import Leader, follow
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.engine.strategy import Strategy
+from batchgen.strategies.ar.strategy import ARStrategy
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine and what it is asked for."""
+
+    folder: Path
+    requests: Sequence[Request]
+    strategy: Strategy = field(default_factory=ARStrategy)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    heads: tuple[str, ...] = ()
+    draft: Path | None = None
+    columns: tuple[str, ...] = ()
+    has_text: bool = False
+    short_rows: bool = False
+    adaptive: bool = False
+    tolerance: float = 1e-5
+    aborts: Mapping[int, Sequence[int]] | None = None
+    load_format: LoadFormat = "auto"
+
+    @contextmanager
+    def engine(
+        self, parallel: TensorParallel = ALONE, leader: Leader | None = None
+    ) -> Iterator[LLMEngine]:
+        options: dict[str, Any] = {"max_model_len": 200, "kv_cache_gib": 0.01, "max_num_seqs": 6}
+        where: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "parallel": parallel}
+        others = {} if self.draft is None else {"draft": load_model(self.draft, **where)}
+        with pytest.MonkeyPatch.context() as patch:
+            if self.short_rows:
+                expect_short_rows(patch)
+            yield LLMEngine(
+                load_model(self.folder, load_format=self.load_format, heads=self.heads, **where),
+                make_tokenizer() if self.has_text else None,
+                (END,) if self.has_text else (2,),
+                copy.deepcopy(self.strategy),
+                EngineConfig(**options | dict(self.config)),
+                others=others,
+                context_columns=self.columns,
+                leader=leader,
+            )
+
+    def run(
+        self, parallel: TensorParallel = ALONE, leader: Leader | None = None
+    ) -> tuple[list[RequestOutput], LLMEngine]:
+        with self.engine(parallel, leader) as engine:
+            return run(engine, self.requests, self.aborts), engine
+
+
+class _UntilNone:
+    """A connection that seems to end where None is sent."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+
+    def recv(self) -> object:
+        received = self._connection.recv()
+        if received is None:
+            raise EOFError
+        return received
+
+
+@dataclass(frozen=True)
+class Cases:
+    """The recipe of one engine after another."""
+
+    cases: Sequence[Case]
+
+    def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
+        torch.set_num_threads(1)
+        for case in self.cases:
+            with case.engine(parallel) as engine:
+                follow(engine, cast("Connection[Any, Any]", _UntilNone(connection)))
+
+
+def run_divided(
+    cases: Sequence[Case], size: int
+) -> Iterator[tuple[list[RequestOutput], LLMEngine]]:
+    """Yield what each engine makes of its requests, divided between so many ranks."""
+    processes = RankProcesses(size, Cases(cases), "cpu")
+    try:
+        for case in cases:
+            yield case.run(processes.parallel, Leader(processes))
+            processes.send(None)
+    finally:
+        processes.close()

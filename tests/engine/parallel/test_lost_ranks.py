@@ -1,0 +1,96 @@
+"""A rank that is lost ends the others, and the engine says which one and how."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranked_engines import Case, Cases
+
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.parallel import rank_processes
+from batchgen.engine.parallel.rank_processes import RankProcesses
+from batchgen.engine.parallel.replicas import Leader, follow
+from batchgen.engine.parallel.tensor_parallel import TensorParallel
+from batchgen.engine.sampling.params import SamplingParams
+
+TinyModel = Callable[..., Path]
+
+
+def finish(engine: LLMEngine) -> None:
+    while engine.has_unfinished():
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (signal.SIGKILL, "rank 1 was ended by signal 9"),
+        pytest.param(signal.SIGSTOP, "rank 1 has not answered for 3 sec", marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_rank_is_an_error(
+    tiny_model: TinyModel, number: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tiny_model("qwen3"), ())
+    processes = RankProcesses(2, Cases([case]), "cpu")
+    (process,) = processes._processes.values()
+    with case.engine(processes.parallel, Leader(processes)) as engine:
+        params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+        engine.add_request("0", [5, 6, 7], params)
+        engine.step()
+        if number == signal.SIGSTOP:
+            monkeypatch.setattr(rank_processes, "_SILENT_SECONDS", 3.0)
+        os.kill(process.pid, number)
+        with pytest.raises(RuntimeError, match=message):
+            finish(engine)
+        # It stays so, also for who asks again.
+        with pytest.raises(RuntimeError):
+            engine.step()
+        assert process.poll() == -signal.SIGKILL
+        engine.close()
+        engine.close()
+
+
+class Apart(Cases):
+    """A rank that believes to have had other tokens than rank 0."""
+
+    def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
+        (case,) = self.cases
+        with case.engine(parallel) as engine:
+            engine._digest = 1
+            follow(engine, connection)
+
+
+def test_a_rank_with_other_tokens_is_found(tiny_model: TinyModel) -> None:
+    case = Case(tiny_model("qwen3"), ())
+    processes = RankProcesses(2, Apart([case]), "cpu")
+    with case.engine(processes.parallel, Leader(processes)) as engine:
+        engine.add_request("0", [5, 6, 7], SamplingParams(max_new_tokens=100, ignore_eos=True))
+        with pytest.raises(RuntimeError, match="the tokens of this rank differ from those of rank"):
+            finish(engine)
+        engine.close()
+
+
+class Unwilling(Cases):
+    """A recipe that other processes cannot read."""
+
+    def __setstate__(self, state: object) -> None:
+        raise OSError("no such thing here")
+
+
+def test_a_rank_that_cannot_start_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="rank 1 has failed: OSError: no such thing here"):
+        RankProcesses(2, Unwilling([]), "cpu")
+
+
+def test_what_only_the_main_module_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Apart, "__module__", "__main__")
+    monkeypatch.setattr("__main__.Apart", Apart, raising=False)
+    with pytest.raises(ValueError, match="put it in a module of its own"):
+        RankProcesses(2, Apart([]), "cpu")
