@@ -54,10 +54,11 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def on_every_device(changes: Sequence[dict[str, Any]], on_gpu: int) -> pytest.MarkDecorator:
     """Parameters (device, changes of the configuration), each with every mode of the loop; a GPU
-    gets the first `on_gpu` changes only. On a CPU all but the first change are quick with one mode.
+    gets the first `on_gpu` changes only. On a CPU each of several changes is quick with one mode.
     """
+    several, slow = len(changes) > 1, [pytest.mark.slow]
     cpu = [
-        pytest.param("cpu", change | mode, marks=[pytest.mark.slow] if 0 < i and i % 2 == j else [])
+        pytest.param("cpu", change | mode, marks=slow if several and i % 2 == j else [])
         for j, mode in enumerate((PLAIN, OVERLAP))
         for i, change in enumerate(changes)
     ]
