@@ -216,25 +216,6 @@ class TestTwoNodes:
             found = end(is_first=False)
         assert found.code == 2 and "was not started: the node" in found.how
 
-    def test_the_head_of_the_cluster_dies(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """That ends the command, whose calls to Ray would wait; here in a cluster of its own."""
-        out = tmp_path / "out"
-
-        def kill() -> None:
-            while not self._log(out):
-                time.sleep(0.05)
-            (head,) = ray._private.worker._global_node.all_processes["gcs_server"]
-            os.kill(head.process.pid, signal.SIGKILL)
-
-        threading.Thread(target=kill, daemon=True).start()
-        result = self._launch(None, out, "note('up'); time.sleep(60)", workers=1)
-        assert result.exit_code == 1 and "No worker could complete" in result.message
-        errors = capsys.readouterr().err
-        assert "── worker 0 was lost with the head of the cluster" in errors
-        assert self._log(out) == ["up"] and not ray.is_initialized()
-
     def test_the_data_are_those_of_one_worker_though_a_node_dies(
         self, two_nodes: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -277,6 +258,28 @@ class TestTwoNodes:
         result = self._launch(two_nodes, out, program, workers=1, cpus_per_worker=2)
         assert result.exit_code == 0
         assert {line.partition(":")[2] for line in self._log(out)} == set(map(str, nodes))
+
+    def test_the_head_of_the_cluster_dies(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """That ends the command, whose calls to Ray would wait; here in a cluster of its own.
+
+        It is the last test: Ray starts no actors in a process that has seen this.
+        """
+        out = tmp_path / "out"
+
+        def kill() -> None:
+            while not self._log(out):
+                time.sleep(0.05)
+            (head,) = ray._private.worker._global_node.all_processes["gcs_server"]
+            os.kill(head.process.pid, signal.SIGKILL)
+
+        threading.Thread(target=kill, daemon=True).start()
+        result = self._launch(None, out, "note('up'); time.sleep(60)", workers=1)
+        assert result.exit_code == 1 and "No worker could complete" in result.message
+        errors = capsys.readouterr().err
+        assert "── worker 0 was lost with the head of the cluster" in errors
+        assert self._log(out) == ["up"] and not ray.is_initialized()
 
 
 def _kill_node(cluster: Any, node: Any, workers: Sequence[int]) -> None:
