@@ -137,6 +137,8 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
         groups[name] = {key: value for key, value in groups[name].items() if key not in keys}
     if not config.rows:
         del groups["rows"]
+    if config.model.quantization is None:  # as in folders of jobs from before there was the key
+        del groups["model"]["quantization"]
     # What becomes of finished rows does not change them.
     for name in ("post", "score", "progress", "workers", "launcher"):
         del groups[name]

@@ -383,6 +383,11 @@ def test_identity_is_what_decides_the_output(override: str, same: bool) -> None:
     assert (identity(loaded()) == identity(loaded(override))) == same
 
 
+def test_a_job_without_quantisation_says_nothing_of_it() -> None:
+    assert "quantization" not in identity(loaded())["model"]
+    assert identity(loaded("model.quantization=fp8"))["model"]["quantization"] == "fp8"
+
+
 def test_showing_a_job_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
