@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -143,7 +144,11 @@ class Ranks:
     def __init__(self, recipe: EngineRecipe, processes: RankProcesses | None) -> None:
         self.recipe, self._processes = recipe, processes
         self.parallel = ALONE if processes is None else processes.parallel
-        self.leader = None if processes is None else Leader(processes)
+        self.leader: Leader | None = None
+        if processes is not None:
+            self.leader = Leader(processes)
+            # An engine that is dropped without being closed takes the other ranks along.
+            weakref.finalize(self.leader, processes.close)
 
     def starting(self) -> AbstractContextManager[None]:
         """Enter this while the engine is made: if that fails, the other ranks end, too."""

@@ -8,7 +8,6 @@ a digest of the tokens so far, by which a rank that has come apart is found.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -60,8 +59,6 @@ class Leader:
 
     def __init__(self, processes: RankProcesses) -> None:
         self._processes = processes
-        # An engine that is dropped without being closed takes its ranks along.
-        weakref.finalize(self, processes.close)
         self._posted: list[Command] = []
         self._interrupted = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,11 @@ def test_a_lost_rank_is_an_error(
     tiny_model: TinyModel, number: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(tiny_model("qwen3"), ())
-    processes = RankProcesses(2, Cases([case]), "cpu")
-    (process,) = processes._processes.values()
-    with case.engine(processes.parallel, Leader(processes)) as engine:
+    with (
+        closing(RankProcesses(2, Cases([case]), "cpu")) as processes,
+        case.engine(processes.parallel, Leader(processes)) as engine,
+    ):
+        (process,) = processes._processes.values()
         params = SamplingParams(max_new_tokens=100, ignore_eos=True)
         engine.add_request("0", [5, 6, 7], params)
         engine.step()
@@ -52,7 +55,7 @@ def test_a_lost_rank_is_an_error(
         # It stays so, also for who asks again.
         with pytest.raises(RuntimeError):
             engine.step()
-        assert process.poll() == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
         engine.close()
         engine.close()
 
@@ -69,12 +72,13 @@ class Apart(Cases):
 
 def test_a_rank_with_other_tokens_is_found(tiny_model: TinyModel) -> None:
     case = Case(tiny_model("qwen3"), ())
-    processes = RankProcesses(2, Apart([case]), "cpu")
-    with case.engine(processes.parallel, Leader(processes)) as engine:
+    with (
+        closing(RankProcesses(2, Apart([case]), "cpu")) as processes,
+        case.engine(processes.parallel, Leader(processes)) as engine,
+    ):
         engine.add_request("0", [5, 6, 7], SamplingParams(max_new_tokens=100, ignore_eos=True))
         with pytest.raises(RuntimeError, match="the tokens of this rank differ from those of rank"):
             finish(engine)
-        engine.close()
 
 
 class Unwilling(Cases):
@@ -84,6 +88,7 @@ class Unwilling(Cases):
         raise OSError("no such thing here")
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_start_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="rank 1 has failed: OSError: no such thing here"):
         RankProcesses(2, Unwilling([]), "cpu")
