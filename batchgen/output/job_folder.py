@@ -1,5 +1,6 @@
 """The output folder of a job, which belongs to this job alone while it runs."""
 
+import itertools
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -7,9 +8,10 @@ from pathlib import Path
 from typing import Self
 
 from batchgen.errors import ConfigError, JobError
-from batchgen.output.journal import journal_files
+from batchgen.output.journal import attempt_of, journal_files
 from batchgen.output.lock import FolderLock
 from batchgen.output.manifest import ROWS, Manifest, RowDigests
+from batchgen.output.retry_round import RetryRound
 from batchgen.output.shards import shard_files
 from batchgen.temporary import delete_temporaries, is_temporary_of
 
@@ -169,9 +171,7 @@ class JobFolder:
     def _claim(self, manifest: Manifest, digests: RowDigests, overwrite: bool) -> bool:
         path = self.path / _MANIFEST
         self._asked = manifest
-        workers = self.path / "workers"
-        found = [int(file.stem) for file in workers.glob("[0-9]*.json")] if workers.is_dir() else []
-        self.least_worker = 1 + max(found, default=0)
+        self.least_worker = self._least_worker()
         for name in _OF_WORKERS:  # of workers who all are gone
             shutil.rmtree(self.path / name, ignore_errors=True)
         delete_temporaries(self.path, _OWN)
@@ -207,6 +207,18 @@ class JobFolder:
         probe.write_bytes(b"0")
         probe.unlink()
         return is_new
+
+    def _least_worker(self) -> int:
+        """A number above those of all that have written here: a journal file has one writer.
+
+        Heartbeats alone do not say it: they are deleted before the first new one is written.
+        """
+        found = [int(path.stem) for path in (self.path / "workers").glob("[0-9]*.json")]
+        if self.journal.is_dir():
+            files = itertools.chain.from_iterable(journal_files(self.journal).values())
+            found += [attempt_of(path) for path in files]
+            found.append(RetryRound(self.journal).least_attempt - 1)
+        return 1 + max(found, default=0)
 
     def _delete_output(self) -> None:
         for name in _OWN:

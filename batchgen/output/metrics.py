@@ -202,7 +202,8 @@ class Metrics:
         score: what the job's marks come to, as of `batchgen.scoring.score`; None without marks.
         predicted: what this attempt was expected to take, as of `planning.forecast.Forecast`; the
             file has beside it what it took. None if nothing was predicted.
-        timeline: how the job went on over time, earlier attempts included.
+        timeline: how the job went on over time, earlier attempts included. Of the workers that run
+            beside each other it has only this one.
     """
 
     def __init__(

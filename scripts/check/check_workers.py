@@ -3,9 +3,10 @@ one undisturbed worker.
 
     python scripts/check/check_workers.py --kills 60 --work /tmp/check
 
-The job has the small model that comes with batchgen, on the CPU. Processes of this script are its
-workers: each is a fork of one that has imported everything, so that 60 kills take minutes and not
-hours. At random moments one of them is
+The job has the small model that comes with batchgen, on the CPU, or with `--engine null` one that
+makes answers of seeds alone, so that nearly all of the time goes into what is checked. Processes of
+this script are its workers: each is a fork of one that has imported everything, so that 60 kills
+take minutes and not hours. At random moments one of them is
 
 - killed (`kill -9`) and followed by a new one,
 - stopped (SIGSTOP) until it was given up, and then let go on,
@@ -14,6 +15,9 @@ hours. At random moments one of them is
 With `--launcher` the workers are started by `launcher=local` instead, in real processes, and the
 launcher itself is killed, too; then the same command is run again.
 
+A shard whose workers happened to be killed three times before they had finished one of its rows is
+put in quarantine. Its workers then end with an error, and are started again, as a user would.
+
 At last the job is left alone. Every data file must be equal, byte for byte, no row may be there
 twice, and no row that was finished may have been lost on the way.
 """
@@ -21,6 +25,7 @@ twice, and no row that was finished may have been lost on the way.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import multiprocessing
@@ -31,17 +36,41 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import batchgen.build
 import batchgen.job
 import batchgen.llm
+from batchgen.config import WorkersConfig
 from batchgen.config.compose import compose
+from batchgen.errors import JobError
+from batchgen.job import JobResult
 from batchgen.output.read_job import JobFolderReader
 
+sys.path.append(str(Path(__file__).parents[2] / "tests/batchgen"))
+from fake_job import FakeJob
+
 STALE = 1.5  # seconds after which a paused worker is given up
+BEAT = 0.2
+NULL_STEP = 0.05  # seconds of a step of the null engine
+QUARANTINED = 75  # the exit code of a worker that ends because a shard is in quarantine
+Job = Callable[[], JobResult]
+"""Runs the job as one of its workers."""
+
+
+@dataclass(frozen=True)
+class NullJob(FakeJob):
+    """A job whose engine makes answers of prompts and seeds, and is as slow as it is told."""
+
+    def config(self) -> Any:
+        workers = WorkersConfig(heartbeat=BEAT, stale_after=STALE)
+        return dataclasses.replace(super().config(), workers=workers)
 
 
 def arguments(out: Path, rows: Path) -> list[str]:
@@ -50,18 +79,27 @@ def arguments(out: Path, rows: Path) -> list[str]:
         *("prompt.user={{ q }}", "sampling=sample", "sampling.n=2", "sampling.max_new_tokens=16"),
         *("engine.device=cpu", "engine.max_num_seqs=8", "engine.kv_cache_gib=0.02"),
         *("output.rows_per_shard=8", "output.columns=[logprobs]", "post=[]"),
-        *("workers.heartbeat=0.2", f"workers.stale_after={STALE}", f"output.dir={out}"),
+        *(f"workers.heartbeat={BEAT}", f"workers.stale_after={STALE}", f"output.dir={out}"),
     ]
 
 
-def work(command: list[str], clock: float) -> None:
+def run_real(command: list[str]) -> JobResult:
+    config = compose({}, command)
+    return batchgen.job.run_job(config, batchgen.build.job_parts(config))
+
+
+def work(job: Job, clock: float) -> None:
     """Be a worker, whose clock is so many seconds off."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     now = time.time
     time.time = lambda: now() + clock
-    config = compose({}, command)
-    result = batchgen.job.run_job(config, batchgen.build.job_parts(config))
-    os._exit(result.exit_code)
+    try:
+        code = job().exit_code
+    except JobError as error:
+        if "quarantine" not in str(error):
+            raise
+        os._exit(QUARANTINED)
+    os._exit(code)
 
 
 def finished(out: Path) -> set[tuple[int, int]]:
@@ -77,30 +115,43 @@ def digests(out: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+def warm_context() -> ForkServerContext:
+    """The context whose processes are forks of one that has imported everything by now."""
+    # The server reads its path from there, and goes on without a word if it finds no module.
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["check_workers"])
+    first = context.Process(target=time.sleep, args=(0.0,))
+    first.start()
+    first.join()
+    return context
+
+
 class Forks:
     """Workers that are forks of a process which has imported everything."""
 
-    def __init__(self, command: list[str], count: int, rng: random.Random) -> None:
-        self._command = command
+    def __init__(self, job: Job, count: int, rng: random.Random) -> None:
+        self._job = job
         self._rng = rng
-        self._context: ForkServerContext = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["check_workers"])
+        self._context = warm_context()
         self._all: list[BaseProcess] = [self._start() for _ in range(count)]
 
     def _start(self) -> BaseProcess:
         clock = self._rng.choice([0.0, 7200.0, -7200.0])
-        process = self._context.Process(target=work, args=(self._command, clock))
+        process = self._context.Process(target=work, args=(self._job, clock))
         process.start()
         return process
 
     def disturb(self) -> str | None:
         """Do something bad to one of them; returns what, or None if the job is complete."""
-        ended = [process.exitcode for process in self._all]
-        if 0 in ended or 3 in ended:
+        ended = {process.exitcode for process in self._all}
+        if ended & {0, 3}:
             return None
-        failed = [code for code in ended if code is not None]
-        assert not failed, f"workers ended with {failed}"
-        place = self._rng.randrange(len(self._all))
+        assert ended <= {None, QUARANTINED}, f"workers ended with {ended}"
+        if self._start_again():
+            return "quarantine"
+        living = [i for i, process in enumerate(self._all) if process.exitcode is None]
+        place = self._rng.choice(living)
         process = self._all[place]
         assert process.pid is not None
         if self._rng.random() < 0.15:
@@ -113,10 +164,26 @@ class Forks:
         self._all[place] = self._start()
         return "kill"
 
+    def _start_again(self) -> bool:
+        """Start all workers again if they have ended because of a quarantine."""
+        if any(process.exitcode != QUARANTINED for process in self._all):
+            return False
+        self._all = [self._start() for _ in self._all]
+        return True
+
     def join(self) -> None:
-        for process in self._all:
-            process.join(600)
-            assert process.exitcode in (0, 3), f"a worker ended with {process.exitcode}"
+        """Leave them alone until the job is complete.
+
+        Raises:
+            AssertionError: a worker has failed.
+        """
+        while True:
+            for process in self._all:
+                process.join(600)
+                ended = process.exitcode
+                assert ended in (0, 3, QUARANTINED), f"a worker ended with {ended}"
+            if not self._start_again():
+                return
 
 
 class Launched:
@@ -157,25 +224,37 @@ class Launched:
         assert code in (0, 3), f"the launcher ended with {code}"
 
 
-def check(work_dir: Path, kills: int, count: int, rows: int, seed: int, launcher: bool) -> None:
+def check(args: argparse.Namespace) -> None:
     """Run the job undisturbed and disturbed, and compare.
 
     Raises:
         AssertionError: the data differ, or a finished row was lost.
     """
-    rng = random.Random(seed)
+    work_dir, kills, rows = args.work, args.kills, args.rows
+    rng = random.Random(args.seed)
+    whole, out = work_dir / "whole", work_dir / "out"
     data = work_dir / "rows.jsonl"
     lines = (json.dumps({"q": f"What is {i} + {i % 7}?" * (1 + i % 3)}) for i in range(rows))
     data.write_text("\n".join(lines), encoding="utf-8")
-    whole, out = work_dir / "whole", work_dir / "out"
+
+    def job(folder: Path, step_s: float) -> Job:
+        if args.engine == "null":
+            return NullJob(str(folder), rows=rows, rows_per_shard=8, step_s=step_s).run
+        return partial(run_real, arguments(folder, data))
+
+    warm_context()
     started = time.monotonic()
-    alone = Forks(arguments(whole, data), 1, rng)
+    alone = Forks(job(whole, 0.0), 1, rng)
     while not finished(whole):
         time.sleep(0.05)
     startup = time.monotonic() - started
     alone.join()
     print(f"one undisturbed worker: {len(finished(whole)):,} rows, first after {startup:.1f} s")
-    workers = (Launched if launcher else Forks)(arguments(out, data), count, rng)
+    workers: Launched | Forks
+    if args.launcher:
+        workers = Launched(arguments(out, data), args.workers, rng)
+    else:
+        workers = Forks(job(out, NULL_STEP), args.workers, rng)
     safe: set[tuple[int, int]] = set()
     done: dict[str, int] = {}
     while sum(n for what, n in done.items() if what.startswith("kill")) < kills:
@@ -205,12 +284,17 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--launcher", action="store_true", help="use launcher=local")
+    parser.add_argument("--engine", choices=["real", "null"], default="real")
+    parser.add_argument(
+        "--launcher", action="store_true", help="use launcher=local, with the real engine"
+    )
     parser.add_argument("--work", type=Path, required=True, help="folder to work in; is emptied")
     args = parser.parse_args()
+    if args.launcher and args.engine == "null":
+        parser.error("--launcher starts the command, which has no null engine")
     shutil.rmtree(args.work, ignore_errors=True)
     args.work.mkdir(parents=True)
-    check(args.work, args.kills, args.workers, args.rows, args.seed, args.launcher)
+    check(args)
 
 
 if __name__ == "__main__":

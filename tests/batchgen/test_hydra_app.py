@@ -1,17 +1,20 @@
 """The command as a Hydra application: its launchers, its folders, and how jobs end there."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_job import FakeJob
 from hydra.core.global_hydra import GlobalHydra
 
 import batchgen.command.hydra_app as hydra_app
 from batchgen.__main__ import run_command
-from batchgen.config import JobConfig
+from batchgen.config import JobConfig, WorkersConfig
 from batchgen.errors import JobError
+from batchgen.job import run_job
 
 
 class Jobs:
@@ -130,6 +133,37 @@ def test_workers_of_one_job_have_one_folder(jobs: Jobs, key: str) -> None:
     assert run_command(arguments) == 0
     assert [Path(folder) for folder in jobs.folders] == [Path("o")] * 3
     assert [config.workers.name for config in jobs.configs] == [0, 1, 2]
+
+
+class FakeJobs(Jobs):
+    """Runs fake jobs in place of real ones, each as a worker of its folder."""
+
+    def __call__(self, config: JobConfig) -> Any:
+        job = FakeJob(config.output.dir, rows=60, rows_per_shard=4, step_s=0.01, report=False)
+        given = job.config()
+        sampling = replace(given.sampling, seed=config.sampling.seed)
+        workers = WorkersConfig(heartbeat=0.05, name=config.workers.name)
+        return run_job(replace(given, sampling=sampling, workers=workers), job.parts())
+
+
+def test_workers_of_a_sweep_make_the_data_of_single_ones(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three seeds, two workers for each, two processes at a time."""
+    monkeypatch.setattr(hydra_app, "run_configured", FakeJobs())
+    seeds = ["-m", "sampling.seed=0,1,2"]
+    assert run_command([*seeds, "hydra/launcher=basic", "output.dir=one"]) == 3
+    workers = ["hydra/launcher=forking", "+worker=range(0,2)"]
+    assert run_command([*seeds, *workers, "output.dir=many"]) == 3
+    data = {
+        folder: {path.name: path.read_bytes() for path in (tmp_path / folder).rglob("*.parquet")}
+        for seed in range(3)
+        for folder in (f"one/sampling.seed={seed}", f"many/sampling.seed={seed}")
+    }
+    for seed in range(3):
+        assert len(data[f"one/sampling.seed={seed}"]) == 15
+        assert data[f"many/sampling.seed={seed}"] == data[f"one/sampling.seed={seed}"]
+    assert len({files["part-00000.parquet"] for files in data.values()}) == 3
 
 
 def test_workers_of_the_jobs_of_a_sweep(jobs: Jobs) -> None:

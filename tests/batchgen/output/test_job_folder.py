@@ -138,6 +138,22 @@ def test_a_first_attempt_killed_before_its_manifest_is_no_obstacle(tmp_path: Pat
     assert _names(tmp_path) == [".lock", "data", "journal", "manifest.json"]
 
 
+def test_a_new_worker_has_a_higher_number_than_all_that_wrote(tmp_path: Path) -> None:
+    """Also if a kill came between the deletion of the old heartbeats and the first new one."""
+    with _open(tmp_path) as folder:
+        assert folder.least_worker == 1
+        (folder.journal / "part-00003.0007.journal").touch()
+    with _open(tmp_path) as folder:
+        assert folder.least_worker == 8
+        (folder.journal / "part-00003.0012.retry").touch()
+    with _open(tmp_path) as folder:
+        assert folder.least_worker == 12  # the errors from before number 12 are tried again
+        (tmp_path / "workers").mkdir()
+        (tmp_path / "workers/0020.json").touch()
+    with _open(tmp_path) as folder:
+        assert folder.least_worker == 21
+
+
 def test_what_killed_processes_have_not_finished_writing_is_deleted(tmp_path: Path) -> None:
     with _open(tmp_path):
         pass

@@ -13,15 +13,24 @@ from batchgen.config import JobConfig, WorkersConfig
 from batchgen.generation import Engine
 from batchgen.job import JobResult, run_job
 
-FAST = WorkersConfig(heartbeat=0.05, stale_after=0.5)
-
 
 @dataclass(frozen=True)
 class SharedJob(FakeJob):
-    """A fake job whose workers notice each other within a second."""
+    """A fake job whose workers notice soon what the others do.
+
+    Attributes:
+        stale_after: workers.stale_after; long enough for a machine that is busy with other things,
+            unless a test is about workers that stand still.
+    """
+
+    stale_after: float = 30.0
+
+    @property
+    def workers(self) -> WorkersConfig:
+        return WorkersConfig(heartbeat=0.05, stale_after=self.stale_after)
 
     def config(self) -> JobConfig:
-        return replace(super().config(), workers=FAST)
+        return replace(super().config(), workers=self.workers)
 
 
 def in_threads(jobs: Sequence[FakeJob]) -> list[JobResult | Exception]:

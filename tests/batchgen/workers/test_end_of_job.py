@@ -141,7 +141,7 @@ def test_who_was_paused_while_it_completed_the_job_leaves_it_to_another(
 
     monkeypatch.setattr(Heartbeat, "beat", beat_unless_paused)
     monkeypatch.setattr(batchgen.job, "scores_of", slow_scores)
-    job = SharedJob(str(tmp_path), rows=60, rows_per_shard=4, step_s=0.02)
+    job = SharedJob(str(tmp_path), rows=60, rows_per_shard=4, step_s=0.02, stale_after=1.0)
     messages = _messages(in_threads([job] * 2))
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert len(completed) == 2 and len(metrics["attempts"]) == 2

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fake_job import FakeEngine, FakeJob
 from forked import fork_server
-from shared_jobs import FAST, SharedJob, in_threads
+from shared_jobs import SharedJob, in_threads
 
 from batchgen.engine.outputs import RequestOutput
 from batchgen.errors import ConfigError, JobError
@@ -171,7 +171,7 @@ def _run(job: FakeJob) -> None:
 def test_killed_and_paused_workers(whole: SharedJob, tmp_path: Path) -> None:
     """One worker is killed and one is paused for longer than it takes to be given up."""
     out = tmp_path / "out"
-    job = replace(whole, out=str(out), step_s=0.02)
+    job = replace(whole, out=str(out), step_s=0.02, stale_after=1.0)
     context = fork_server()
     processes = [context.Process(target=_run, args=(job,)) for _ in range(3)]
     for process in processes:
@@ -202,7 +202,7 @@ def test_who_waits_for_another_takes_over_when_that_one_fails(tmp_path: Path) ->
     thread.start()
     while not (tmp_path / "leases/00000.e001.json").exists():
         time.sleep(0.01)
-    other = Worker(tmp_path, FAST, 1, joins=True)
+    other = Worker(tmp_path, job.workers, 1, joins=True)
     # A shard that has ended a worker is not copied: who has nothing else to do waits.
     assert other.store.do(Create(lease_name(9, 1), Lease(other.number, (99,)).encoded()))
     while len(list((tmp_path / "data").iterdir())) < 9:
