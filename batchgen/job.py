@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from batchgen.config import (
     PARSED,
@@ -31,9 +30,10 @@ from batchgen.grading.background import Beside, grading_beside
 from batchgen.job_grades import graded_card, save_scores, scores_of
 from batchgen.output.dataset_card import dataset_card, unfinished_card
 from batchgen.output.job_folder import JobFolder
-from batchgen.output.manifest import ROWS, Manifest, write_atomic
+from batchgen.output.manifest import ROWS, Manifest
 from batchgen.output.metrics import Metrics, Tally, Totals
 from batchgen.output.older import Older
+from batchgen.output.open_storage import open_storage
 from batchgen.output.parsed_column import ParsedColumn
 from batchgen.output.schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.output.shards import read_columns, shard_files
@@ -126,13 +126,12 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
         JobError: the output cannot be written or is damaged. Finished rows are safe.
         Exception: whatever the engine or the data set raises. Finished rows are safe.
     """
-    folder = Path(config.output.dir)
     with StopSignals() as signals, closing(parts):
         try:
             return _run(config, parts, signals)
         except JobStopped as stopped:
             assert signals.received is not None
-            message = f"{stopped or 'Stopped before the first row.'} {_resume(folder)}"
+            message = f"{stopped or 'Stopped before the first row.'} {_resume(config.output.dir)}"
             return JobResult(0, signals.received, message)
 
 
@@ -156,12 +155,13 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
             worker=worker.number,
             older=_older(folder, worker),
             publish=worker.publish,
+            storage=folder.storage,
         ) as writer,
     ):
         if folder.is_alone:
             retried = [f"output.retry_errors: {writer.retried:,} rows"] if writer.retried else []
             folder.record(*retried, rows=writer.resumed)
-            write_atomic(folder.path / "config.yaml", job_file_text(config))
+            folder.storage.write(folder.path / "config.yaml", job_file_text(config))
             worker.tell_older(writer.older)
         metrics = _metrics(config, parts, folder, writer, worker)
         todo = Todo(source, writer, worker, output.rows_per_shard)
@@ -172,10 +172,11 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
         total = None if source.num_rows is None else source.num_rows * samples
         metrics.attempt.rows_total = total
         if folder.is_alone and not is_done:
-            write_atomic(folder.path / "README.md", unfinished_card(str(folder.path)))
-            (folder.path / REPORT).unlink(missing_ok=True)  # it would tell of fewer rows
+            card = unfinished_card(folder.storage.shown)
+            folder.storage.write(folder.path / "README.md", card)
+            folder.storage.delete(folder.path / REPORT)  # it would tell of fewer rows
         beside = grading_beside(folder.path, config, needed=folder.is_alone and not is_done)
-        with _recorded(metrics, folder.path), beside as grading:
+        with _recorded(metrics, folder.storage.shown), beside as grading:
             folder.share()
             if not is_done:
                 engine = parts.build_engine()
@@ -204,7 +205,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                 metrics.begin()
                 with closing(engine), shown as progress:
                     if not generation.run(todo, signals, progress):
-                        return _stopped(writer, metrics, signals, folder.path)
+                        return _stopped(writer, metrics, signals, folder.storage.shown)
             signals.deferred = True
             writer.flush()
             worker.beat()
@@ -230,7 +231,7 @@ def _predict(parts: JobParts, engine: Engine, metrics: Metrics) -> Forecast | No
 @contextmanager
 def _worker(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
     """This process among the workers of the folder, who are told how it ends."""
-    worker = Worker(folder.path, config.workers, folder.least_worker)
+    worker = Worker(folder.path, config.workers, folder.least_worker, folder.storage)
     how: How = "failed"
     try:
         yield worker
@@ -254,7 +255,8 @@ def _older(folder: JobFolder, worker: Worker) -> Older | None:
         return found
     folder.remove_journal()
     raise JobError(
-        f"other workers have completed the job in {folder.path} just now; the same command says how"
+        f"other workers have completed the job in {folder.storage.shown} just now; the same "
+        "command says how"
     )
 
 
@@ -296,30 +298,33 @@ def _ended_without(
         if worker.claim_finish():
             return None
         if signals.received is not None:
-            return _stopped(writer, metrics, signals, folder.path)
+            return _stopped(writer, metrics, signals, folder.storage.shown)
         time.sleep(min(1.0, worker.look_seconds))
 
 
 def _completed_elsewhere(folder: JobFolder, parts: JobParts, metrics: Metrics) -> JobResult | None:
     """How the job ended if another worker has completed it; None if none has yet."""
-    figures = json.loads((folder.path / "metrics.json").read_text(encoding="utf-8"))
+    figures = json.loads(folder.storage.read(folder.path / "metrics.json") or b"{}")
     if figures["status"] != "complete":
         return None
     totals = totals_of(Totals, figures)
     head = f"The job is complete; this worker has computed {metrics.attempt.rows:,} rows of it.\n"
-    table = summary(totals, str(folder.path), strategy=parts.strategy, score=figures.get("score"))
+    shown = folder.storage.shown
+    table = summary(totals, shown, strategy=parts.strategy, score=figures.get("score"))
     return JobResult(totals.error_rows, None, head + table)
 
 
 def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
     """The job's folder, locked, once it is sure that it is this job's."""
+    storage = open_storage(config.output.dir, config.workers)
     return JobFolder(
-        Path(config.output.dir),
+        storage.path,
         job_manifest(config, parts, schema),
         lambda stop: rows_digest(parts.source, stop),
         overwrite=config.output.overwrite,
         wait=max(_OPENING_SECONDS, config.workers.stale_after),
         is_alone=lambda path: not others_run(path, config.workers),
+        storage=storage,
     )
 
 
@@ -348,7 +353,8 @@ def _metrics(
     tally = _tally(config, parts)
     for table in writer.done_rows(tally.columns) if writer.resumed and folder.is_alone else ():
         tally.add_table(table)
-    return Metrics(folder.path / "metrics.json", writer.resumed, tally, worker)
+    path = folder.path / "metrics.json"
+    return Metrics(path, writer.resumed, tally, worker, folder.storage)
 
 
 def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
@@ -395,7 +401,7 @@ def fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[in
 
 
 @contextmanager
-def _recorded(metrics: Metrics, folder: Path) -> Iterator[None]:
+def _recorded(metrics: Metrics, shown: str) -> Iterator[None]:
     """Save in metrics.json how the job ended, and tell with an error what is safe."""
     metrics.save("running")
     try:
@@ -406,20 +412,18 @@ def _recorded(metrics: Metrics, folder: Path) -> Iterator[None]:
     except Exception as error:
         # The same command would only repeat a mistake that shows when the engine is built.
         if metrics.attempt.rows or not isinstance(error, (ConfigError, AllRowsFailed)):
-            error.add_note(f"Finished rows are safe. {_resume(folder)}")
+            error.add_note(f"Finished rows are safe. {_resume(shown)}")
         # On a full disk this fails too. The first error must stay the one that the user sees.
         with contextlib.suppress(JobError):
             metrics.save("failed")
         raise
 
 
-def _stopped(
-    writer: OutputWriter, metrics: Metrics, signals: StopSignals, folder: Path
-) -> JobResult:
+def _stopped(writer: OutputWriter, metrics: Metrics, signals: StopSignals, shown: str) -> JobResult:
     writer.flush()
     metrics.save("stopped")
     done = metrics.attempt.rows + metrics.attempt.rows_resumed
-    return JobResult(0, signals.received, f"Stopped with {done:,} rows done. {_resume(folder)}")
+    return JobResult(0, signals.received, f"Stopped with {done:,} rows done. {_resume(shown)}")
 
 
 def _complete(
@@ -431,40 +435,52 @@ def _complete(
     signals: StopSignals,
     grading: Beside | None,
 ) -> JobResult:
-    metrics.score = scores_of(folder.path, config, signals, grading)
-    metrics.tally = _count_shards(config, parts, folder)
-    totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
-    path = str(folder.path)
-    card = dataset_card(resolved(config), fingerprints, schema.arrow, totals, path)
-    write_atomic(folder.path / "README.md", graded_card(card, folder.path))
-    metrics.save("complete")
-    folder.remove_journal()
-    report = try_report(folder.path, parts.decode_all) if config.output.report else None
-    message = summary(totals, path, metrics, parts.strategy, metrics.score, report)
+    storage = folder.storage
+    shown = storage.shown
+    with storage.whole(needed=bool(config.post) or config.output.report):
+        metrics.score = scores_of(folder.path, config, signals, grading)
+        metrics.tally = _count_shards(config, parts, folder)
+        totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
+        card = dataset_card(resolved(config), fingerprints, schema.arrow, totals, shown)
+        storage.write(folder.path / "README.md", graded_card(card, folder.path, shown))
+        metrics.save("complete")
+        folder.remove_journal()
+        report = _report(parts, folder) if config.output.report else None
+    message = summary(totals, shown, metrics, parts.strategy, metrics.score, report)
     return JobResult(totals.error_rows, None, message)
 
 
 def _already_complete(
     config: JobConfig, parts: JobParts, folder: JobFolder, signals: StopSignals
 ) -> JobResult:
+    storage = folder.storage
     folder.remove_journal()
-    score = scores_of(folder.path, config, signals)
-    if config.post:
-        save_scores(folder.path, score)
-    totals = _count_shards(config, parts, folder).totals
-    report = None
-    if config.output.report and not is_up_to_date(folder.path):
-        report = try_report(folder.path, parts.decode_all)
+    wants_report = config.output.report and not is_up_to_date(storage)
+    with storage.whole(needed=bool(config.post) or wants_report):
+        score = scores_of(folder.path, config, signals)
+        if config.post:
+            save_scores(folder.path, score, storage.shown)
+        totals = _count_shards(config, parts, folder).totals
+        wants_report = config.output.report and not is_up_to_date(storage)  # scores may be new
+        report = _report(parts, folder) if wants_report else None
     message = "This job is complete already; nothing was computed.\n"
-    table = summary(totals, str(folder.path), strategy=parts.strategy, score=score, report=report)
+    shown = storage.shown
+    table = summary(totals, shown, strategy=parts.strategy, score=score, report=report)
     return JobResult(totals.error_rows, None, message + table)
+
+
+def _report(parts: JobParts, folder: JobFolder) -> str | None:
+    """Make the job's report; returns what people call it, None if it could not be made."""
+    shown = folder.storage.shown
+    made = try_report(folder.path, parts.decode_all, shown)
+    return None if made is None else f"{shown}/{REPORT}"
 
 
 def _count_shards(config: JobConfig, parts: JobParts, folder: JobFolder) -> Tally:
     """The counts over all rows of a complete job, as its shards have them."""
-    tally = _tally(config, parts)
-    for path in shard_files(folder.data).values():
-        tally.add_table(read_columns(path, tally.columns))
+    tally, storage = _tally(config, parts), folder.storage
+    for path in shard_files(folder.data, storage.names(folder.data)).values():
+        tally.add_table(read_columns(storage.parquet(path), tally.columns))
     return tally
 
 
@@ -473,5 +489,5 @@ def _tally(config: JobConfig, parts: JobParts) -> Tally:
     return Tally(names, constrained=config.constraint.kind != "none")
 
 
-def _resume(folder: Path) -> str:
-    return f"The output so far is in {folder}; run the same command to go on from there."
+def _resume(shown: str) -> str:
+    return f"The output so far is in {shown}; run the same command to go on from there."

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
     reader = JobFolderReader(user_path(given.out, "OUT"))
     stale_after = reader.config.get("workers", {}).get("stale_after", 60)
-    status = read_status(reader.path, stale_after)
+    status = read_status(reader.storage, stale_after)
     if given.json:
         print(json.dumps(asdict(status), indent=2, ensure_ascii=False))
         return 0

@@ -22,7 +22,7 @@ from batchgen.errors import ConfigError
 from batchgen.grading.build_steps import check_fields, described, post_steps
 from batchgen.grading.rows import Grader, StepChain
 from batchgen.grading.step import arrow_schema
-from batchgen.output.journal import fsync_path
+from batchgen.output.fsync import fsync_path
 from batchgen.output.manifest import write_atomic
 from batchgen.output.row_order import KEYS
 from batchgen.output.shards import damaged, publish_shard, shard_files, shard_path, unwritable

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.output.manifest import write_atomic
+from batchgen.output.storage import FolderStorage, Storage
 from batchgen.output.team import Team, added, attempt_of, seconds
 from batchgen.output.timeline import Timeline, metrics_text
 
@@ -206,9 +206,19 @@ class Metrics:
     """
 
     def __init__(
-        self, path: Path, rows_resumed: int, tally: Tally, team: Team | None = None
+        self,
+        path: Path,
+        rows_resumed: int,
+        tally: Tally,
+        team: Team | None = None,
+        storage: Storage | None = None,
     ) -> None:
+        """
+        Args:
+            storage: what keeps the file; None for a folder that is where it is.
+        """
         self._path = path
+        self._storage = FolderStorage(path.parent) if storage is None else storage
         self._team = team
         self._started = time.monotonic()
         self._saved = 0.0
@@ -223,8 +233,8 @@ class Metrics:
         self.score: Mapping[str, Any] | None = None
         self.predicted: Mapping[str, Any] | None = None
         self.timeline = Timeline(rows=rows_resumed)
-        if path.exists():
-            earlier = json.loads(path.read_text(encoding="utf-8"))
+        if (content := self._storage.read(path)) is not None:
+            earlier = json.loads(content)
             self.timeline = Timeline(earlier.get("timeline", ()), rows_resumed)
             self._earlier = earlier["attempts"]
             self.was_complete = earlier["status"] == "complete"
@@ -286,7 +296,7 @@ class Metrics:
             summary["actual"] = {name.replace("wall_s", "seconds"): own[name] for name in names}
         summary["attempts"] = attempts
         summary["timeline"] = self.timeline.points
-        write_atomic(self._path, metrics_text(summary), f"{self.attempt.worker}")
+        self._storage.write(self._path, metrics_text(summary), f"{self.attempt.worker}")
 
     def _attempts(self) -> list[dict[str, Any]]:
         """All attempts in their order, those of the other workers too."""

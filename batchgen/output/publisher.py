@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from batchgen.output.journal import read_file
 from batchgen.output.retry_round import RetryRound
 from batchgen.output.schema import OutputSchema
 from batchgen.output.shards import mapped_shard, publish_shard, shard_path, write_shard
+from batchgen.output.storage import Storage
 
 Publish = Callable[[int, Path | None, bool], bool]
 """Gives a shard its name: from its number, its file under another name, and whether it takes the
@@ -34,6 +35,7 @@ class Publisher:
         retry_round: RetryRound,
         worker: int,
         publish: Publish | None,
+        storage: Storage,
     ) -> None:
         """
         Args:
@@ -46,6 +48,7 @@ class Publisher:
         self._schema = schema
         self._round = retry_round
         self._worker = worker
+        self._storage = storage
         self._name_file = publish or self._rename
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._publishing: list[Future[None]] = []
@@ -86,8 +89,10 @@ class Publisher:
         temporary = self._temporary / f"{path.name}.{self._worker}.tmp"
         copy = self._temporary / f"{path.name}.{self._worker}.old.tmp"
         try:
-            batches = mapped_shard(path, self._schema, copy) if replaces else []
+            source = self._storage.parquet(path)
+            batches = mapped_shard(source, self._schema, copy) if replaces else []
             for file in files:
+                self._storage.fetch(file)
                 batches += read_file(file, self._schema.arrow)
         except FileNotFoundError:
             # Another worker has published the shard and deletes its journal files.
@@ -102,7 +107,12 @@ class Publisher:
         if not same:
             self._keep(temporary, path)
         temporary.unlink(missing_ok=True)
-        delete(files)
+        self._delete(files)
+
+    def _delete(self, files: Sequence[Path]) -> None:
+        """Delete journal files, of which others may have deleted some."""
+        for file in files:
+            self._storage.delete(file)
 
     def _rename(self, number: int, temporary: Path | None, replaces: bool) -> bool:
         """Publish where no other worker can be."""
@@ -127,14 +137,9 @@ class Publisher:
         kept = path.parent.parent / "differing" / f"{path.stem}.{self._worker:04d}.parquet"
         kept.parent.mkdir(exist_ok=True)
         temporary.rename(kept)
+        self._storage.send(kept)
         raise JobError(
             f"{path} was published by another worker, and this worker has computed other rows, "
             f"which are kept in {kept}: rows must not depend on who computes them. Compare the two "
             "files, and look whether all workers run the same versions of batchgen and torch"
         )
-
-
-def delete(files: Iterable[Path]) -> None:
-    """Delete files, of which others may have deleted some."""
-    for path in files:
-        path.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import JobError
-from batchgen.output.journal import fsync_path
+from batchgen.output.fsync import fsync_path
 from batchgen.workers.names import DATA, LEASES, WORKERS
 from batchgen.workers.operations import Create, Names, Operation, Overwrite, Payload, Read, Same
 
@@ -40,6 +40,9 @@ class FileStore:
         self._folder = folder
         self._owner = owner
         self.operations: dict[str, int] = {}
+
+    def belong(self, session: bytes) -> None:
+        """The lock of the folder tells who may write."""
 
     def do(self, operation: Operation) -> Any:
         """Carry out an operation and return its answer.
