@@ -234,6 +234,7 @@ def _worker(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
     worker = Worker(folder.path, config.workers, folder.least_worker, folder.storage)
     how: How = "failed"
     try:
+        folder.confirm()
         yield worker
         how = "complete"
     except JobStopped:

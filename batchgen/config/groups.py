@@ -21,7 +21,7 @@ from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.sampling.params import LogprobsMode, SamplingParams
 from batchgen.errors import ConfigError
-from batchgen.paths import short_user_path
+from batchgen.paths import user_folder
 
 PARSED = "parsed"
 COMMON_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids", PARSED)
@@ -134,13 +134,7 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         _check(bool(self.dir), "output.dir", "a folder", self.dir)
-        if "://" in self.dir:
-            raise ConfigError(
-                f"output.dir={self.dir}: jobs are written to folders, not to object stores: give a "
-                "folder, on a file system that all workers see if there are several, and copy it "
-                "when the job is complete"
-            )
-        object.__setattr__(self, "dir", str(short_user_path(self.dir, "output.dir")))
+        object.__setattr__(self, "dir", user_folder(self.dir, "output.dir"))
         if len(set(self.columns)) != len(self.columns):
             raise ConfigError(f"output.columns names a column twice: {list(self.columns)}")
         _check(bool(self.text_column), "output.text_column", "a name", self.text_column)

@@ -82,7 +82,11 @@ class JobFolder:
             refuse_foreign_files(self.storage)
             self._lock = self.storage.lock(wait)
         except (OSError, JobError) as error:
+            self.storage.close()
             raise _unusable(self.storage, error) from None
+        except ConfigError:
+            self.storage.close()
+            raise
         try:
             self.is_alone = self._lock.is_alone and is_alone(path)
             if not self.is_alone:
@@ -104,7 +108,18 @@ class JobFolder:
 
     def close(self) -> None:
         """Give the lock back."""
-        self._lock.__exit__()
+        try:
+            self._lock.__exit__()
+        finally:
+            self.storage.close()
+
+    def confirm(self) -> None:
+        """Make sure that nobody has taken the folder alone since.
+
+        Raises:
+            JobError: somebody has.
+        """
+        self._lock.confirm()
 
     def share(self) -> None:
         """Let other workers join."""
@@ -177,6 +192,7 @@ class JobFolder:
 
     def _claim(self, manifest: Manifest, digests: RowDigests, overwrite: bool) -> bool:
         self._asked = manifest
+        self.confirm()
         self.least_worker = 1 + self._last_worker()
         for name in _OF_WORKERS:  # of workers who all are gone
             with contextlib.suppress(OSError):
@@ -195,6 +211,7 @@ class JobFolder:
             if differences and not overwrite and has_rows(self.storage):
                 raise different_job(self.storage.shown, differences)
             if differences:
+                self.confirm()
                 for name in _OWN:
                     self.storage.delete(self.path / name)
                 is_new = True
@@ -240,7 +257,7 @@ def _unusable(storage: Storage, error: OSError | JobError) -> ConfigError:
     why = error.strerror if isinstance(error, OSError) else error
     return ConfigError(
         f"output.dir={storage.shown} cannot be written ({why}): choose a folder that "
-        "you may write to, on a disk with free space"
+        "you may write to, with free space"
     )
 
 

@@ -56,15 +56,16 @@ class Publisher:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def submit(self, number: int, files: Sequence[Path], *, replaces: bool) -> None:
+    def submit(self, number: int, files: Sequence[Path], rows: int, *, replaces: bool) -> None:
         """Publish a shard soon.
 
         Args:
             files: the journal files with its rows.
+            rows: how many it has, every sample of a row counted.
             replaces: whether the shard is there, with rows that stay unless they are in the files.
                 A shard that another worker has published meanwhile is whole, and is not merged.
         """
-        self._publishing.append(self._thread.submit(self._publish, number, files, replaces))
+        self._publishing.append(self._thread.submit(self._publish, number, files, rows, replaces))
 
     def note_complete(self, number: int) -> None:
         """Note that a published shard is as it shall be."""
@@ -75,16 +76,16 @@ class Publisher:
         while self._publishing and (len(self._publishing) > most or self._publishing[0].done()):
             self._publishing.pop(0).result()
 
-    def _publish(self, number: int, files: Sequence[Path], replaces: bool) -> None:
+    def _publish(self, number: int, files: Sequence[Path], rows: int, replaces: bool) -> None:
         try:
-            self._merge(number, files, replaces)
+            self._merge(number, files, rows, replaces)
         except (FileNotFoundError, JobError):
             # Others may have completed the job, while this process was paused: then the folder of
             # the journal is not there any more, and this shard is published.
             if self._temporary.exists():
                 raise
 
-    def _merge(self, number: int, files: Sequence[Path], replaces: bool) -> None:
+    def _merge(self, number: int, files: Sequence[Path], rows: int, replaces: bool) -> None:
         path = shard_path(self._data, number)
         temporary = self._temporary / f"{path.name}.{self._worker}.tmp"
         copy = self._temporary / f"{path.name}.{self._worker}.old.tmp"
@@ -98,7 +99,12 @@ class Publisher:
             # Another worker has published the shard and deletes its journal files.
             copy.unlink(missing_ok=True)
             return
-        write_shard(batches, self._schema, path, temporary)
+        found = write_shard(batches, self._schema, path, temporary)
+        if found != rows:  # never publish less than is known to be finished
+            raise JobError(
+                f"{path.name} would have {found:,} rows and must have {rows:,}: its journal files "
+                f"{', '.join(file.name for file in files)} have changed; run the same command again"
+            )
         # Before the shard has its name: else a kill in between would have its errors, which
         # were computed again just now, computed once more.
         self._round.finished(number)

@@ -53,8 +53,10 @@ class Extent:
 
 def write_shard(
     batches: Sequence[pa.RecordBatch], schema: OutputSchema, path: Path, temporary: Path
-) -> None:
+) -> int:
     """Write the rows of a complete shard, sorted by (row_index, sample_index), for `path`.
+
+    Returns how many there are.
 
     The file is written under another name and fsynced, so that it can be renamed as a whole. It has
     row groups of about ROW_GROUP_BYTES, and one of them at a time is in memory, because the batches
@@ -71,11 +73,14 @@ def write_shard(
         with pq.ParquetWriter(
             temporary, schema.arrow, compression="zstd", write_page_checksum=True
         ) as writer:
+            rows = 0
             for group in _row_groups(batches, schema):
                 writer.write_table(group, row_group_size=group.num_rows)
+                rows += group.num_rows
         fsync_path(temporary)
     except OSError as error:
         raise unwritable(path, error) from error
+    return rows
 
 
 def publish_shard(temporary: Path, path: Path) -> None:

@@ -64,6 +64,14 @@ class Lock(Protocol):
         """The error for one who may not share the folder with those who hold it."""
         ...
 
+    def confirm(self) -> None:
+        """Make sure that the lock is still held as it was taken.
+
+        Raises:
+            JobError: another process has taken it alone, for which this one stood still too long.
+        """
+        ...
+
     def share(self) -> None:
         """Let others share the lock."""
         ...

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
@@ -139,8 +140,11 @@ class OutputWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        """Make safe what is written, also where an error ends the job."""
         self._publisher.close()
+        with suppress(JobError) if error is not None else nullcontext():
+            self._journal.sync(force=True)
 
     @property
     def older(self) -> Older:
@@ -329,7 +333,8 @@ class OutputWriter:
         if self._older.get(number) == extent and not files:
             self._publisher.note_complete(number)
         else:
-            self._publisher.submit(number, files, replaces=number in self._older)
+            rows = extent.rows * extent.samples
+            self._publisher.submit(number, files, rows, replaces=number in self._older)
 
     def _read_extents(self) -> dict[int, Extent]:
         """From the number of a published shard to the rows that it has."""
