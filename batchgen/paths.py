@@ -7,7 +7,6 @@ from pathlib import Path
 
 from batchgen.errors import ConfigError
 
-
 SCHEMES = ("s3", "memory")
 """Of the object stores in which jobs can be."""
 
@@ -33,6 +32,24 @@ def user_folder(given: str | os.PathLike[str], key: str) -> str:
             "S3 (its endpoint in AWS_ENDPOINT_URL, if it is not Amazon's)"
         )
     return f"{scheme}://{rest}"
+
+
+def folder_here(given: str, what: str) -> str:
+    """A job's folder for something that works on folders of this machine alone.
+
+    Args:
+        given: the folder as the user gave it.
+        what: what works on it, for the message.
+
+    Raises:
+        ConfigError: it is in an object store.
+    """
+    if is_url(given):
+        raise ConfigError(
+            f"{what} works on a folder of this machine, and {given} is in an object store: copy it "
+            f"first (aws s3 sync {given} FOLDER), and name that folder"
+        )
+    return given
 
 
 def user_path(given: str | os.PathLike[str], key: str) -> Path:

@@ -26,11 +26,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
     given = parser.parse_args(arguments)
+    from batchgen.command.job_rows import open_job
     from batchgen.command.job_status import status_line
-    from batchgen.output.read_job import JobFolderReader
-    from batchgen.paths import user_path
 
-    reader = JobFolderReader(user_path(given.out, "OUT"))
+    reader = open_job(given.out)
     stale_after = reader.config.get("workers", {}).get("stale_after", 60)
     status = read_status(reader.storage, stale_after)
     if given.json:

@@ -21,7 +21,7 @@ from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.sampling.params import LogprobsMode, SamplingParams
 from batchgen.errors import ConfigError
-from batchgen.paths import user_folder
+from batchgen.paths import is_url, user_folder
 
 PARSED = "parsed"
 COMMON_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids", PARSED)
@@ -210,6 +210,12 @@ class JobConfig:
     progress: ProgressConfig = field(default_factory=ProgressConfig)
 
     def __post_init__(self) -> None:
+        if self.launcher.kind != "none" and is_url(self.output.dir):
+            raise ConfigError(
+                f"launcher={self.launcher.kind} watches its workers in a folder, and output.dir="
+                f"{self.output.dir} is in an object store: start the workers yourself, with the "
+                "same command without launcher=, as often and on as many machines as you like"
+            )
         kind = self.constraint.kind
         if kind != "none" and self.sampling.ignore_eos:
             raise ConfigError(

@@ -26,10 +26,10 @@ class ObjectLock:
     back. From then on the heartbeats of the workers tell whether somebody has it. When all of them
     are dead, the next one makes the object of the next number.
 
-    Two can come at the same moment: one who takes the lock because all workers are dead, and one who
-    joins because a worker seemed to live. The first one makes its object and then looks for workers;
-    the second one becomes a worker and then looks for the object (`confirm`). So one of them sees
-    the other, and it is always the second one that gives way.
+    Two can come at the same moment: one who takes the lock because all workers are dead, and one
+    who joins because a worker seemed to live. The first one makes its object and then looks for
+    workers; the second one becomes a worker and then looks for the object (`confirm`). So one of
+    them sees the other, and it is always the second one that gives way.
 
     Attributes:
         is_alone: whether nobody else holds it.

@@ -36,9 +36,9 @@ class ObjectStorage:
     """Files are objects; those of the working folder are copies, or on their way.
 
     Rows go to journal files in the working folder. Every SYNC_SECONDS those with new rows are ended
-    and sent, by a thread of its own, and the first rows of a shard are sent at once. So a worker that
-    dies costs the rows of its last SYNC_SECONDS. Shards are sent when they are published, and are
-    read where they are, in parts, unless all is fetched (`whole`).
+    and sent, by a thread of its own, and the first rows of a shard are sent at once. So a worker
+    that dies costs the rows of its last SYNC_SECONDS. Shards are sent when they are published, and
+    are read where they are, in parts, unless all is fetched (`whole`).
     """
 
     def __init__(self, store: ObjectStore, config: WorkersConfig) -> None:
@@ -213,8 +213,8 @@ class ObjectStorage:
         if need > free:
             raise JobError(
                 f"{self.shown} has {need >> 20:,} MiB, and to read all of it, for grades or a "
-                f"report, it must fit into {self.path.parent}, where {max(free, 0) >> 20:,} MiB are "
-                "free: set TMPDIR to a folder on a larger disk, or leave out what needs it "
+                f"report, it must fit into {self.path.parent}, where {max(free, 0) >> 20:,} MiB "
+                "are free: set TMPDIR to a folder on a larger disk, or leave out what needs it "
                 "(output.report=false post=[])"
             )
         for path in missing:

@@ -1,11 +1,12 @@
-"""Carries out the operations of the protocol in an object store: S3 and what speaks its language."""
+"""Carries out the operations of the protocol in an object store, such as S3."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
 from pathlib import Path
 from random import random
@@ -225,10 +226,9 @@ class ObjectStore:
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects, of which others may have deleted some."""
         for name in names:
-            try:
-                self._call("delete", name, lambda name=name: self._files.rm_file(self._path(name)))
-            except FileNotFoundError:
-                continue
+            path = self._path(name)
+            with suppress(FileNotFoundError):
+                self._call("delete", name, partial(self._files.rm_file, path))
 
     def probe(self, key: str) -> None:
         """Make sure that objects can be written here, and that none is made twice.
@@ -353,9 +353,7 @@ def connect(url: str) -> ObjectStore:
     try:
         files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False)
     except ImportError:
-        raise ConfigError(
-            f"{url}: S3 needs the package s3fs: pip install 'batchgen[s3]'"
-        ) from None
+        raise ConfigError(f"{url}: S3 needs the package s3fs: pip install 'batchgen[s3]'") from None
     return ObjectStore(files, url)
 
 

@@ -35,7 +35,7 @@ class FaultyS3:
 
     def __init__(self, seed: int = 0) -> None:
         self.rate = 0.0
-        self.hang = 1.5
+        self.hang = 0.8
         self.faults: dict[str, int] = {}
         self.requests = 0
         self._random = random.Random(seed)
@@ -85,7 +85,7 @@ def served(seed: int = 0) -> Iterator[FaultyS3]:
         "AWS_DEFAULT_REGION": "us-east-1",
         # Failures are to reach batchgen, which else the libraries below would repeat for seconds.
         "AWS_MAX_ATTEMPTS": "1",
-        "FSSPEC_S3_CONFIG_KWARGS": '{"read_timeout": 1.0}',
+        "FSSPEC_S3_CONFIG_KWARGS": '{"read_timeout": 0.5}',
     }
     try:
         with mock.patch.dict(os.environ, known):
