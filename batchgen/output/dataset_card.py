@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.paths import is_url
 from batchgen.output.metrics import OUTCOMES, Totals
 
 _MOST_SHOWN = 500
@@ -61,8 +62,11 @@ and the command that started the job goes on with it.
 def how_to_read(folder: str) -> dict[str, str]:
     """For each of the common readers the line that reads the rows of a job's folder."""
     data = f"{folder.rstrip('/')}/data"
+    named = f'"{folder}"'
+    if is_url(folder):  # load_dataset takes a URL for files only
+        named = f'"parquet", data_files="{data}/*.parquet"'
     return {
-        "datasets": f'load_dataset("{folder}", split="train")',
+        "datasets": f'load_dataset({named}, split="train")',
         "pandas": f'pd.read_parquet("{data}")',
         "polars": f'pl.read_parquet("{data}")',
         "duckdb": f"SELECT * FROM {_in_duckdb(data)}",

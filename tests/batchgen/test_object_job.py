@@ -169,7 +169,7 @@ def test_grades_and_scores(
     assert _metrics(files)["score"] and not list(tmp_path.iterdir())
 
 
-def _in_threads(jobs: list[ObjectJob]) -> list[JobResult | Exception]:
+def in_threads(jobs: list[ObjectJob]) -> list[JobResult | Exception]:
     found: list[JobResult | Exception] = []
 
     def run(job: ObjectJob) -> None:
@@ -191,7 +191,7 @@ def _in_threads(jobs: list[ObjectJob]) -> list[JobResult | Exception]:
 def test_several_workers(files: FaultyFiles, tmp_path: Path, rate: float) -> None:
     job = ObjectJob(URL, rows=100, step_s=0.005)
     files.fault = at_random(0, rate)
-    results = _in_threads([job] * 3)
+    results = in_threads([job] * 3)
     files.fault = lambda: None
     assert [r.exit_code if isinstance(r, JobResult) else r for r in results] == [3] * 3
     assert _data(files) == _whole(tmp_path, job)
