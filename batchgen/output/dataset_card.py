@@ -7,8 +7,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.paths import is_url
 from batchgen.output.metrics import OUTCOMES, Totals
+from batchgen.paths import is_url
 
 _MOST_SHOWN = 500
 _IN_TABLE = (b"meaning", b"scope", b"dtype", b"shape")

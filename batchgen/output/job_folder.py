@@ -11,7 +11,7 @@ from batchgen.errors import ConfigError, JobError
 from batchgen.output.journal import attempt_of, journal_files
 from batchgen.output.manifest import ROWS, Manifest, RowDigests
 from batchgen.output.shards import shard_files
-from batchgen.output.storage import LOCK, FolderStorage, Storage
+from batchgen.output.storage import LOCK, LOCKS, FolderStorage, Storage
 from batchgen.workers.names import DATA, JOURNAL, LEASES, WORKERS, parse_worker
 
 MIN_FREE_BYTES = 32 * 2**20
@@ -291,7 +291,7 @@ def refuse_foreign_files(storage: Storage) -> None:
         OSError: it is no folder, or cannot be read.
     """
     names = set(storage.names(storage.path))
-    foreign = sorted(names - {LOCK, f".{_MANIFEST}.tmp"})
+    foreign = sorted(names - {LOCK, LOCKS, f".{_MANIFEST}.tmp"})
     if foreign and _MANIFEST not in names:
         listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         raise ConfigError(

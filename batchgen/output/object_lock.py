@@ -10,17 +10,17 @@ import uuid
 
 from batchgen.config.workers import WorkersConfig
 from batchgen.errors import ConfigError, JobError
+from batchgen.output.storage import LOCKS
 from batchgen.workers.object_store import ObjectStore
 from batchgen.workers.process import identity, is_gone
 from batchgen.workers.watch import Watch, any_lives
 
-LOCKS = ".lock"
 _NAME = re.compile(r"(\d{4,})\.json")
 _SHARED, _RELEASED = "shared", "released"
 
 
 class ObjectLock:
-    """A lock of which each holding alone is an object, `.lock/0003.json`, made by create-if-absent.
+    """A lock of which each holding alone is an object, `.locks/0003.json`, that is made once.
 
     Who holds it alone rewrites that object again and again, until it shares the lock or gives it
     back. From then on the heartbeats of the workers tell whether somebody has it. When all of them

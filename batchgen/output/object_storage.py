@@ -18,8 +18,8 @@ from pathlib import Path
 
 from batchgen.config.workers import WorkersConfig
 from batchgen.errors import JobError
-from batchgen.output.object_lock import LOCKS, ObjectLock
-from batchgen.output.storage import SYNC_SECONDS
+from batchgen.output.object_lock import ObjectLock
+from batchgen.output.storage import LOCKS, SYNC_SECONDS
 from batchgen.workers.file_store import FolderGone
 from batchgen.workers.names import DATA, JOURNAL, LEASES, WORKERS
 from batchgen.workers.object_store import ObjectFile, ObjectStore
@@ -157,7 +157,7 @@ class ObjectStorage:
         return self._store
 
     def lock(self, wait: float) -> ObjectLock:
-        self._store.probe(uuid.uuid4().hex)
+        self._store.probe(f"{LOCKS}/probe-{uuid.uuid4().hex}")
         return ObjectLock(self._store, self._config, wait)
 
     def close(self) -> None:

@@ -22,6 +22,8 @@ from batchgen.workers.operations import Operation
 SYNC_SECONDS = 10.0
 """After so many seconds finished rows are safe from the loss of the machine."""
 LOCK = ".lock"
+LOCKS = ".locks"
+"""In an object store; another name, so that a copy of all objects is a folder like any other."""
 
 
 class Store(Protocol):

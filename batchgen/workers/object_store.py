@@ -230,16 +230,15 @@ class ObjectStore:
             with suppress(FileNotFoundError):
                 self._call("delete", name, partial(self._files.rm_file, path))
 
-    def probe(self, key: str) -> None:
+    def probe(self, name: str) -> None:
         """Make sure that objects can be written here, and that none is made twice.
 
         Args:
-            key: a text that no other process has.
+            name: of an object that no other process makes.
 
         Raises:
             ConfigError: they cannot, with the reason.
         """
-        name = f".lock/probe-{key}"
         try:
             first = self.create(name, b"1")
             second = self.create(name, b"2")

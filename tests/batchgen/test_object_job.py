@@ -73,15 +73,16 @@ def test_one_worker(files: FaultyFiles, tmp_path: Path) -> None:
     assert result.exit_code == 3 and f"{URL}/report.html" in result.message
     assert _data(files) == _whole(tmp_path, job)
     assert _top(files) == {
-        ".lock", "README.md", "config.yaml", "data", "manifest.json", "metrics.json", "report.html",
-    }  # fmt: skip
+        *(".locks", "README.md", "config.yaml", "data", "manifest.json", "metrics.json"),
+        "report.html",
+    }
     card = bytes(files.store["/jobs/a/README.md"].getbuffer()).decode()
     assert f"'{URL}/data" in card or f'"{URL}' in card
     before = dict(files.store)
     again = job.run()
     assert "complete already" in again.message
     changed = {path for path in files.store if files.store[path] is not before.get(path)}
-    assert changed <= {"/jobs/a/.lock/0002.json", "/jobs/a/config.yaml"}
+    assert changed <= {"/jobs/a/.locks/0002.json", "/jobs/a/config.yaml"}
 
 
 def test_a_job_that_failed_goes_on(files: FaultyFiles, tmp_path: Path) -> None:
@@ -126,6 +127,26 @@ def test_a_machine_that_is_lost(
     job.run()
     assert _metrics(files)["attempts"][1]["rows_resumed"] == safe
     assert _data(files) == _whole(tmp_path, job)
+
+
+def test_a_copy_of_an_unfinished_job_goes_on_in_a_folder(
+    files: FaultyFiles, tmp_path: Path
+) -> None:
+    job = ObjectJob(URL, rows=60)
+    with pytest.raises(RuntimeError):
+        replace(job, fail_at_step=20).run()
+    copy = tmp_path / "copy"
+    for path, file in files.store.items():
+        to = copy / path.removeprefix("/jobs/a/")
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_bytes(file.getbuffer())
+    safe = len(list(JobFolderReader(copy).rows(["row_index"])))
+    assert safe > 0 and any(".2.journal" in p.name for p in (copy / "journal").iterdir())
+    replace(job, out=str(copy)).run()
+    resumed = json.loads((copy / "metrics.json").read_text())["attempts"][1]["rows_resumed"]
+    assert resumed == safe
+    data = {p.name: p.read_bytes() for p in sorted((copy / "data").iterdir())}
+    assert data == _whole(tmp_path, job)
 
 
 def test_a_job_grows_and_computes_errors_again(files: FaultyFiles, tmp_path: Path) -> None:
@@ -229,8 +250,8 @@ def test_two_who_open_the_folder_at_once(files: FaultyFiles) -> None:
         two.lock(0.0)
     first.__exit__()
     second = two.lock(0.0)
-    assert second.is_alone and [p for p in files.store if ".lock" in p] == [
-        "/jobs/a/.lock/0002.json"
+    assert second.is_alone and [p for p in files.store if ".locks" in p] == [
+        "/jobs/a/.locks/0002.json"
     ]
     with pytest.raises(JobError, match="opened the job anew"):
         first.confirm()
@@ -244,7 +265,7 @@ def test_two_who_open_the_folder_at_once(files: FaultyFiles) -> None:
     assert third.is_alone
     # A process of another machine that holds it alone and beats no more.
     third.__exit__()
-    name = "/jobs/a/.lock/0003.json"
+    name = "/jobs/a/.locks/0003.json"
     held = json.loads(bytes(files.store[name].getbuffer()))
     files.pipe_file(name, json.dumps({**held, "ended": None, "machine": "another"}).encode())
     assert two.lock(0.0).is_alone
