@@ -103,7 +103,7 @@ def main() -> None:
     shutil.rmtree(args.work, ignore_errors=True)
     args.work.mkdir(parents=True)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    with served(args.seed) as server:
+    with served(args.seed, timeout=1.0) as server:
         server.rate = args.rate
         check(server, args.work, args.kills, args.workers, args.rows, args.seed)
 

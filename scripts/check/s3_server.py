@@ -5,13 +5,18 @@ It is moto's, behind a lock, so that a conditional PUT is one step as it is on S
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import boto3
+import fsspec.config
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
@@ -31,11 +36,11 @@ class FaultyS3:
         requests: how many came.
     """
 
-    kinds = ("error before", "error after", "late after")
+    kinds: tuple[str, ...] = ("error before", "error after", "late after")
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int, hang: float) -> None:
         self.rate = 0.0
-        self.hang = 0.8
+        self.hang = hang
         self.faults: dict[str, int] = {}
         self.requests = 0
         self._random = random.Random(seed)
@@ -72,12 +77,14 @@ def _nowhere(*_: object) -> None:
 
 
 @contextmanager
-def served(seed: int = 0) -> Iterator[FaultyS3]:
-    """A server with one empty bucket, which the environment of this process names."""
-    import os
-    from unittest import mock
+def served(seed: int = 0, timeout: float = 2.0) -> Iterator[FaultyS3]:
+    """A server with one empty bucket, which the environment of this process names.
 
-    server = FaultyS3(seed)
+    Args:
+        timeout: for how many seconds a client waits for an answer.
+    """
+    server = FaultyS3(seed, hang=timeout + 0.3)
+    client = {"config_kwargs": {"read_timeout": timeout}}
     known = {
         "AWS_ENDPOINT_URL": server.url,
         "AWS_ACCESS_KEY_ID": "test",
@@ -85,12 +92,10 @@ def served(seed: int = 0) -> Iterator[FaultyS3]:
         "AWS_DEFAULT_REGION": "us-east-1",
         # Failures are to reach batchgen, which else the libraries below would repeat for seconds.
         "AWS_MAX_ATTEMPTS": "1",
-        "FSSPEC_S3_CONFIG_KWARGS": '{"read_timeout": 0.5}',
+        "FSSPEC_S3": json.dumps(client),  # for processes that are started from here
     }
     try:
-        with mock.patch.dict(os.environ, known):
-            import boto3
-
+        with mock.patch.dict(os.environ, known), mock.patch.dict(fsspec.config.conf, s3=client):
             boto3.client("s3").create_bucket(Bucket=BUCKET)
             yield server
     finally:
