@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from batchgen.config import (
     PARSED,
@@ -31,11 +30,13 @@ from batchgen.grading.background import grading_beside
 from batchgen.job_grades import graded_card, save_scores, scores_of
 from batchgen.output.dataset_card import dataset_card, unfinished_card
 from batchgen.output.job_folder import JobFolder
-from batchgen.output.manifest import ROWS, Manifest, write_atomic
+from batchgen.output.manifest import ROWS, Manifest
 from batchgen.output.metrics import Metrics, Tally, Totals
+from batchgen.output.open_storage import open_storage
 from batchgen.output.parsed_column import ParsedColumn
 from batchgen.output.schema import PROMPT_TOKEN_IDS, OutputSchema
 from batchgen.output.shards import read_columns, shard_files
+from batchgen.output.storage import Storage
 from batchgen.output.team import totals_of
 from batchgen.output.writer import OutputWriter
 from batchgen.planning.forecast import Forecast
@@ -127,20 +128,20 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
         JobError: the output cannot be written or is damaged. Finished rows are safe.
         Exception: whatever the engine or the data set raises. Finished rows are safe.
     """
-    folder = Path(config.output.dir)
     with StopSignals() as signals, closing(parts):
         try:
             return _run(config, parts, signals)
         except JobStopped as stopped:
             assert signals.received is not None
-            message = f"{stopped or 'Stopped before the first row.'} {_resume(folder)}"
+            message = f"{stopped or 'Stopped before the first row.'} {_resume(config.output.dir)}"
             return JobResult(0, signals.received, message)
         except FolderGone:  # others have completed the job while this worker began to join them
-            ended = _completed_elsewhere(folder, parts, rows=0)
+            with closing(open_storage(config.output.dir, config.workers)) as storage:
+                ended = _completed_elsewhere(storage, parts, rows=0)
             if ended is None:
                 raise JobError(
-                    f"the workers of the job in {folder} have left it while this one began to join "
-                    "them: run the same command again"
+                    f"the workers of the job in {config.output.dir} have left it while this one "
+                    "began to join them: run the same command again"
                 ) from None
             return ended
 
@@ -158,7 +159,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
         if folder.is_alone:
             retried = [f"output.retry_errors: {writer.retried:,} rows"] if writer.retried else []
             folder.record(*retried, rows=writer.resumed)
-            write_atomic(folder.path / "config.yaml", job_file_text(config))
+            folder.storage.write(folder.path / "config.yaml", job_file_text(config))
             worker.tell_older(writer.older)
         metrics = _metrics(config, parts, folder, writer, worker)
         todo = Todo(source, writer, worker, output.rows_per_shard)
@@ -169,11 +170,13 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
         total = None if source.num_rows is None else source.num_rows * samples
         metrics.attempt.rows_total = total
         if folder.is_alone and not is_done:
-            write_atomic(folder.path / "README.md", unfinished_card(str(folder.path)))
-            (folder.path / REPORT).unlink(missing_ok=True)  # it would tell of fewer rows
+            card = unfinished_card(folder.storage.shown)
+            folder.storage.write(folder.path / "README.md", card)
+            folder.storage.delete(folder.path / REPORT)  # it would tell of fewer rows
         graded = Samples(folder.path, config.score)
-        beside = grading_beside(graded.grades, config, needed=folder.is_alone and not is_done)
-        with _recorded(metrics, folder.path), beside as grading:
+        needed = folder.is_alone and not is_done and folder.storage.in_place
+        beside = grading_beside(graded.grades, config, needed=needed)
+        with _recorded(metrics, folder.storage.shown), beside as grading:
             folder.share()
             if not is_done:
                 engine = parts.build_engine()
@@ -204,7 +207,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                 metrics.begin()
                 with closing(engine), shown as progress:
                     if not generation.run(todo, signals, progress):
-                        return _stopped(writer, metrics, signals, folder.path)
+                        return _stopped(writer, metrics, signals, folder.storage.shown)
             signals.deferred = True
             writer.flush()
             worker.beat()
@@ -213,8 +216,9 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
             if ended is not None:
                 return ended
             writer.finish(todo.num_rows)
-            metrics.score = scores_of(graded, config, signals, grading)
-            return _complete(config, parts, folder, schema, metrics)
+            with folder.storage.whole(needed=bool(config.post) or output.report):
+                metrics.score = scores_of(graded, config, signals, grading)
+                return _complete(config, parts, folder, schema, metrics)
 
 
 def _predict(parts: JobParts, engine: Engine, metrics: Metrics) -> Forecast | None:
@@ -231,10 +235,11 @@ def _predict(parts: JobParts, engine: Engine, metrics: Metrics) -> Forecast | No
 @contextmanager
 def _worker(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
     """This process among the workers of the folder, who are told how it ends."""
-    alone = folder.is_alone
-    worker = Worker(folder.path, config.workers, folder.least_worker, joins=not alone)
+    joins, storage = not folder.is_alone, folder.storage
+    worker = Worker(folder.path, config.workers, folder.least_worker, storage, joins=joins)
     how: How = "failed"
     try:
+        folder.confirm()
         yield worker
         how = "complete"
     except JobStopped:
@@ -266,11 +271,17 @@ def _writer(
             worker=worker.number,
             older=None if folder.is_alone else worker.older(),
             publish=worker.publish,
+            storage=folder.storage,
         )
     except FileNotFoundError as error:
         if folder.is_alone:
             raise
         raise FolderGone(str(error.filename)) from None
+    except FolderGone:
+        # In a store, which has no folders that could be gone, this worker has left its heartbeat.
+        if _completed_elsewhere(folder.storage, parts, rows=0) is not None:
+            folder.remove_journal()
+        raise
 
 
 def _refuse_quarantined(todo: Todo, worker: Worker) -> None:
@@ -307,44 +318,46 @@ def _ended_without(
     while True:
         is_mine = worker.claim_finish()
         # After the claim: it is granted, too, where the job was completed and all leases are gone.
-        elsewhere = _completed_elsewhere(folder.path, parts, metrics.attempt.rows)
+        elsewhere = _completed_elsewhere(folder.storage, parts, metrics.attempt.rows)
         if elsewhere is not None:
             folder.remove_journal()  # who completed the job may have been killed before that
             return elsewhere
         if is_mine:
             return None
         if signals.received is not None:
-            return _stopped(writer, metrics, signals, folder.path)
+            return _stopped(writer, metrics, signals, folder.storage.shown)
         time.sleep(min(1.0, worker.look_seconds))
 
 
-def _completed_elsewhere(folder: Path, parts: JobParts, rows: int) -> JobResult | None:
+def _completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobResult | None:
     """How the job ended if another worker has completed it; None if none has yet.
 
     Args:
         rows: how many this worker has computed.
     """
-    try:
-        figures = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:  # no worker has had the time to write it
+    content = storage.read(storage.path / "metrics.json")
+    if content is None:  # no worker has had the time to write it
         return None
+    figures = json.loads(content)
     if figures["status"] != "complete":
         return None
     totals = totals_of(Totals, figures)
     head = f"The job is complete; this worker has computed {rows:,} rows of it.\n"
-    table = summary(totals, str(folder), strategy=parts.strategy, score=figures.get("score"))
+    table = summary(totals, storage.shown, strategy=parts.strategy, score=figures.get("score"))
     return JobResult(totals.error_rows, None, head + table)
 
 
 def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
     """The job's folder, locked, once it is sure that it is this job's."""
+    storage = open_storage(config.output.dir, config.workers)
     return JobFolder(
-        Path(config.output.dir),
+        storage.path,
         job_manifest(config, parts, schema),
         lambda stop: rows_digest(parts.source, stop),
         overwrite=config.output.overwrite,
         wait=max(_OPENING_SECONDS, config.workers.stale_after),
         is_alone=lambda path: not others_run(path, config.workers),
+        storage=storage,
     )
 
 
@@ -373,7 +386,8 @@ def _metrics(
     tally = _tally(config, parts)
     for table in writer.done_rows(tally.columns) if writer.resumed and folder.is_alone else ():
         tally.add_table(table)
-    return Metrics(folder.path / "metrics.json", writer.resumed, tally, worker)
+    path = folder.path / "metrics.json"
+    return Metrics(path, writer.resumed, tally, worker, folder.storage)
 
 
 def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
@@ -420,7 +434,7 @@ def fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[in
 
 
 @contextmanager
-def _recorded(metrics: Metrics, folder: Path) -> Iterator[None]:
+def _recorded(metrics: Metrics, shown: str) -> Iterator[None]:
     """Save in metrics.json how the job ended, and tell with an error what is safe."""
     metrics.save("running")
     try:
@@ -431,20 +445,18 @@ def _recorded(metrics: Metrics, folder: Path) -> Iterator[None]:
     except Exception as error:
         # The same command would only repeat a mistake that shows when the engine is built.
         if metrics.attempt.rows or not isinstance(error, (ConfigError, AllRowsFailed)):
-            error.add_note(f"Finished rows are safe. {_resume(folder)}")
+            error.add_note(f"Finished rows are safe. {_resume(shown)}")
         # On a full disk this fails too. The first error must stay the one that the user sees.
         with contextlib.suppress(JobError):
             metrics.save("failed")
         raise
 
 
-def _stopped(
-    writer: OutputWriter, metrics: Metrics, signals: StopSignals, folder: Path
-) -> JobResult:
+def _stopped(writer: OutputWriter, metrics: Metrics, signals: StopSignals, shown: str) -> JobResult:
     writer.flush()
     metrics.save("stopped")
     done = metrics.attempt.rows + metrics.attempt.rows_resumed
-    return JobResult(0, signals.received, f"Stopped with {done:,} rows done. {_resume(folder)}")
+    return JobResult(0, signals.received, f"Stopped with {done:,} rows done. {_resume(shown)}")
 
 
 def _complete(
@@ -454,43 +466,54 @@ def _complete(
     schema: OutputSchema,
     metrics: Metrics,
 ) -> JobResult:
-    elsewhere = _completed_elsewhere(folder.path, parts, metrics.attempt.rows)
+    storage = folder.storage
+    elsewhere = _completed_elsewhere(storage, parts, metrics.attempt.rows)
     if elsewhere is not None:  # this worker was paused, and another has done the same
         return elsewhere
+    shown = storage.shown
     metrics.tally = _count_shards(config, parts, folder)
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
-    path = str(folder.path)
-    card = dataset_card(resolved(config), fingerprints, schema.arrow, totals, path)
-    write_atomic(folder.path / "README.md", graded_card(card, folder.path))
+    card = dataset_card(resolved(config), fingerprints, schema.arrow, totals, shown)
+    storage.write(folder.path / "README.md", graded_card(card, folder.path, shown))
     metrics.save("complete")
     folder.remove_journal()
     metrics.keep()
-    report = try_report(folder.path, parts.decode_all) if config.output.report else None
-    message = summary(totals, path, metrics, parts.strategy, metrics.score, report)
+    report = _report(parts, folder) if config.output.report else None
+    message = summary(totals, shown, metrics, parts.strategy, metrics.score, report)
     return JobResult(totals.error_rows, None, message)
 
 
 def _already_complete(
     config: JobConfig, parts: JobParts, folder: JobFolder, signals: StopSignals
 ) -> JobResult:
+    storage = folder.storage
     folder.remove_journal()
-    score = scores_of(Samples(folder.path, config.score), config, signals)
-    if config.post:
-        save_scores(folder.path, score)
-    totals = _count_shards(config, parts, folder).totals
-    report = None
-    if config.output.report and not is_up_to_date(folder.path):
-        report = try_report(folder.path, parts.decode_all)
+    wants_report = config.output.report and not is_up_to_date(storage)
+    with storage.whole(needed=bool(config.post) or wants_report):
+        score = scores_of(Samples(folder.path, config.score), config, signals)
+        if config.post:
+            save_scores(folder.path, score, storage.shown)
+        totals = _count_shards(config, parts, folder).totals
+        wants_report = config.output.report and not is_up_to_date(storage)  # scores may be new
+        report = _report(parts, folder) if wants_report else None
     message = "This job is complete already; nothing was computed.\n"
-    table = summary(totals, str(folder.path), strategy=parts.strategy, score=score, report=report)
+    shown = storage.shown
+    table = summary(totals, shown, strategy=parts.strategy, score=score, report=report)
     return JobResult(totals.error_rows, None, message + table)
+
+
+def _report(parts: JobParts, folder: JobFolder) -> str | None:
+    """Make the job's report; returns what people call it, None if it could not be made."""
+    shown = folder.storage.shown
+    made = try_report(folder.path, parts.decode_all, shown)
+    return None if made is None else f"{shown}/{REPORT}"
 
 
 def _count_shards(config: JobConfig, parts: JobParts, folder: JobFolder) -> Tally:
     """The counts over all rows of a complete job, as its shards have them."""
-    tally = _tally(config, parts)
-    for path in shard_files(folder.data).values():
-        tally.add_table(read_columns(path, tally.columns))
+    tally, storage = _tally(config, parts), folder.storage
+    for path in shard_files(folder.data, storage.names(folder.data)).values():
+        tally.add_table(read_columns(storage.parquet(path), tally.columns))
     return tally
 
 
@@ -499,5 +522,5 @@ def _tally(config: JobConfig, parts: JobParts) -> Tally:
     return Tally(names, constrained=config.constraint.kind != "none")
 
 
-def _resume(folder: Path) -> str:
-    return f"The output so far is in {folder}; run the same command to go on from there."
+def _resume(shown: str) -> str:
+    return f"The output so far is in {shown}; run the same command to go on from there."

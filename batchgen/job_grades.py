@@ -66,9 +66,12 @@ def score(samples: Samples) -> dict[str, Any] | None:
     return sample_score(samples) if samples.have_marks else None
 
 
-def save_scores(folder: Path, scores: Mapping[str, Any] | None) -> None:
+def save_scores(folder: Path, scores: Mapping[str, Any] | None, shown: str | None = None) -> None:
     """Write scores into metrics.json, and what the columns of the grades are into README.md, if
     that is still there.
+
+    Args:
+        shown: what people call the folder, if it is another name.
 
     Raises:
         JobError: a file cannot be written.
@@ -78,13 +81,19 @@ def save_scores(folder: Path, scores: Mapping[str, Any] | None) -> None:
     save_score(folder, scores)
     path = folder / "README.md"
     if path.is_file():
-        write_atomic(path, graded_card(path.read_text(encoding="utf-8"), folder))
+        write_atomic(path, graded_card(path.read_text(encoding="utf-8"), folder, shown))
 
 
-def graded_card(card: str, folder: Path) -> str:
-    """The data set card with a section about the grades, if the job has some."""
+def graded_card(card: str, folder: Path, shown: str | None = None) -> str:
+    """The data set card with a section about the grades, if the job has some.
+
+    Args:
+        shown: what people call the folder, if it is another name.
+    """
     schema = JobGrades(folder).schema()
-    return card if schema is None else with_grades(card, grades_section(schema, str(folder)))
+    if schema is None:
+        return card
+    return with_grades(card, grades_section(schema, str(folder) if shown is None else shown))
 
 
 def check_scored(post: Sequence[StepConfig], config: ScoreConfig, columns: Sequence[str]) -> None:

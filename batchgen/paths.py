@@ -7,6 +7,50 @@ from pathlib import Path
 
 from batchgen.errors import ConfigError
 
+SCHEMES = ("s3", "memory")
+"""Of the object stores in which jobs can be."""
+
+
+def is_url(given: str | os.PathLike[str]) -> bool:
+    """Whether what a user gives for a job's folder is in an object store."""
+    return isinstance(given, str) and "://" in given
+
+
+def user_folder(given: str | os.PathLike[str], key: str) -> str:
+    """The folder of a job that a user means: a path as of `short_user_path`, or a URL.
+
+    Raises:
+        ConfigError: as `user_path`, or the URL is of no store in which jobs can be.
+    """
+    if not is_url(given):
+        return str(short_user_path(given, key))
+    scheme, _, rest = os.fspath(given).partition("://")
+    rest = rest.strip("/")
+    if scheme not in SCHEMES or not rest:
+        raise ConfigError(
+            f"{key}={given}: give a folder, or s3://BUCKET/NAME for an object store that speaks "
+            "S3 (its endpoint in AWS_ENDPOINT_URL, if it is not Amazon's)"
+        )
+    return f"{scheme}://{rest}"
+
+
+def folder_here(given: str, what: str) -> str:
+    """A job's folder for something that works on folders of this machine alone.
+
+    Args:
+        given: the folder as the user gave it.
+        what: what works on it, for the message.
+
+    Raises:
+        ConfigError: it is in an object store.
+    """
+    if is_url(given):
+        raise ConfigError(
+            f"{what} works on a folder of this machine, and {given} is in an object store: copy it "
+            f"first (aws s3 sync {given} FOLDER), and name that folder"
+        )
+    return given
+
 
 def user_path(given: str | os.PathLike[str], key: str) -> Path:
     """The absolute path that a user means.

@@ -6,7 +6,6 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import numpy as np
@@ -227,7 +226,7 @@ def summary(
     metrics: Metrics | None = None,
     strategy: Hooks | None = None,
     score: Mapping[str, Any] | None = None,
-    report: Path | None = None,
+    report: str | None = None,
 ) -> str:
     """The table at the end of a job.
 
@@ -235,7 +234,7 @@ def summary(
         metrics: of this attempt, if it was the one that completed the job.
         strategy: has lines of its own to add.
         score: what the job's marks come to, if it has some.
-        report: the page about the job, if it was made.
+        report: the path or URL of the page about the job, if it was made.
     """
     lines = [
         ("rows", f"{totals.rows:,}"),
@@ -261,7 +260,7 @@ def summary(
             lines.append(("row states", _row_states(attempt.memory)))
     lines.append(("read it", f"{how_to_read(folder)['datasets']}; others: see its README.md"))
     if report is not None:
-        lines.append(("report", str(report)))
+        lines.append(("report", report))
     lines.append(("output", folder))
     width = max(len(name) for name, _ in lines)
     table = [f"{name:<{width}}  {value}" for name, value in lines]

@@ -37,7 +37,7 @@ from batchgen.errors import ConfigError, JobError
 from batchgen.output.manifest import Manifest
 from batchgen.output.metrics import OUTCOMES, constraint_outcome
 from batchgen.output.shards import damaged, shard_files
-from batchgen.paths import short_user_path
+from batchgen.paths import folder_here, short_user_path
 
 SHOWN = 5
 """How many problems of each kind the report names."""
@@ -98,7 +98,7 @@ def validate(folder: str | Path) -> Report:
             constraints of their own and the folder does not hold these.
         JobError: a shard is damaged.
     """
-    path = short_user_path(folder, "OUT")
+    path = short_user_path(folder_here(str(folder), "batchgen validate"), "OUT")
     config, text = _config(path)
     column = constraint_column(config)
     checks, report = _Checks(config, column), Report(CHECKED_BY[config.kind])

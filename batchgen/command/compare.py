@@ -48,7 +48,7 @@ def _compare(arguments: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     if given.rows < 0:
         raise ConfigError(f"compare --rows must be at least 0, got {given.rows}")
-    jobs = GradedJob(given.a), GradedJob(given.b)
+    jobs = GradedJob(given.a, "compare"), GradedJob(given.b, "compare")
     comparison, found = compared(jobs, given.override, anyway=given.anyway)
     if given.json:
         print(json.dumps(_plain({**asdict(comparison), "differs": list(found)}), indent=2))

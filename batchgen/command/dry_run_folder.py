@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
 from batchgen.config import JobConfig
@@ -11,7 +11,9 @@ from batchgen.errors import ConfigError
 from batchgen.job import job_manifest, output_schema
 from batchgen.output.job_folder import different_job, has_rows, refuse_foreign_files
 from batchgen.output.manifest import Manifest
+from batchgen.output.open_storage import open_storage
 from batchgen.output.read_job import JobFolderReader
+from batchgen.output.storage import Storage
 
 if TYPE_CHECKING:
     from batchgen.build import OpenedJob
@@ -32,16 +34,22 @@ def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
     Raises:
         ConfigError: the job would be refused because of what the folder holds.
     """
-    path = Path(config.output.dir)
+    with closing(open_storage(config.output.dir, config.workers)) as storage:
+        return _state(config, opened, storage)
+
+
+def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderState:
+    path = storage.shown
     try:
-        refuse_foreign_files(path)
+        refuse_foreign_files(storage)
     except FileNotFoundError:
         return FolderState(f"{path}: a new folder")
     except OSError as error:
         raise ConfigError(f"output.dir={path} cannot be read ({error.strerror})") from None
-    if not has_rows(path):
+    if not has_rows(storage):
         return FolderState(f"{path}: no answers yet")
-    old = Manifest.read(path / "manifest.json")
+    reader = JobFolderReader(storage.path, storage)
+    old = Manifest.parse(storage.read(storage.path / "manifest.json") or b"", path)
     asked = _manifest(config, opened, old)
     source = opened.source
     if differences := old.differences(asked, lambda stop: rows_digest(source, stop)):
@@ -50,7 +58,7 @@ def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
             return FolderState(f"{path}: {what}")
         raise different_job(path, differences)
     errors = rows = 0
-    for batch in JobFolderReader(path).batches(["finish_reason"]):
+    for batch in reader.batches(["finish_reason"]):
         rows += batch.num_rows
         errors += batch["finish_reason"].to_pylist().count("error")
     text = f"{path}: resumes, {rows:,}"

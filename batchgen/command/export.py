@@ -56,7 +56,8 @@ def _export(arguments: Sequence[str]) -> int:
         raise ConfigError("export --format txt writes one column: name one in --columns")
     schema = reader.fields(columns)
     if schema is None:
-        raise ConfigError(f"no row of {reader.path} is finished yet: there is nothing to export")
+        shown = reader.storage.shown
+        raise ConfigError(f"no row of {shown} is finished yet: there is nothing to export")
     with _opened(path) as file:
         count = _write(reader, schema, _WRITERS[form], file)
     if path is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -74,8 +75,9 @@ class NewRows:
 
     def look(self, *, is_first: bool = False) -> Iterator[pa.RecordBatch]:
         """The rows that are new. The first look does not read the published shards."""
+        folder = self._folder / "journal"
         try:
-            journals = journal_files(self._folder / "journal")
+            journals = journal_files(folder, os.listdir(folder))
         except FileNotFoundError:  # a complete job has none
             journals = {}
         for shard, files in journals.items():

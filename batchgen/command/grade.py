@@ -36,7 +36,7 @@ def _grade(arguments: Sequence[str]) -> int:
         help="post=…, score.…=… or +experiment=…; default: as in OUT/config.yaml",
     )
     given = parser.parse_intermixed_args(arguments)
-    job = GradedJob(given.out)
+    job = GradedJob(given.out, "grade")
     config = scoring(job, given.override)
     if not config.post:
         raise ConfigError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from batchgen.command.job_rows import open_job
+from batchgen.command.job_rows import open_folder
 from batchgen.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,13 +25,16 @@ class GradedJob:
         path: its folder.
     """
 
-    def __init__(self, given: str) -> None:
+    def __init__(self, given: str, verb: str) -> None:
         """
+        Args:
+            verb: of the command, for messages.
+
         Raises:
             ConfigError: the folder is not one of a job, or the job is not complete.
         """
         self.given = given
-        self._reader = open_job(given)
+        self._reader = open_folder(given, verb)
         self.path = self._reader.path
         status = self._reader.metrics.get("status", "stopped")
         if status != "complete":

@@ -6,7 +6,6 @@ the jobs are is read as without a launcher; Hydra decides where and in which ord
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,8 @@ from batchgen.config import load_config
 from batchgen.config.keys import choice_values
 from batchgen.cpu_threads import share_cores
 from batchgen.errors import ConfigError
+from batchgen.output.open_storage import job_metrics
+from batchgen.paths import is_url
 
 _PLUGINS = {
     "joblib": "hydra-joblib-launcher",
@@ -110,7 +111,8 @@ class HydraTask:
         elif self.below:
             own = hydra_config.sweep.subdir
             parent = hydra_config.sweep.dir if self.below == "sweep.dir" else cfg.output.dir
-            cfg.output.dir = str(Path(parent) / (job.name if own == "." else own))
+            name = job.name if own == "." else own
+            cfg.output.dir = f"{parent}/{name}" if is_url(parent) else str(Path(parent) / name)
         job.config = load_config(cfg)
         return run_configured(job.config)
 
@@ -241,5 +243,5 @@ def _value(arguments: Sequence[str], key: str) -> str | None:
 def _speed(job: SweepJob) -> float | None:
     if job.config is None or job.code not in (0, 3):
         return None
-    file = Path(job.config.output.dir) / "metrics.json"
-    return float(json.loads(file.read_text(encoding="utf-8"))["tokens_per_s"])
+    metrics = job_metrics(job.config.output.dir)
+    return None if metrics is None else float(metrics["tokens_per_s"])

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from batchgen.command.job import refusal
+from batchgen.config.workers import WorkersConfig
 from batchgen.errors import ConfigError, JobError
+from batchgen.output.open_storage import open_storage
 from batchgen.output.read_job import JobFolderReader
-from batchgen.paths import user_path
+from batchgen.paths import folder_here, is_url, user_folder, user_path
 
 
 def open_job(given: str) -> JobFolderReader:
@@ -19,6 +21,9 @@ def open_job(given: str) -> JobFolderReader:
     Raises:
         ConfigError: the folder is not one of a job. The message names the jobs that lie in it.
     """
+    if is_url(given):
+        storage = open_storage(user_folder(given, "OUT"), WorkersConfig())
+        return JobFolderReader(storage.path, storage)
     path = user_path(given, "OUT")
     try:
         return JobFolderReader(path)
@@ -29,6 +34,15 @@ def open_job(given: str) -> JobFolderReader:
         names = ", ".join(str(Path(given, job.parent.name)) for job in jobs[:5])
         more = ", …" if len(jobs) > 5 else ""
         raise ConfigError(f"{error}; there are jobs in {names}{more}") from None
+
+
+def open_folder(given: str, verb: str) -> JobFolderReader:
+    """The same for a verb that works on folders of this machine alone.
+
+    Raises:
+        ConfigError: as of `open_job`, or the job is in an object store.
+    """
+    return open_job(folder_here(given, f"batchgen {verb}"))
 
 
 def column_list(text: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchgen.command.job_rows import exit_code, open_job
+from batchgen.command.job_rows import exit_code, open_folder
 from batchgen.command.verbs import Parser
 
 _ABOUT = """\
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
 def _report(arguments: Sequence[str]) -> int:
     parser = Parser("report", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
-    job = open_job(parser.parse_args(arguments).out)
+    job = open_folder(parser.parse_args(arguments).out, "report")
     from batchgen.report.write_report import make_report
 
     print(make_report(job.path))

@@ -34,7 +34,7 @@ def _score(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
     given = parser.parse_intermixed_args(arguments)
-    job = GradedJob(given.out)
+    job = GradedJob(given.out, "score")
     config = scoring(job, given.override)
     from batchgen.scoring.job_score import job_score, save_score
     from batchgen.scoring.table import score_lines, table

@@ -17,6 +17,7 @@ from batchgen.command.row_view import RowView, of_sample, terminal_width
 from batchgen.command.verbs import Parser
 from batchgen.errors import ConfigError
 from batchgen.output.read_job import JobFolderReader
+from batchgen.paths import folder_here
 
 SHOWN_ROWS = 5
 SHOWN_MESSAGES = 3
@@ -58,6 +59,7 @@ def _show(arguments: Sequence[str]) -> int:
     reader = open_job(given.out)
     view = RowView(reader, given.columns, as_json=given.json)
     if given.follow:
+        folder_here(given.out, "batchgen show --follow")
         return follow(reader, view, given.out, given.sample, as_json=given.json)
     if not given.json:
         print(status_line(reader, given.out))
@@ -95,10 +97,10 @@ def _found(reader: JobFolderReader, row_id: str, sample: int | None) -> list[dic
         )
     ids = [row["row_id"] for row in islice(reader.rows(["row_id"]), _CANDIDATES)]
     if not ids:
-        raise ConfigError(f"--row {row_id}: no row of {reader.path} is finished yet")
+        raise ConfigError(f"--row {row_id}: no row of {reader.storage.shown} is finished yet")
     near = difflib.get_close_matches(row_id, list(dict.fromkeys(ids)), 3, 0.5) or ids[:1]
     raise ConfigError(
-        f"--row {row_id}: no finished row of {reader.path} has this row_id: "
+        f"--row {row_id}: no finished row of {reader.storage.shown} has this row_id: "
         f"did you mean {', '.join(near)}?"
     )
 

@@ -26,13 +26,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
     given = parser.parse_args(arguments)
+    from batchgen.command.job_rows import open_job
     from batchgen.command.job_status import status_line
-    from batchgen.output.read_job import JobFolderReader
-    from batchgen.paths import user_path
 
-    reader = JobFolderReader(user_path(given.out, "OUT"))
+    reader = open_job(given.out)
     stale_after = reader.config.get("workers", {}).get("stale_after", 60)
-    status = read_status(reader.path, stale_after)
+    status = read_status(reader.storage, stale_after)
     if given.json:
         print(json.dumps(asdict(status), indent=2, ensure_ascii=False))
         return 0

@@ -8,7 +8,6 @@ the date and time for its name; the same command finds it again by the arguments
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import sys
 import time
@@ -27,6 +26,8 @@ from batchgen.config.compose import checked
 from batchgen.config.keys import choice_values, choices
 from batchgen.config.overrides import names_worker
 from batchgen.errors import ConfigError
+from batchgen.output.open_storage import job_metrics
+from batchgen.paths import is_url
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override as HydraOverride
@@ -163,7 +164,9 @@ def _own_folder(given: Any, name: str, number: int) -> Any:
         return given
     numbered = re.sub(r"\$\{hydra[.:]job\.num\}", str(number), given)
     # With a reference to another key the folders differ as the user has said.
-    return numbered if "${" in given else str(Path(given) / name)
+    if "${" in given:
+        return numbered
+    return f"{given.rstrip('/')}/{name}" if is_url(given) else str(Path(given) / name)
 
 
 def dated_folder(options: Options) -> Path:
@@ -243,13 +246,12 @@ def _facts(job: SweepJob) -> tuple[str, ...]:
     """Exit code, rows, error rows, tokens per second and folder."""
     if job.config is None or job.code is None:
         return ("not run" if job.code is None else str(job.code), "–", "–", "–", "–")
-    folder = Path(job.config.output.dir)
-    file = folder / "metrics.json"
-    if job.code == 2 or not file.exists():
-        return (str(job.code), "–", "–", "–", str(folder))
-    metrics = json.loads(file.read_text(encoding="utf-8"))
+    folder = job.config.output.dir
+    metrics = None if job.code == 2 else job_metrics(folder)
+    if metrics is None:
+        return (str(job.code), "–", "–", "–", folder)
     last = metrics["attempts"][-1]
     rows = metrics.get("rows", last["rows"] + last["rows_resumed"])
     errors = metrics.get("error_rows", last["error_rows"])
     speed = f"{metrics['tokens_per_s']:,.0f}"
-    return (str(job.code), f"{rows:,}", f"{errors:,}", speed, str(folder))
+    return (str(job.code), f"{rows:,}", f"{errors:,}", speed, folder)

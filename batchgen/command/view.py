@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchgen.command.job_rows import exit_code, open_job
+from batchgen.command.job_rows import exit_code, open_folder
 from batchgen.command.verbs import Parser
 from batchgen.errors import ConfigError
 
@@ -34,7 +34,8 @@ def _view(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     if not 0 <= given.port <= _MOST_PORT:
         raise ConfigError(f"view --port must be from 0 to {_MOST_PORT:,}, got {given.port}")
-    readers = {name: open_job(name) for name in (given.out, given.other) if name is not None}
+    names = [name for name in (given.out, given.other) if name is not None]
+    readers = {name: open_folder(name, "view") for name in names}
     if given.other is not None and len({reader.path for reader in readers.values()}) < 2:
         raise ConfigError(f"view: {given.out} and {given.other} are the same folder: name two jobs")
     from batchgen.viewer.job_view import JobView

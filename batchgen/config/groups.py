@@ -22,7 +22,7 @@ from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.sampling.params import LogprobsMode, SamplingParams
 from batchgen.errors import ConfigError
-from batchgen.paths import short_user_path
+from batchgen.paths import is_url, user_folder
 
 PARSED = "parsed"
 COMMON_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids", PARSED)
@@ -136,13 +136,7 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         _check(bool(self.dir), "output.dir", "a folder", self.dir)
-        if "://" in self.dir:
-            raise ConfigError(
-                f"output.dir={self.dir}: jobs are written to folders, not to object stores: give a "
-                "folder, on a file system that all workers see if there are several, and copy it "
-                "when the job is complete"
-            )
-        object.__setattr__(self, "dir", str(short_user_path(self.dir, "output.dir")))
+        object.__setattr__(self, "dir", user_folder(self.dir, "output.dir"))
         if len(set(self.columns)) != len(self.columns):
             raise ConfigError(f"output.columns names a column twice: {list(self.columns)}")
         _check(bool(self.text_column), "output.text_column", "a name", self.text_column)
@@ -218,6 +212,12 @@ class JobConfig:
     progress: ProgressConfig = field(default_factory=ProgressConfig)
 
     def __post_init__(self) -> None:
+        if self.launcher.kind != "none" and is_url(self.output.dir):
+            raise ConfigError(
+                f"launcher={self.launcher.kind} watches its workers in a folder, and output.dir="
+                f"{self.output.dir} is in an object store: start the workers yourself, with the "
+                "same command without launcher=, as often and on as many machines as you like"
+            )
         kind = self.constraint.kind
         if kind != "none" and self.sampling.ignore_eos:
             raise ConfigError(

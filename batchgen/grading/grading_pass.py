@@ -17,7 +17,7 @@ from batchgen.command.row_json import json_readers
 from batchgen.grading.part import ROW_KEYS, SHARD_KEY, STEPS_KEY, Part
 from batchgen.grading.rows import Grader
 from batchgen.grading.step import arrow_schema
-from batchgen.output.journal import fsync_path
+from batchgen.output.fsync import fsync_path
 from batchgen.output.shards import damaged, publish_shard, unwritable
 from batchgen.temporary import temporary_name
 

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from batchgen.output.job_folder import LOGS, refuse_foreign_files, unusable
+from batchgen.output.storage import FolderStorage
 
 
 def make_logs(out: Path, launcher: str) -> Path:
@@ -22,13 +23,14 @@ def make_logs(out: Path, launcher: str) -> Path:
     Raises:
         ConfigError: the folder cannot be written, or holds files that are no job's.
     """
+    storage = FolderStorage(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        refuse_foreign_files(out)
+        refuse_foreign_files(storage)
         (out / LOGS).mkdir(exist_ok=True)
         logs = Path(tempfile.mkdtemp(prefix=f"{launcher}-", dir=out / LOGS))
     except OSError as error:
-        raise unusable(out, error) from None
+        raise unusable(storage, error) from None
     return logs.absolute()
 
 

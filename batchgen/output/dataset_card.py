@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.output.metrics import OUTCOMES, Totals
+from batchgen.paths import is_url
 
 _MOST_SHOWN = 500
 _IN_TABLE = (b"meaning", b"scope", b"dtype", b"shape")
@@ -61,10 +62,14 @@ and the command that started the job goes on with it.
 def how_to_read(folder: str) -> dict[str, str]:
     """For each of the common readers the line that reads the rows of a job's folder."""
     data = f"{folder.rstrip('/')}/data"
+    named, files = f'"{folder}"', data
+    if is_url(folder):  # load_dataset and polars take URLs of files only
+        files = f"{data}/*.parquet"
+        named = f'"parquet", data_files="{files}"'
     return {
-        "datasets": f'load_dataset("{folder}", split="train")',
+        "datasets": f'load_dataset({named}, split="train")',
         "pandas": f'pd.read_parquet("{data}")',
-        "polars": f'pl.read_parquet("{data}")',
+        "polars": f'pl.read_parquet("{files}")',
         "duckdb": f"SELECT * FROM {_in_duckdb(data)}",
     }
 

@@ -1,5 +1,6 @@
 """The output folder of a job, which belongs to this job alone while it runs."""
 
+import contextlib
 import itertools
 import shutil
 from collections.abc import Callable, Sequence
@@ -9,18 +10,18 @@ from typing import Self
 
 from batchgen.errors import ConfigError, JobError
 from batchgen.output.journal import attempt_of, journal_files
-from batchgen.output.lock import FolderLock
 from batchgen.output.manifest import ROWS, Manifest, RowDigests
 from batchgen.output.retry_round import RetryRound
 from batchgen.output.shards import shard_files
+from batchgen.output.storage import LOCK, LOCKS, FolderStorage, Storage
 from batchgen.temporary import delete_temporaries, is_temporary_of
+from batchgen.workers.names import DATA, JOURNAL, LEASES, WORKERS, parse_worker
 
 MIN_FREE_BYTES = 32 * 2**20
 _MANIFEST = "manifest.json"
-_LOCK = ".lock"
 LOGS = "logs"
 """Where launchers put what workers on other machines print."""
-_OF_WORKERS = ("leases", "workers")
+_OF_WORKERS = (LEASES, WORKERS)
 """What tells the workers of a job of each other while it runs."""
 _OWN = (
     *("data", "journal", "differing", "grades", *_OF_WORKERS, "report.html"),
@@ -28,7 +29,7 @@ _OWN = (
 )
 """All that a job ever writes, in the order in which it is deleted. The manifest is the last, so
 that a folder still says whose it is if its deletion was interrupted."""
-_WITH_SHARDS = ("data", "grades")
+_WITH_SHARDS = (DATA, "grades")
 
 
 class JobFolder:
@@ -44,7 +45,8 @@ class JobFolder:
     who join find the same job, or are refused.
 
     Attributes:
-        path: of the folder.
+        path: of the folder in which files are written and read.
+        storage: what keeps them.
         is_alone: whether no other worker of the job runs. Then the job may change.
         least_worker: the number of a new worker is at least this.
         is_new: whether this is the job's first attempt.
@@ -60,6 +62,7 @@ class JobFolder:
         overwrite: bool,
         wait: float = 0.0,
         is_alone: Callable[[Path], bool] = lambda path: True,
+        storage: Storage | None = None,
     ) -> None:
         """Make the folder this job's, or take up the same job where it was left.
 
@@ -73,18 +76,24 @@ class JobFolder:
             wait: for so many seconds for another worker that is opening the folder.
             is_alone: whether the folder is nobody else's, as far as can be known without the lock,
                 which does not reach other machines on every file system.
+            storage: what keeps the files; None for a folder that is where it is.
 
         Raises:
             ConfigError: the folder cannot be written, holds files that are no job's or another
                 job's output, or is in use. Nothing in it has been changed then.
         """
         self.path = path
+        self.storage = FolderStorage(path) if storage is None else storage
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            refuse_foreign_files(path)
-            self._lock = FolderLock(path / _LOCK, join=True, wait=wait)
-        except OSError as error:
-            raise unusable(path, error) from None
+            self.storage.make_folder(path)
+            refuse_foreign_files(self.storage)
+            self._lock = self.storage.lock(wait)
+        except (OSError, JobError) as error:
+            self.storage.close()
+            raise unusable(self.storage, error) from None
+        except ConfigError:
+            self.storage.close()
+            raise
         try:
             self.is_alone = self._lock.is_alone and is_alone(path)
             if not self.is_alone:
@@ -93,7 +102,7 @@ class JobFolder:
             self.is_new = self.is_alone and self._claim(manifest, digests, overwrite)
         except (OSError, JobError) as error:
             self.close()
-            raise unusable(path, error) from None
+            raise unusable(self.storage, error) from None
         except ConfigError:
             self.close()
             raise
@@ -106,7 +115,18 @@ class JobFolder:
 
     def close(self) -> None:
         """Give the lock back."""
-        self._lock.__exit__()
+        try:
+            self._lock.__exit__()
+        finally:
+            self.storage.close()
+
+    def confirm(self) -> None:
+        """Make sure that nobody has taken the folder alone since.
+
+        Raises:
+            JobError: somebody has.
+        """
+        self._lock.confirm()
 
     def share(self) -> None:
         """Let other workers join."""
@@ -124,8 +144,9 @@ class JobFolder:
         """Delete the journal and what workers wrote, which a complete job does not need."""
         for name in ("journal", *_OF_WORKERS):
             # Other workers, who wait for the end, may write a last heartbeat in between.
-            while (self.path / name).exists():
-                shutil.rmtree(self.path / name, ignore_errors=True)
+            while self.storage.exists(self.path / name):
+                with contextlib.suppress(OSError):
+                    self.storage.delete(self.path / name)
 
     def record(self, *more: str, rows: int) -> None:
         """Write into the manifest's history how the job has grown, if it has.
@@ -153,7 +174,7 @@ class JobFolder:
             JobError: it cannot be written.
         """
         self.manifest = manifest
-        manifest.write(self.path / _MANIFEST)
+        self.storage.write(self.path / _MANIFEST, manifest.text())
 
     def _join(self, manifest: Manifest, digests: RowDigests) -> None:
         """Take part in the job of those who have the folder.
@@ -161,7 +182,10 @@ class JobFolder:
         Raises:
             ConfigError: it is another job, or the same with other rows.
         """
-        self.manifest = Manifest.read(self.path / _MANIFEST)
+        found = self._written_manifest()
+        if found is None:
+            raise self._lock.in_use()
+        self.manifest = found
         others = self.manifest.differences(manifest, digests) or self.manifest.grown(manifest)
         if others:
             error = self._lock.in_use()
@@ -169,11 +193,13 @@ class JobFolder:
         self.least_worker = 1
 
     def _claim(self, manifest: Manifest, digests: RowDigests, overwrite: bool) -> bool:
-        path = self.path / _MANIFEST
         self._asked = manifest
+        self.confirm()
         self.least_worker = self._least_worker()
         for name in _OF_WORKERS:  # of workers who all are gone
-            shutil.rmtree(self.path / name, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.storage.delete(self.path / name)
+        # Objects appear whole: in the working folder of a store there are none of these.
         delete_temporaries(self.path, _OWN)
         for folder in _WITH_SHARDS:
             delete_temporaries(self.path / folder)
@@ -183,14 +209,17 @@ class JobFolder:
             return None if rows is None else digests(rows)
 
         self._digests = own_digests
-        is_new = not path.exists()
-        if not is_new:
-            self.manifest = Manifest.read(path)
+        found = self._written_manifest()
+        is_new = found is None
+        if found is not None:
+            self.manifest = found
             differences = self.manifest.differences(manifest, digests)
-            if differences and not overwrite and has_rows(self.path):
-                raise different_job(self.path, differences)
+            if differences and not overwrite and has_rows(self.storage):
+                raise different_job(self.storage.shown, differences)
             if differences:
-                self._delete_output()
+                self.confirm()
+                for name in _OWN:
+                    self.storage.delete(self.path / name)
                 is_new = True
         if is_new:
             free = shutil.disk_usage(self.path).free
@@ -200,77 +229,87 @@ class JobFolder:
                     "little for any job: free some, or choose another output.dir"
                 )
             self.update(replace(manifest, row_digests=self._digests()))
-        self.data.mkdir(exist_ok=True)
-        self.journal.mkdir(exist_ok=True)
+        self.storage.make_folder(self.data)
+        self.storage.make_folder(self.journal)
         # The folder may have become read-only since the first attempt.
         probe = self.journal / "probe.tmp"
         probe.write_bytes(b"0")
         probe.unlink()
         return is_new
 
+    def _written_manifest(self) -> Manifest | None:
+        path = self.path / _MANIFEST
+        content = self.storage.read(path)
+        shown = f"{self.storage.shown}/{_MANIFEST}"
+        return None if content is None else Manifest.parse(content, shown)
+
     def _least_worker(self) -> int:
         """A number above those of all that have written here: a journal file has one writer.
 
         Heartbeats alone do not say it: they are deleted before the first new one is written.
         """
-        found = [int(path.stem) for path in (self.path / "workers").glob("[0-9]*.json")]
-        if self.journal.is_dir():
-            files = itertools.chain.from_iterable(journal_files(self.journal).values())
+        beats = _names(self.storage, WORKERS)
+        found = [number for name in beats if (number := parse_worker(name)) is not None]
+        if names := _names(self.storage, JOURNAL):
+            files = itertools.chain.from_iterable(journal_files(self.journal, names).values())
             found += [attempt_of(path) for path in files]
-            found.append(RetryRound(self.journal).least_attempt - 1)
+            found.append(RetryRound(self.journal, self.storage).least_attempt - 1)
         return 1 + max(found, default=0)
 
-    def _delete_output(self) -> None:
-        for name in _OWN:
-            path = self.path / name
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+
+def _names(storage: Storage, folder: str) -> list[str]:
+    """The names of what is in a folder that may not be there."""
+    try:
+        return storage.names(storage.path / folder)
+    except FileNotFoundError:
+        return []
 
 
-def unusable(path: Path, error: OSError | JobError) -> ConfigError:
+def unusable(storage: Storage, error: OSError | JobError) -> ConfigError:
     """The error for an output folder that cannot be written."""
     why = error.strerror if isinstance(error, OSError) else error
     return ConfigError(
-        f"output.dir={path} cannot be written ({why}): choose a folder that "
-        "you may write to, on a disk with free space"
+        f"output.dir={storage.shown} cannot be written ({why}): choose a folder that "
+        "you may write to, with free space"
     )
 
 
-def has_rows(path: Path) -> bool:
+def has_rows(storage: Storage) -> bool:
     """Whether a row of the job in a folder may be finished."""
-    data, journal = path / "data", path / "journal"
-    shards = shard_files(data) if data.is_dir() else {}
-    return bool(shards or (journal_files(journal) if journal.is_dir() else {}))
+    data, journal = storage.path / DATA, storage.path / JOURNAL
+    return bool(
+        shard_files(data, _names(storage, DATA)) or journal_files(journal, _names(storage, JOURNAL))
+    )
 
 
-def different_job(path: Path, differences: Sequence[str]) -> ConfigError:
+def different_job(shown: str, differences: Sequence[str]) -> ConfigError:
     """The error for a folder with the output of another job.
 
     Args:
+        shown: what the folder is called.
         differences: lines that say in what it is another.
     """
     return ConfigError(
-        f"output.dir={path} holds the output of a different job:\n  "
+        f"output.dir={shown} holds the output of a different job:\n  "
         + "\n  ".join(differences)
         + "\nuse another output.dir, or output.overwrite=true to delete that output"
     )
 
 
-def refuse_foreign_files(path: Path) -> None:
+def refuse_foreign_files(storage: Storage) -> None:
     """Refuse a folder that has files and no manifest: no job of ours has written them.
 
     Raises:
         ConfigError: it is such a folder.
         OSError: it is no folder, or cannot be read.
     """
-    names = {entry.name for entry in path.iterdir()}
-    own = {_LOCK, LOGS}
+    names = set(storage.names(storage.path))
+    own = {LOCK, LOCKS, LOGS}
     foreign = sorted(n for n in names - own if not is_temporary_of(n, _MANIFEST))
     if foreign and _MANIFEST not in names:
         listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         raise ConfigError(
-            f"output.dir={path} holds files that are not of a batchgen job ({listed}): choose a "
-            "new or empty folder; batchgen does not delete them, whatever output.overwrite says"
+            f"output.dir={storage.shown} holds files that are not of a batchgen job ({listed}): "
+            "choose a new or empty folder; batchgen does not delete them, whatever "
+            "output.overwrite says"
         )

@@ -5,8 +5,10 @@ Each worker (run of the command) writes one file for each of its shards, such as
 of later workers have higher numbers. A file is a sequence of frames: `uint32 length, uint32 crc32,
 payload`, little endian. The first payload is an Arrow IPC schema message, every other one is an
 Arrow IPC record batch. A batch is appended with one unbuffered write, so that it survives `kill -9`
-from then on. The files are fsynced every `SYNC_SECONDS`, so that a power loss costs at most the
-rows which finished since. An end that is incomplete or damaged does not match its length or
+from then on. Every `storage.SYNC_SECONDS` the storage makes what is new safe, so that the loss of
+the machine costs at most the rows which finished since. Files in a folder are fsynced. Those for an
+object store, where nothing can be appended, are ended and sent, and the worker goes on in
+`part-00003.0001.2.journal`. An end that is incomplete or damaged does not match its length or
 checksum, and the reader leaves it out. A later worker never appends to such a file, because it has
 files of its own.
 """
@@ -14,18 +16,17 @@ files of its own.
 import os
 import re
 import struct
-import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 
 from batchgen.errors import JobError
+from batchgen.output.storage import FolderStorage, Storage
 
-SYNC_SECONDS = 10.0
 _FRAME = struct.Struct("<II")
-_NAME = re.compile(r"part-(\d{5,})\.(\d{4,})\.journal")
+_NAME = re.compile(r"part-(\d{5,})\.(\d{4,})(?:\.(\d+))?\.journal")
 
 
 class JournalGone(Exception):
@@ -45,23 +46,26 @@ class Journal:
         schema: pa.Schema,
         least_attempt: int = 1,
         attempt: int | None = None,
+        storage: Storage | None = None,
     ) -> None:
         """Start a new attempt in a folder that exists.
 
         Args:
             least_attempt: the attempt's number is at least this, and above those of all files.
             attempt: its number, if that is known.
+            storage: what keeps the files; None for a folder that is where it is.
         """
+        self._storage = FolderStorage(folder.parent) if storage is None else storage
         self._folder = folder
         self._schema = schema
-        self._files = journal_files(folder)
+        self._files = journal_files(folder, self._storage.names(folder))
         if attempt is None:
             earlier = (attempt_of(path) for files in self._files.values() for path in files)
             attempt = max(least_attempt, 1 + max(earlier, default=0))
         self.attempt = attempt
         self._own: set[Path] = set()
+        self._parts: dict[int, int] = {}  # by shard: which file of this worker's is written
         self._unsynced: set[Path] = set()
-        self._last_sync = time.monotonic()
 
     def shards(self) -> set[int]:
         """Shards that have journal files."""
@@ -70,7 +74,7 @@ class Journal:
     def refresh(self) -> None:
         """See which files other workers have written or deleted since."""
         try:
-            self._files = journal_files(self._folder)
+            self._files = journal_files(self._folder, self._storage.names(self._folder))
         except FileNotFoundError:  # the job is complete
             self._files = {}
 
@@ -85,7 +89,9 @@ class Journal:
             JobError: the file cannot be written. The rows before it are safe.
             JournalGone: it was deleted, because the shard is published.
         """
-        path = self._folder / f"part-{shard:05d}.{self.attempt:04d}.journal"
+        part = self._parts.get(shard, 1)
+        more = f".{part}" if part > 1 else ""
+        path = self._folder / f"part-{shard:05d}.{self.attempt:04d}{more}.journal"
         files = self._files.setdefault(shard, [])
         data = _frame(batch.serialize())
         flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
@@ -112,28 +118,32 @@ class Journal:
         """All whole batches of the shard in the order in which they were written, each with the
         number of its attempt. They are memory-mapped, so nothing is copied."""
         for path in self._files.get(shard, ()):
-            for batch in read_file(path, self._schema):
+            for batch in self.batches(path):
                 yield attempt_of(path), batch
 
+    def batches(self, path: Path) -> Iterator[pa.RecordBatch]:
+        """The whole batches of one file.
+
+        Raises:
+            FileNotFoundError: it was deleted.
+            JobError: it was written with another schema.
+        """
+        self._storage.fetch(path)
+        yield from read_file(path, self._schema)
+
     def sync(self, force: bool = False) -> None:
-        """Make what was appended safe from a power loss.
+        """Make what was appended safe from the loss of the machine.
 
         Args:
             force: do it also if fewer than SYNC_SECONDS have passed since the last time.
         """
-        now = time.monotonic()
-        if not force and now - self._last_sync < SYNC_SECONDS:
+        ended = self._storage.secure(self._unsynced, force)
+        if ended is None:
             return
-        for path in self._unsynced:
-            try:
-                fsync_path(path)
-            except JobError:
-                if path.exists():  # else its shard was published by another worker
-                    raise
-        if self._unsynced and self._folder.exists():
-            fsync_path(self._folder)
+        for path in ended:
+            shard, _, part = _place(path)
+            self._parts[shard] = part + 1
         self._unsynced.clear()
-        self._last_sync = now
 
     def release(self, shard: int) -> list[Path]:
         """Forget a complete shard and return its files, to be deleted once it is published."""
@@ -142,20 +152,29 @@ class Journal:
         return files
 
 
-def journal_files(folder: Path) -> dict[int, list[Path]]:
-    """From a shard to its journal files, those of earlier workers first."""
+def journal_files(folder: Path, names: Iterable[str]) -> dict[int, list[Path]]:
+    """From a shard to its journal files, those of earlier workers first.
+
+    Args:
+        names: of what is in the folder of the journal.
+    """
     files: dict[int, list[Path]] = {}
-    for name in os.listdir(folder):
+    for name in names:
         if match := _NAME.fullmatch(name):
             files.setdefault(int(match[1]), []).append(folder / name)
-    return {shard: sorted(files[shard], key=attempt_of) for shard in sorted(files)}
+    return {shard: sorted(files[shard], key=_place) for shard in sorted(files)}
 
 
 def attempt_of(path: Path) -> int:
     """The number of the worker that wrote a journal file."""
+    return _place(path)[1]
+
+
+def _place(path: Path) -> tuple[int, int, int]:
+    """The shard, the worker, and which of that worker's files of the shard a journal file is."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
-    return int(match[2])
+    return int(match[1]), int(match[2]), int(match[3] or 1)
 
 
 def read_file(path: Path, schema: pa.Schema | None = None) -> Iterator[pa.RecordBatch]:
@@ -208,19 +227,3 @@ def _write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
-
-
-def fsync_path(path: Path) -> None:
-    """fsync a file or a folder by its path.
-
-    Raises:
-        JobError: what was written did not reach the disk, as the system says.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise JobError(f"cannot write {path} to the disk: {error.strerror or error}") from error

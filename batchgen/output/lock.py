@@ -61,6 +61,9 @@ class FolderLock:
             "for it or stop it, or choose another output.dir"
         )
 
+    def confirm(self) -> None:
+        """The system sees to that."""
+
     def share(self) -> None:
         """Let others share the lock."""
         if self.is_alone:

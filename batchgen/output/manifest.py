@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from batchgen.errors import ConfigError, JobError
-from batchgen.output.journal import fsync_path
+from batchgen.output.fsync import fsync_path
 from batchgen.temporary import temporary_name
 
 FORMAT_VERSION = 2
@@ -74,28 +74,36 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a manifest.
+        """The manifest in a file; as of `parse`."""
+        return cls.parse(path.read_bytes(), str(path))
+
+    @classmethod
+    def parse(cls, content: bytes, name: str) -> Self:
+        """The manifest that a file holds.
+
+        Args:
+            name: of the file, for messages.
 
         Raises:
             ConfigError: the file is no manifest, or one of another format version.
         """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(content)
             found = values["format_version"]
             if found == FORMAT_VERSION:
                 return cls(**values)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{path} is not a manifest of batchgen ({error}): choose another output.dir"
+                f"{name} is not a manifest of batchgen ({error}): choose another output.dir"
             ) from None
         raise ConfigError(
-            f"{path} has format version {found}, this batchgen writes {FORMAT_VERSION}: choose "
+            f"{name} has format version {found}, this batchgen writes {FORMAT_VERSION}: choose "
             "another output.dir, or finish the job with the version that started it"
         )
 
-    def write(self, path: Path) -> None:
-        """As of `write_atomic`."""
-        write_atomic(path, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
+    def text(self) -> str:
+        """What a file with this manifest holds."""
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
     def differences(self, new: "Manifest", digests: RowDigests) -> list[str]:
         """A line `key: old → new` for everything that would make the content another one.

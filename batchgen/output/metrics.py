@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.output.manifest import write_atomic
+from batchgen.output.storage import FolderStorage, Storage
 from batchgen.output.team import Team, added, attempt_of, seconds
 from batchgen.output.timeline import Timeline, metrics_text
 
@@ -207,9 +208,19 @@ class Metrics:
     """
 
     def __init__(
-        self, path: Path, rows_resumed: int, tally: Tally, team: Team | None = None
+        self,
+        path: Path,
+        rows_resumed: int,
+        tally: Tally,
+        team: Team | None = None,
+        storage: Storage | None = None,
     ) -> None:
+        """
+        Args:
+            storage: what keeps the file; None for a folder that is where it is.
+        """
         self._path = path
+        self._storage = FolderStorage(path.parent) if storage is None else storage
         self._team = team
         self._started = time.monotonic()
         self._saved = 0.0
@@ -225,8 +236,8 @@ class Metrics:
         self.score: Mapping[str, Any] | None = None
         self.predicted: Mapping[str, Any] | None = None
         self.timeline = Timeline(rows=rows_resumed)
-        if path.exists():
-            earlier = json.loads(path.read_text(encoding="utf-8"))
+        if (content := self._storage.read(path)) is not None:
+            earlier = json.loads(content)
             self.timeline = Timeline(earlier.get("timeline", ()), rows_resumed)
             self._earlier = earlier["attempts"]
             self.was_complete = earlier["status"] == "complete"
@@ -289,10 +300,7 @@ class Metrics:
         summary["attempts"] = attempts
         summary["timeline"] = self.timeline.points
         self._text = metrics_text(summary)
-        if self._team is None:
-            write_atomic(self._path, self._text)
-        else:
-            self._team.overwrite(self._path.name, self._text)
+        self._storage.write(self._path, self._text)
 
     def keep(self) -> None:
         """Write the file again if it is not as this worker has saved it last.
@@ -303,8 +311,9 @@ class Metrics:
         Raises:
             JobError: it cannot be written.
         """
-        if self._path.read_text(encoding="utf-8") != self._text:
+        if self._storage.read(self._path) != self._text.encode():
             write_atomic(self._path, self._text)
+            self._storage.send(self._path)
 
     def _attempts(self) -> list[dict[str, Any]]:
         """All attempts in their order, those of the other workers too."""

@@ -19,7 +19,9 @@ import yaml
 from batchgen.errors import ConfigError
 from batchgen.output.journal import journal_files, read_file
 from batchgen.output.row_order import KEYS, RowsInOrder, first_key, row_keys
-from batchgen.output.shards import damaged, shard_files, shard_path
+from batchgen.output.shards import Source, damaged, shard_files, shard_path
+from batchgen.output.storage import LOCK, FolderStorage, Storage
+from batchgen.workers.names import DATA, JOURNAL, WORKERS, parse_worker
 from batchgen.workers.process import is_gone
 
 BATCH = 256
@@ -35,28 +37,35 @@ class JobFolderReader:
     published. A job that runs may publish a shard at any moment, which this class notices.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, storage: Storage | None = None) -> None:
         """
+        Args:
+            path: of the folder in which files are read.
+            storage: what keeps them; None for a folder that is where it is.
+
         Raises:
             ConfigError: the folder is not one of a job.
         """
-        if not (path / "manifest.json").is_file():
-            what = "has no manifest.json" if path.is_dir() else "does not exist"
-            raise ConfigError(
-                f"{path} is not the output of a job ({what}): give a job's output.dir"
-            )
         self.path = path
+        self.storage = FolderStorage(path) if storage is None else storage
+        content = self.storage.read(path / "manifest.json")
+        if content is None:
+            is_there = self.storage.exists(path)
+            what = "has no manifest.json" if is_there else "does not exist"
+            raise ConfigError(
+                f"{self.storage.shown} is not the output of a job ({what}): give a job's output.dir"
+            )
 
     @property
     def config(self) -> dict[str, Any]:
         """The configuration by group, as in config.yaml; empty if the job was killed before."""
-        path = self.path / "config.yaml"
-        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        content = self.storage.read(self.path / "config.yaml")
+        return {} if content is None else yaml.safe_load(content.decode("utf-8"))
 
     @property
     def manifest(self) -> dict[str, Any]:
         """What manifest.json holds."""
-        found: dict[str, Any] = json.loads((self.path / "manifest.json").read_text("utf-8"))
+        found: dict[str, Any] = json.loads(self.storage.read(self.path / "manifest.json") or b"{}")
         return found
 
     @property
@@ -72,10 +81,10 @@ class JobFolderReader:
         The file says `running` of a job that was killed. Here its status is `killed` if the job ran
         on this machine. The counts may be up to ten seconds old.
         """
-        path = self.path / "metrics.json"
-        if not path.is_file():
+        content = self.storage.read(self.path / "metrics.json")
+        if content is None:
             return {}
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(content)
         if found["status"] == "running" and not self.may_run:
             found["status"] = found["attempts"][-1]["status"] = "killed"
         return found
@@ -90,13 +99,14 @@ class JobFolderReader:
         # The journals first: a shard that is published in between is then found among the shards.
         for files in self._journals().values():
             for path in files:
-                for batch in _read_if_there(path) or ():
+                for batch in self._read_if_there(path) or ():
                     return batch.schema
-        for path in shard_files(self.path / "data").values() if self._has("data") else ():
+        for path in self._published().values():
+            source = self.storage.parquet(path)
             try:
-                return pq.read_schema(path)
+                return pq.read_schema(source)
             except pa.ArrowInvalid as error:
-                raise damaged(path, str(error)) from error
+                raise damaged(source, str(error)) from error
         return None
 
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
@@ -138,7 +148,7 @@ class JobFolderReader:
             return schema
         if unknown := [name for name in columns if name not in schema.names]:
             raise ConfigError(
-                f"the rows of {self.path} have no column {unknown[0]!r}: choose among "
+                f"the rows of {self.storage.shown} have no column {unknown[0]!r}: choose among "
                 f"{', '.join(schema.names)}"
             )
         return pa.schema([schema.field(name) for name in columns])
@@ -154,20 +164,31 @@ class JobFolderReader:
                 for batch in self.shard(number).batches(schema.names):
                     yield from batch.filter(pc.equal(batch["row_id"], row_id)).to_pylist()
 
-    def _has(self, folder: str) -> bool:
-        return (self.path / folder).is_dir()
+    def _names(self, folder: str = "") -> list[str]:
+        try:
+            return self.storage.names(self.path / folder)
+        except (FileNotFoundError, NotADirectoryError):  # a complete job has no journal
+            return []
 
     def _journals(self) -> dict[int, list[Path]]:
+        return journal_files(self.path / JOURNAL, self._names(JOURNAL))
+
+    def _published(self) -> dict[int, Path]:
+        return shard_files(self.path / DATA, self._names(DATA))
+
+    def _read_if_there(self, path: Path) -> list[pa.RecordBatch] | None:
+        """The whole batches of a journal file, None if the file was deleted."""
         try:
-            return journal_files(self.path / "journal")
-        except FileNotFoundError:  # a complete job has none
-            return {}
+            self.storage.fetch(path)
+            return list(read_file(path))
+        except FileNotFoundError:
+            return None
 
     def shards(self) -> list[int]:
         """The numbers of the shards that have finished rows."""
         # The journals first: what is published in between is then found among the shards.
         numbers = set(self._journals())
-        return sorted(numbers | set(shard_files(self.path / "data") if self._has("data") else ()))
+        return sorted(numbers | set(self._published()))
 
     def shard(self, number: int) -> Shard:
         """The rows of a shard as they are now.
@@ -178,19 +199,21 @@ class JobFolderReader:
         while True:
             written: list[pa.RecordBatch] | None = []
             for path in self._journals().get(number, ()):
-                found = _read_if_there(path)
+                found = self._read_if_there(path)
                 written = None if found is None or written is None else [*written, *found]
             if written is not None:
-                path = shard_path(self.path / "data", number)
-                return Shard(path if path.is_file() else None, written)
+                path = shard_path(self.path / DATA, number)
+                is_there = self.storage.exists(path)
+                return Shard(self.storage.parquet(path) if is_there else None, written)
 
     @property
     def may_run(self) -> bool:
         """Whether a worker of the job, or who last held the folder's lock, may still be there."""
-        if any(map(_may_live, (self.path / "workers").glob("[0-9]*.json"))):
+        beats = (name for name in self._names(WORKERS) if parse_worker(name) is not None)
+        if any(_may_live(self.storage.read(self.path / WORKERS / name)) for name in beats):
             return True
-        path = self.path / ".lock"
-        owner = _OWNER.match(path.read_text(errors="replace")) if path.is_file() else None
+        content = self.storage.read(self.path / LOCK)
+        owner = None if content is None else _OWNER.match(content.decode(errors="replace"))
         if owner is None or owner[2] != socket.gethostname():
             return owner is not None
         try:
@@ -210,7 +233,7 @@ class Shard:
         written: what the journals hold, in the order in which it was written.
     """
 
-    def __init__(self, published: Path | None, written: list[pa.RecordBatch]) -> None:
+    def __init__(self, published: Source | None, written: list[pa.RecordBatch]) -> None:
         self._published = published
         self._written = RowsInOrder(written)
 
@@ -276,18 +299,9 @@ def _groups_from(meta: pq.FileMetaData, first_row: int) -> list[int]:
     return [group for group, before in enumerate(is_before) if not before]
 
 
-def _may_live(heartbeat: Path) -> bool:
+def _may_live(heartbeat: bytes | None) -> bool:
     """Whether the worker that writes a heartbeat may run: it has not ended, as far as is known."""
-    try:
-        beat = json.loads(heartbeat.read_bytes())
-    except FileNotFoundError:  # the job is complete
+    if heartbeat is None:  # the job is complete
         return False
+    beat = json.loads(heartbeat)
     return beat["ended"] is None and not is_gone(beat)
-
-
-def _read_if_there(path: Path) -> list[pa.RecordBatch] | None:
-    """The whole batches of a journal file, None if the file was deleted."""
-    try:
-        return list(read_file(path))
-    except FileNotFoundError:
-        return None

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from batchgen.errors import JobError
-from batchgen.output.journal import fsync_path
+from batchgen.output.fsync import fsync_path
+from batchgen.output.storage import FolderStorage, Storage
 
 _NAME = re.compile(r"part-(\d{5,})\.(\d{4,})\.retry")
 _OPEN = "retry"
@@ -26,10 +26,16 @@ class RetryRound:
         is_open: whether there is a round that goes on.
     """
 
-    def __init__(self, journal: Path) -> None:
+    def __init__(self, journal: Path, storage: Storage | None = None) -> None:
+        """
+        Args:
+            storage: what keeps the files; None for a folder that is where it is.
+        """
+        self._storage = FolderStorage(journal.parent) if storage is None else storage
         self._journal = journal
-        self.is_open = (journal / _OPEN).exists()
-        found = (_NAME.fullmatch(path.name) for path in journal.iterdir())
+        names = self._storage.names(journal)
+        self.is_open = _OPEN in names
+        found = (_NAME.fullmatch(name) for name in names)
         self._before = {int(match[1]): int(match[2]) for match in found if match}
 
     @property
@@ -53,25 +59,22 @@ class RetryRound:
         """
         assert not self.is_open
         self.end()  # what a round has left that was killed while it began
-        try:
-            for shard in shards:
-                self._before[shard] = attempt
-                self._file(shard).touch()
-            fsync_path(self._journal)
-            (self._journal / _OPEN).touch()
-        except OSError as error:
-            raise JobError(f"cannot write to {self._journal}: {error.strerror or error}") from error
+        for shard in shards:
+            self._before[shard] = attempt
+            self._storage.mark(self._file(shard))
+        fsync_path(self._journal)
+        self._storage.mark(self._journal / _OPEN)
         self.is_open = True
 
     def finished(self, shard: int) -> None:
         """Forget a shard of which nothing is left to compute."""
         if shard in self._before:
-            self._file(shard).unlink(missing_ok=True)  # or another worker was faster
+            self._storage.delete(self._file(shard))  # or another worker was faster
             del self._before[shard]
 
     def end(self) -> None:
         """End the round; what are errors still may be tried in a next one."""
-        (self._journal / _OPEN).unlink(missing_ok=True)
+        self._storage.delete(self._journal / _OPEN)
         self.is_open = False
         for shard in self.shards():
             self.finished(shard)

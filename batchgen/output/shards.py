@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.errors import JobError
-from batchgen.output.journal import fsync_path
+from batchgen.output.fsync import fsync_path
 from batchgen.output.row_order import KEYS, RowsInOrder
 
 if TYPE_CHECKING:
@@ -22,16 +24,23 @@ if TYPE_CHECKING:
 ROW_GROUP_BYTES = 64 * 2**20
 _ROW_BYTES = 1024  # a guess at what a row takes besides its tokens, to size row groups
 _NAME = re.compile(r"part-(\d{5,})\.parquet")
+Source = Path | RawIOBase
+"""What a shard is read from: a file, or an object whose text is its URL (`Storage.parquet`)."""
 
 
 def shard_path(data: Path, shard: int) -> Path:
     return data / f"part-{shard:05d}.parquet"
 
 
-def shard_files(data: Path) -> dict[int, Path]:
-    """The published shards of a data folder, in order."""
-    found = ((_NAME.fullmatch(path.name), path) for path in sorted(data.iterdir()))
-    return {int(match[1]): path for match, path in found if match}
+def shard_files(data: Path, names: Iterable[str] | None = None) -> dict[int, Path]:
+    """The published shards of a data folder, in order.
+
+    Args:
+        names: of what is in the folder; None reads them from the file system.
+    """
+    found = sorted(os.listdir(data) if names is None else names)
+    matches = ((_NAME.fullmatch(name), name) for name in found)
+    return {int(match[1]): data / name for match, name in matches if match}
 
 
 @dataclass(frozen=True)
@@ -44,8 +53,10 @@ class Extent:
 
 def write_shard(
     batches: Sequence[pa.RecordBatch], schema: OutputSchema, path: Path, temporary: Path
-) -> None:
+) -> int:
     """Write the rows of a complete shard, sorted by (row_index, sample_index), for `path`.
+
+    Returns how many there are.
 
     The file is written under another name and fsynced, so that it can be renamed as a whole. It has
     row groups of about ROW_GROUP_BYTES, and one of them at a time is in memory, because the batches
@@ -62,11 +73,14 @@ def write_shard(
         with pq.ParquetWriter(
             temporary, schema.arrow, compression="zstd", write_page_checksum=True
         ) as writer:
+            rows = 0
             for group in _row_groups(batches, schema):
                 writer.write_table(group, row_group_size=group.num_rows)
+                rows += group.num_rows
         fsync_path(temporary)
     except OSError as error:
         raise unwritable(path, error) from error
+    return rows
 
 
 def publish_shard(temporary: Path, path: Path) -> None:
@@ -82,7 +96,7 @@ def publish_shard(temporary: Path, path: Path) -> None:
     fsync_path(path.parent)
 
 
-def mapped_shard(path: Path, schema: OutputSchema, copy: Path) -> list[pa.RecordBatch]:
+def mapped_shard(path: Source, schema: OutputSchema, copy: Path) -> list[pa.RecordBatch]:
     """The rows of a published shard as memory-mapped batches, for which it is copied.
 
     Args:
@@ -103,7 +117,7 @@ def mapped_shard(path: Path, schema: OutputSchema, copy: Path) -> list[pa.Record
     except pa.ArrowException as error:
         raise damaged(path, str(error)) from error
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise unwritable(copy, error) from error
     with pa.ipc.open_file(pa.memory_map(str(copy))) as reader:
         return [reader.get_batch(i) for i in range(reader.num_record_batches)]
 
@@ -119,7 +133,7 @@ def _row_groups(batches: Sequence[pa.RecordBatch], schema: OutputSchema) -> Iter
         yield rows.table(group)
 
 
-def shard_extent(path: Path, schema: OutputSchema, first_row: int) -> Extent:
+def shard_extent(path: Source, schema: OutputSchema, first_row: int) -> Extent:
     """Which rows a published shard has, as its footer says.
 
     Args:
@@ -151,7 +165,7 @@ def _greatest(meta: pq.FileMetaData, column: int) -> int:
     return max((chunk.statistics.max for chunk in chunks if chunk.is_stats_set), default=-1)
 
 
-def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
+def read_columns(path: Source, columns: Sequence[str]) -> pa.Table:
     """Some columns of a published shard, in this order.
 
     Raises:
@@ -166,7 +180,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
         raise damaged(path, str(error)) from error
 
 
-def damaged(path: Path, why: str) -> JobError:
+def damaged(path: Source, why: str) -> JobError:
     """The error for a published shard that cannot be used."""
     return JobError(
         f"the published shard {path} is damaged ({why}): delete it and run the same command, "

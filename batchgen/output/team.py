@@ -28,11 +28,6 @@ class Team(Protocol):
         """Let the others know this worker's figures."""
         ...
 
-    def overwrite(self, name: str, text: str) -> None:
-        """Write a file in the job's folder anew, unless the job is complete, and the folders of its
-        workers are gone."""
-        ...
-
     def is_first(self) -> bool:
         """Whether it is this worker that writes metrics.json."""
         ...

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
@@ -10,21 +11,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.errors import ConfigError, JobError
-from batchgen.output.journal import Journal, JournalGone, attempt_of, read_file
+from batchgen.output.journal import Journal, JournalGone, attempt_of
 from batchgen.output.older import Older
 from batchgen.output.open_shard import STATE_COLUMNS, OpenShard
-from batchgen.output.publisher import Publish, Publisher, delete
+from batchgen.output.publisher import Publish, Publisher
 from batchgen.output.retry_round import RetryRound
 from batchgen.output.row_order import KEYS, RowsInOrder
 from batchgen.output.schema import FinishedRow, OutputSchema
 from batchgen.output.shards import (
     Extent,
+    Source,
     damaged,
     read_columns,
     shard_extent,
     shard_files,
     shard_path,
 )
+from batchgen.output.storage import FolderStorage, Storage
 
 MAX_UNPUBLISHED = 2  # complete shards that wait for the publisher before `write` waits for it
 
@@ -68,6 +71,7 @@ class OutputWriter:
         worker: int | None = None,
         older: Older | None = None,
         publish: Publish | None = None,
+        storage: Storage | None = None,
     ) -> None:
         """Read from shards and journal files what is done.
 
@@ -82,6 +86,7 @@ class OutputWriter:
             older: what was there when the first of the workers came; None if this one is the first.
                 Then it is found out here, and what earlier ones have left is put in order.
             publish: gives shards their names; None renames files.
+            storage: what keeps the files; None for a folder that is where it is.
 
         Raises:
             JobError: a published shard is damaged or is not of this job.
@@ -93,22 +98,27 @@ class OutputWriter:
         self._rows_per_shard = rows_per_shard
         self._samples = samples
         self.num_rows = num_rows
-        self._round = RetryRound(journal)
+        self._storage = FolderStorage(data.parent) if storage is None else storage
+        self._round = RetryRound(journal, self._storage)
         self._published = self._read_extents() if older is None else dict(older.extents)
         self._older = dict(self._published)
-        self._journal = Journal(journal, schema.arrow, self._round.least_attempt, worker)
+        self._journal = Journal(
+            journal, schema.arrow, self._round.least_attempt, worker, self._storage
+        )
         self._publisher = Publisher(
-            data, journal, schema, self._round, self._journal.attempt, publish
+            data, journal, schema, self._round, self._journal.attempt, publish, self._storage
         )
         self.retried: int | None = None
         if older is None:
             self._check_shrinking(most_rows)
-            delete(journal.glob("*.tmp"))
+            for name in self._storage.names(journal):
+                if name.endswith(".tmp"):
+                    self._storage.delete(journal / name)
             self.retried = self._begin_round(retry_errors)
         elif retry_errors != self._round.is_open:
             raise ConfigError(
                 f"output.retry_errors={str(retry_errors).lower()}: the workers that run in "
-                f"{data.parent} have it otherwise: wait for them or stop them first"
+                f"{self._storage.shown} have it otherwise: wait for them or stop them first"
             )
         self._open: dict[int, OpenShard] = {}
         found = self._journal.shards()
@@ -130,8 +140,11 @@ class OutputWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        """Make safe what is written, also where an error ends the job."""
         self._publisher.close()
+        with suppress(JobError) if error is not None else nullcontext():
+            self._journal.sync(force=True)
 
     @property
     def older(self) -> Older:
@@ -204,7 +217,7 @@ class OutputWriter:
         for path in self._journal.files(number):
             errors_count = attempt_of(path) >= retried_before
             try:
-                batches = read_file(path, self._schema.arrow)
+                batches = self._journal.batches(path)
                 for batch in itertools.islice(batches, self._seen.get(path, 0), None):
                     opened.take_others(batch, errors_count=errors_count)
                     self._seen[path] = self._seen.get(path, 0) + 1
@@ -218,7 +231,7 @@ class OutputWriter:
         """Whether another worker has written rows since this one came."""
         self._journal.refresh()
         files = {path for shard in self._journal.shards() for path in self._journal.files(shard)}
-        shards = shard_files(self._data).keys()
+        shards = shard_files(self._data, self._storage.names(self._data)).keys()
         return not (files <= self._at_first and shards <= self._older.keys())
 
     def is_open(self, number: int) -> bool:
@@ -249,7 +262,7 @@ class OutputWriter:
         self._publisher.wait(0)
         for shard, extent in sorted(self._published.items()):
             if extent.rows:
-                yield read_columns(shard_path(self._data, shard), columns)
+                yield read_columns(self._source(shard), columns)
         for shard, opened in sorted(self._open.items()):
             if (table := self._written(shard, columns)) is not None:
                 yield table.filter(pa.array(opened.done[opened.places(table)])).select(columns)
@@ -303,7 +316,7 @@ class OutputWriter:
         expected = [self._whole(k) for k in range(shards)]
         for number in range(shards):  # those of other workers
             if self._published.get(number) != expected[number]:
-                if shard_path(self._data, number).exists():
+                if self._storage.exists(shard_path(self._data, number)):
                     self._published[number] = self._read_extent(number)
                     if self._published[number] == expected[number]:
                         self.drop(number)
@@ -327,14 +340,20 @@ class OutputWriter:
         if self._older.get(number) == extent and not files:
             self._publisher.note_complete(number)
         else:
-            self._publisher.submit(number, files, replaces=number in self._older)
+            rows = extent.rows * extent.samples
+            self._publisher.submit(number, files, rows, replaces=number in self._older)
 
     def _read_extents(self) -> dict[int, Extent]:
         """From the number of a published shard to the rows that it has."""
-        return {number: self._read_extent(number) for number in shard_files(self._data)}
+        names = self._storage.names(self._data)
+        return {number: self._read_extent(number) for number in shard_files(self._data, names)}
+
+    def _source(self, number: int) -> Source:
+        """What a published shard is read from."""
+        return self._storage.parquet(shard_path(self._data, number))
 
     def _read_extent(self, number: int) -> Extent:
-        path = shard_path(self._data, number)
+        path = self._source(number)
         extent = shard_extent(path, self._schema, number * self._rows_per_shard)
         if extent.rows > self._rows_per_shard or extent.samples > self._samples:
             raise damaged(path, f"{extent.rows * extent.samples} rows cannot be right")
@@ -360,9 +379,9 @@ class OutputWriter:
                 ends.append(1 + pc.max(batch["row_index"]).as_py())
         if most_rows is not None and (end := max(ends, default=0)) > most_rows:
             raise ConfigError(
-                f"dataset.limit: the job would have {most_rows:,} rows, but in {self._data.parent} "
-                f"rows up to number {end:,} are finished, and a job can grow but not shrink: use "
-                f"dataset.limit={end} or more, or another output.dir"
+                f"dataset.limit: the job would have {most_rows:,} rows, but in "
+                f"{self._storage.shown} rows up to number {end:,} are finished, and a job can "
+                f"grow but not shrink: use dataset.limit={end} or more, or another output.dir"
             )
 
     def _begin_round(self, wanted: bool) -> int | None:
@@ -381,8 +400,8 @@ class OutputWriter:
     def _written(self, shard: int, columns: Sequence[str]) -> pa.Table | None:
         """Some columns of all rows of a shard, each as it was written last; None without rows."""
         names = [*dict.fromkeys([*columns, *KEYS])]
-        path = shard_path(self._data, shard)
-        batches = read_columns(path, names).to_batches() if path.exists() else []
+        is_there = self._storage.exists(shard_path(self._data, shard))
+        batches = read_columns(self._source(shard), names).to_batches() if is_there else []
         batches += [batch.select(names) for _, batch in self._journal.read(shard)]
         rows = RowsInOrder(batches)
         return rows.table(np.arange(len(rows.keys))) if len(rows.keys) else None
@@ -398,11 +417,11 @@ class OutputWriter:
         if (extent := self._older.get(number)) is not None:
             opened.take_published(extent)
             if retried_before:
-                table = read_columns(shard_path(self._data, number), STATE_COLUMNS)
+                table = read_columns(self._source(number), STATE_COLUMNS)
                 opened.take(table, errors_count=False)
         for path in self._journal.files(number, own=True):
             self._seen[path] = 0
-            for batch in read_file(path, self._schema.arrow):
+            for batch in self._journal.batches(path):
                 opened.take(batch, errors_count=attempt_of(path) >= retried_before)
                 self._seen[path] += 1
         return opened
@@ -411,7 +430,7 @@ class OutputWriter:
         for number, extent in sorted(self._published.items()):
             if number >= len(expected) or extent != expected[number]:
                 return damaged(
-                    shard_path(self._data, number),
+                    self._source(number),
                     f"the dataset does not have its {extent.rows} rows",
                 )
         return JobError(

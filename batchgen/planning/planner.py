@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from tempfile import gettempdir
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from batchgen.config import JobConfig, NoConstraintConfig
 from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.errors import ConfigError
+from batchgen.paths import is_url
 from batchgen.planning.devices import DEVICES, Device, device_named
 from batchgen.planning.engine_room import EngineRoom, engine_room
 from batchgen.planning.forecast import Forecast, forecast
@@ -180,13 +182,15 @@ class _Planner:
             return probe(config, self._opened, scan.sample, number, answers)
         same = same_speed(config)
         if settings.like is not None:
-            from batchgen.command.job_rows import open_job as open_folder
+            from batchgen.command.job_rows import open_folder
 
-            path = open_folder(settings.like).path
+            path = open_folder(settings.like, "plan.like").path
             found = seen_in(path, same, device.name, settings.like)
             if found is None:
                 raise ConfigError(f"plan.like={settings.like}: none of its rows has an answer yet")
             return found
+        if is_url(config.output.dir):  # what an earlier attempt took is not fetched for this
+            return None
         own = Path(config.output.dir)
         is_there = (own / "manifest.json").is_file() and (own / "metrics.json").is_file()
         return seen_in(own, same, device.name, config.output.dir) if is_there else None
@@ -249,7 +253,7 @@ class _Planner:
             max(answers, 1),
             rows_per_shard=config.output.rows_per_shard,
             samples=config.sampling.n,
-            folder=Path(config.output.dir),
+            folder=Path(gettempdir() if is_url(config.output.dir) else config.output.dir),
             decode=parts.decode,
         )
 

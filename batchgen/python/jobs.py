@@ -13,6 +13,7 @@ from batchgen.command.job import Result
 from batchgen.config import JobConfig, SlurmLauncherConfig
 from batchgen.config.compose import compose
 from batchgen.errors import ConfigError, JobError
+from batchgen.paths import folder_here
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -78,6 +79,7 @@ def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJo
         SystemExit: SIGTERM stopped the job. Finished rows are safe.
     """
     config = compose(job, overrides)
+    folder_here(config.output.dir, "run_job")
     if config.launcher.kind != "none":
         from batchgen.launchers.launch import launch
 

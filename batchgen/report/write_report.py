@@ -14,6 +14,7 @@ from markupsafe import Markup
 from batchgen.duration import duration
 from batchgen.output.manifest import write_atomic
 from batchgen.output.read_job import JobFolderReader
+from batchgen.output.storage import Storage
 from batchgen.report.collect import collect
 from batchgen.report.decode import job_decode
 from batchgen.report.job_data import JobData
@@ -31,19 +32,19 @@ _HEADING = 1500
 _MOST_CONFIG = 60_000  # characters
 
 
-def is_up_to_date(job: Path) -> bool:
+def is_up_to_date(storage: Storage) -> bool:
     """Whether a job has a report that is not older than its metrics, scores included."""
-    report, metrics = job / REPORT, job / "metrics.json"
-    if not report.is_file() or not metrics.is_file():
-        return False
-    return report.stat().st_mtime_ns >= metrics.stat().st_mtime_ns
+    report = storage.modified(storage.path / REPORT)
+    metrics = storage.modified(storage.path / "metrics.json")
+    return report is not None and metrics is not None and report >= metrics
 
 
-def try_report(job: Path, decode: Decode | None = None) -> Path | None:
+def try_report(job: Path, decode: Decode | None = None, shown: str | None = None) -> Path | None:
     """Make the report of a finished job; whatever goes wrong is a warning, and the job is fine.
 
     Args:
         decode: of the job's tokenizer, if that is loaded.
+        shown: what people call the job's folder, if it is not `job`.
 
     Returns:
         Its path; None if it could not be made.
@@ -51,9 +52,10 @@ def try_report(job: Path, decode: Decode | None = None) -> Path | None:
     try:
         return make_report(job, decode)
     except Exception as error:  # a page for people must not fail hours of work that are done
+        name = str(job) if shown is None else shown
         print(
-            f"warning: {job / REPORT} could not be made ({type(error).__name__}: {error}). The "
-            f"rows are complete; `batchgen report {job}` tries again, output.report=false leaves "
+            f"warning: {name}/{REPORT} could not be made ({type(error).__name__}: {error}). The "
+            f"rows are complete; `batchgen report {name}` tries again, output.report=false leaves "
             "it out",
             file=sys.stderr,
         )

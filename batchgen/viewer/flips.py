@@ -82,4 +82,5 @@ class Flips:
                     f"{job.name} has more than {MOST_ANSWERS:,} answers, which is too many for a "
                     "page: batchgen compare lists the flipped rows"
                 )
-        return Flipped(*compared([GradedJob(str(job.path)) for job in self._jobs], anyway=anyway))
+        jobs = [GradedJob(str(job.path), "view") for job in self._jobs]
+        return Flipped(*compared(jobs, anyway=anyway))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import JobError
-from batchgen.output.journal import fsync_path
+from batchgen.output.fsync import fsync_path
 from batchgen.workers.names import DATA, LEASES, WORKERS
 from batchgen.workers.operations import Create, Names, Operation, Overwrite, Payload, Read, Same
 
@@ -44,6 +44,9 @@ class FileStore:
         self._folder = folder
         self._owner = owner
         self.operations: dict[str, int] = {}
+
+    def belong(self, session: bytes) -> None:
+        """The lock of the folder tells who may write."""
 
     def do(self, operation: Operation) -> Any:
         """Carry out an operation and return its answer.
@@ -88,15 +91,16 @@ class FileStore:
         return made
 
     def _overwrite(self, path: Path, payload: Payload) -> None:
+        is_kept = path.parent.name != WORKERS  # a heartbeat need not outlast a power loss
         temporary = self._temporary(path)
         if isinstance(payload, bytes):
             temporary.write_bytes(payload)
-            if path.parent.name != WORKERS:  # a heartbeat need not outlast a power loss
+            if is_kept:
                 fsync_path(temporary)
         else:
             _link(payload, temporary, self._temporary(temporary))
         temporary.replace(path)
-        if path.parent.name == DATA:
+        if is_kept:
             fsync_path(path.parent)
 
     def _read(self, path: Path) -> bytes | None:

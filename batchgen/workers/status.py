@@ -6,10 +6,18 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from batchgen.workers.names import FINISH, LEASES, WORKERS, lease_name, mark_name, parse_worker
+from batchgen.output.storage import Storage
+from batchgen.workers.names import (
+    FINISH,
+    LEASES,
+    WORKERS,
+    lease_name,
+    mark_name,
+    parse_worker,
+    worker_name,
+)
 from batchgen.workers.process import is_gone
 from batchgen.workers.protocol import Board, Lease
 
@@ -20,7 +28,7 @@ class WorkerState:
 
     Attributes:
         beat: its last heartbeat.
-        silent: seconds since that was written, as the file system says.
+        silent: seconds since that was written, as the file system or the store says.
         state: `running`; `silent` if it was not heard of for long; `gone` if its process is not
             there any more; else how it ended.
         shards: that it has begun and nobody has completed.
@@ -65,46 +73,61 @@ class Status:
     quarantined: Mapping[int, tuple[int, ...]]
 
 
-def read_status(folder: Path, stale_after: float) -> Status:
+def read_status(storage: Storage, stale_after: float) -> Status:
     """The state of a job's workers. The folder of a complete job has none.
 
     Args:
         stale_after: after how many seconds without a heartbeat a worker is called silent.
     """
-    leases = folder / LEASES
-    board = Board.of([path.name for path in leases.iterdir()] if leases.is_dir() else [])
+    board = Board.of(_names(storage, LEASES))
     open_shards = {
         shard: epoch
         for shard, epoch in board.epochs.items()
         if shard != FINISH and shard not in board.done | board.quarantined
     }
-    owners = {s: _owner(folder, lease_name(s, epoch)) for s, epoch in open_shards.items()}
+    owners = {s: _lease(storage, lease_name(s, epoch)) for s, epoch in open_shards.items()}
     copiers = {
-        s: _owner(folder, lease_name(s, epoch, "b"))
+        s: _lease(storage, lease_name(s, epoch, "b"))
         for s, epoch in board.backups.items()
         if s in open_shards
     }
     workers = []
-    for path in sorted((folder / WORKERS).iterdir()) if (folder / WORKERS).is_dir() else ():
-        number = parse_worker(path.name)
-        if number is not None:
-            shards = sorted(s for s, owner in owners.items() if owner == number)
-            backups = sorted(s for s, owner in copiers.items() if owner == number)
-            workers.append(_worker(path, stale_after, shards, backups))
+    for number in sorted(n for name in _names(storage, WORKERS) if (n := parse_worker(name))):
+        path = storage.path / worker_name(number)
+        content, written = storage.read(path), storage.modified(path)
+        if content is None or written is None:  # the job is complete
+            continue
+        shards = sorted(s for s, owner in owners.items() if owner.worker == number)
+        backups = sorted(s for s, owner in copiers.items() if owner.worker == number)
+        silent = max(0.0, time.time() - written)
+        workers.append(_worker(json.loads(content), silent, stale_after, shards, backups))
     quarantined = {
-        shard: Lease.decoded((folder / mark_name(shard, "quarantined")).read_bytes()).ended
+        shard: _lease(storage, mark_name(shard, "quarantined")).ended
         for shard in sorted(board.quarantined)
     }
     return Status(workers, len(board.done), len(open_shards), quarantined)
 
 
-def _owner(folder: Path, name: str) -> int:
-    return Lease.decoded((folder / name).read_bytes()).worker
+def _names(storage: Storage, folder: str) -> list[str]:
+    try:
+        return storage.names(storage.path / folder)
+    except FileNotFoundError:
+        return []
 
 
-def _worker(path: Path, stale_after: float, shards: list[int], backups: list[int]) -> WorkerState:
-    beat = json.loads(path.read_bytes())
-    silent = max(0.0, time.time() - path.stat().st_mtime)
+def _lease(storage: Storage, name: str) -> Lease:
+    """What a lease says; one that was deleted just now is nobody's."""
+    content = storage.read(storage.path / name)
+    return Lease(0) if not content else Lease.decoded(content)
+
+
+def _worker(
+    beat: Mapping[str, Any],
+    silent: float,
+    stale_after: float,
+    shards: list[int],
+    backups: list[int],
+) -> WorkerState:
     if beat["ended"] is not None:
         attempt = beat.get("attempt", {})
         state = beat["ended"] if attempt.get("status") == "running" else attempt.get("status", "")

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from batchgen.workers.names import WORKERS, parse_worker, worker_name
+from batchgen.workers.operations import Names, Operation, Read
+from batchgen.workers.process import is_gone, machine
 
 
 class Watch:
@@ -51,3 +56,30 @@ class Watch:
             return None
         how: str | None = json.loads(content)["ended"]
         return how
+
+
+def any_lives(
+    do: Callable[[Operation], Any], look_seconds: float, stale_after: float, *, here: bool
+) -> bool:
+    """Whether a worker of a folder lives.
+
+    One on another machine does if its heartbeat changes within `stale_after` seconds, for which
+    this waits. Who has ended cleanly need not be waited for.
+
+    Args:
+        do: carries out operations in the folder.
+        look_seconds: between two looks, at most a second.
+        here: whether to count workers of this machine, too, of which the answer is known at once.
+    """
+    names = [worker_name(n) for name in do(Names(WORKERS)) if (n := parse_worker(name))]
+    beats = {name: content for name in names if (content := do(Read(name)))}
+    running = {name: beat for name, beat in beats.items() if json.loads(beat)["ended"] is None}
+    afar = {name for name, beat in running.items() if json.loads(beat)["machine"] != machine()}
+    if here and any(not is_gone(json.loads(running[name])) for name in running.keys() - afar):
+        return True
+    until = time.monotonic() + stale_after
+    while afar and time.monotonic() < until:
+        time.sleep(min(1.0, look_seconds))
+        if any(do(Read(name)) != running[name] for name in afar):
+            return True
+    return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 import uuid
@@ -13,15 +12,15 @@ from typing import Any, Literal
 
 from batchgen.config import WorkersConfig
 from batchgen.output.older import Older
+from batchgen.output.storage import FolderStorage, Storage
 from batchgen.workers.file_store import FileStore, FolderGone
 from batchgen.workers.heartbeat import Heartbeat, encoded
-from batchgen.workers.names import LEASES, WORKERS, mark_name, parse_worker, worker_name
+from batchgen.workers.names import LEASES, SESSION, WORKERS, mark_name, parse_worker, worker_name
 from batchgen.workers.operations import Create, Names, Overwrite, Read, Steps, T, carry_out
-from batchgen.workers.process import identity, is_gone, machine
+from batchgen.workers.process import identity, is_gone
 from batchgen.workers.protocol import Lease, Member, Task, join, publish
-from batchgen.workers.watch import Watch
+from batchgen.workers.watch import Watch, any_lives
 
-_SESSION = f"{LEASES}/session.json"
 _OLDER = f"{LEASES}/older.json"
 _TAIL = 5
 """How much more often a worker looks around when no shard is left to begin."""
@@ -38,11 +37,18 @@ class Worker:
     """
 
     def __init__(
-        self, folder: Path, config: WorkersConfig, least: int, *, joins: bool = False
+        self,
+        folder: Path,
+        config: WorkersConfig,
+        least: int,
+        storage: Storage | None = None,
+        *,
+        joins: bool = False,
     ) -> None:
         """Join the workers of a folder.
 
         Args:
+            storage: what keeps the folder's files; None for a folder that is where it is.
             least: the number is at least this.
             joins: whether there are workers already. If not, this one makes their folders.
 
@@ -50,10 +56,8 @@ class Worker:
             FolderGone: those whom this worker was to join have completed the job.
             JobError: the folder cannot be written.
         """
-        for name in () if joins else (LEASES, WORKERS):
-            (folder / name).mkdir(exist_ok=True)
         key = uuid.uuid4().hex
-        self.store = FileStore(folder, key)
+        self.store = (storage or FolderStorage(folder)).store(key, joins=joins)
         about = {**identity(), "name": config.name, "key": key}
         self._config = config
         self._watch = Watch(config.stale_after, time.monotonic, is_gone)
@@ -66,8 +70,10 @@ class Worker:
         self._next_look = 0.0
         self._gone: set[int] = set()
         self._in_tail = False
-        self.store.do(Create(_SESSION, json.dumps(key).encode()))
-        self.session: str = json.loads(self.store.do(Read(_SESSION)) or b'""')
+        self.store.do(Create(SESSION, json.dumps(key).encode()))
+        session = self.store.do(Read(SESSION)) or b'""'
+        self.store.belong(session)
+        self.session: str = json.loads(session)
 
     def end(self, how: How) -> None:
         """Tell the others that this worker has ended, and how."""
@@ -182,11 +188,6 @@ class Worker:
             raise FolderGone(_OLDER)
         return Older.decoded(content)
 
-    def overwrite(self, name: str, text: str) -> None:
-        """As of `output.team.Team`."""
-        with contextlib.suppress(FolderGone):
-            self.store.do(Overwrite(name, text.encode()))
-
     def is_first(self) -> bool:
         """Whether all workers with a lower number are dead. The first one writes metrics.json."""
         numbers = self._numbers()
@@ -225,27 +226,12 @@ class Worker:
         return carry_out(steps, self.store.do)
 
 
-def _is_afar(content: bytes) -> bool:
-    """Whether a worker that has not ended is on another machine."""
-    beat = json.loads(content)
-    return beat["ended"] is None and beat["machine"] != machine()
-
-
 def others_run(folder: Path, config: WorkersConfig) -> bool:
     """Whether a worker on another machine runs on a folder, whose lock may not reach as far.
 
-    It does if its heartbeat changes within `workers.stale_after` seconds. Who has ended cleanly
-    need not be waited for, and on this machine the lock tells.
+    On this machine the lock tells.
     """
     if not (folder / WORKERS).is_dir():
         return False
     store = FileStore(folder, "")
-    names = [worker_name(n) for name in store.do(Names(WORKERS)) if (n := parse_worker(name))]
-    beats = {name: store.do(Read(name)) for name in names}
-    unsure = [name for name, beat in beats.items() if beat is not None and _is_afar(beat)]
-    until = time.monotonic() + config.stale_after
-    while unsure and time.monotonic() < until:
-        time.sleep(min(1.0, config.heartbeat / _TAIL))
-        if any(store.do(Read(name)) != beats[name] for name in unsure):
-            return True
-    return False
+    return any_lives(store.do, config.heartbeat / _TAIL, config.stale_after, here=False)

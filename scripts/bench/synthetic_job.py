@@ -28,7 +28,7 @@ from batchgen.config import (
 )
 from batchgen.engine.outputs import OutputColumn
 from batchgen.grading.job_grades import JobGrades
-from batchgen.output.manifest import ROWS, Manifest
+from batchgen.output.manifest import ROWS, Manifest, write_atomic
 from batchgen.output.schema import OutputSchema
 from batchgen.output.shards import shard_path
 from batchgen.scoring.job_score import job_score, save_score
@@ -86,7 +86,7 @@ def write_job(
         {"model": "none", "dataset": "none"},
         growing={**growing(config), ROWS: rows},
     )
-    manifest.write(folder / "manifest.json")
+    write_atomic(folder / "manifest.json", manifest.text())
     metrics = {
         "status": "complete", "rows": rows * samples, "error_rows": maker.errors,
         "finish_reasons": {"stop": rows * samples - maker.errors, "error": maker.errors},

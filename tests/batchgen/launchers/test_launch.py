@@ -13,6 +13,7 @@ from batchgen.launchers import launch as module
 from batchgen.launchers.launch import check_launcher, described, launch
 from batchgen.launchers.logs import make_logs, remove_logs
 from batchgen.output.job_folder import refuse_foreign_files
+from batchgen.output.storage import FolderStorage
 
 SLURM = {"launcher": "slurm", "launcher.workers": 2}
 
@@ -61,7 +62,7 @@ def test_the_folder_of_logs(tmp_path: Path) -> None:
     """It may be there before the job; a folder of other files is left alone."""
     out = tmp_path / "out"
     first, second = make_logs(out, "ray"), make_logs(out, "ray")
-    refuse_foreign_files(out)
+    refuse_foreign_files(FolderStorage(out))
     remove_logs(first)
     assert second.is_dir() and not first.exists()
     remove_logs(second)

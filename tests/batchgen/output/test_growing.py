@@ -89,7 +89,7 @@ def test_killed_at_each_step_of_publishing_again(
             (publisher_module, "write_shard"),
             (writer._round, "finished"),
             (publisher_module, "publish_shard"),
-            (publisher_module, "delete"),
+            (writer._publisher, "_delete"),
         ):
             killed_before(owner, name)
         with pytest.raises(_Killed) if step < 5 else nullcontext():

@@ -16,6 +16,7 @@ from finished_job import finished_job, row
 from batchgen.command.verbs import run_verb
 from batchgen.errors import ConfigError, JobError
 from batchgen.output.read_job import JobFolderReader
+from batchgen.output.storage import FolderStorage
 from batchgen.report import write_report
 from batchgen.report.collect import MOST_QUESTIONS, MOST_ROWS, Collected, Lengths, collect
 from batchgen.report.job_data import JobData
@@ -301,11 +302,11 @@ def test_a_report_that_cannot_be_made_is_a_warning(
 
 def test_a_report_is_up_to_date_until_the_metrics_change(tmp_path: Path) -> None:
     job = finished_job(tmp_path / "job", exam())
-    assert not is_up_to_date(job)
+    assert not is_up_to_date(FolderStorage(job))
     make_report(job)
-    assert is_up_to_date(job)
+    assert is_up_to_date(FolderStorage(job))
     (job / "metrics.json").write_text((job / "metrics.json").read_text())
-    assert not is_up_to_date(job)
+    assert not is_up_to_date(FolderStorage(job))
 
 
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

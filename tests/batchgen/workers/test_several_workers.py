@@ -21,6 +21,7 @@ from batchgen.engine.outputs import RequestOutput
 from batchgen.errors import ConfigError, JobError
 from batchgen.job import JobResult, _completed_elsewhere, run_job
 from batchgen.output.read_job import JobFolderReader
+from batchgen.output.storage import FolderStorage
 from batchgen.workers.names import lease_name
 from batchgen.workers.operations import Create
 from batchgen.workers.protocol import Lease
@@ -70,7 +71,9 @@ def test_four_workers_make_the_data_of_one(whole: SharedJob, tmp_path: Path) -> 
 
 
 def test_before_any_worker_has_written_metrics_the_job_is_not_complete(tmp_path: Path) -> None:
-    assert _completed_elsewhere(tmp_path, SharedJob(str(tmp_path)).parts(), 0) is None
+    assert (
+        _completed_elsewhere(FolderStorage(tmp_path), SharedJob(str(tmp_path)).parts(), 0) is None
+    )
 
 
 def test_a_worker_whose_engine_fails_leaves_its_rows_to_the_others(

@@ -85,7 +85,7 @@ def test_workers_of_another_machine_are_waited_for(tmp_path: Path) -> None:
     assert time.monotonic() - started >= 0.3
     living = _worker(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchgen.workers.worker.machine", lambda: "a third one")
+        patch.setattr("batchgen.workers.watch.machine", lambda: "a third one")
         assert others_run(tmp_path, config)
     living.end("stopped")
     path.write_text(json.dumps({**beat, "ended": "stopped"}))

@@ -1,0 +1,114 @@
+"""Kill and pause the workers of a job on S3 while requests fail, and compare its data with that of
+one undisturbed worker in a folder.
+
+    python scripts/check/check_object_store.py --kills 20 --work /tmp/check
+
+The store is moto's server in this process (scripts/check/s3_server.py). A share of its requests is
+answered by an error, before or after it has happened, or too late. Workers are killed and stopped
+as by check_workers.py, which says more. At last the job is left alone, still with failing requests.
+Every data file must be equal, byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import random
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+
+from check_workers import Forks, arguments, digests, finished, run_real, warm_context
+from s3_server import BUCKET, FaultyS3, served
+
+from batchgen.config import WorkersConfig
+from batchgen.output.open_storage import open_storage
+from batchgen.output.read_job import JobFolderReader
+from batchgen.workers.object_store import connect
+
+URL = f"s3://{BUCKET}/out"
+
+
+def safe_rows() -> set[tuple[int, int]]:
+    """The rows that are safe in shards and journals."""
+    storage = open_storage(URL, WorkersConfig())
+    try:
+        if not storage.exists(storage.path / "manifest.json"):
+            return set()
+        reader = JobFolderReader(storage.path, storage)
+        rows = reader.rows(["row_index", "sample_index"])
+        return {(row["row_index"], row["sample_index"]) for row in rows}
+    finally:
+        storage.close()
+
+
+def check(server: FaultyS3, work: Path, kills: int, count: int, rows: int, seed: int) -> None:
+    """Run the job undisturbed in a folder and disturbed on S3, and compare.
+
+    Raises:
+        AssertionError: the data differ, or a row that was safe was lost.
+    """
+    rng = random.Random(seed)
+    data, whole = work / "rows.jsonl", work / "whole"
+    lines = (json.dumps({"q": f"What is {i} + {i % 7}?" * (1 + i % 3)}) for i in range(rows))
+    data.write_text("\n".join(lines), encoding="utf-8")
+    warm_context()
+    started = time.monotonic()
+    alone = Forks(partial(run_real, arguments(whole, data)), 1, rng)
+    while not finished(whole):
+        time.sleep(0.05)
+    startup = time.monotonic() - started
+    alone.join()
+    print(f"one undisturbed worker: {len(finished(whole)):,} rows", flush=True)
+    command = [*arguments(Path("out"), data)[:-1], f"output.dir={URL}", "output.report=false"]
+    workers = Forks(partial(run_real, command), count, rng)
+    safe: set[tuple[int, int]] = set()
+    done: dict[str, int] = {}
+    while done.get("kill", 0) < kills:
+        time.sleep(rng.uniform(0.0, 1.5 * startup))
+        if (what := workers.disturb()) is None:
+            break
+        done[what] = done.get(what, 0) + 1
+        now = safe_rows()
+        assert safe <= now, f"{len(safe - now)} finished rows are lost"
+        safe = now
+        print(f"{what}: {len(safe):,} rows are safe; requests failed: {server.faults}", flush=True)
+    workers.join()
+    server.rate = 0.0
+    store = connect(URL)
+    found = {
+        name: hashlib.sha256(store.read(f"data/{name}") or b"").hexdigest()
+        for name in store.names("data")
+    }
+    assert found == digests(whole), "the data differ"
+    left = set(store.names("")) & {"leases", "workers", "journal", "differing"}
+    print(
+        f"{done}, {server.requests:,} requests, of which failed: {server.faults}: the data equal "
+        f"those of one worker in a folder, byte for byte; left: {left or 'nothing'}"
+    )
+    if done.get("kill", 0) < kills:
+        raise SystemExit("the job was complete before there were so many kills: give more --rows")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Check workers that share a job on S3.")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument("--rate", type=float, default=0.02, help="the share of requests that fail")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, required=True, help="folder to work in; is emptied")
+    args = parser.parse_args()
+    shutil.rmtree(args.work, ignore_errors=True)
+    args.work.mkdir(parents=True)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    with served(args.seed, timeout=1.0) as server:
+        server.rate = args.rate
+        check(server, args.work, args.kills, args.workers, args.rows, args.seed)
+
+
+if __name__ == "__main__":
+    main()
