@@ -197,6 +197,10 @@ class ObjectStorage:
                 continue
             self._store.overwrite(self._name(path), content)
             self._kept.add(path.name)
+        try:
+            self._store.check_session()
+        except FolderGone:  # others have completed the job, and deleted its journal, just now
+            self._store.delete([self._name(path) for path in files])
 
     def _fetch_all(self) -> None:
         """Have all files of the job in the working folder.

@@ -18,7 +18,7 @@ from batchgen.job import JobResult, run_job
 from batchgen.output.object_storage import ObjectStorage
 from batchgen.output.open_storage import open_storage
 from batchgen.output.read_job import JobFolderReader
-from batchgen.workers.names import worker_name
+from batchgen.workers.names import SESSION, worker_name
 from batchgen.workers.process import identity
 
 URL = "memory://jobs/a"
@@ -283,3 +283,27 @@ def test_what_is_wrong_with_a_store_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("fsspec.filesystem", missing)
     with pytest.raises(ConfigError, match=r"S3 needs the package s3fs: pip install 'batchgen\[s3"):
         ObjectJob("s3://b/x").run()
+
+
+def test_what_is_sent_while_others_complete_the_job_is_deleted_again(files: FaultyFiles) -> None:
+    storage = open_storage(URL, FAST)
+    assert isinstance(storage, ObjectStorage)
+    store = storage.store("", joins=False)
+    store.create(SESSION, b"one")
+    store.belong(b"one")
+    path = storage.path / "journal/part-00000.0001.journal"
+    storage.make_folder(path.parent)
+    path.write_bytes(b"rows")
+    storage.secure([path], force=True)
+    assert files.exists("/jobs/a/journal/part-00000.0001.journal")
+
+    def completed_after_the_put() -> None:
+        if files.requests.get("pipe_file", 0) > sent:
+            files.fault = lambda: None
+            store.delete([SESSION])
+
+    sent = files.requests["pipe_file"]
+    files.fault = completed_after_the_put
+    storage.secure([path], force=True)
+    assert not files.exists("/jobs/a/journal/part-00000.0001.journal")
+    storage.close()
