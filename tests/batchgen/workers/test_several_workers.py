@@ -19,7 +19,8 @@ from shared_jobs import SharedJob, in_threads
 
 from batchgen.engine.outputs import RequestOutput
 from batchgen.errors import ConfigError, JobError
-from batchgen.job import JobResult, _completed_elsewhere, run_job
+from batchgen.generation import Engine
+from batchgen.job import JobParts, JobResult, _completed_elsewhere, run_job
 from batchgen.output.read_job import JobFolderReader
 from batchgen.workers.names import lease_name
 from batchgen.workers.operations import Create
@@ -44,9 +45,24 @@ def whole(tmp_path: Path) -> SharedJob:
     return job
 
 
+class _Together(SharedJob):
+    """A job of four workers of which none computes before all have joined."""
+
+    gate = threading.Barrier(4)
+
+    def parts(self) -> JobParts:
+        parts = super().parts()
+
+        def build() -> Engine:
+            self.gate.wait(100)
+            return parts.build_engine()
+
+        return replace(parts, build_engine=build)
+
+
 def test_four_workers_make_the_data_of_one(whole: SharedJob, tmp_path: Path) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
-    job = replace(whole, out=str(out), log=str(log), step_s=0.002)
+    job = _Together(str(out), rows=whole.rows, rows_per_shard=8, log=str(log), step_s=0.002)
     results = in_threads([job] * 4)
     assert [r.exit_code if isinstance(r, JobResult) else r for r in results] == [3] * 4
     assert _data(out) == _data(Path(whole.out))
