@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from fake_job import FakeEngine, FakeJob
@@ -49,7 +49,7 @@ class _Together(SharedJob):
     """A job of four workers of which none computes before all have joined, and their engines."""
 
     gate = threading.Barrier(4)
-    engines: list[FakeEngine] = []
+    engines: ClassVar[list[FakeEngine]] = []
 
     def parts(self) -> JobParts:
         def build() -> Engine:
