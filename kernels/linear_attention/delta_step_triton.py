@@ -89,8 +89,8 @@ def delta_step_triton(
             inputs.qkv, query, gates, factors, out, state, *records, rows.slots, rows.pending,
             rows.first, inputs.qkv.stride(0), state.stride(0), rows.width,
             MOST_PENDING=rows.most_pending, VALUE_DIM=value_dim, BLOCKS=blocks, BLOCK_V=block_v,
-            GROUPS=block_k // (4 * tiles.lanes), SPAN=4 * tiles.lanes, WIDE=rows.width > 1,
-            num_warps=tiles.num_warps, **shape,
+            GROUPS=block_k // (4 * tiles.lanes), SPAN=4 * tiles.lanes, num_warps=tiles.num_warps,
+            **shape,
         )  # fmt: skip
     return out
 
@@ -180,7 +180,7 @@ def _delta_step(
     RING: tl.constexpr, MOST_PENDING: tl.constexpr, KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ENTRIES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_V: tl.constexpr, GROUPS: tl.constexpr,
-    SPAN: tl.constexpr, WIDE: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V value channels of one head of one row.
 
@@ -219,29 +219,19 @@ def _delta_step(
     queries, values = query_ptr + key_head * KEY_DIM + channel, qkv_ptr + 2 * KEY_HEADS * KEY_DIM
     values += head * VALUE_DIM + value
     gates, factors = gates_ptr + head * 2, factors_ptr + head * (2 * ENTRIES) + entry
-    if width > 0:
-        here = _load_token(
-            keys, queries, values, gates, factors, ring + behind % RING, token, is_key, is_value,
+    for j in range(width):
+        record = ring + (behind + j) % RING
+        key, query, v, strength, whole, on_key, on_query = _load_token(
+            keys, queries, values, gates, factors, record, token + j, is_key, is_value,
             qkv_stride, KEY_HEADS * KEY_DIM, VALUE_HEADS, ENTRIES,
         )  # fmt: skip
-        for j in range(width):
-            key, query, v, strength, whole, on_key, on_query = here
-            if WIDE:
-                # The next token is on its way while this one is computed.
-                more = tl.where(j + 1 < width, 1, 0)
-                here = _load_token(
-                    keys, queries, values, gates, factors, ring + (behind + j + more) % RING,
-                    token + j + more, channel < KEY_DIM * more, value < VALUE_DIM * more,
-                    qkv_stride, KEY_HEADS * KEY_DIM, VALUE_HEADS, ENTRIES,
-                )  # fmt: skip
-            found = _over_keys(state, key) * whole + tl.sum(known * on_key[:, None], axis=0)
-            update = strength * (v - found)
-            known = tl.where((entry == pending + j)[:, None], update[None, :], known)
-            out = _over_keys(state, query) * whole + tl.sum(known * on_query[:, None], axis=0)
-            target = out_ptr + ((token + j) * VALUE_HEADS + head) * VALUE_DIM + value
-            tl.store(target, out.to(out_ptr.dtype.element_ty), mask=is_value)
-            record = ring + (behind + j) % RING
-            tl.store(updates + record * (VALUE_HEADS * VALUE_DIM), update, mask=is_value)
+        found = _over_keys(state, key) * whole + tl.sum(known * on_key[:, None], axis=0)
+        update = strength * (v - found)
+        known = tl.where((entry == pending + j)[:, None], update[None, :], known)
+        out = _over_keys(state, query) * whole + tl.sum(known * on_query[:, None], axis=0)
+        target = out_ptr + ((token + j) * VALUE_HEADS + head) * VALUE_DIM + value
+        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=is_value)
+        tl.store(updates + record * (VALUE_HEADS * VALUE_DIM), update, mask=is_value)
 
     if pending > MOST_PENDING:
         update, key, decay = _load_record(
@@ -249,6 +239,7 @@ def _delta_step(
             VALUE_HEADS * VALUE_DIM, KEY_HEADS * KEY_DIM, VALUE_HEADS,
         )  # fmt: skip
         for j in range(pending):
+            # The next record is on its way while this one is folded.
             more = tl.where(j + 1 < pending, 1, 0)
             ahead = _load_record(
                 updates, keys, decay_ptr + head, ring + (first + j + more) % RING,

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from fake_job import FakeEngine, FakeJob
@@ -19,7 +19,8 @@ from shared_jobs import SharedJob, in_threads
 
 from batchgen.engine.outputs import RequestOutput
 from batchgen.errors import ConfigError, JobError
-from batchgen.job import JobResult, _completed_elsewhere, run_job
+from batchgen.generation import Engine
+from batchgen.job import JobParts, JobResult, _completed_elsewhere, run_job
 from batchgen.output.read_job import JobFolderReader
 from batchgen.output.storage import FolderStorage
 from batchgen.workers.names import lease_name
@@ -45,9 +46,24 @@ def whole(tmp_path: Path) -> SharedJob:
     return job
 
 
+class _Together(SharedJob):
+    """A job of four workers of which none computes before all have joined, and their engines."""
+
+    gate = threading.Barrier(4)
+    engines: ClassVar[list[FakeEngine]] = []
+
+    def parts(self) -> JobParts:
+        def build() -> Engine:
+            self.gate.wait(100)
+            self.engines.append(FakeEngine(self))
+            return self.engines[-1]
+
+        return replace(super().parts(), build_engine=build)
+
+
 def test_four_workers_make_the_data_of_one(whole: SharedJob, tmp_path: Path) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
-    job = replace(whole, out=str(out), log=str(log), step_s=0.002)
+    job = _Together(str(out), rows=whole.rows, rows_per_shard=8, log=str(log), step_s=0.01)
     results = in_threads([job] * 4)
     assert [r.exit_code if isinstance(r, JobResult) else r for r in results] == [3] * 4
     assert _data(out) == _data(Path(whole.out))
@@ -58,7 +74,7 @@ def test_four_workers_make_the_data_of_one(whole: SharedJob, tmp_path: Path) -> 
         attempt["worker"] for attempt in metrics["attempts"]
     )
     assert len(metrics["attempts"]) == 4 and len({a["session"] for a in metrics["attempts"]}) == 1
-    assert sum(attempt["rows"] > 0 for attempt in metrics["attempts"]) > 1
+    assert sum(engine.stats.steps > 0 for engine in job.engines) > 1
     computed = Counter(log.read_text().split())
     # Copies of the last shards compute some rows twice, and no more than they have.
     assert computed.total() - len(computed) <= 4 * 8 * 2 * 2
