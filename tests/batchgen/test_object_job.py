@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fake_job import FakeEngine, FakeJob
 from object_files import FaultyFiles, at_random, use
+from shared_jobs import in_threads
 
 from batchgen.config import JobConfig, StepConfig, WorkersConfig
 from batchgen.errors import ConfigError, JobError
 from batchgen.job import JobResult, run_job
+from batchgen.output.object_lock import ObjectLock
 from batchgen.output.object_storage import ObjectStorage
 from batchgen.output.open_storage import open_storage
 from batchgen.output.read_job import JobFolderReader
@@ -22,6 +25,11 @@ from batchgen.workers.names import SESSION, worker_name
 from batchgen.workers.process import identity
 
 URL = "memory://jobs/a"
+GRADE = (
+    StepConfig(
+        target="batchgen.grading.grade.Grade", options={"method": "exact", "target": "number"}
+    ),
+)
 FAST = WorkersConfig(heartbeat=0.05, stale_after=0.5)
 
 
@@ -176,12 +184,7 @@ def test_grades_and_scores(
     files: FaultyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    post = (
-        StepConfig(
-            target="batchgen.grading.grade.Grade", options={"method": "exact", "target": "number"}
-        ),
-    )
-    result = ObjectJob(URL, rows=20, post=post).run()
+    result = ObjectJob(URL, rows=20, post=GRADE).run()
     assert "score" in result.message
     assert {path for path in files.store if "/grades/" in path} == {
         "/jobs/a/grades/part-00000.parquet", "/jobs/a/grades/part-00001.parquet",
@@ -190,22 +193,32 @@ def test_grades_and_scores(
     assert _metrics(files)["score"] and not list(tmp_path.iterdir())
 
 
-def in_threads(jobs: list[ObjectJob]) -> list[JobResult | Exception]:
-    found: list[JobResult | Exception] = []
+def test_a_graded_job_grows(files: FaultyFiles) -> None:
+    """Shards that were published anew are graded anew; nothing grades beside the job."""
+    for limit in (5, 15):
+        ObjectJob(URL, rows=20, limit=limit, samples=1, post=GRADE).run()
+        grades = files.store["/jobs/a/grades/part-00000.parquet"].getbuffer().tobytes()
+        assert pq.read_metadata(pa.BufferReader(grades)).num_rows == limit
+    assert _metrics(files)["score"]
 
-    def run(job: ObjectJob) -> None:
-        try:
-            found.append(job.run())
-        except Exception as error:
-            found.append(error)
 
-    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    assert len(found) == len(jobs)
-    return found
+def test_who_joins_when_the_job_is_complete_says_how_it_ended(
+    files: FaultyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was granted the lock as the workers lived, who have completed the job since."""
+    job = ObjectJob(URL, rows=20)
+    job.run()
+    before = dict(files.store)
+
+    def join(self: ObjectLock, until: float) -> None:
+        self._number = self._newest()
+
+    monkeypatch.setattr(ObjectLock, "_take", join)
+    result = job.run()
+    assert result.exit_code == 3
+    assert result.message.startswith("The job is complete; this worker has computed 0 rows of it.")
+    assert f"output            {URL}" in result.message
+    assert files.store == before
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.05])

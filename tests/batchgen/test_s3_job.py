@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from fake_job import FakeJob
 from s3_server import BUCKET, FaultyS3, served
-from test_object_job import ObjectJob, in_threads
+from shared_jobs import in_threads
+from test_object_job import ObjectJob
 
 from batchgen.__main__ import run_command
 from batchgen.config.compose import compose

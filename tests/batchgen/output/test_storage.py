@@ -1,0 +1,77 @@
+"""Storages of a job's folder: what a worker may still write when others have completed the job."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from object_files import FaultyFiles, store_in
+
+from batchgen.config import WorkersConfig
+from batchgen.output.metrics import Metrics, Tally
+from batchgen.output.object_storage import ObjectStorage
+from batchgen.output.storage import FolderStorage, Storage
+from batchgen.workers.file_store import FolderGone
+from batchgen.workers.names import LEASES, SESSION, WORKERS
+from batchgen.workers.operations import Create
+from batchgen.workers.worker import Worker
+
+
+def _folder(path: Path) -> tuple[Storage, Callable[[], None]]:
+    """A folder's storage, and what completes the job as others would."""
+    storage = FolderStorage(path)
+    storage.store("a", joins=False)
+    return storage, lambda: shutil.rmtree(path / WORKERS)
+
+
+def _objects(path: Path) -> tuple[Storage, Callable[[], None]]:
+    """The same in an object store."""
+    store = store_in(FaultyFiles())
+    storage = ObjectStorage(store, WorkersConfig())
+    storage.store("a", joins=False).do(Create(SESSION, b"a"))
+    store.belong(b"a")
+    return storage, lambda: store.delete([SESSION])
+
+
+@pytest.mark.parametrize("kind", [_folder, _objects])
+def test_who_was_paused_while_others_completed_the_job_changes_nothing(
+    kind: Callable[[Path], tuple[Storage, Callable[[], None]]], tmp_path: Path
+) -> None:
+    storage, complete = kind(tmp_path)
+    path = storage.path / "metrics.json"
+    with storage.whole():
+        storage.write(path, "mine")
+        assert storage.read(path) == b"mine"
+        complete()
+        storage.write(path, "late")
+        storage.write(storage.path / "README.md", "late")
+    assert storage.read(path) == b"mine" and not storage.exists(storage.path / "README.md")
+    storage.close()
+
+
+@pytest.mark.parametrize("kind", [_folder, _objects])
+def test_who_completed_the_job_keeps_its_figures(
+    kind: Callable[[Path], tuple[Storage, Callable[[], None]]], tmp_path: Path
+) -> None:
+    """Although another worker has overwritten them in between, and the folders are gone."""
+    storage, complete = kind(tmp_path)
+    path = storage.path / "metrics.json"
+    metrics = Metrics(path, 0, Tally(["a"], constrained=False), storage=storage)
+    metrics.save("complete")
+    mine = storage.read(path)
+    storage.write(path, "{}")
+    complete()
+    metrics.keep()
+    assert mine and storage.read(path) == mine
+    storage.close()
+
+
+def test_who_joins_a_folder_makes_none(tmp_path: Path) -> None:
+    with pytest.raises(FolderGone):
+        Worker(tmp_path, WorkersConfig(), 1, joins=True)
+    assert list(tmp_path.iterdir()) == []
+    worker = Worker(tmp_path, WorkersConfig(), 1)
+    worker.end("complete")
+    assert {path.name for path in tmp_path.iterdir()} == {LEASES, WORKERS}
