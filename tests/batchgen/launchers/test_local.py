@@ -167,5 +167,5 @@ def test_what_cannot_be_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             compose({**job, key: value})
     with pytest.raises(ConfigError, match=r"workers\.stale_after=20.* at least twice"):
         compose({**job, "workers.stale_after": 20})
-    with pytest.raises(ConfigError, match=r"output\.dir=s3://bucket/x: .* not to object stores"):
-        compose({"output.dir": "s3://bucket/x"})
+    with pytest.raises(ConfigError, match=r"launcher=local .*s3://bucket/x is in an object store"):
+        compose({**job, "output.dir": "s3://bucket/x"})
