@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -64,8 +65,16 @@ class JobFolderReader:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What manifest.json holds."""
-        found: dict[str, Any] = json.loads(self.storage.read(self.path / "manifest.json") or b"{}")
+        """What manifest.json holds.
+
+        Raises:
+            FileNotFoundError: it was there, and is gone.
+        """
+        path = self.path / "manifest.json"
+        content = self.storage.read(path)
+        if content is None:
+            raise FileNotFoundError(errno.ENOENT, "the job is gone", str(path))
+        found: dict[str, Any] = json.loads(content)
         return found
 
     @property

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
 from pathlib import Path
-from random import random
+from secrets import randbelow
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from batchgen.errors import ConfigError, JobError
@@ -274,7 +274,7 @@ class ObjectStore:
                 if isinstance(error, FileExistsError) or _is_there_already(error):
                     raise FileExistsError(name) from error
                 if (why := _refusal(error)) is None and time.monotonic() < until:
-                    self._sleep(pause * (0.5 + random()))
+                    self._sleep(pause * (0.5 + randbelow(1000) / 1000))
                     pause = min(2 * pause, _MOST_PAUSE)
                     continue
                 url = f"{self.url}/{name}".rstrip("/")
