@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 from fake_job import FakeJob
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto.moto_server")
+
 from s3_server import BUCKET, FaultyS3, served
 from shared_jobs import in_threads
 from test_object_job import ObjectJob
