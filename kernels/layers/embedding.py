@@ -31,25 +31,63 @@ def embedding_reference(ids: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(ids, weight)
 
 
+def embedding_share(ids: Tensor, weight: Tensor, first: int) -> Tensor:
+    """Look up ids in a share of a table: weight[ids - first], and zeros for ids that it lacks.
+
+    Args:
+        ids: [T] int64 or int32.
+        weight: [V, D], the vectors of the ids [first, first + V), the last axis contiguous.
+        first: the first id of the share.
+
+    Returns:
+        [T, D], dtype of weight.
+    """
+    run = embedding_share_triton if weight.is_cuda else embedding_share_reference
+    return run(ids, weight, first)
+
+
+def embedding_share_reference(ids: Tensor, weight: Tensor, first: int) -> Tensor:
+    """`embedding_share` in PyTorch."""
+    places = ids - first
+    elsewhere = (places < 0) | (places >= len(weight))
+    found = F.embedding(places.masked_fill_(elsewhere, 0), weight)
+    return found.masked_fill_(elsewhere.unsqueeze(1), 0)
+
+
 def embedding_triton(ids: Tensor, weight: Tensor) -> Tensor:
     """`embedding` in one launch."""
-    size = weight.shape[1]
+    return _launch(ids, weight, 0, share=False)
+
+
+def embedding_share_triton(ids: Tensor, weight: Tensor, first: int) -> Tensor:
+    """`embedding_share` in one launch."""
+    return _launch(ids, weight, first, share=True)
+
+
+def _launch(ids: Tensor, weight: Tensor, first: int, *, share: bool) -> Tensor:
+    num_ids, size = weight.shape
     assert ids.ndim == 1 and ids.is_contiguous() and weight.stride(1) == 1
     out = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
     chunks = triton.cdiv(size, _CHUNK)
     _embedding[(len(ids) * chunks,)](
-        ids, weight, out, weight.stride(0), size, CHUNKS=chunks, BLOCK=_CHUNK, num_warps=4
-    )
+        ids, weight, out, weight.stride(0), size, first, num_ids, SHARE=share, CHUNKS=chunks,
+        BLOCK=_CHUNK, num_warps=4,
+    )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "num_ids"])
 def _embedding(
-    ids_ptr, weight_ptr, out_ptr, stride, size, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
-):
+    ids_ptr, weight_ptr, out_ptr, stride, size, first, num_ids, SHARE: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = (tl.program_id(0) // CHUNKS).to(tl.int64)
     column = tl.program_id(0) % CHUNKS * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
     row = tl.load(ids_ptr + token).to(tl.int64)
-    values = tl.load(weight_ptr + row * stride + column, mask=mask)
+    own = mask
+    if SHARE:
+        row -= first
+        own = column < tl.where((row >= 0) & (row < num_ids), size, 0)
+    values = tl.load(weight_ptr + row * stride + column, mask=own, other=0.0)
     tl.store(out_ptr + token * size + column, values, mask=mask)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,12 @@ from batchgen.kernels.layers.activation import (
     silu_and_mul_reference,
     silu_and_mul_triton,
 )
-from batchgen.kernels.layers.embedding import embedding_reference, embedding_triton
+from batchgen.kernels.layers.embedding import (
+    embedding_reference,
+    embedding_share_reference,
+    embedding_share_triton,
+    embedding_triton,
+)
 from batchgen.kernels.layers.linear import add_linear_, pack_weight
 from batchgen.kernels.layers.plane import write_plane_reference, write_plane_triton
 from batchgen.kernels.layers.rms_norm import (
@@ -178,6 +185,20 @@ def test_embedding_kernel_has_the_bits_of_the_table(
     weight = _view(11, size, dtype=dtype)
     ids = (torch.arange(tokens) * 7 % 11).to(DEVICE, index)
     assert torch.equal(embedding_triton(ids, weight), embedding_reference(ids, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("find", [embedding_share_reference, embedding_share_triton])
+def test_shares_of_a_table_add_up_to_it(
+    find: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor], dtype: torch.dtype
+) -> None:
+    weight = _view(12, 1500, dtype=dtype)
+    ids = torch.tensor([0, 11, 4, 3, 8, 7, 4]).to(DEVICE)
+    found = [find(ids, weight[first : first + 4], first) for first in (0, 4, 8)]
+    for index, first in enumerate((0, 4, 8)):
+        own = (ids >= first) & (ids < first + 4)
+        assert torch.equal(found[index][own], weight[ids[own]])
+        assert not found[index][~own].any()
 
 
 @pytest.mark.gpu
