@@ -17,7 +17,7 @@ from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import rotary_order
 from batchgen.engine.parallel.shard import Shard
-from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, TensorParallel
+from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, Stream, TensorParallel
 from batchgen.kernels.attention.attention import paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.qkv import prepare_qkv
@@ -131,7 +131,7 @@ class Attention(nn.Module):
         cos_sin: Tensor | None,
         ctx: ForwardContext,
         outputs: OutputTokens | None,
-    ) -> Tensor:
+    ) -> Stream:
         """Return residual + attention(hidden), as `Mixer` says.
 
         The keys and values of all T tokens are written into the layer's cache, and the result

@@ -10,6 +10,7 @@ from batchgen.engine.cache.specs import CacheSpec
 from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.norm import RMSNorm
+from batchgen.engine.parallel.tensor_parallel import Stream
 
 
 class Mixer(Protocol):
@@ -28,7 +29,7 @@ class Mixer(Protocol):
         cos_sin: Tensor | None,
         ctx: ForwardContext,
         outputs: OutputTokens | None,
-    ) -> Tensor:
+    ) -> Stream:
         """Return residual + mixed(hidden); the result may overwrite `residual`.
 
         Args:
@@ -48,7 +49,7 @@ class Mixer(Protocol):
 class FeedForward(Protocol):
     """The part of a layer that treats each token by itself: an MLP, or experts."""
 
-    def __call__(self, hidden: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
+    def __call__(self, hidden: Tensor, residual: Tensor, ctx: ForwardContext) -> Stream:
         """Return residual + f(hidden), all of them [T, hidden_size]; the result may overwrite
         `residual`."""
 
@@ -98,15 +99,15 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        residual: Tensor,
+        stream: Stream,
         cos_sin: Tensor | None,
         ctx: ForwardContext,
         outputs: OutputTokens | None = None,
-    ) -> Tensor:
+    ) -> Stream:
         """Return the residual stream after this layer, given the one before it.
 
         Args:
-            residual: [T, hidden_size], the stream before the layer, which is overwritten.
+            stream: [T, hidden_size], the stream before the layer, which is overwritten.
             cos_sin: [T, head_dim] float32, as for `Mixer`.
             ctx: what the layers keep, and the KV slots of the tokens.
             outputs: the R tokens whose results are wanted; None wants those of all T tokens.
@@ -114,6 +115,7 @@ class DecoderLayer(nn.Module):
         Returns:
             [T, hidden_size], or [R, hidden_size] if `outputs` is given.
         """
-        hidden = self.input_layernorm(residual)
-        residual = self.mixer(hidden, residual, cos_sin, ctx, outputs)
-        return self.mlp(self.post_attention_layernorm(residual), residual, ctx)
+        hidden, residual = self.input_layernorm.of_stream(stream)
+        stream = self.mixer(hidden, residual, cos_sin, ctx, outputs)
+        hidden, residual = self.post_attention_layernorm.of_stream(stream)
+        return self.mlp(hidden, residual, ctx)

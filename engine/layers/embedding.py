@@ -10,9 +10,14 @@ from torch import Tensor, nn
 from batchgen.engine.layers.linear import Linear, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.shard import Shard
-from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.engine.parallel.tensor_parallel import (
+    ALONE,
+    EMBEDDING_LANE,
+    Stream,
+    TensorParallel,
+)
 from batchgen.kernels.fp8.quantise import FP8Rows
-from batchgen.kernels.layers.embedding import embedding
+from batchgen.kernels.layers.embedding import embedding, embedding_share
 
 
 class Embedding(nn.Module):
@@ -43,16 +48,13 @@ class Embedding(nn.Module):
         self.weight = empty_parameter(rows, hidden_size, device=device, dtype=dtype)
         _clear_padding(self.weight, vocab_size, parallel)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor) -> Stream:
         """Look up the vectors [T, hidden_size] of token ids [T] int64."""
         if self._parallel.size == 1:
             return embedding(input_ids, self.weight)
-        rows = len(self.weight)
-        places = input_ids - self._parallel.rank * rows
-        elsewhere = (places < 0) | (places >= rows)
-        own = embedding(places.masked_fill_(elsewhere, 0), self.weight)
+        own = embedding_share(input_ids, self.weight, self._parallel.rank * len(self.weight))
         # One rank has the vector and the others have zeros, so the sum is exact.
-        return self._parallel.sum(own.masked_fill_(elsewhere.unsqueeze(1), 0))
+        return self._parallel.add_sum(None, own, EMBEDDING_LANE)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slot of the table."""

@@ -20,7 +20,7 @@ from batchgen.engine.layers.linear import RowParallelLinear, empty_parameter
 from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.shard import Shard
-from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, TensorParallel
+from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, Stream, TensorParallel
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.delta_replay import delta_replay
@@ -202,7 +202,7 @@ class GatedDeltaNet(nn.Module):
         cos_sin: Tensor | None,
         ctx: ForwardContext,
         outputs: OutputTokens | None,
-    ) -> Tensor:
+    ) -> Stream:
         """Return residual + network(hidden), as `Mixer` says.
 
         The state of every row is moved on as `RowMetadata` says.

@@ -17,7 +17,7 @@ from batchgen.engine.layers.linear import Linear, RowParallelLinear
 from batchgen.engine.layers.merged_linear import MergedLinear
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.parallel.shard import Shard
-from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, TensorParallel
+from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, Stream, TensorParallel
 from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.latent_attention.attention import latent_attention
 from batchgen.kernels.latent_attention.prepare import prepare_latent
@@ -148,7 +148,7 @@ class LatentAttention(nn.Module):
         cos_sin: Tensor | None,
         ctx: ForwardContext,
         outputs: OutputTokens | None,
-    ) -> Tensor:
+    ) -> Stream:
         """Return residual + attention(hidden), as `Mixer` says.
 
         The latents and keys of all T tokens are written into the layer's cache, and the result

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.weight_slot import WeightSlot
-from batchgen.engine.parallel.tensor_parallel import TensorParallel
+from batchgen.engine.parallel.tensor_parallel import Stream, TensorParallel
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, scales_shape
 from batchgen.kernels.fp8.linear import fp8_linear
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
@@ -121,7 +121,7 @@ class Linear(nn.Module):
             return linear(x, self.weight, self.bias, self._most_rows)
         return self._compute_fp8(x)
 
-    def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Tensor:
+    def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Stream:
         """Add x Wᵀ + b to `residual` [T, out_features] in place and return it."""
         if isinstance(x, Tensor) and self.scales is None:
             return add_linear_(residual, x, self.weight, self.bias, self._most_rows)
@@ -209,16 +209,11 @@ class RowParallelLinear(Linear):
         assert isinstance(x, Tensor), "FP8 is refused with several ranks"
         return linear(x, self.weight, None, self._most_rows)
 
-    def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Tensor:
+    def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Stream:
         """Add the sum over all ranks to `residual` [T, out_features] in place and return it."""
         if self._parallel.size == 1:
             return super().add_to(residual, x)
-        assert isinstance(x, Tensor), "FP8 is refused with several ranks"
-        space = self._parallel.space(len(x), len(residual[0]), residual, self._lane)
-        if space is None or self.bias is not None:
-            return self._parallel.add_sum(residual, self(x), self._lane)
-        torch.mm(x, self.weight.t(), out=space)
-        return self._parallel.add_sum(residual, space, self._lane)
+        return self._parallel.add_sum(residual, self(x), self._lane)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slots of the weight, whose columns are divided, and of the bias."""

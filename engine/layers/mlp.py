@@ -8,7 +8,12 @@ from torch import Tensor, nn
 from batchgen.engine.execution.forward_context import ForwardContext
 from batchgen.engine.layers.linear import Linear, RowParallelLinear
 from batchgen.engine.layers.merged_linear import MergedLinear
-from batchgen.engine.parallel.tensor_parallel import ALONE, FEED_FORWARD_LANE, TensorParallel
+from batchgen.engine.parallel.tensor_parallel import (
+    ALONE,
+    FEED_FORWARD_LANE,
+    Stream,
+    TensorParallel,
+)
 from batchgen.kernels.fp8.quantise import FP8Rows, silu_and_mul_quantised
 from batchgen.kernels.layers.activation import silu_and_mul
 
@@ -64,7 +69,7 @@ class GatedMLP(nn.Module):
         """The only module that reads the hidden states."""
         return self.gate_up_proj
 
-    def forward(self, x: Tensor | FP8Rows, residual: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor | FP8Rows, residual: Tensor, ctx: ForwardContext) -> Stream:
         """Add the result for x [T, hidden_size] to `residual` [T, hidden_size] in place and return
         it."""
         return self.down_proj.add_to(residual, self._activated(x))

@@ -14,7 +14,12 @@ from batchgen.engine.layers.linear import CPUProducts, Linear, empty_fp8, empty_
 from batchgen.engine.layers.mlp import GatedMLP
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.outputs import OutputColumn
-from batchgen.engine.parallel.tensor_parallel import ALONE, FEED_FORWARD_LANE, TensorParallel
+from batchgen.engine.parallel.tensor_parallel import (
+    ALONE,
+    FEED_FORWARD_LANE,
+    Stream,
+    TensorParallel,
+)
 from batchgen.kernels.fp8.experts import fp8_grouped_mlp
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.layers.activation import add_gated
@@ -326,7 +331,7 @@ class SparseMoE(nn.Module):
             else:
                 self.checkpoint_names["shared_expert"] = "shared_experts"
 
-    def forward(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> Stream:
         """Add the result for x [T, hidden_size] to `residual` [T, hidden_size] in place and return
         it."""
         ids, weights = route(
@@ -354,10 +359,9 @@ class SparseMoE(nn.Module):
 
     def _add_over_ranks(
         self, x: Tensor, ids: Tensor, weights: Tensor, own: Tensor | None, residual: Tensor
-    ) -> Tensor:
+    ) -> Stream:
         """Add what the experts of all ranks make of the tokens, in one sum over the ranks."""
-        partial = self._parallel.space(len(x), x.shape[1], residual, FEED_FORWARD_LANE)
-        partial = torch.zeros_like(x) if partial is None else partial.zero_()
+        partial = torch.zeros_like(x)
         if own is None:
             partial = self.experts(x, ids, weights, partial)
         elif len(own):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.tensor_parallel import Stream
 from batchgen.kernels.fp8.quantise import FP8Rows, rms_norm_quantised
 from batchgen.kernels.layers.rms_norm import rms_norm
 
@@ -54,6 +56,17 @@ class RMSNorm(nn.Module):
             return rms_norm(x, self.weight, self.eps)
         powers = self._form.powers_of_two
         return rms_norm_quantised(x, self.weight, self.eps, powers_of_two=powers)
+
+    def of_stream(self, stream: Stream) -> tuple[Any, Tensor]:
+        """Normalise a residual stream [T, size].
+
+        Returns:
+            The result, as of `forward`, and the stream, to which a pending sum was added.
+        """
+        if isinstance(stream, Tensor):
+            return self(stream), stream
+        assert self._form is None, "FP8 is refused with several ranks"
+        return stream.normed(self.weight, self.eps)
 
     def quantise_result(self, form: FP8Format) -> None:
         """Quantise results [T, size] from now on, for a projection that computes in FP8."""

@@ -15,13 +15,14 @@ from batchgen.engine.execution.forward_context import ForwardContext
 from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.embedding import Embedding, LogitsLayer
 from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.quantise import quantise_layer
 from batchgen.engine.layers.rotary import RotaryTable
 from batchgen.engine.layers.weight_slot import WeightSlot, named_parts, weight_slots
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.outputs import OutputColumn
-from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.engine.parallel.tensor_parallel import ALONE, Stream, TensorParallel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -41,7 +42,7 @@ class Decoder(nn.Module):
         self,
         embed_tokens: Embedding,
         layers: Iterable[DecoderLayer],
-        norm: nn.Module,
+        norm: RMSNorm,
         rotary: RotaryTable | None,
     ) -> None:
         super().__init__()
@@ -52,13 +53,14 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute hidden states after the final norm, as `TokenModel.forward` says."""
-        residual: Tensor = self.embed_tokens(input_ids)
+        stream: Stream = self.embed_tokens(input_ids)
         cos_sin = None if self.rotary is None else self.rotary(positions)
         # The last layer writes its cache for all tokens, but computes results only for the outputs.
         for layer in self.layers[:-1]:
-            residual = layer(residual, cos_sin, ctx)
-        residual = self.layers[-1](residual, cos_sin, ctx, ctx.outputs)
-        hidden: Tensor = self.norm(residual)
+            stream = layer(stream, cos_sin, ctx)
+        stream = self.layers[-1](stream, cos_sin, ctx, ctx.outputs)
+        hidden: Tensor
+        hidden, _ = self.norm.of_stream(stream)
         return hidden
 
 
@@ -172,7 +174,7 @@ class CausalLM(TokenModel):
         """Make the layer with this index, counted from 0. Layers of one model may differ."""
 
     @abstractmethod
-    def make_norm(self) -> nn.Module:
+    def make_norm(self) -> RMSNorm:
         """Make the norm that follows the last layer."""
 
     def make_rotary(self) -> RotaryTable | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import nn
-
 from batchgen.engine.cache.specs import KVSpec
 from batchgen.engine.layers.attention import Attention
 from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward
@@ -126,7 +124,7 @@ class DenseForCausalLM(CausalLM):
             dtype=self.dtype,
         )
 
-    def make_norm(self) -> nn.Module:
+    def make_norm(self) -> RMSNorm:
         """Make an RMSNorm."""
         return RMSNorm(
             self.config.hidden_size,

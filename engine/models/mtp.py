@@ -88,11 +88,12 @@ class MTPHead(TokenModel):
         """
         embed_tokens, rotary, _ = self._shared
         assert ctx.hidden is not None
-        embedded = self.pre_fc_norm_embedding(embed_tokens(input_ids))
+        embedded, _ = self.pre_fc_norm_embedding.of_stream(embed_tokens(input_ids))
         merged = torch.cat((embedded, self.pre_fc_norm_hidden(ctx.hidden)), -1)
         cos_sin = None if rotary is None else rotary(positions)
         (layer,) = self.layers
-        hidden: Tensor = self.norm(layer(self.fc(merged), cos_sin, ctx, ctx.outputs))
+        hidden: Tensor
+        hidden, _ = self.norm.of_stream(layer(self.fc(merged), cos_sin, ctx, ctx.outputs))
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from batchgen.engine.parallel.one_shot import OneShotSum
+from batchgen.engine.parallel.one_shot import OneShot
+from batchgen.kernels.layers.rms_norm import rms_norm
 
 _HOST = "127.0.0.1"
 _START_SECONDS = 600.0
@@ -58,8 +59,8 @@ class DistributedGroup:
     """The ranks of one model, as `Collectives` describes them. All ranks must make one.
 
     On a CPU, sums are computed in the order of the ranks, so that a row has the same bits wherever
-    it stands in the batch. On GPUs, NCCL sums, and few tokens are summed by a kernel that reads the
-    other GPUs' memory (`OneShotSum`).
+    it stands in the batch. On GPUs, NCCL sums and gathers; what is small is summed
+    and gathered by kernels that write the other GPUs' memory (`OneShot`).
 
     Args:
         rank: the index of this rank.
@@ -75,7 +76,7 @@ class DistributedGroup:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self.rank, self.size = rank, size
-        self._one_shot: OneShotSum | None = None
+        self._one_shot: OneShot | None = None
         own = None
         if device == "cuda":
             DistributedGroup.had_gpu = True
@@ -89,34 +90,28 @@ class DistributedGroup:
             device_id=own,
         )
         if own is not None:
-            self._one_shot = OneShotSum.make(own, rank, size)
+            self._one_shot = OneShot.make(own, rank, size)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' x, in place of x."""
-        if x.is_cuda:
-            dist.all_reduce(x)
-            return x
-        return x.copy_(self._sum_in_order(x))
-
-    def space(self, rows: int, columns: int, like: Tensor, lane: int) -> Tensor | None:
-        """Return memory for `add_sum`, as `TensorParallel.space` says."""
-        if self._one_shot is None or not like.is_cuda:
-            return None
-        return self._one_shot.space(rows, columns, like.dtype, lane)
-
-    def add_sum(self, residual: Tensor, partial: Tensor, lane: int) -> Tensor:
-        """Add the sum of all ranks' `partial` to `residual`, as `TensorParallel.add_sum` says."""
-        if not partial.is_cuda:
-            return residual.add_(self._sum_in_order(partial))
-        if self._one_shot is not None and self._one_shot.holds(partial, lane):
-            return self._one_shot.add_sum(residual, partial, lane)
-        dist.all_reduce(partial)
-        return residual.add_(partial)
+    def add_sum_norm(
+        self, residual: Tensor | None, partial: Tensor, lane: int, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Add the sum of all ranks' parts to the residual stream and normalise it, as `Collectives`
+        says."""
+        if self._one_shot is not None and self._one_shot.takes(partial):
+            return self._one_shot.add_sum_norm(residual, partial, lane, weight, eps)
+        if partial.is_cuda:
+            dist.all_reduce(partial)
+        else:
+            partial = self._sum_in_order(partial)
+        residual = partial if residual is None else residual.add_(partial)
+        return rms_norm(residual, weight, eps), residual
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the columns of all ranks side by side, [R, size · C] from [R, C]."""
         if not x.is_cuda:
             return torch.cat(self._gathered(x), 1)
+        if self._one_shot is not None and self._one_shot.takes(x):
+            return self._one_shot.gather(x)
         rows, columns = x.shape
         found = x.new_empty((self.size, rows, columns))
         dist.all_gather_into_tensor(found, x.contiguous())

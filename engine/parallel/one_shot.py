@@ -1,4 +1,5 @@
-"""Sums over GPUs of one machine in one launch, by a kernel that reads the memory of all of them."""
+"""Collectives between GPUs of one machine in one launch each, by kernels that write the memory of
+all of them."""
 
 from __future__ import annotations
 
@@ -7,65 +8,67 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from batchgen.kernels.parallel.add_sum import MOST_PROGRAMS, PeerMemory, add_sum
+from batchgen.engine.parallel.tensor_parallel import SUM_LANES
+from batchgen.kernels.parallel.add_sum_norm import add_sum_norm
+from batchgen.kernels.parallel.gather import gather
+from batchgen.kernels.parallel.inbox import PeerMemory, clear, memory_bytes
 
-_LANES = 2
-_LANE_BYTES = {2: 4 * 2**20}
-"""The most bytes that are summed in one launch, by the number of ranks. Each rank reads the whole
-operands of all others, where NCCL's ring moves a share of them, so that more ranks mean less."""
-_FEWER_LANE_BYTES = 2**19
+_GATHER_LANES = (SUM_LANES, SUM_LANES + 1)
+_INBOX_BYTES = {2: 4 * 2**20}
+"""The most bytes of a rank that one launch sends, by the number of ranks. Each rank sends all of
+them to all others, where NCCL's ring moves a share of them, so that more ranks mean less."""
+_FEWER_INBOX_BYTES = 2**19
 
 
-class OneShotSum:
-    """Memory that all ranks can read, and the sums of what they write there.
+class OneShot:
+    """Memory that all ranks can write, and the collectives in which they do.
 
-    There is a memory for each lane. A sum waits until all ranks have written their operands, and
-    does not wait until all have read them. That a rank is done with a lane is known once it has
-    begun the next sum, in another lane: so lanes take turns (`TensorParallel.add_sum`).
+    That a rank has read what it was sent in a lane is known once it has sent something in another
+    one: so lanes take turns. Sums are told theirs (`TensorParallel.add_sum`). Gathers, which no
+    CUDA graph contains, have two of their own.
 
     Args:
-        memory: [lanes · bytes of a lane + bytes of signals] uint8, which all ranks share; zeros.
+        memory: uint8, the inboxes of this rank, which are empty and which all ranks share.
         peers: the addresses of this memory on all ranks.
-        lane_bytes: the bytes of a lane.
     """
 
-    def __init__(self, memory: Tensor, peers: PeerMemory, lane_bytes: int) -> None:
-        self._memory, self._peers, self._lane_bytes = memory, peers, lane_bytes
+    def __init__(self, memory: Tensor, peers: PeerMemory) -> None:
+        self._memory, self._peers = memory, peers
+        self._gathers = 0
 
     @classmethod
-    def make(cls, device: torch.device, rank: int, size: int) -> OneShotSum | None:
-        """Allocate the memory on all ranks together. None if the GPUs cannot read each other's."""
+    def make(cls, device: torch.device, rank: int, size: int) -> OneShot | None:
+        """Allocate the memory on all ranks together. None if the GPUs cannot reach each other's."""
         if not all(_reaches(device.index, other) for other in range(size)):
             return None
-        lane_bytes = _LANE_BYTES.get(size, _FEWER_LANE_BYTES)
-        signals = _LANES * lane_bytes
+        inbox_bytes = _INBOX_BYTES.get(size, _FEWER_INBOX_BYTES)
+        lanes = SUM_LANES + len(_GATHER_LANES)
         memory = symmetric_memory.empty(
-            signals + 4 * MOST_PROGRAMS * size, dtype=torch.uint8, device=device
+            memory_bytes(lanes, size, inbox_bytes), dtype=torch.uint8, device=device
         )
-        memory.zero_()
+        clear(memory)
         ranks = dist.group.WORLD
         assert ranks is not None
         handle = symmetric_memory.rendezvous(memory, ranks)
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         torch.cuda.synchronize(device)
         dist.barrier()
-        return cls(memory, PeerMemory(addresses, rank, size, signals), lane_bytes)
+        return cls(memory, PeerMemory(addresses, rank, size, inbox_bytes))
 
-    def space(self, rows: int, columns: int, dtype: torch.dtype, lane: int) -> Tensor | None:
-        """Return [rows, columns] in the memory of a lane; None if that has too few bytes."""
-        size = rows * columns * dtype.itemsize
-        if not 0 < size <= self._lane_bytes:
-            return None
-        start = lane * self._lane_bytes
-        return self._memory[start : start + size].view(dtype).view(rows, columns)
+    def takes(self, x: Tensor) -> bool:
+        """Whether x [R, C] on a GPU, the same size on all ranks, is small enough."""
+        return x.is_cuda and 0 < x.numel() * x.itemsize <= self._peers.inbox_bytes
 
-    def holds(self, partial: Tensor, lane: int) -> bool:
-        """Whether an operand lies at the beginning of a lane."""
-        return partial.data_ptr() == self._memory.data_ptr() + lane * self._lane_bytes
+    def add_sum_norm(
+        self, residual: Tensor | None, partial: Tensor, lane: int, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Compute what `Collectives.add_sum_norm` says, of a part that `takes` accepts."""
+        return add_sum_norm(residual, partial, weight, eps, self._peers, lane)
 
-    def add_sum(self, residual: Tensor, partial: Tensor, lane: int) -> Tensor:
-        """Add the sum over all ranks of what lies in a lane to `residual` [T, H], and return it."""
-        return add_sum(residual, self._peers, lane * self._lane_bytes)
+    def gather(self, x: Tensor) -> Tensor:
+        """Return [R, size · C], the columns of all ranks' x [R, C], which `takes` accepts."""
+        self._gathers += 1
+        return gather(x, self._peers, _GATHER_LANES[self._gathers % len(_GATHER_LANES)])
 
 
 def _reaches(own: int, other: int) -> bool:

@@ -7,7 +7,7 @@ experts, each rank has some as a whole.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -19,15 +19,10 @@ T = TypeVar("T")
 class Collectives(Protocol):
     """What the ranks of one model do together. All ranks call the same in the same order."""
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' tensors of this shape, in place of x."""
-
-    def add_sum(self, residual: Tensor, partial: Tensor, lane: int) -> Tensor:
-        """Add the sum of all ranks' `partial` to `residual` in place and return it; as
-        `TensorParallel.add_sum` says."""
-
-    def space(self, rows: int, columns: int, like: Tensor, lane: int) -> Tensor | None:
-        """Return the memory in which `add_sum` of the same lane wants `partial`, or None."""
+    def add_sum_norm(
+        self, residual: Tensor | None, partial: Tensor, lane: int, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `PendingSum.normed` says; `residual` and `partial` may be overwritten."""
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the columns [R, n · C] of all ranks' x [R, C], side by side."""
@@ -37,6 +32,41 @@ class Collectives(Protocol):
 
     def agree(self, value: Any) -> Any:
         """Return the value that rank 0 has, which pickle can send."""
+
+
+class PendingSum(NamedTuple):
+    """A residual stream to which a sum over all ranks is still to be added.
+
+    The norm that reads the stream has it added (`RMSNorm.of_stream`), so that few tokens need one
+    launch for both.
+
+    Attributes:
+        residual: [T, H], contiguous, the same on all ranks; None stands for zeros.
+        partial: [T, H], contiguous, this rank's part of the sum.
+        lane: as for `TensorParallel.add_sum`.
+        collectives: how the ranks compute together.
+    """
+
+    residual: Tensor | None
+    partial: Tensor
+    lane: int
+    collectives: Collectives
+
+    def normed(self, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Add the sum and normalise the result, once.
+
+        Args:
+            weight: [H], of the norm (`rms_norm`).
+            eps: of the norm.
+
+        Returns:
+            The normed stream [T, H] and the stream [T, H] itself, with the same bits on all ranks.
+        """
+        return self.collectives.add_sum_norm(self.residual, self.partial, self.lane, weight, eps)
+
+
+Stream = Tensor | PendingSum
+"""A residual stream [T, H] between the parts of a model."""
 
 
 class TensorParallel:
@@ -105,39 +135,17 @@ class TensorParallel:
             start += size
         return Shard(axis, start, tuple(ranges))
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks, in place of x."""
-        if self.size == 1:
-            return x
-        return self._joined.sum(x)
-
-    def space(self, rows: int, columns: int, like: Tensor, lane: int) -> Tensor | None:
-        """Return memory that other ranks can read, for the operand of `add_sum`.
+    def add_sum(self, residual: Tensor | None, partial: Tensor, lane: int) -> PendingSum:
+        """Add the sum over all ranks to the residual stream, which is the same on all of them. It
+        is computed when the stream is read.
 
         Args:
-            rows: the number of its rows.
-            columns: the number of its columns.
-            like: a tensor of the same device and dtype.
-            lane: as for `add_sum`.
-
-        Returns:
-            [rows, columns]; None if the operand may be anywhere.
+            residual: [T, H], contiguous, which is then overwritten; None stands for zeros.
+            partial: [T, H], contiguous, this rank's part of the sum, which may be overwritten.
+            lane: which memory the ranks' parts go through. Of two sums, one right behind the other,
+                each must have a lane of its own.
         """
-        return self._joined.space(rows, columns, like, lane)
-
-    def add_sum(self, residual: Tensor, partial: Tensor, lane: int) -> Tensor:
-        """Add the sum over all ranks to the residual stream, which is the same on all of them.
-
-        Args:
-            residual: [T, H], contiguous, overwritten.
-            partial: [T, H], this rank's part of the sum.
-            lane: which of the memories of `space` was used, if one was. Of two sums, one right
-                behind the other, each must have a lane of its own.
-
-        Returns:
-            `residual`, with the same bits on all ranks.
-        """
-        return self._joined.add_sum(residual, partial, lane)
+        return PendingSum(residual, partial, lane, self._joined)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the columns of all ranks side by side: [R, size · C] from each rank's [R, C]."""
@@ -166,8 +174,11 @@ class TensorParallel:
 ALONE = TensorParallel()
 """One rank that has all weights."""
 
-MIXER_LANE, FEED_FORWARD_LANE = 0, 1
-"""The lanes (`TensorParallel.add_sum`) of the two parts of a layer, which take turns."""
+MIXER_LANE, FEED_FORWARD_LANE, EMBEDDING_LANE = range(3)
+"""The lanes (`TensorParallel.add_sum`) of the two parts of a layer, which take turns, and of the
+embedding before them."""
+SUM_LANES = 3
+"""The number of lanes."""
 
 
 def _divisors(number: int) -> str:

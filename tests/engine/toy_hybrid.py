@@ -35,6 +35,7 @@ from batchgen.engine.layers.rotary import DefaultRope, RotaryTable
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import FamilyConfig, ModelConfig
 from batchgen.engine.outputs import OutputColumn
+from batchgen.engine.parallel.tensor_parallel import Stream
 from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.linear_attention.rows import StepRows
 
@@ -101,7 +102,7 @@ class GatedRecurrence(nn.Module):
         cos_sin: Tensor | None,
         ctx: ForwardContext,
         outputs: OutputTokens | None,
-    ) -> Tensor:
+    ) -> Stream:
         decay, value, gate = self.in_proj(hidden).float().chunk(3, -1)
         decay, gate = _gate(decay), _gate(gate)
         cache, mixed, start = ctx.cache(self.layer, StateCache), torch.empty_like(value), 0
@@ -229,7 +230,7 @@ class RecordingMLP(GatedMLP):
         super().__init__(size, 2 * size, bias=False, **more)
         self.layer, self.column = layer, column
 
-    def forward(self, x: Tensor | FP8Rows, residual: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor | FP8Rows, residual: Tensor, ctx: ForwardContext) -> Stream:
         if self.column.name in ctx.columns:
             assert isinstance(x, Tensor)
             ctx.record(self.column, x[:, :ROUTES].topk(2).indices, self.layer)
@@ -285,7 +286,7 @@ class ToyHybridForCausalLM(CausalLM):
             mixer_name="self_attn" if toy.layer_types[index] == "a" else "recurrence",
         )
 
-    def make_norm(self) -> nn.Module:
+    def make_norm(self) -> RMSNorm:
         return RMSNorm(self.config.hidden_size, EPS, device=self.device, dtype=self.dtype)
 
     def make_rotary(self) -> RotaryTable:

@@ -1,0 +1,109 @@
+"""How the kernels of several ranks send each other tensors, in the middle of a launch.
+
+Each rank has an inbox for each rank, in its own memory, which the others can write. An inbox is
+empty where it holds a certain pattern of bits. A rank writes its elements into its inboxes on all
+other ranks, and then reads its own until none of the elements that it wants is empty. So values are
+moved over the links once, in one direction, and neither fences nor signals are needed: an element
+that is there is its own signal. Who has read elements empties them again.
+
+The pattern is that of minus zero for elements of two bytes, and twice that for elements of four,
+which is next to nothing there. Zero is sent in its place.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_PROGRAMS = 128
+"""The most programs of a launch. All of a rank run at once on the GPUs this is for, so that none
+waits for one that cannot start."""
+_EMPTY = {2: -0x8000, 4: -0x7FFF8000}
+"""The pattern of an empty element, by its bytes."""
+
+
+class PeerMemory(NamedTuple):
+    """The memory of all ranks that this rank can read and write: inboxes, lane by lane.
+
+    A lane has an inbox for each rank. It can be used again when all ranks have emptied theirs. That
+    is so once this rank has received what the others sent behind that, in another lane: they sent
+    it in a later launch than the one that emptied the inboxes.
+
+    Attributes:
+        addresses: [size] int64, on this rank's device: where the memory of each rank begins, a
+            multiple of 16 bytes.
+        rank: the index of this rank.
+        size: the number of ranks.
+        inbox_bytes: the bytes of an inbox, a multiple of 16.
+    """
+
+    addresses: Tensor
+    rank: int
+    size: int
+    inbox_bytes: int
+
+    def start(self, lane: int) -> int:
+        """Return the byte at which the inboxes of a lane begin."""
+        return lane * self.size * self.inbox_bytes
+
+
+def memory_bytes(lanes: int, size: int, inbox_bytes: int) -> int:
+    """Return how many bytes of memory each of `size` ranks needs for so many lanes."""
+    return lanes * size * inbox_bytes
+
+
+def clear(memory: Tensor) -> None:
+    """Empty all inboxes in the memory [B] uint8 of a rank, before any rank uses it."""
+    memory.view(torch.int16).fill_(_EMPTY[2])
+
+
+def as_bits(x: Tensor) -> Tensor:
+    """Return the elements of a contiguous tensor as integers of as many bytes."""
+    assert x.is_contiguous()
+    return x.view({2: torch.int16, 4: torch.int32}[x.itemsize])
+
+
+def empty_bits(x: Tensor) -> int:
+    """Return the pattern of an empty element of the dtype of x."""
+    return _EMPTY[x.itemsize]
+
+
+@triton.jit
+def sendable(bits, EMPTY: tl.constexpr):
+    """Put zero in the place of the pattern that means empty."""
+    return tl.where(bits == EMPTY, tl.zeros_like(bits), bits)
+
+
+@triton.jit
+def send(
+    bits, place, mask, addresses_ptr, start, inbox_bytes, RANK: tl.constexpr, SIZE: tl.constexpr
+):
+    """Write what `sendable` made to these places of this rank's inboxes on all other ranks."""
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            inbox = _inbox(addresses_ptr + peer, start + RANK * inbox_bytes, bits.dtype)
+            tl.store(inbox + place, bits, mask=mask)
+
+
+@triton.jit
+def receive(
+    peer, place, mask, addresses_ptr, start, inbox_bytes,
+    DTYPE: tl.constexpr, RANK: tl.constexpr, EMPTY: tl.constexpr,
+):  # fmt: skip
+    """Wait for what a peer sends to these places, and empty them."""
+    inbox = _inbox(addresses_ptr + RANK, start + peer * inbox_bytes, DTYPE)
+    bits = tl.load(inbox + place, mask=mask, other=0, volatile=True)
+    while tl.max((bits == EMPTY).to(tl.int32), axis=0) != 0:
+        bits = tl.load(inbox + place, mask=mask, other=0, volatile=True)
+    tl.store(inbox + place, tl.full(bits.shape, EMPTY, DTYPE), mask=mask)
+    return bits
+
+
+@triton.jit
+def _inbox(address_ptr, start, DTYPE: tl.constexpr):
+    inbox = (tl.load(address_ptr) + start).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(inbox, 16)  # bytes, so that a thread moves as many at once
