@@ -1,18 +1,26 @@
 """Measure an engine whose weights are divided between two GPUs, and two engines beside each other.
 
     python scripts/bench/bench_tensor_parallel.py --json PATH
-    python scripts/bench/bench_tensor_parallel.py --parts dense --nccl --json PATH
+    python scripts/bench/bench_tensor_parallel.py --parts sums,dense --sums fused,apart,nccl
 
 Parts, of which --parts chooses some:
 
+- sums: a sum over two GPUs and the norm behind it, of rows of 4,096 values in bfloat16, and a
+  gather of logits for 151,936 ids, in CUDA graphs.
 - dense: decode steps of qwen3-8b with 4 and with 256 rows, with one GPU and with two, and how many
   tokens both have in common, greedily in bfloat16.
 - experts: the workload mixed on qwen3-30b-a3b, with one GPU and with two.
 - data: the workload mixed1k on qwen3-8b, with one GPU, and halved between two engines of one GPU
   each: with the time in which the last rows run out, and the rates before that begins.
 
-The weights are random. Each engine is a process of its own; those of a model start beside each
-other, so that each has only some of a GPU's memory for its cache (--cache-gib).
+The weights are random. Each engine is a process of its own, with so large a cache that others have
+room on its GPU (--cache-gib).
+
+--sums chooses how two GPUs sum. The parts sums, dense and experts measure each of several ways:
+
+- fused: a kernel of ours, which computes the norm behind the sum as well.
+- apart: the same kernel, and another one that computes the norm once more, as if the first had not.
+- nccl: NCCL sums and gathers, and other kernels add the sum and compute the norm.
 """
 
 from __future__ import annotations
@@ -29,7 +37,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from bench_recipe import BenchRecipe
+from bench_recipe import SUMS, BenchRecipe, SumsRecipe
 from workloads import BenchRequest, prompt_vocab, requests
 
 from batchgen.engine.outputs import RequestOutput
@@ -40,6 +48,7 @@ from batchgen.engine.sampling.params import SamplingParams
 
 T = TypeVar("T")
 _MODELS = {"dense": "qwen3-8b", "experts": "qwen3-30b-a3b", "data": "qwen3-8b"}
+_SUMS = "sums"
 _ROWS = (4, 256)
 _PROMPT, _TOKENS = 128, 192
 _END_SECONDS = 20.0
@@ -129,6 +138,18 @@ class Served:
         return seconds, full, [outputs[i] for i in range(len(load))]
 
 
+def serve_sums(sums: str) -> None:
+    """Measure sums and gathers of two ranks, and say the result to who asks over stdin."""
+    started = time.perf_counter()
+    recipe = SumsRecipe(sums)
+    processes = RankProcesses(2, recipe, "cuda")
+    _say({"ready": round(time.perf_counter() - started, 2)})
+    found = recipe.measure(processes.parallel)
+    for _ in sys.stdin:
+        _say({"sums": found})
+    end_process(0)
+
+
 class Child:
     """The process of an engine, on GPUs of its own."""
 
@@ -173,16 +194,22 @@ class Child:
         return said
 
 
-def measure(parts: Sequence[str], options: Sequence[str], models: Mapping[str, str]) -> Any:
-    """Measure the parts that were asked for. The engines of a model start beside each other, and
-    then those that share a GPU take turns."""
+def measure(
+    parts: Sequence[str], sums: Sequence[str], options: Sequence[str], models: Mapping[str, str]
+) -> Any:
+    """Measure the parts that were asked for, those with two ranks in each of the ways to sum."""
     found: dict[str, Any] = {}
+    if "sums" in parts:
+        for way in sums:
+            found[f"sums {way}"] = ask_two(_SUMS, way, (), {})[0]["sums"]
+    if "dense" in parts:
+        steps = [{"rows": rows} for rows in _ROWS]
+        for way in sums:
+            found[f"dense 2 {way}"] = ask_two(models["dense"], way, options, *steps)
     if {"dense", "data"} & {*parts}:
-        wanted = [(2, "0,1")] * ("dense" in parts) + [(1, "0")] + [(1, "1")] * ("data" in parts)
+        wanted = [(1, "0")] + [(1, "1")] * ("data" in parts)
         children = start(models["dense"], wanted, options)
         if "dense" in parts:
-            found["dense 2"] = [children[0].ask(rows=rows) for rows in _ROWS]
-            children.pop(0).end()
             found["dense 1"] = [children[0].ask(rows=rows) for rows in _ROWS]
         if "data" in parts:
             both(children, lambda child, i: child.ask(name="smoke", part=0, parts=1))
@@ -192,12 +219,25 @@ def measure(parts: Sequence[str], options: Sequence[str], models: Mapping[str, s
             )
         both(children, lambda child, i: child.end())
     if "experts" in parts:
-        children = start(models["experts"], [(2, "0,1"), (1, "1")], options)
-        for ranks, child in zip((2, 1), children, strict=True):
-            # The first run may compile kernels.
-            child.ask(name="mixed", part=0, parts=4)
-            found[f"experts {ranks}"] = child.ask(name="mixed", part=0, parts=1)
-            child.end()
+        # The first run may compile kernels.
+        loads: list[dict[str, Any]] = [
+            {"name": "mixed", "part": 0, "parts": shares} for shares in (4, 1)
+        ]
+        for way in sums:
+            found[f"experts 2 {way}"] = ask_two(models["experts"], way, options, *loads)[-1]
+        (child,) = start(models["experts"], [(1, "1")], options)
+        found["experts 1"] = [child.ask(**load) for load in loads][-1]
+        child.end()
+    return found
+
+
+def ask_two(
+    model: str, way: str, options: Sequence[str], *loads: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Start an engine of two ranks that sum in this way, measure loads, and end it."""
+    (child,) = start(model, [(2, "0,1")], [*options, "--sums", way])
+    found = [child.ask(**load) for load in loads]
+    child.end()
     return found
 
 
@@ -216,19 +256,30 @@ def both(children: Sequence[Child], call: Callable[[Child, int], T]) -> list[T]:
 
 def summary(found: Mapping[str, Any]) -> list[str]:
     lines = []
-    if {"dense 1", "dense 2"} <= found.keys():
-        for one, two in zip(found["dense 1"], found["dense 2"], strict=True):
-            gain = one["ms_per_step"] / two["ms_per_step"]
-            pairs = zip(one["tokens"], two["tokens"], strict=True)
-            same = [_common(a, b) / len(a) for a, b in pairs]
+    for name, entries in found.items():
+        part, _, way = name.rpartition(" ")
+        if part == "sums":
+            lines += [
+                f"{way}, {entry['rows']} rows: {entry['sum_us']} µs for a sum and its norm, "
+                f"{entry['gather_us']} µs for a gather of logits"
+                for entry in entries
+            ]
+        elif part == "dense 2":
+            for one, two in zip(found["dense 1"], entries, strict=True):
+                gain = one["ms_per_step"] / two["ms_per_step"]
+                pairs = zip(one["tokens"], two["tokens"], strict=True)
+                same = [_common(a, b) / len(a) for a, b in pairs]
+                lines.append(
+                    f"decode, {one['rows']} rows: {one['ms_per_step']} ms with one GPU, "
+                    f"{two['ms_per_step']} with two ({way}): {gain:.2f} times as fast; tokens in "
+                    f"common before the first difference {sum(same) / len(same):.1%}"
+                )
+        elif part == "experts 2":
+            one, two = found["experts 1"]["seconds"], entries["seconds"]
             lines.append(
-                f"decode, {one['rows']} rows: {one['ms_per_step']} ms with one GPU, "
-                f"{two['ms_per_step']} with two: {gain:.2f} times as fast; tokens in common before "
-                f"the first difference {sum(same) / len(same):.1%}"
+                f"experts, mixed: {one} s with one GPU, {two} with two ({way}): "
+                f"{one / two:.2f} times"
             )
-    if {"experts 1", "experts 2"} <= found.keys():
-        one, two = found["experts 1"]["seconds"], found["experts 2"]["seconds"]
-        lines.append(f"experts, mixed: {one} s with one GPU, {two} with two: {one / two:.2f} times")
     if {"data 1", "data 2"} <= found.keys():
         one, halves = found["data 1"], found["data 2"]
         seconds = max(half["seconds"] for half in halves)
@@ -256,24 +307,30 @@ def _synchronize() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default="dense,experts,data", help="comma separated")
-    parser.add_argument("--nccl", action="store_true", help="leave all sums to NCCL")
+    parser.add_argument("--parts", default="sums,dense,experts,data", help="comma separated")
+    parser.add_argument("--sums", default=SUMS[0], help=f"of {', '.join(SUMS)}; comma separated")
     parser.add_argument("--model", help="instead of the models of all parts, such as tiny")
     parser.add_argument("--cache-gib", type=float, default=34.0, help="KV cache of a GPU")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--serve", metavar="MODEL", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.serve == _SUMS:
+        serve_sums(arguments.sums)
+        return
     if arguments.serve:
-        recipe = BenchRecipe(arguments.serve, arguments.cache_gib, arguments.nccl)
+        recipe = BenchRecipe(arguments.serve, arguments.cache_gib, arguments.sums)
         Served(recipe, arguments.ranks).serve()
         return
-    parts = arguments.parts.split(",")
-    if unknown := set(parts) - _MODELS.keys():
-        parser.error(f"unknown part {min(unknown)!r}: choose from {', '.join(_MODELS)}")
+    parts, sums = arguments.parts.split(","), arguments.sums.split(",")
+    for given, known in ((parts, (_SUMS, *_MODELS)), (sums, SUMS)):
+        if unknown := set(given) - set(known):
+            parser.error(f"unknown {min(unknown)!r}: choose from {', '.join(known)}")
+    if _SUMS in parts and not torch.cuda.is_available():
+        parser.error("the part sums needs two GPUs: leave it out of --parts")
     models = dict.fromkeys(_MODELS, arguments.model) if arguments.model else _MODELS
-    options = ["--cache-gib", str(arguments.cache_gib), *["--nccl"] * arguments.nccl]
-    found = measure(parts, options, models)
+    options = ["--cache-gib", str(arguments.cache_gib)]
+    found = measure(parts, sums, options, models)
     lines = summary(found)
     print(*lines, sep="\n")
     if arguments.json:
