@@ -6,12 +6,17 @@ import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from batchgen.engine.constraint.json_text import NotJson, parse_json
 from batchgen.errors import ConfigError
 from batchgen.grading.latex import Span, boxes, stripped
 from batchgen.grading.step import AnswerRow, AnswerRows, Column, GradeFailure, TextStep
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from batchgen.grading.lone_boxes import LoneBoxes
 
 Method = Literal["boxed", "last_number", "letter", "regex", "json_path", "whole"]
 METHODS = ("boxed", "last_number", "letter", "regex", "json_path", "whole")
@@ -126,18 +131,27 @@ class Extract(TextStep):
     def apply_all(
         self, rows: AnswerRows, failures: dict[int, GradeFailure]
     ) -> dict[str, list[Any]]:
-        # No tuple for each row is kept: the garbage collector looks through what piles up.
-        answers: list[str | None] = []
-        starts: list[int | None] = []
-        ends: list[int | None] = []
-        reasoning_ends: list[int] = []
-        for text in rows.texts:
-            answer, start, end, reasoning_end = self._values(text)
-            answers.append(answer)
-            starts.append(start)
-            ends.append(end)
-            reasoning_ends.append(reasoning_end)
+        from batchgen.grading.lone_boxes import parts_of  # workers need no numpy
+
+        texts = rows.texts
+        lone = self._lone_boxes(texts)
+        answers: list[str | None] = parts_of(texts, lone.first, lone.last).to_pylist()
+        starts: list[int | None] = lone.first.tolist()
+        ends: list[int | None] = lone.last.tolist()
+        reasoning_ends = [0] * len(texts)
+        for place in lone.others:
+            values = self._values(texts[place].as_py())
+            answers[place], starts[place], ends[place], reasoning_ends[place] = values
         return dict(zip(self._names, (answers, starts, ends, reasoning_ends), strict=True))
+
+    def _lone_boxes(self, texts: pa.StringArray) -> LoneBoxes:
+        """`lone_boxes` of texts without a mark of the reasoning, if nothing comes before boxes."""
+        from batchgen.grading.lone_boxes import LoneBoxes, lone_boxes
+
+        marks = [mark for mark in (self.reasoning_start, self.reasoning_end) if mark is not None]
+        if self.methods[0] != "boxed" or self.reasoning_required or "" in marks:
+            return LoneBoxes.none(len(texts))
+        return lone_boxes(texts, "".join({mark[0] for mark in marks}))
 
     def _values(self, text: str) -> tuple[str | None, int | None, int | None, int]:
         """The values of the columns for a text."""

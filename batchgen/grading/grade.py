@@ -15,7 +15,7 @@ from batchgen.engine.constraint.json_schema.validator import make_validator
 from batchgen.engine.constraint.json_text import NotJson, parse_json, parse_unique_json
 from batchgen.errors import ConfigError
 from batchgen.grading.choices import LETTERS
-from batchgen.grading.integers import normal_integer
+from batchgen.grading.integers import normal_integer, short_integers
 from batchgen.grading.latex import plain
 from batchgen.grading.math_answers import normal_math, same_math
 from batchgen.grading.step import AnswerRow, AnswerRows, Column, GradeFailure
@@ -155,18 +155,18 @@ class Grade:
         answers = rows.values.get(self.answer, none)
         targets = rows.fields.get(self.target, none)
         choices = none if self.choices is None else rows.fields.get(self.choices, none)
-        marks: list[float | None] = []
-        keys: list[str | None] = []
-        against: list[str | None] = []
-        for place, given in enumerate(zip(answers, targets, choices, strict=True)):
-            mark = key = target = None
+        marks: list[float | None] = list(none)
+        keys: list[str | None] = list(none)
+        against: list[str | None] = list(none)
+        places: Sequence[int] = range(len(none))
+        if self.method == "integer" and self.target_pattern is None:
+            marks, keys, against, places = _short_integer_marks(answers, targets)
+        for place in places:
+            given = answers[place], targets[place], choices[place]
             try:
-                mark, key, target = self._values(*given)
+                marks[place], keys[place], against[place] = self._values(*given)
             except GradeFailure as failure:
                 failures[place] = failure
-            marks.append(mark)
-            keys.append(key)
-            against.append(target)
         return dict(zip(self._names, (marks, keys, against), strict=True))
 
     def _values(self, answer: Any, value: Any, choices: Sequence[str] | None) -> _Values:
@@ -247,6 +247,21 @@ class Grade:
                 "failed", f"the function returned {mark!r}: it must be a number from 0 to 1"
             )
         return float(mark)
+
+
+def _short_integer_marks(
+    answers: Sequence[Any], targets: Sequence[Any]
+) -> tuple[list[float | None], list[str | None], list[str | None], list[int]]:
+    """The marks, keys and targets of N rows whose answer and target are short integers; None for
+    the other rows, and the places of these."""
+    import pyarrow.compute as pc  # workers do not need it
+
+    given, is_short = short_integers(answers)
+    wanted, is_short_target = short_integers(targets)
+    short = pc.and_(is_short, is_short_target)
+    columns = pc.equal(given, wanted).cast("float64"), given, wanted
+    marks, keys, against = (pc.if_else(short, column, None).to_pylist() for column in columns)
+    return marks, keys, against, [at for at, is_one in enumerate(short.to_pylist()) if not is_one]
 
 
 def normal_text(text: str, ignore_case: bool = False) -> str:

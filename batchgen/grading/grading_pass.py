@@ -96,8 +96,7 @@ class GradingPass:
             fields = {name: batch[name].to_pylist() for name in self._fields(batch.schema)}
             for name in fields.keys() & readers.keys():
                 fields[name] = [readers[name](value) for value in fields[name]]
-            texts = batch[self.text_column].to_pylist()
-            values = self.grader.chain.all_values(texts, fields)
+            values = self.grader.chain.all_values(batch[self.text_column], fields)
             columns = [batch[name] for name in ROW_KEYS]
             columns += [pa.array(values[field.name], field.type) for field in self._made]
             grades = pa.RecordBatch.from_arrays(columns, schema=schema)

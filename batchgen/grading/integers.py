@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from batchgen.grading.latex import plain
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _CURRENCY = re.compile(r"\\?[$€£¥₹]|\\(?:euro|pounds)(?![A-Za-z])")
 _UNIT = re.compile(
@@ -16,7 +21,7 @@ _INTEGER = re.compile(
     r"(?:\.(?P<decimals>\d*))?(?!,?\d)",
     re.A,
 )
-_SIMPLE = re.compile(r"-?[1-9]\d*|0", re.A)
+_SIMPLE = re.compile(r"-?[1-9][0-9]*|0")
 
 
 def normal_integer(answer: str) -> str | None:
@@ -42,3 +47,21 @@ def normal_integer(answer: str) -> str | None:
         return None
     digits = re.sub(r"\D", "", match["whole"]).lstrip("0") or "0"
     return "-" + digits if match["sign"] == "-" and digits != "0" else digits
+
+
+def short_integers(values: Sequence[Any]) -> tuple[pa.StringArray, pa.BooleanArray]:
+    """Texts or integers as an Arrow array of texts, and which of them are whole numbers in their
+    shortest form; values of several kinds or of another one become nulls."""
+    import pyarrow as pa  # workers need neither
+    import pyarrow.compute as pc
+
+    try:
+        array = pa.array(values)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        array = pa.nulls(len(values))
+    if pa.types.is_integer(array.type):
+        array = array.cast(pa.string())
+    elif not pa.types.is_string(array.type):
+        array = pa.nulls(len(values), pa.string())
+    short = pc.match_substring_regex(array, rf"\A(?:{_SIMPLE.pattern})\z")
+    return array, short.fill_null(False)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from batchgen.errors import ConfigError
 from batchgen.grading.pool import Ready, WorkerPool
@@ -20,6 +20,9 @@ from batchgen.grading.step import (
     GradeFailure,
     PostStep,
 )
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _Values = dict[str, Any]
 
@@ -90,20 +93,20 @@ class StepChain:
         return all(isinstance(step, ColumnStep) and not step.isolated for step in self.steps)
 
     def all_values(
-        self, texts: Sequence[str | None], fields: Mapping[str, Sequence[Any]]
+        self, texts: pa.StringArray, fields: Mapping[str, Sequence[Any]]
     ) -> dict[str, Sequence[Any]]:
         """The columns of all steps for N rows, with the same values as row by row.
 
         Args:
-            texts: [N], what the model wrote; None if the row has an error.
+            texts: [N], what the model wrote; null if the row has an error.
             fields: the rows' columns [N] by name.
         """
         values: dict[str, Sequence[Any]] = {name: [None] * len(texts) for name in self._names}
-        left = [place for place, text in enumerate(texts) if text is not None]
+        left = [place for place, valid in enumerate(texts.is_valid().to_pylist()) if valid]
         for step in self.steps if left else ():
             assert isinstance(step, ColumnStep)
             rows = AnswerRows(
-                cast(Sequence[str], _at(texts, left)),
+                texts if len(left) == len(texts) else texts.take(left),
                 {name: _at(column, left) for name, column in fields.items()},
                 {name: _at(column, left) for name, column in values.items()},
             )

@@ -61,7 +61,7 @@ class AnswerRows:
         values: what the steps before have made [N], by name of the column.
     """
 
-    texts: Sequence[str]
+    texts: pa.StringArray
     fields: Mapping[str, Sequence[Any]]
     values: Mapping[str, Sequence[Any]]
 

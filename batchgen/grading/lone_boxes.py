@@ -1,0 +1,114 @@
+"""Finds the boxed answer of simple texts, for all texts of an Arrow array at once.
+
+Most texts of a model that was asked for a boxed number hold `\boxed{18}` and no other command.
+These are found by their bytes, in a fraction of the time of reading one text after the other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+_COMMAND = b"\\boxed{"
+_LAST_SPACE = ord(" ")
+"""No ASCII character above it is white space."""
+
+
+class LoneBoxes(NamedTuple):
+    """What simple texts hold in their only box.
+
+    Attributes:
+        found: [N] bool, which texts are simple.
+        first: [N] int32, where the content begins, in characters; 0 for other texts.
+        last: [N] int32, where it ends; 0 for other texts.
+    """
+
+    found: npt.NDArray[np.bool_]
+    first: npt.NDArray[np.int32]
+    last: npt.NDArray[np.int32]
+
+    @classmethod
+    def none(cls, count: int) -> LoneBoxes:
+        """Nothing found in so many texts."""
+        return cls(np.zeros(count, bool), *np.zeros((2, count), np.int32))
+
+    @property
+    def others(self) -> list[int]:
+        """The places of the texts that are not simple."""
+        places: list[int] = np.flatnonzero(~self.found).tolist()
+        return places
+
+
+def lone_boxes(texts: pa.StringArray, without: str = "") -> LoneBoxes:
+    r"""Find the texts whose only backslash begins `\boxed{…}`, and what that holds.
+
+    Args:
+        texts: [N], none of them null.
+        without: characters of which a simple text has none.
+
+    Returns:
+        The boxes of texts that are ASCII. A text whose box is empty, holds a brace, begins or ends
+        with white space or has no end is not simple.
+    """
+    data, ends = _bytes(texts)
+    begins = np.concatenate([np.zeros(1, ends.dtype), ends])[:-1]
+    slashes = np.flatnonzero(data == _COMMAND[0])
+    slash, count = _within(slashes, begins, ends)
+    rows = np.flatnonzero(count == 1)
+    start = slashes[slash[rows]] + len(_COMMAND)
+    is_simple = start < ends[rows]
+    rows, start = rows[is_simple], start[is_simple]
+    is_simple = np.ones(len(rows), bool)
+    for distance, byte in enumerate(_COMMAND[::-1], 1):
+        is_simple &= data[start - distance] == byte
+    closing = np.flatnonzero(data == ord("}"))
+    place = np.searchsorted(closing, start)
+    end = np.append(closing, len(data))[place]
+    is_simple &= (end < ends[rows]) & (end > start)
+    opening = np.flatnonzero(data == ord("{"))
+    is_simple &= np.searchsorted(opening, start) == np.searchsorted(opening, end)
+    is_simple &= (data[start] > _LAST_SPACE) & (data[end - 1] > _LAST_SPACE)
+    for odd in [data == ord(char) for char in without if char.isascii()] + [data > 127]:
+        if odd.any():
+            is_simple &= _within(np.flatnonzero(odd), begins, ends)[1][rows] == 0
+    rows, start, end = rows[is_simple], start[is_simple], end[is_simple]
+    result = LoneBoxes.none(len(texts))
+    result.found[rows] = True
+    result.first[rows] = start - begins[rows]
+    result.last[rows] = end - begins[rows]
+    return result
+
+
+def parts_of(
+    texts: pa.StringArray, first: npt.NDArray[np.int32], last: npt.NDArray[np.int32]
+) -> pa.StringArray:
+    """Cut a part out of each text [N], from `first` to `last` in bytes."""
+    data, ends = _bytes(texts)
+    begins = np.concatenate([np.zeros(1, ends.dtype), ends])[:-1]
+    lengths = last - first
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    source = np.repeat(begins + first - offsets[:-1], lengths) + np.arange(offsets[-1])
+    parts = np.ascontiguousarray(data[source])
+    return pa.StringArray.from_buffers(len(texts), pa.py_buffer(offsets), pa.py_buffer(parts))
+
+
+def _bytes(texts: pa.StringArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """The bytes of all texts one after the other, and where each text ends in them [N]."""
+    _, offsets_buffer, data_buffer = texts.buffers()
+    if not len(texts) or data_buffer is None:
+        return np.zeros(0, np.uint8), np.zeros(len(texts), np.int64)
+    offsets = np.frombuffer(offsets_buffer, np.int32)
+    offsets = offsets[texts.offset : texts.offset + len(texts) + 1].astype(np.int64)
+    data = np.frombuffer(data_buffer, np.uint8)[offsets[0] : offsets[-1]]
+    return data, offsets[1:] - offsets[0]
+
+
+def _within(
+    places: npt.NDArray[np.int64], begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """For each text the index of the first of some ascending places in it, and their number."""
+    first = np.searchsorted(places, begins)
+    return first, np.searchsorted(places, ends) - first
