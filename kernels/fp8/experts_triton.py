@@ -16,6 +16,7 @@ from batchgen.kernels.fp8.quantise_triton import quantise_groups, quantise_rows_
 from batchgen.kernels.fp8.tiles import ExpertTiles, copy_engine_reads, expert_tiles, fitting_stages
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment, align
 from batchgen.kernels.moe.experts_triton import sum_slots
+from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
 
 
 def fp8_grouped_mlp_triton(
@@ -166,13 +167,10 @@ def _gate_up(
     SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(inner, BLOCK_N)
-    tile = tl.program_id(0) // columns
-    # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
-    num_tiles = tl.load(num_tiles_ptr)
-    expert = tl.load(tile_experts_ptr + tile)
-    first = tl.load(tile_firsts_ptr + tile)
-    end = tl.load(tile_ends_ptr + tile)
-    if tile >= num_tiles:
+    is_past, expert, first, end = tile_of_program(
+        tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns
+    )
+    if is_past:
         return
     group = tl.program_id(0) % columns
     if HALVE and end - first <= BLOCK_M // 2:
@@ -256,13 +254,10 @@ def _down(
     SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(hidden, BLOCK_N)
-    tile = tl.program_id(0) // columns
-    # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
-    num_tiles = tl.load(num_tiles_ptr)
-    expert = tl.load(tile_experts_ptr + tile)
-    first = tl.load(tile_firsts_ptr + tile)
-    end = tl.load(tile_ends_ptr + tile)
-    if tile >= num_tiles:
+    is_past, expert, first, end = tile_of_program(
+        tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns
+    )
+    if is_past:
         return
     first_column = tl.program_id(0) % columns * BLOCK_N
     if HALVE and end - first <= BLOCK_M // 2:
@@ -315,9 +310,4 @@ def _down_tile(
         x_scales = next_x_scales
         w_scales = next_w_scales
 
-    slot = tl.load(slots_ptr + last)
-    if SWAP:
-        acc = tl.trans(acc)
-    result = (acc * tl.load(slot_weights_ptr + slot)[:, None]).to(out_ptr.dtype.element_ty)
-    target = out_ptr + slot.to(tl.int64)[:, None] * hidden + column[None, :]
-    tl.store(target, result, mask=(place < end)[:, None] & (column < hidden)[None, :])
+    store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, hidden, SWAP)

@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
 from batchgen.kernels.moe.persistent_triton import persistent_down_product
+from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
 from batchgen.kernels.moe.tiles import ProductTiles
 
 
@@ -141,13 +142,10 @@ def _gate_up(
     SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(inner, BLOCK_N)
-    tile = tl.program_id(0) // columns
-    # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
-    num_tiles = tl.load(num_tiles_ptr)
-    expert = tl.load(tile_experts_ptr + tile)
-    first = tl.load(tile_firsts_ptr + tile)
-    end = tl.load(tile_ends_ptr + tile)
-    if tile >= num_tiles:
+    is_past, expert, first, end = tile_of_program(
+        tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns
+    )
+    if is_past:
         return
     first_column = tl.program_id(0) % columns * BLOCK_N
     if HALVE and end - first <= BLOCK_M // 2:
@@ -210,13 +208,10 @@ def _down(
     SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(hidden, BLOCK_N)
-    tile = tl.program_id(0) // columns
-    # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
-    num_tiles = tl.load(num_tiles_ptr)
-    expert = tl.load(tile_experts_ptr + tile)
-    first = tl.load(tile_firsts_ptr + tile)
-    end = tl.load(tile_ends_ptr + tile)
-    if tile >= num_tiles:
+    is_past, expert, first, end = tile_of_program(
+        tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns
+    )
+    if is_past:
         return
     first_column = tl.program_id(0) % columns * BLOCK_N
     if HALVE and end - first <= BLOCK_M // 2:
@@ -257,9 +252,4 @@ def _down_tile(
         weights = _weight_tile(weight, first_row, row, start, inner, EVEN_K, TMA, BLOCK_K)
         acc = _add_product(acc, x, weights, SWAP, INTERPRETED)
 
-    slot = tl.load(slots_ptr + last)
-    if SWAP:
-        acc = tl.trans(acc)
-    result = (acc * tl.load(slot_weights_ptr + slot)[:, None]).to(out_ptr.dtype.element_ty)
-    target = out_ptr + slot.to(tl.int64)[:, None] * hidden + column[None, :]
-    tl.store(target, result, mask=(place < end)[:, None] & (column < hidden)[None, :])
+    store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, hidden, SWAP)
