@@ -11,9 +11,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
-from batchgen.kernels.fp8.linear_triton import block_product, load_tile, scaled, weight_scales
+from batchgen.kernels.fp8.linear_triton import block_product, scaled, weight_scales
 from batchgen.kernels.fp8.quantise_triton import quantise_groups, quantise_rows_triton
 from batchgen.kernels.fp8.tiles import ExpertTiles, copy_engine_reads, expert_tiles, fitting_stages
+from batchgen.kernels.layers.matrix_tile_triton import load_tile
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment, align
 from batchgen.kernels.moe.experts_triton import sum_slots
 from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
@@ -221,9 +222,9 @@ def _gate_up_tile(
     for step in tl.range(0, steps):
         start = step * BLOCK_K
         x = tl.load(x_source + start, mask=(start + k < hidden)[None, :], other=0.0)
-        tile = load_tile(weight, gate_row, row, start, hidden, TMA, BLOCK_K)
+        tile = load_tile(weight, gate_row, row, start, hidden, False, TMA, BLOCK_K)
         gate_product = block_product(x, tile, SWAP, INTERPRETED)
-        tile = load_tile(weight, up_row, row, start, hidden, TMA, BLOCK_K)
+        tile = load_tile(weight, up_row, row, start, hidden, False, TMA, BLOCK_K)
         up_product = block_product(x, tile, SWAP, INTERPRETED)
         ahead = tl.minimum(step + 1, steps - 1)
         next_x_scales = tl.load(x_scales_ptr + ahead * x_scales_stride + token)
@@ -301,7 +302,7 @@ def _down_tile(
     for step in tl.range(0, steps):
         start = step * BLOCK_K
         x = tl.load(x_source + start, mask=(start + k < inner)[None, :], other=0.0)
-        tile = load_tile(weight, first_row, row, start, inner, TMA, BLOCK_K)
+        tile = load_tile(weight, first_row, row, start, inner, False, TMA, BLOCK_K)
         product = block_product(x, tile, SWAP, INTERPRETED)
         ahead = tl.minimum(step + 1, steps - 1)
         next_x_scales = tl.load(x_scales_ptr + ahead * x_scales_stride + last)
