@@ -16,7 +16,7 @@ from batchgen.kernels.fp8.quantise_triton import quantise_groups, quantise_rows_
 from batchgen.kernels.fp8.tiles import ExpertTiles, copy_engine_reads, expert_tiles, fitting_stages
 from batchgen.kernels.layers.matrix_tile_triton import load_tile
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment, align
-from batchgen.kernels.moe.experts_triton import sum_slots
+from batchgen.kernels.moe.experts_triton import new_or_residual, sum_slots
 from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
 
 
@@ -53,10 +53,7 @@ def fp8_grouped_mlp_triton(
     assert down.values.shape == (experts, hidden, inner)
     assert gate_up.scale_rows == 1 or inner % BLOCK == 0
     assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    if residual is not None:
-        assert residual.shape == x.shape and residual.is_contiguous()
-        out = residual
+    out = new_or_residual(x, residual)
     if not tokens:
         return out
     tiles = tiles or expert_tiles(ids.numel(), experts)

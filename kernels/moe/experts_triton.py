@@ -51,10 +51,7 @@ def grouped_mlp_triton(
     assert down.shape == (experts, hidden, inner) and down.is_contiguous()
     assert x.dtype == gate_up.dtype == down.dtype and x.stride(1) == 1
     assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    if residual is not None:
-        assert residual.shape == x.shape and residual.is_contiguous()
-        out = residual
+    out = new_or_residual(x, residual)
     if not tokens:
         return out
     num_routed = num_routed or experts
@@ -66,6 +63,15 @@ def grouped_mlp_triton(
     down_product(activated, down, weights, alignment, tiles.down, parts)
     sum_slots(parts, out, ids, experts, add=residual is not None)
     return out
+
+
+def new_or_residual(x: Tensor, residual: Tensor | None) -> Tensor:
+    """Return where the result for the tokens x [T, H] is written, contiguous: the residual if there
+    is one, else a new tensor."""
+    if residual is None:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    assert residual.shape == x.shape and residual.is_contiguous()
+    return residual
 
 
 def sum_slots(parts: Tensor, out: Tensor, ids: Tensor, experts: int, *, add: bool) -> None:
