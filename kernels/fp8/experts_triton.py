@@ -65,7 +65,7 @@ def fp8_grouped_mlp_triton(
     fp8_gate_up(values, scales, gate_up, alignment, tiles, k, activated, of_groups, powers_of_two)
     parts = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
     fp8_down(activated, of_groups, down, weights, alignment, tiles, parts)
-    sum_slots(parts, out, ids, experts, add=residual is not None)
+    sum_slots(parts, out, add=residual is not None)
     return out
 
 
