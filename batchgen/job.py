@@ -210,8 +210,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                         return _stopped(writer, metrics, signals, folder.storage.shown)
             signals.deferred = True
             writer.flush()
-            metrics.save("running")  # whoever completes the job says what this worker has computed
-            worker.beat()
+            worker.beat()  # whoever completes the job says what this worker has computed
             _refuse_quarantined(todo, worker)
             ended = _ended_without(worker, folder, parts, metrics, signals, writer)
             if ended is not None:

@@ -11,6 +11,9 @@ from typing import Any
 from batchgen.errors import ConfigError
 from batchgen.output.lock import FolderLock
 
+COMPLETE = (0, 3)
+"""The exit codes of a complete job, and of a worker that has seen it complete."""
+
 
 @dataclass(frozen=True)
 class Launched:

@@ -18,7 +18,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from batchgen.config import JobConfig, RayLauncherConfig
-from batchgen.launchers.launched import Launched, LaunchedFolder
+from batchgen.launchers.launched import COMPLETE, Launched, LaunchedFolder
 from batchgen.launchers.local import BEAT_SECONDS
 from batchgen.launchers.logs import make_logs, remove_logs
 from batchgen.launchers.process import Command, output_files, worker_arguments, worker_job
@@ -66,7 +66,7 @@ def launch(config: JobConfig, command: Command = worker_arguments) -> Launched:
                 patience=_PATIENCE_SECONDS,
             )
             result = supervisor.run()
-    if result.exit_code in (0, 3):
+    if result.exit_code in COMPLETE:
         remove_logs(logs)
     return result
 

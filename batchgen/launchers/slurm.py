@@ -17,7 +17,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError, Uncomplet
 
 from batchgen.config import JobConfig, SlurmLauncherConfig
 from batchgen.errors import ConfigError
-from batchgen.launchers.launched import Launched, LaunchedFolder
+from batchgen.launchers.launched import COMPLETE, Launched, LaunchedFolder
 from batchgen.launchers.local import BEAT_SECONDS
 from batchgen.launchers.logs import make_logs, remove_logs
 from batchgen.launchers.process import (
@@ -77,7 +77,7 @@ def launch(config: JobConfig, command: Command = worker_arguments) -> Launched:
         patience=_PATIENCE_SECONDS,
     )
     result = supervisor.run()
-    if result.exit_code in (0, 3):
+    if result.exit_code in COMPLETE:
         remove_logs(logs)
     return result
 

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from batchgen.launchers.launched import Launched, LaunchedFolder, counted_rows
+from batchgen.launchers.launched import COMPLETE, Launched, LaunchedFolder, counted_rows
 from batchgen.launchers.process import End, Output, Process
 from batchgen.launchers.shown import Shown
 from batchgen.signals import StopSignals
 
 _LOOK_SECONDS = 0.2
 _LAST_LINES = 15
-_CLEAN = (0, 3)
 _GRACE_SECONDS = 30.0
 """How long workers have to see that the job is complete, before they are stopped."""
 
@@ -53,7 +52,7 @@ class Place:
     @property
     def is_clean(self) -> bool:
         """Whether its worker has seen the job complete."""
-        return self.end is not None and self.end.code in _CLEAN
+        return self.end is not None and self.end.code in COMPLETE
 
     @property
     def has_failed(self) -> bool:

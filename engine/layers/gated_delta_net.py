@@ -129,32 +129,16 @@ class GatedDeltaNet(nn.Module):
         )
         self.layer, self.shape, self.eps = layer, shape, norm_eps
         heads = shape.num_value_heads
-        gates: tuple[str, ...] = ("in_proj_b", "in_proj_a")
+        parts, gates, arrange = _input_projections(shape, interleaved)
         # Which of the channels of checkpoints, and which of the value heads, are of this rank.
         self._channels: Shard | None = None
         self._heads: Shard | None = None
+        shards: dict[str, Shard] = {}
         if parallel.size > 1:
             self._channels = parallel.shard(0, whole.keys, whole.keys, whole.values)
             self._heads = parallel.shard(0, whole.num_value_heads)
-        parts = {
-            "in_proj_qkv": shape.channels,
-            "in_proj_z": shape.values,
-            "in_proj_b": heads,
-            "in_proj_a": heads,
-        }
-        arrange: dict[str, Callable[[Tensor], Tensor]] = {}
-        if interleaved:
-            parts = {"in_proj_qkvz": shape.channels + shape.values, "in_proj_ba": 2 * heads}
-            gates = ("in_proj_ba",)
-            share = heads // shape.num_key_heads
-            values = share * shape.value_dim
-            sizes = [shape.key_dim, shape.key_dim, values, values]
-            arrange["in_proj_qkvz"] = partial(_kind_by_kind, sizes=sizes)
-            arrange["in_proj_ba"] = partial(_kind_by_kind, sizes=[share, share])
-        shards: dict[str, Shard] = {}
-        if parallel.size > 1:
             shards = {name: parallel.shard(0, parallel.size * own) for name, own in parts.items()}
-            if self._channels is not None and not interleaved:
+            if not interleaved:
                 shards["in_proj_qkv"] = self._channels
         self.in_proj = MergedLinear(
             hidden_size,
@@ -181,19 +165,7 @@ class GatedDeltaNet(nn.Module):
         )
         self.A_log, self.dt_bias = wide(heads), wide(heads)
         self.norm_weight = wide(shape.value_dim)
-        self.cache_spec: CacheSpec | None = StateSpec(
-            state={
-                "window": StateTensor((shape.conv_width - 1, shape.channels), dtype),
-                "matrix": StateTensor((heads, shape.value_dim, shape.key_dim)),
-            },
-            records={
-                "inputs": StateTensor((shape.channels,), dtype),
-                "update": StateTensor((heads, shape.value_dim)),
-                "key": StateTensor((shape.num_key_heads, shape.key_dim)),
-                "decay": StateTensor((heads,)),
-            },
-            chunk_multiple=CHUNK,
-        )
+        self.cache_spec: CacheSpec | None = _state_spec(shape, dtype)
 
     def forward(
         self,
@@ -271,6 +243,51 @@ class GatedDeltaNet(nn.Module):
         yield WeightSlot.plain(f"{path}.A_log", self.A_log, shard=self._heads)
         yield WeightSlot.plain(f"{path}.dt_bias", self.dt_bias, shard=self._heads)
         yield WeightSlot.plain(f"{path}.norm.weight", self.norm_weight, dummy=1.0)
+
+
+def _input_projections(
+    shape: DeltaShape, interleaved: bool
+) -> tuple[dict[str, int], tuple[str, ...], dict[str, Callable[[Tensor], Tensor]]]:
+    """The input projections as `MergedLinear` takes them: how many output features each has, which
+    of them make β and the decays, and what puts the features of some in order."""
+    heads = shape.num_value_heads
+    if not interleaved:
+        parts = {
+            "in_proj_qkv": shape.channels,
+            "in_proj_z": shape.values,
+            "in_proj_b": heads,
+            "in_proj_a": heads,
+        }
+        return parts, ("in_proj_b", "in_proj_a"), {}
+    share = heads // shape.num_key_heads
+    values = share * shape.value_dim
+    sizes = [shape.key_dim, shape.key_dim, values, values]
+    return (
+        {"in_proj_qkvz": shape.channels + shape.values, "in_proj_ba": 2 * heads},
+        ("in_proj_ba",),
+        {
+            "in_proj_qkvz": partial(_kind_by_kind, sizes=sizes),
+            "in_proj_ba": partial(_kind_by_kind, sizes=[share, share]),
+        },
+    )
+
+
+def _state_spec(shape: DeltaShape, dtype: torch.dtype) -> StateSpec:
+    """What a layer of this shape keeps of a row, with a window of the dtype."""
+    heads = shape.num_value_heads
+    return StateSpec(
+        state={
+            "window": StateTensor((shape.conv_width - 1, shape.channels), dtype),
+            "matrix": StateTensor((heads, shape.value_dim, shape.key_dim)),
+        },
+        records={
+            "inputs": StateTensor((shape.channels,), dtype),
+            "update": StateTensor((heads, shape.value_dim)),
+            "key": StateTensor((shape.num_key_heads, shape.key_dim)),
+            "decay": StateTensor((heads,)),
+        },
+        chunk_multiple=CHUNK,
+    )
 
 
 def _kind_by_kind(rows: Tensor, sizes: list[int]) -> Tensor:

@@ -11,11 +11,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
-from batchgen.kernels.fp8.linear_triton import block_product, load_tile, scaled, weight_scales
+from batchgen.kernels.fp8.linear_triton import block_product, scaled, weight_scales
 from batchgen.kernels.fp8.quantise_triton import quantise_groups, quantise_rows_triton
 from batchgen.kernels.fp8.tiles import ExpertTiles, copy_engine_reads, expert_tiles, fitting_stages
+from batchgen.kernels.layers.matrix_tile_triton import load_tile
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment, align
-from batchgen.kernels.moe.experts_triton import sum_slots
+from batchgen.kernels.moe.experts_triton import new_or_residual, sum_slots
+from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
 
 
 def fp8_grouped_mlp_triton(
@@ -51,10 +53,7 @@ def fp8_grouped_mlp_triton(
     assert down.values.shape == (experts, hidden, inner)
     assert gate_up.scale_rows == 1 or inner % BLOCK == 0
     assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    if residual is not None:
-        assert residual.shape == x.shape and residual.is_contiguous()
-        out = residual
+    out = new_or_residual(x, residual)
     if not tokens:
         return out
     tiles = tiles or expert_tiles(ids.numel(), experts)
@@ -66,7 +65,7 @@ def fp8_grouped_mlp_triton(
     fp8_gate_up(values, scales, gate_up, alignment, tiles, k, activated, of_groups, powers_of_two)
     parts = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
     fp8_down(activated, of_groups, down, weights, alignment, tiles, parts)
-    sum_slots(parts, out, ids, experts, add=residual is not None)
+    sum_slots(parts, out, add=residual is not None)
     return out
 
 
@@ -166,13 +165,10 @@ def _gate_up(
     SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(inner, BLOCK_N)
-    tile = tl.program_id(0) // columns
-    # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
-    num_tiles = tl.load(num_tiles_ptr)
-    expert = tl.load(tile_experts_ptr + tile)
-    first = tl.load(tile_firsts_ptr + tile)
-    end = tl.load(tile_ends_ptr + tile)
-    if tile >= num_tiles:
+    is_past, expert, first, end = tile_of_program(
+        tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns
+    )
+    if is_past:
         return
     group = tl.program_id(0) % columns
     if HALVE and end - first <= BLOCK_M // 2:
@@ -223,9 +219,9 @@ def _gate_up_tile(
     for step in tl.range(0, steps):
         start = step * BLOCK_K
         x = tl.load(x_source + start, mask=(start + k < hidden)[None, :], other=0.0)
-        tile = load_tile(weight, gate_row, row, start, hidden, TMA, BLOCK_K)
+        tile = load_tile(weight, gate_row, row, start, hidden, False, TMA, BLOCK_K)
         gate_product = block_product(x, tile, SWAP, INTERPRETED)
-        tile = load_tile(weight, up_row, row, start, hidden, TMA, BLOCK_K)
+        tile = load_tile(weight, up_row, row, start, hidden, False, TMA, BLOCK_K)
         up_product = block_product(x, tile, SWAP, INTERPRETED)
         ahead = tl.minimum(step + 1, steps - 1)
         next_x_scales = tl.load(x_scales_ptr + ahead * x_scales_stride + token)
@@ -256,13 +252,10 @@ def _down(
     SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(hidden, BLOCK_N)
-    tile = tl.program_id(0) // columns
-    # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
-    num_tiles = tl.load(num_tiles_ptr)
-    expert = tl.load(tile_experts_ptr + tile)
-    first = tl.load(tile_firsts_ptr + tile)
-    end = tl.load(tile_ends_ptr + tile)
-    if tile >= num_tiles:
+    is_past, expert, first, end = tile_of_program(
+        tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns
+    )
+    if is_past:
         return
     first_column = tl.program_id(0) % columns * BLOCK_N
     if HALVE and end - first <= BLOCK_M // 2:
@@ -306,7 +299,7 @@ def _down_tile(
     for step in tl.range(0, steps):
         start = step * BLOCK_K
         x = tl.load(x_source + start, mask=(start + k < inner)[None, :], other=0.0)
-        tile = load_tile(weight, first_row, row, start, inner, TMA, BLOCK_K)
+        tile = load_tile(weight, first_row, row, start, inner, False, TMA, BLOCK_K)
         product = block_product(x, tile, SWAP, INTERPRETED)
         ahead = tl.minimum(step + 1, steps - 1)
         next_x_scales = tl.load(x_scales_ptr + ahead * x_scales_stride + last)
@@ -315,9 +308,4 @@ def _down_tile(
         x_scales = next_x_scales
         w_scales = next_w_scales
 
-    slot = tl.load(slots_ptr + last)
-    if SWAP:
-        acc = tl.trans(acc)
-    result = (acc * tl.load(slot_weights_ptr + slot)[:, None]).to(out_ptr.dtype.element_ty)
-    target = out_ptr + slot.to(tl.int64)[:, None] * hidden + column[None, :]
-    tl.store(target, result, mask=(place < end)[:, None] & (column < hidden)[None, :])
+    store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, hidden, SWAP)

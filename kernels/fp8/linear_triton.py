@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.fp8.tiles import LinearTiles, copy_engine_reads, fitting_stages, linear_tiles
+from batchgen.kernels.layers.matrix_tile_triton import load_tile
 
 _GROUP = 8
 """Tiles of rows that are computed beside each other with the same weights."""
@@ -74,23 +75,6 @@ def fp8_linear_triton(
             parts, bias, out, splits, rows, width, out.stride(0), ADD=add, BIAS=bias is not None,
             BLOCK=_CHUNK, num_warps=4,
         )  # fmt: skip
-
-
-@triton.jit
-def load_tile(
-    source, first_row, row, k, depth, TMA: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Load rows of a matrix [rows, depth] from column k on: BLOCK_K columns, zeros past the last.
-
-    The rows are those from `first_row` on if TMA, else first_row + row.
-    """
-    if TMA:
-        tile = source.load([first_row, k])
-    else:
-        column = k + tl.arange(0, BLOCK_K)
-        place = (first_row.to(tl.int64) + row)[:, None] * depth + column[None, :]
-        tile = tl.load(source + place, mask=(column < depth)[None, :], other=0.0)
-    return tile
 
 
 @triton.jit
@@ -159,11 +143,12 @@ def _linear(
     x_scales = tl.load(x_scales_ptr + begin * scales_stride + own_row)
     w_scales = weight_scales(w_scales_ptr, scale_row, begin, steps, SCALE_ROWS)
     for step in tl.range(begin, end):
+        start = step * BLOCK_K
         x_tile = load_tile(
-            x, first_row if TMA else zero, own_row, step * BLOCK_K, depth, TMA, BLOCK_K
+            x, first_row if TMA else zero, own_row, start, depth, False, TMA, BLOCK_K
         )
         w_tile = load_tile(
-            weight, first_column if TMA else zero, own_column, step * BLOCK_K, depth, TMA, BLOCK_K
+            weight, first_column if TMA else zero, own_column, start, depth, False, TMA, BLOCK_K
         )
         product = block_product(x_tile, w_tile, SWAP, INTERPRETED)
         ahead = tl.minimum(step + 1, end - 1)

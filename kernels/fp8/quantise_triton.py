@@ -19,33 +19,16 @@ _LARGEST = tl.constexpr(LARGEST)
 
 def quantise_rows_triton(x: Tensor, powers_of_two: bool = False) -> tuple[Tensor, Tensor]:
     """`quantise_rows` in one launch: values and scales, of which only the first M rows are set."""
-    rows, depth = x.shape
-    assert x.stride(1) == 1
-    values, scales = _empty(rows, depth, x.device)
-    programs = rows * triton.cdiv(len(scales), _GROUPS)
-    if programs:
-        _quantise_rows[(programs,)](
-            x, values, scales, x.stride(0), depth, scales.stride(0), POWERS=powers_of_two,
-            SILU=False, GROUPS=_GROUPS, BLOCK=BLOCK, INTERPRETED=not x.is_cuda, num_warps=4,
-        )  # fmt: skip
-    return values, scales
+    return _quantised(x, x.shape[1], powers_of_two, silu=False)
 
 
 def silu_and_mul_quantised_triton(
     gate_up: Tensor, powers_of_two: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`silu_and_mul_quantised` in one launch: as `quantise_rows_triton`."""
-    rows, width = gate_up.shape
-    assert gate_up.stride(1) == 1 and width % 2 == 0
-    values, scales = _empty(rows, width // 2, gate_up.device)
-    programs = rows * triton.cdiv(len(scales), _GROUPS)
-    if programs:
-        _quantise_rows[(programs,)](
-            gate_up, values, scales, gate_up.stride(0), width // 2, scales.stride(0),
-            POWERS=powers_of_two, SILU=True, GROUPS=_GROUPS, BLOCK=BLOCK,
-            INTERPRETED=not gate_up.is_cuda, num_warps=4,
-        )  # fmt: skip
-    return values, scales
+    width = gate_up.shape[1]
+    assert width % 2 == 0
+    return _quantised(gate_up, width // 2, powers_of_two, silu=True)
 
 
 def rms_norm_quantised_triton(
@@ -61,6 +44,20 @@ def rms_norm_quantised_triton(
             x, weight, values, scales, x.stride(0), size, scales.stride(0), eps,
             POWERS=powers_of_two, GROUPS=groups, BLOCK=BLOCK, INTERPRETED=not x.is_cuda,
             num_warps=min(16, max(2, groups * BLOCK // 512)),
+        )  # fmt: skip
+    return values, scales
+
+
+def _quantised(x: Tensor, depth: int, powers_of_two: bool, *, silu: bool) -> tuple[Tensor, Tensor]:
+    """Quantise rows of `depth` values: those of x, or silu(gate) · up of its halves."""
+    assert x.stride(1) == 1
+    rows = len(x)
+    values, scales = _empty(rows, depth, x.device)
+    programs = rows * triton.cdiv(len(scales), _GROUPS)
+    if programs:
+        _quantise_rows[(programs,)](
+            x, values, scales, x.stride(0), depth, scales.stride(0), POWERS=powers_of_two,
+            SILU=silu, GROUPS=_GROUPS, BLOCK=BLOCK, INTERPRETED=not x.is_cuda, num_warps=4,
         )  # fmt: skip
     return values, scales
 

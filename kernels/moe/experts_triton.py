@@ -51,46 +51,57 @@ def grouped_mlp_triton(
     assert down.shape == (experts, hidden, inner) and down.is_contiguous()
     assert x.dtype == gate_up.dtype == down.dtype and x.stride(1) == 1
     assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    if residual is not None:
-        assert residual.shape == x.shape and residual.is_contiguous()
-        out = residual
+    out = new_or_residual(x, residual)
     if not tokens:
         return out
     num_routed = num_routed or experts
     tiles = tiles or choose_tiles(ids.numel() * experts // num_routed, gate_up)
-    alignment = align(ids, experts, tiles.block_m, some_elsewhere=num_routed > experts)
+    some_elsewhere = num_routed > experts
+    alignment = align(ids, experts, tiles.block_m, some_elsewhere=some_elsewhere)
     activated = torch.empty((tokens * k, inner), dtype=x.dtype, device=x.device)
     gate_up_product(x, gate_up, alignment, tiles.gate_up, k, activated)
     parts = torch.empty((tokens * k, hidden), dtype=x.dtype, device=x.device)
     down_product(activated, down, weights, alignment, tiles.down, parts)
-    sum_slots(parts, out, ids, experts, add=residual is not None)
+    here = (ids, experts) if some_elsewhere else None
+    sum_slots(parts, out, here, add=residual is not None)
     return out
 
 
-def sum_slots(parts: Tensor, out: Tensor, ids: Tensor, experts: int, *, add: bool) -> None:
+def new_or_residual(x: Tensor, residual: Tensor | None) -> Tensor:
+    """Return where the result for the tokens x [T, H] is written, contiguous: the residual if there
+    is one, else a new tensor."""
+    if residual is None:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    assert residual.shape == x.shape and residual.is_contiguous()
+    return residual
+
+
+def sum_slots(
+    parts: Tensor, out: Tensor, here: tuple[Tensor, int] | None = None, *, add: bool
+) -> None:
     """Sum the k slots of each token in their order, in float32.
 
     Args:
         parts: [T·k, H], contiguous.
         out: [T, H], contiguous; overwritten.
-        ids: [T, k] int32, contiguous, the expert of each slot.
-        experts: E; slots whose id is not below it are left out.
+        here: the expert of each slot, [T, k] int32, contiguous, and E: slots whose expert is not
+            below it are left out. None leaves out none.
         add: to what `out` holds.
     """
     tokens, hidden = out.shape
     chunks = triton.cdiv(hidden, _CHUNK)
+    ids, experts = (None, 0) if here is None else here
     _sum_slots[(tokens * chunks,)](
         parts, out, ids, hidden, chunks, experts,
-        K=len(parts) // tokens, ADD=add, BLOCK=min(_CHUNK, triton.next_power_of_2(hidden)),
-        num_warps=4,
+        K=len(parts) // tokens, ADD=add, SOME_ELSEWHERE=here is not None,
+        BLOCK=min(_CHUNK, triton.next_power_of_2(hidden)), num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _sum_slots(
     parts_ptr, out_ptr, ids_ptr, hidden, chunks, experts,
-    K: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, ADD: tl.constexpr, SOME_ELSEWHERE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program adds up one chunk of columns of one token, in the order of its slots."""
     token = (tl.program_id(0) // chunks).to(tl.int64)
@@ -99,8 +110,9 @@ def _sum_slots(
     source = parts_ptr + token * K * hidden + column
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(K):
-        is_here = tl.load(ids_ptr + token * K + slot) < experts
-        end = tl.where(is_here, hidden, 0)
+        end = hidden
+        if SOME_ELSEWHERE:
+            end = tl.where(tl.load(ids_ptr + token * K + slot) < experts, hidden, 0)
         total += tl.load(source + slot * hidden, mask=column < end, other=0.0).to(tl.float32)
     target = out_ptr + token * hidden + column
     if ADD:

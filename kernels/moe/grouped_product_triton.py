@@ -18,8 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from batchgen.kernels.layers.matrix_tile_triton import load_tile
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
 from batchgen.kernels.moe.persistent_triton import persistent_down_product
+from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
 from batchgen.kernels.moe.tiles import ProductTiles
 
 
@@ -100,27 +102,6 @@ def _options(
 
 
 @triton.jit
-def _weight_tile(
-    weight, first_row, row, k, depth,
-    EVEN_K: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Load rows of a weight [rows, depth] from column k on: BLOCK_K columns of them.
-
-    The rows are those from `first_row` on if TMA, else first_row + row.
-    """
-    if TMA:
-        tile = weight.load([first_row, k])
-    else:
-        column = k + tl.arange(0, BLOCK_K)
-        source = weight + (first_row.to(tl.int64) + row)[:, None] * depth + column[None, :]
-        if EVEN_K:
-            tile = tl.load(source)
-        else:
-            tile = tl.load(source, mask=(column < depth)[None, :], other=0.0)
-    return tile
-
-
-@triton.jit
 def _add_product(acc, x, weight, SWAP: tl.constexpr, INTERPRETED: tl.constexpr):
     """acc + x·weightᵀ, or the transpose of all that if SWAP."""
     if INTERPRETED:  # which multiplies the bits of bfloat16 as integers
@@ -141,13 +122,10 @@ def _gate_up(
     SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(inner, BLOCK_N)
-    tile = tl.program_id(0) // columns
-    # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
-    num_tiles = tl.load(num_tiles_ptr)
-    expert = tl.load(tile_experts_ptr + tile)
-    first = tl.load(tile_firsts_ptr + tile)
-    end = tl.load(tile_ends_ptr + tile)
-    if tile >= num_tiles:
+    is_past, expert, first, end = tile_of_program(
+        tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns
+    )
+    if is_past:
         return
     first_column = tl.program_id(0) % columns * BLOCK_N
     if HALVE and end - first <= BLOCK_M // 2:
@@ -190,9 +168,9 @@ def _gate_up_tile(
             x = tl.load(x_source + start)
         else:
             x = tl.load(x_source + start, mask=(start + k < hidden)[None, :], other=0.0)
-        weights = _weight_tile(weight, gate_row, row, start, hidden, EVEN_K, TMA, BLOCK_K)
+        weights = load_tile(weight, gate_row, row, start, hidden, EVEN_K, TMA, BLOCK_K)
         gate = _add_product(gate, x, weights, SWAP, INTERPRETED)
-        weights = _weight_tile(weight, up_row, row, start, hidden, EVEN_K, TMA, BLOCK_K)
+        weights = load_tile(weight, up_row, row, start, hidden, EVEN_K, TMA, BLOCK_K)
         up = _add_product(up, x, weights, SWAP, INTERPRETED)
 
     result = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
@@ -210,13 +188,10 @@ def _down(
     SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(hidden, BLOCK_N)
-    tile = tl.program_id(0) // columns
-    # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
-    num_tiles = tl.load(num_tiles_ptr)
-    expert = tl.load(tile_experts_ptr + tile)
-    first = tl.load(tile_firsts_ptr + tile)
-    end = tl.load(tile_ends_ptr + tile)
-    if tile >= num_tiles:
+    is_past, expert, first, end = tile_of_program(
+        tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns
+    )
+    if is_past:
         return
     first_column = tl.program_id(0) % columns * BLOCK_N
     if HALVE and end - first <= BLOCK_M // 2:
@@ -254,12 +229,7 @@ def _down_tile(
             x = tl.load(x_source + start)
         else:
             x = tl.load(x_source + start, mask=(start + k < inner)[None, :], other=0.0)
-        weights = _weight_tile(weight, first_row, row, start, inner, EVEN_K, TMA, BLOCK_K)
+        weights = load_tile(weight, first_row, row, start, inner, EVEN_K, TMA, BLOCK_K)
         acc = _add_product(acc, x, weights, SWAP, INTERPRETED)
 
-    slot = tl.load(slots_ptr + last)
-    if SWAP:
-        acc = tl.trans(acc)
-    result = (acc * tl.load(slot_weights_ptr + slot)[:, None]).to(out_ptr.dtype.element_ty)
-    target = out_ptr + slot.to(tl.int64)[:, None] * hidden + column[None, :]
-    tl.store(target, result, mask=(place < end)[:, None] & (column < hidden)[None, :])
+    store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, hidden, SWAP)

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
+from batchgen.kernels.moe.slot_tile_triton import store_slots
 from batchgen.kernels.moe.tiles import ProductTiles
 
 _INTERPRETED_PROGRAMS = 3
@@ -67,7 +68,4 @@ def _down_tiles(
             acc = tl.dot(values, tl.trans(weights), acc, input_precision="ieee")
         place = first + tl.arange(0, BLOCK_M)
         column = first_column + tl.arange(0, BLOCK_N)
-        slot = tl.load(slots_ptr + tl.minimum(place, end - 1))
-        result = (acc * tl.load(slot_weights_ptr + slot)[:, None]).to(out_ptr.dtype.element_ty)
-        target = out_ptr + slot.to(tl.int64)[:, None] * hidden + column[None, :]
-        tl.store(target, result, mask=(place < end)[:, None] & (column < hidden)[None, :])
+        store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, hidden, False)

@@ -69,7 +69,7 @@ def _parts(
     yield lambda i: down_product(
         activated, layer.down, batch.weights[i], alignments[i], tiles.down, parts
     )
-    yield lambda i: sum_slots(parts, out, batch.ids[i], shape.experts, add=False)
+    yield lambda i: sum_slots(parts, out, add=False)
 
 
 def main() -> None:

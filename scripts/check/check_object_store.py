@@ -13,15 +13,22 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import logging
 import random
 import shutil
-import time
 from functools import partial
 from pathlib import Path
 
-from check_workers import Forks, arguments, digests, finished, run_real, warm_context
+from check_workers import (
+    Forks,
+    arguments,
+    digests,
+    disturb,
+    refuse_fewer,
+    run_real,
+    run_undisturbed,
+    write_questions,
+)
 from s3_server import BUCKET, FaultyS3, served
 
 from batchgen.config import WorkersConfig
@@ -53,30 +60,17 @@ def check(server: FaultyS3, work: Path, kills: int, count: int, rows: int, seed:
     """
     rng = random.Random(seed)
     data, whole = work / "rows.jsonl", work / "whole"
-    lines = (json.dumps({"q": f"What is {i} + {i % 7}?" * (1 + i % 3)}) for i in range(rows))
-    data.write_text("\n".join(lines), encoding="utf-8")
-    warm_context()
-    started = time.monotonic()
-    alone = Forks(partial(run_real, arguments(whole, data)), 1, rng)
-    while not finished(whole):
-        time.sleep(0.05)
-    startup = time.monotonic() - started
-    alone.join()
-    print(f"one undisturbed worker: {len(finished(whole)):,} rows", flush=True)
+    write_questions(data, rows)
+    startup = run_undisturbed(partial(run_real, arguments(whole, data)), whole, rng)
     command = [*arguments(Path("out"), data)[:-1], f"output.dir={URL}", "output.report=false"]
     workers = Forks(partial(run_real, command), count, rng)
-    safe: set[tuple[int, int]] = set()
-    done: dict[str, int] = {}
-    while done.get("kill", 0) < kills:
-        time.sleep(rng.uniform(0.0, 1.5 * startup))
-        if (what := workers.disturb()) is None:
-            break
-        done[what] = done.get(what, 0) + 1
-        now = safe_rows()
-        assert safe <= now, f"{len(safe - now)} finished rows are lost"
-        safe = now
-        print(f"{what}: {len(safe):,} rows are safe; requests failed: {server.faults}", flush=True)
-    workers.join()
+    done = disturb(
+        workers,
+        kills,
+        lambda: rng.uniform(0.0, 1.5 * startup),
+        safe_rows,
+        lambda: f"; requests failed: {server.faults}",
+    )
     server.rate = 0.0
     store = connect(URL)
     found = {
@@ -89,8 +83,7 @@ def check(server: FaultyS3, work: Path, kills: int, count: int, rows: int, seed:
         f"{done}, {server.requests:,} requests, of which failed: {server.faults}: the data equal "
         f"those of one worker in a folder, byte for byte; left: {left or 'nothing'}"
     )
-    if done.get("kill", 0) < kills:
-        raise SystemExit("the job was complete before there were so many kills: give more --rows")
+    refuse_fewer(kills, done)
 
 
 def main() -> None:

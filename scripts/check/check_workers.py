@@ -36,7 +36,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import ForkServerContext
@@ -224,6 +225,77 @@ class Launched:
         assert code in (0, 3), f"the launcher ended with {code}"
 
 
+def write_questions(path: Path, rows: int) -> None:
+    """Write a data set of so many rows."""
+    lines = (json.dumps({"q": f"What is {i} + {i % 7}?" * (1 + i % 3)}) for i in range(rows))
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def run_undisturbed(job: Job, out: Path, rng: random.Random) -> float:
+    """Run a job in a folder to its end, and return the seconds until its first row was safe."""
+    warm_context()
+    started = time.monotonic()
+    alone = Forks(job, 1, rng)
+    while not finished(out):
+        time.sleep(0.05)
+    startup = time.monotonic() - started
+    alone.join()
+    print(
+        f"one undisturbed worker: {len(finished(out)):,} rows, first after {startup:.1f} s",
+        flush=True,
+    )
+    return startup
+
+
+def disturb(
+    workers: Launched | Forks,
+    kills: int,
+    pause: Callable[[], float],
+    safe_rows: Callable[[], set[tuple[int, int]]],
+    remark: Callable[[], str] = lambda: "",
+) -> dict[str, int]:
+    """Disturb workers until so many were killed or the job is complete, then leave them alone.
+
+    Args:
+        pause: the seconds before the next one is disturbed.
+        safe_rows: reads the rows that are safe.
+        remark: what is printed besides.
+
+    Returns:
+        How often what was done.
+
+    Raises:
+        AssertionError: a row that was safe is lost, or a worker has failed.
+    """
+    safe: set[tuple[int, int]] = set()
+    done: Counter[str] = Counter()
+    while _num_kills(done) < kills:
+        time.sleep(pause())
+        if (what := workers.disturb()) is None:
+            break
+        done[what] += 1
+        now = safe_rows()
+        assert safe <= now, f"{len(safe - now)} finished rows are lost"
+        safe = now
+        print(f"{what}: {len(safe):,} rows are safe{remark()}", flush=True)
+    workers.join()
+    return dict(done)
+
+
+def refuse_fewer(kills: int, done: Mapping[str, int]) -> None:
+    """End the check if the job was complete before so many were killed.
+
+    Raises:
+        SystemExit: it was.
+    """
+    if _num_kills(done) < kills:
+        raise SystemExit("the job was complete before there were so many kills: give more --rows")
+
+
+def _num_kills(done: Mapping[str, int]) -> int:
+    return sum(count for what, count in done.items() if what.startswith("kill"))
+
+
 def check(args: argparse.Namespace) -> None:
     """Run the job undisturbed and disturbed, and compare.
 
@@ -234,48 +306,28 @@ def check(args: argparse.Namespace) -> None:
     rng = random.Random(args.seed)
     whole, out = work_dir / "whole", work_dir / "out"
     data = work_dir / "rows.jsonl"
-    lines = (json.dumps({"q": f"What is {i} + {i % 7}?" * (1 + i % 3)}) for i in range(rows))
-    data.write_text("\n".join(lines), encoding="utf-8")
+    write_questions(data, rows)
 
     def job(folder: Path, step_s: float) -> Job:
         if args.engine == "null":
             return NullJob(str(folder), rows=rows, rows_per_shard=8, step_s=step_s).run
         return partial(run_real, arguments(folder, data))
 
-    warm_context()
-    started = time.monotonic()
-    alone = Forks(job(whole, 0.0), 1, rng)
-    while not finished(whole):
-        time.sleep(0.05)
-    startup = time.monotonic() - started
-    alone.join()
-    print(f"one undisturbed worker: {len(finished(whole)):,} rows, first after {startup:.1f} s")
+    startup = run_undisturbed(job(whole, 0.0), whole, rng)
     workers: Launched | Forks
     if args.launcher:
         workers = Launched(arguments(out, data), args.workers, rng)
     else:
         workers = Forks(job(out, NULL_STEP), args.workers, rng)
-    safe: set[tuple[int, int]] = set()
-    done: dict[str, int] = {}
-    while sum(n for what, n in done.items() if what.startswith("kill")) < kills:
-        # Some come while workers start, and all so late that some get to work.
-        time.sleep(rng.uniform(0.0, 1.2 * startup))
-        if (what := workers.disturb()) is None:
-            break
-        done[what] = done.get(what, 0) + 1
-        now = finished(out)
-        assert safe <= now, f"{len(safe - now)} finished rows are lost"
-        safe = now
-        print(f"{what}: {len(safe):,} rows are safe", flush=True)
-    workers.join()
+    # Some come while workers start, and all so late that some get to work.
+    done = disturb(workers, kills, lambda: rng.uniform(0.0, 1.2 * startup), lambda: finished(out))
     assert digests(out) == digests(whole), "the data differ"
     assert len(finished(out)) == len(finished(whole)) == 2 * rows
     left = {path.name for path in out.iterdir()} & {"leases", "workers", "journal", "differing"}
     assert not left, f"{left} are left"
     attempts = json.loads((out / "metrics.json").read_text())["attempts"]
     print(f"{done}, {len(attempts)} workers: the data equal those of one worker, byte for byte")
-    if sum(n for what, n in done.items() if what.startswith("kill")) < kills:
-        raise SystemExit("the job was complete before there were so many kills: give more --rows")
+    refuse_fewer(kills, done)
 
 
 def main() -> None:

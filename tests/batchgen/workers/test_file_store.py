@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from racing_workers import winners
 
 from batchgen.errors import JobError
 from batchgen.workers.file_store import FileStore, FolderGone
@@ -48,17 +48,7 @@ def test_the_first_one_makes_an_object(folder: Path) -> None:
 
 
 def test_many_at_once_and_one_wins(folder: Path) -> None:
-    wins: list[str] = []
-
-    def run(name: str) -> None:
-        store = FileStore(folder, name)
-        wins.extend(name for i in range(50) if store.do(Create(f"leases/{i}", name.encode())))
-
-    threads = [threading.Thread(target=run, args=(f"w{i}",)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    wins = winners(lambda name: FileStore(folder, name))
     assert len(wins) == 50
     owners = {path.read_text() for path in (folder / "leases").iterdir()}
     assert owners == set(wins) and len(list((folder / "leases").iterdir())) == 50

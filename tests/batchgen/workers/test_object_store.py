@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from object_files import AFTER, BEFORE, FaultyFiles, store_in
+from racing_workers import winners
 from test_protocol import Workers
 from workers_model import MemoryStore
 
@@ -47,18 +47,7 @@ def test_the_first_one_makes_an_object(tmp_path: Path) -> None:
 def test_many_at_once_and_one_wins() -> None:
     """The plain files of fsspec in memory, where looking and making are two steps."""
     files = MemoryFileSystem(global_store=False, skip_instance_cache=True)
-    wins: list[str] = []
-
-    def run(name: str) -> None:
-        store = ObjectStore(files, "memory://x")
-        wins.extend(name for i in range(50) if store.do(Create(f"leases/{i}", name.encode())))
-
-    threads = [threading.Thread(target=run, args=(f"w{i}",)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(wins) == 50
+    assert len(winners(lambda name: ObjectStore(files, "memory://x"))) == 50
 
 
 @pytest.mark.parametrize("fault", [BEFORE, AFTER])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_mlp_reference
-from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
+from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, sum_slots
 from batchgen.kernels.moe.tiles import ProductTiles, Tiles, choose_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -254,6 +254,22 @@ def test_a_graph_follows_the_ids_it_finds(tokens: int) -> None:
         held.weights.copy_(case.weights)
         graph.replay()
         assert torch.equal(out, result)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_only_slots_whose_expert_is_here_are_added(add: bool) -> None:
+    parts = torch.randn((5 * 3, 40), device=DEVICE)
+    ids = torch.arange(15, device=DEVICE, dtype=torch.int32).view(5, 3) % 4
+    before = torch.randn((5, 40), device=DEVICE)
+    of_all, of_some = before.clone(), before.clone()
+    sum_slots(parts, of_all, add=add)
+    torch.testing.assert_close(of_all, parts.view(5, 3, 40).sum(1) + before * add)
+    is_here = ids.flatten() < 2
+    # Nothing is written for the others, so anything may stand there.
+    spoiled = parts.where(is_here.unsqueeze(1), NAN)
+    sum_slots(spoiled, of_some, (ids, 2), add=add)
+    kept = parts.where(is_here.unsqueeze(1), 0.0)
+    torch.testing.assert_close(of_some, kept.view(5, 3, 40).sum(1) + before * add)
 
 
 @pytest.mark.parametrize("tokens", [7, 1500])

@@ -40,6 +40,14 @@ RULES: list[dict[str, Any]] = [
     {"unmasking": "low_confidence_dynamic", "confidence_threshold": 0.05},
     {"unmasking": "low_confidence_dynamic", "confidence_threshold": 0.9},
 ]
+RULES_AND_OVERLAP = pytest.mark.parametrize(
+    ("rule", "overlap"),
+    some_slow(
+        itertools.product([RULES[3], RULES[4]], [False, True]),
+        quick=[(RULES[3], False), (RULES[4], True)],
+    ),
+    ids=str,
+)
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0, "top_logprobs": 3, "ignore_eos": True},
@@ -235,14 +243,7 @@ def test_stop_strings_end_rows_wherever_they_stand(
         assert found.columns["step_map"].tolist() == whole.columns["step_map"][:count].tolist()
 
 
-@pytest.mark.parametrize(
-    ("rule", "overlap"),
-    some_slow(
-        itertools.product([RULES[3], RULES[4]], [False, True]),
-        quick=[(RULES[3], False), (RULES[4], True)],
-    ),
-    ids=str,
-)
+@RULES_AND_OVERLAP
 def test_preempted_rows_go_on_as_if_nothing_had_happened(
     tiny_model: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,

@@ -29,7 +29,7 @@ from engine_rows import expect_short_rows
 from forced_drafts import some_slow
 from routers import router_ids
 from schemas import SCHEMAS, random_schema
-from test_dllm import RULES, Request, check, run
+from test_dllm import RULES, RULES_AND_OVERLAP, Request, check, run
 from test_grammar import END, PAD, PLAIN, TURN, WIDTH, compiler, ids, make_tokenizer
 
 import batchgen
@@ -280,14 +280,7 @@ def test_commits_may_go_alone_or_find_no_room(
     assert 0 < some < sum(one.counts["num_commit_forwards"] for one in alone)
 
 
-@pytest.mark.parametrize(
-    ("rule", "overlap"),
-    some_slow(
-        itertools.product([RULES[3], RULES[4]], [False, True]),
-        quick=[(RULES[3], False), (RULES[4], True)],
-    ),
-    ids=str,
-)
+@RULES_AND_OVERLAP
 def test_preempted_rows_go_on_as_if_nothing_had_happened(
     tiny_model: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,0 +1,28 @@
+"""Tiles of the operands of matrix products, in Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_tile(
+    source, first_row, row, k, depth,
+    EVEN_K: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Load rows of a matrix [rows, depth] from column k on: BLOCK_K columns, zeros past the last.
+
+    The rows are those from `first_row` on if TMA, else first_row + row. EVEN_K says that BLOCK_K
+    divides the depth.
+    """
+    if TMA:
+        tile = source.load([first_row, k])
+    else:
+        column = k + tl.arange(0, BLOCK_K)
+        places = source + (first_row.to(tl.int64) + row)[:, None] * depth + column[None, :]
+        if EVEN_K:
+            tile = tl.load(places)
+        else:
+            tile = tl.load(places, mask=(column < depth)[None, :], other=0.0)
+    return tile

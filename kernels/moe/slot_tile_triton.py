@@ -1,0 +1,37 @@
+"""How programs of the grouped products begin and end: a tile of the alignment, rows of slots."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_of_program(
+    tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns,
+):  # fmt: skip
+    """Load the tile of this program, where so many programs share one: (whether there is none, its
+    expert, its first place, the place after its last one)."""
+    tile = tl.program_id(0) // columns
+    # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
+    num_tiles = tl.load(num_tiles_ptr)
+    expert = tl.load(tile_experts_ptr + tile)
+    first = tl.load(tile_firsts_ptr + tile)
+    end = tl.load(tile_ends_ptr + tile)
+    return tile >= num_tiles, expert, first, end
+
+
+@triton.jit
+def store_slots(
+    acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, width, SWAP: tl.constexpr,
+):  # fmt: skip
+    """Store slot weight · acc in the order of slots: [places, columns], or its transpose if SWAP.
+
+    Places from `end` on and columns from `width` on are not stored.
+    """
+    slot = tl.load(slots_ptr + tl.minimum(place, end - 1))
+    if SWAP:
+        acc = tl.trans(acc)
+    result = (acc * tl.load(slot_weights_ptr + slot)[:, None]).to(out_ptr.dtype.element_ty)
+    target = out_ptr + slot.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(target, result, mask=(place < end)[:, None] & (column < width)[None, :])
