@@ -33,7 +33,7 @@ from batchgen.engine.cache.memory_plan import ModelUse
 from batchgen.engine.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.engine_models import model_uses, sizes_of
 from batchgen.engine.execution.rehearsal import Undone, rehearse
-from batchgen.engine.loading.loader import load_config
+from batchgen.engine.loading.loader import chosen_form, load_config
 from batchgen.engine.models.registry import model_class
 from batchgen.kernels.compile_ahead import compiling_ahead
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -61,7 +61,8 @@ def model_without_weights(name: str, device: torch.device) -> tuple[ModelUse, Re
         path = write_config(name, Path(folder))
         config = load_config(path)
         kind = model_class(config.architecture, path)
-        model = kind(config, device=device, dtype=torch.bfloat16)
+        form = chosen_form(config, None, native=True)
+        model = kind(config, device=device, dtype=torch.bfloat16, form=form)
         model.pack()
         strategy, settings = ARStrategy(), EngineConfig()
         longest = settings.model_len(model.config.max_position_embeddings)
