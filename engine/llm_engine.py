@@ -26,6 +26,7 @@ from batchgen.engine.engine_models import chosen_columns, chunk_multiple, model_
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.execution.prefill_inputs import block_tables, prefill_inputs, state_slots
+from batchgen.engine.execution.rehearsal import compile_kernels
 from batchgen.engine.execution.step_timing import StepTimer, timed
 from batchgen.engine.execution.transfer import release_cached_memory, upload
 from batchgen.engine.models.causal_lm import CausalLM
@@ -158,6 +159,7 @@ class LLMEngine:
         limits = Limits(self.max_num_seqs, max_model_len, self.vocab_size, model.device)
         strategy.allocate(limits)
         uses = model_uses(model, others or {}, strategy, columns, max_model_len)
+        compile_kernels(list(uses.values()), self.config)
         self.memory: MemoryPlan = plan_memory(list(uses.values()), self.config)
         multiple = chunk_multiple(model)
         self._block_manager = BlockManager(

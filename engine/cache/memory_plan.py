@@ -280,16 +280,11 @@ def _work_space(use: ModelUse, config: ResolvedConfig) -> int:
     decode, measured on the scratch block, for the pool of the CUDA graphs, and for sampling.
     """
     model, width = use.model, max(use.widths)
-    runner = ModelRunner(model, use.caches(CacheSizes(2, config.block_size, num_rows=0)))
-    prefill = _peak(model.device, lambda: _largest_prefill(runner, config, use.all_hidden))
+    runner = scratch_runner(use, config)
+    prefill = _peak(model.device, lambda: largest_prefill(runner, use, config))
     rows = config.max_num_seqs
-    more = config.chunk_tokens if width == 1 else 0
-    lens = np.full(rows * use.forward_rows + more, width)
-    inputs = _scratch_inputs(runner, lens, config.row_blocks)
-    yielding = rows * width + more
-    decode = _peak(
-        model.device, lambda: runner.compute_logits(runner.hidden_states(inputs)[:yielding])
-    )
+    inputs = _largest_decode_inputs(runner, use, config)
+    decode = _peak(model.device, lambda: _run_decode(runner, inputs, use, config))
     graphs = 0
     if config.cuda_graph:
         shapes = use.graph_shapes(config)
@@ -324,11 +319,45 @@ def _scratch_inputs(
     )
 
 
-def _largest_prefill(runner: ModelRunner, config: ResolvedConfig, all_hidden: bool) -> None:
+def scratch_runner(use: ModelUse, config: ResolvedConfig) -> ModelRunner:
+    """Make a runner of the model whose caches hold little more than the scratch block."""
+    # With the records that the engine keeps, because kernels are compiled for their number.
+    sizes = CacheSizes(2, config.block_size, num_rows=0, most_pending=config.most_pending)
+    return ModelRunner(use.model, use.caches(sizes))
+
+
+def largest_prefill(runner: ModelRunner, use: ModelUse, config: ResolvedConfig) -> None:
     """Run a prefill of the most tokens, with logits for as many rows as can be in flight."""
     longest = config.max_model_len
     lens = [longest] * (config.max_batched_tokens // longest)
     if rest := config.max_batched_tokens - sum(lens):
         lens.append(rest)
     inputs = _scratch_inputs(runner, np.array(lens), config.row_blocks)
-    runner.prefill(PrefillInputs(inputs, np.zeros(config.max_num_seqs, np.int64)), all_hidden)
+    rows = np.zeros(config.max_num_seqs, np.int64)
+    runner.prefill(PrefillInputs(inputs, rows), use.all_hidden)
+
+
+def largest_decode(runner: ModelRunner, use: ModelUse, config: ResolvedConfig) -> None:
+    """Run a decode step of the most rows, with as many tokens of prefill as come beside them."""
+    _run_decode(runner, _largest_decode_inputs(runner, use, config), use, config)
+
+
+def _largest_decode_inputs(
+    runner: ModelRunner, use: ModelUse, config: ResolvedConfig
+) -> ModelInputs:
+    """Make the inputs of `largest_decode`."""
+    rows = config.max_num_seqs * use.forward_rows + _chunk_beside(use, config)
+    return _scratch_inputs(runner, np.full(rows, max(use.widths)), config.row_blocks)
+
+
+def _run_decode(
+    runner: ModelRunner, inputs: ModelInputs, use: ModelUse, config: ResolvedConfig
+) -> None:
+    """Run a decode step, with logits for the tokens of all rows and of the chunk beside them."""
+    yielding = config.max_num_seqs * max(use.widths) + _chunk_beside(use, config)
+    runner.compute_logits(runner.hidden_states(inputs)[:yielding])
+
+
+def _chunk_beside(use: ModelUse, config: ResolvedConfig) -> int:
+    """Return the most tokens of prefill that a decode step has beside its rows."""
+    return config.chunk_tokens if max(use.widths) == 1 else 0

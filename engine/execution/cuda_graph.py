@@ -47,7 +47,7 @@ class _Graph:
 class ForwardGraphs:
     """A forward over inputs at fixed addresses, captured once per size of batch.
 
-    Most sizes are captured at the start. Decode graphs for several tokens per row, and those for
+    Most sizes are captured by `capture`. Decode graphs for several tokens per row, and those for
     long contexts of sizes that also have a graph for short ones, are captured when they are first
     needed. The graphs share their working memory, which is safe because they run one after another
     in one stream; only their results are separate.
@@ -83,27 +83,35 @@ class ForwardGraphs:
         self._last_rows = ModelInputs.on_scratch(np.ones(rows, np.int64), blocks, device)
         self._graphs: dict[_Key, _Graph] = {}
         self._forward, self._device = forward, device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-        self._prepare()
 
-    def _prepare(self) -> None:
-        """Compile all kernels, which a capture cannot do, and capture the sizes of every job."""
+    def run_each_kind(self) -> None:
+        """Run the forwards that launch all kernels of the graphs, without capturing any."""
         shapes = self._shapes
-        short = shapes.short_sizes
-        first = [_Key("decode", size) for size in shapes.decode_sizes if size not in short]
-        first += [_Key("short", size) for size in short]
-        first += [_Key("mixed", size) for size in shapes.mixed_sizes]
-        first += [_Key("prefill", size) for size in shapes.prefill_sizes]
         # A batch of few rows runs other kernels than one of many.
-        compiled = [_Key("decode", n, w) for w in shapes.widths for n in (1, shapes.max_rows)]
-        for key in [*compiled, *{key.kind: key for key in first}.values()]:
+        keys = [_Key("decode", n, w) for w in shapes.widths for n in (1, shapes.max_rows)]
+        for key in [*keys, *{key.kind: key for key in self._first_keys()}.values()]:
             self._forward(*self._arguments(key))
+
+    def capture(self) -> None:
+        """Compile all kernels, which a capture cannot do, and capture the sizes of every job."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)
+        self.run_each_kind()
         # Graphs of an engine that was dropped cannot be freed during a capture.
         gc.collect()
         torch.cuda.synchronize(self._device)
-        for key in reversed(first):  # The largest comes first: the others fit into its memory.
+        # The largest comes first: the others fit into its memory.
+        for key in reversed(self._first_keys()):
             self._capture(key)
+
+    def _first_keys(self) -> list[_Key]:
+        """Return the graphs that are captured at the start, those of a kind in ascending order."""
+        shapes = self._shapes
+        short = shapes.short_sizes
+        keys = [_Key("decode", size) for size in shapes.decode_sizes if size not in short]
+        keys += [_Key("short", size) for size in short]
+        keys += [_Key("mixed", size) for size in shapes.mixed_sizes]
+        return [*keys, *(_Key("prefill", size) for size in shapes.prefill_sizes)]
 
     def _capture(self, key: _Key) -> _Graph:
         """Capture the forward of this graph and keep it."""

@@ -98,14 +98,22 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, shapes: GraphShapes) -> None:
         """Capture CUDA graphs, which batches of these shapes replay from now on."""
+        self._graphs = self._make_graphs(shapes)
+        self._graphs.capture()
+
+    @torch.inference_mode()
+    def run_each_kind(self, shapes: GraphShapes) -> None:
+        """Run the forwards that launch all kernels of the graphs of these shapes."""
+        self._make_graphs(shapes).run_each_kind()
+
+    def _make_graphs(self, shapes: GraphShapes) -> ForwardGraphs:
+        """Make the fixed inputs of CUDA graphs of these shapes, which are not captured yet."""
         tiles = {
             tile_tokens(shape.num_heads, shape.num_kv_heads, shape.head_dim, self.model.dtype)
             for shape in self.model.attention_shapes
         }
         scratch = self.scratch_inputs(np.ones(1, np.int64))
-        self._graphs = ForwardGraphs(
-            self._forward, shapes, self.caches.block_size, sorted(tiles), scratch
-        )
+        return ForwardGraphs(self._forward, shapes, self.caches.block_size, sorted(tiles), scratch)
 
     def drop_graphs(self) -> None:
         """Give the CUDA graphs up. From now on forwards run without any."""

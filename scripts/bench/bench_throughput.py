@@ -3,7 +3,8 @@
     python scripts/bench/bench_throughput.py --model qwen3-8b --workload mixed,decode [--json PATH]
     python scripts/bench/bench_throughput.py --model qwen3-8b --workload mixed \\
         --profile trace.json.gz
-    python scripts/bench/bench_throughput.py --model qwen3-8b --start-up
+    TRITON_CACHE_DIR=$(mktemp -d) \\
+        python scripts/bench/bench_throughput.py --model qwen3-8b --start-up
     python scripts/bench/bench_throughput.py --model qwen3-30b-a3b --workload mixed \\
         --routing uniform [--columns routed_experts]
     python scripts/bench/bench_throughput.py --model qwen3-8b --workload mixed \\
@@ -24,6 +25,7 @@ import json
 import shlex
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -250,14 +252,19 @@ def run_start_up(
     arguments: argparse.Namespace, config: EngineConfig, device: torch.device
 ) -> dict[str, Any]:
     imported = process_age()
+    compiled = compiled_kernels()
     bench = make_bench(arguments, config, device, arguments.quantization[0])
     built = process_age()
+    of_engine = len(compiled)
     bench.first_token(arguments.temperature)
     total = process_age()
+    ahead = sum(compiled)
     print(
         f"first token {total:.2f} s after the process started: imports {imported:.2f} s, weights "
         f"{bench.load_seconds:.2f} s, engine {bench.engine_seconds:.2f} s, "
-        f"request {total - built:.2f} s"
+        f"request {total - built:.2f} s\n"
+        f"kernels compiled ahead {ahead}, by the engine's launches {of_engine - ahead}, "
+        f"by the request's {len(compiled) - of_engine}"
     )
     return {
         "engine_config": asdict(bench.engine.config),
@@ -266,7 +273,23 @@ def run_start_up(
         "load_seconds": bench.load_seconds,
         "engine_seconds": bench.engine_seconds,
         "request_seconds": total - built,
+        "kernels_compiled_ahead": ahead,
+        "kernels_compiled_by_engine": of_engine - ahead,
+        "kernels_compiled_by_request": len(compiled) - of_engine,
     }
+
+
+def compiled_kernels() -> list[bool]:
+    """Return a list that grows by one entry for each kernel that Triton compiles from now on:
+    whether a thread compiled it ahead. Kernels of its cache do not count."""
+    compiled: list[bool] = []
+
+    def listen(cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            compiled.append(threading.current_thread() is not threading.main_thread())
+
+    triton.knobs.compilation.listener = listen
+    return compiled
 
 
 def main() -> None:

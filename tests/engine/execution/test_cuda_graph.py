@@ -288,7 +288,9 @@ def outputs_of(
 def capture(model: Model, tile: int) -> ForwardGraphs:
     scratch = ModelInputs.on_scratch(np.ones(1, np.int64), 1, model.device)
     with torch.inference_mode():
-        return ForwardGraphs(model.forward, SHAPES, BLOCK_SIZE, [tile], scratch)
+        graphs = ForwardGraphs(model.forward, SHAPES, BLOCK_SIZE, [tile], scratch)
+        graphs.capture()
+        return graphs
 
 
 @torch.inference_mode()

@@ -1,0 +1,133 @@
+"""Goes through an engine's forwards without computing anything, to compile their kernels ahead."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from batchgen.engine.cache.memory_plan import (
+    ModelUse,
+    largest_decode,
+    largest_prefill,
+    scratch_runner,
+)
+from batchgen.engine.engine_config import ResolvedConfig
+from batchgen.engine.execution.host_limits import usable_cores
+from batchgen.kernels.compile_ahead import can_compile_ahead, compiling_ahead
+
+_META = torch.device("meta")
+_MOST_THREADS = 16
+"""The most kernels that are compiled at once; an engine has some fifty, and few take long."""
+
+
+def compile_kernels(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
+    """Compile the kernels of the models' forwards in several threads.
+
+    Nothing depends on it but time: what is not compiled here, the first forwards compile. That is
+    all on a CPU, for models divided between GPUs, and with a Triton that does not compile in
+    threads.
+
+    Args:
+        uses: the models that run, with their weights.
+        config: the engine's settings.
+    """
+    device, parallel = uses[0].model.device, uses[0].model.parallel
+    if device.type != "cuda" or parallel.size > 1 or not can_compile_ahead():
+        return
+    # Triton compiles for the current device, and each thread has its own.
+    start_thread = partial(torch.cuda.set_device, torch.cuda.current_device())
+    try:
+        with compiling_ahead(min(usable_cores(), _MOST_THREADS), start_thread):
+            rehearse(uses, config)
+    except Exception as error:
+        message = f"kernels are compiled one after another, as they are needed: {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+@torch.inference_mode()
+def rehearse(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
+    """Go through the forwards that the engine runs before its first step, without a device.
+
+    All launches of kernels are made, so the caller must keep them from running.
+
+    Args:
+        uses: the models that run. Their parameters may be on their device, or have been made within
+            `Undone` for that device.
+        config: the engine's settings.
+    """
+    with Undone(uses[0].model.device):
+        for use in uses:
+            runner = scratch_runner(use, config)
+            largest_prefill(runner, use, config)
+            largest_decode(runner, use, config)
+            if config.cuda_graph:
+                runner.run_each_kind(use.graph_shapes(config))
+
+
+class Undone(TorchFunctionMode):
+    """Within it, operations on tensors of a device yield shapes and dtypes alone.
+
+    Tensors that are made on the device are on `meta` and say that they are on the device. Those
+    that were there before take part as if they were so, too.
+
+    Args:
+        device: the GPU, which need not be there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._shapes: dict[int, tuple[Tensor, Tensor]] = {}
+        self._own: dict[Any, Callable[..., Any]] = {
+            Tensor.is_cuda.__get__: lambda x: x.is_meta or x.is_cuda,  # type: ignore[attr-defined]
+            Tensor.device.__get__: self._device_of,
+            Tensor.pin_memory: lambda x: x,
+            torch.device: torch.device,
+            Tensor.addmm_: self._addmm,
+            Tensor.__getitem__: self._item,
+        }
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        own = self._own.get(func)
+        options = {name: self._undone(value) for name, value in (kwargs or {}).items()}
+        if own is not None:
+            return own(*args, **options)
+        return func(*map(self._undone, args), **options)
+
+    def _undone(self, value: Any) -> Any:
+        """Replace the device and its tensors by `meta` and tensors there."""
+        if isinstance(value, Tensor) and value.is_cuda:
+            # Kept with the tensor, whose id another one could have after it.
+            if id(value) not in self._shapes:
+                self._shapes[id(value)] = value, value.to(_META)
+            return self._shapes[id(value)][1]
+        if isinstance(value, torch.device) and value.type == self._device.type:
+            return _META
+        if type(value) in (list, tuple):
+            return type(value)(map(self._undone, value))
+        return value
+
+    def _device_of(self, x: Tensor) -> torch.device:
+        return self._device if x.is_meta else x.device
+
+    # For these two, torch would first import its decompositions of operators, which takes a second.
+
+    def _addmm(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        return x if x.is_meta else x.addmm_(*args, **options)
+
+    def _item(self, x: Tensor, index: Any) -> Any:
+        if isinstance(index, Tensor) and x.is_meta:
+            return x.new_empty((*index.shape, *x.shape[1:]))
+        return self._undone(x)[self._undone(index)]

@@ -1,0 +1,100 @@
+"""Forwards that are gone through without a device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from batchgen.engine.execution import rehearsal
+from batchgen.engine.execution.rehearsal import Undone, compile_kernels
+from batchgen.engine.execution.transfer import upload
+
+ROOT = Path(__file__).parents[3]
+GPU = torch.device("cuda", 0)
+
+
+def test_tensors_of_the_device_have_shapes_and_no_values() -> None:
+    with Undone(GPU):
+        x = torch.zeros(6, 4, device=GPU)
+        assert x.is_cuda and torch.device(x.device) == GPU
+        assert upload([1, 2, 3], torch.int64, GPU).is_cuda
+        rows = x[upload([2, 0], torch.int64, GPU)]
+        assert rows.shape == (2, 4) and rows.is_cuda
+        assert x[1:3, 0].shape == (2,)
+        assert F.linear(x, torch.ones(5, 4, device=GPU)).shape == (6, 5)
+        assert torch.cat([x, rows]).shape == (8, 4)
+        assert x.addmm_(torch.zeros(6, 2, device=GPU), torch.zeros(2, 4, device=GPU)) is x
+    assert x.is_meta and not x.is_cuda
+
+
+def test_tensors_of_the_host_keep_their_values() -> None:
+    with Undone(GPU):
+        x = torch.arange(6.0).view(3, 2)
+        assert not x.is_cuda and x.device.type == "cpu"
+        assert x[torch.tensor([2, 0])].tolist() == [[4, 5], [0, 1]]
+        assert x.addmm_(torch.ones(3, 1), torch.ones(1, 2)).tolist() == [[1, 2], [3, 4], [5, 6]]
+
+
+def use_on(device: torch.device, ranks: int = 1) -> Any:
+    return SimpleNamespace(
+        model=SimpleNamespace(device=device, parallel=SimpleNamespace(size=ranks))
+    )
+
+
+@pytest.mark.parametrize(
+    ("use", "can_compile"),
+    [(use_on(torch.device("cpu")), True), (use_on(GPU, ranks=2), True), (use_on(GPU), False)],
+)
+def test_where_nothing_is_compiled_ahead(
+    use: Any, can_compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(rehearsal, "can_compile_ahead", lambda: can_compile)
+    monkeypatch.setattr(rehearsal, "rehearse", fail)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_kernels([use], SimpleNamespace())  # type: ignore[arg-type]
+
+
+def test_a_rehearsal_that_fails_is_only_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise NotImplementedError("no such operation on meta")
+
+    monkeypatch.setattr(rehearsal, "can_compile_ahead", lambda: True)
+    monkeypatch.setattr(rehearsal, "rehearse", fail)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.warns(RuntimeWarning, match="one after another.*no such operation"):
+        compile_kernels([use_on(GPU)], SimpleNamespace())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "tiny",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("tiny-moe", "tiny-hybrid", "tiny-latent")
+        ),
+    ],
+)
+def test_all_kernels_of_the_start_are_compiled_ahead(model: str) -> None:
+    pytest.importorskip("triton.backends.nvidia")
+    script = ROOT / "scripts" / "check" / "check_start_up.py"
+    found = subprocess.run(
+        [sys.executable, script, "--model", model, "--threads", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "variants in" in found.stdout and "missing" not in found.stdout
