@@ -16,6 +16,7 @@ from batchgen.engine.execution.forward import Forward, Part
 from batchgen.engine.execution.forward_context import OutputTokens
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS, SHORT_ROWS, GraphShapes
 from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.side_stream import with_side_stream
 from batchgen.kernels.attention.attention import AttentionMetadata
 
 _Kind = Literal["decode", "short", "mixed", "prefill"]
@@ -50,7 +51,8 @@ class ForwardGraphs:
     Most sizes are captured by `capture`. Decode graphs for several tokens per row, and those for
     long contexts of sizes that also have a graph for short ones, are captured when they are first
     needed. The graphs share their working memory, which is safe because they run one after another
-    in one stream; only their results are separate.
+    in one stream; only their results are separate. Within a graph layers may do work `beside` other
+    work.
 
     Args:
         forward: the forward to capture.
@@ -96,6 +98,7 @@ class ForwardGraphs:
         """Compile all kernels, which a capture cannot do, and capture the sizes of every job."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)
+        self._side = torch.cuda.Stream(self._device)
         self.run_each_kind()
         # Graphs of an engine that was dropped cannot be freed during a capture.
         gc.collect()
@@ -117,7 +120,7 @@ class ForwardGraphs:
         """Capture the forward of this graph and keep it."""
         arguments = self._arguments(key)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), with_side_stream(self._side):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             hidden = self._forward(*arguments)
             graph.capture_end()

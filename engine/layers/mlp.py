@@ -72,16 +72,17 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor | FP8Rows, residual: Tensor, ctx: ForwardContext) -> Stream:
         """Add the result for x [T, hidden_size] to `residual` [T, hidden_size] in place and return
         it."""
-        return self.down_proj.add_to(residual, self._activated(x))
+        return self.down_proj.add_to(residual, self.activated(x))
 
     def compute(self, x: Tensor) -> Tensor:
         """Compute this rank's part of the result for x [T, hidden_size]; the sum over all ranks is
         the whole."""
-        result: Tensor = self.down_proj(self._activated(x))
+        result: Tensor = self.down_proj(self.activated(x))
         return result
 
-    def _activated(self, x: Tensor | FP8Rows) -> Tensor | FP8Rows:
-        """Compute silu(gate(x)) · up(x), in FP8 if the last projection computes in it."""
+    def activated(self, x: Tensor | FP8Rows) -> Tensor | FP8Rows:
+        """Compute silu(gate(x)) · up(x) for x [T, hidden_size], of which `down_proj` makes the
+        result; in FP8 if that projection computes in it."""
         form = self.down_proj.form
         if self.down_proj.computes_in_fp8 and form is not None:
             return silu_and_mul_quantised(self.gate_up_proj(x), powers_of_two=form.powers_of_two)

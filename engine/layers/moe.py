@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from batchgen.engine.execution.forward_context import ForwardContext
+from batchgen.engine.execution.side_stream import beside
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import CPUProducts, Linear, empty_fp8, empty_parameter
 from batchgen.engine.layers.mlp import GatedMLP
@@ -334,6 +335,8 @@ class SparseMoE(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> Stream:
         """Add the result for x [T, hidden_size] to `residual` [T, hidden_size] in place and return
         it."""
+        # Begun first, as the router and the sorting by experts leave the device almost idle.
+        add_shared = self._begin_shared(x)
         ids, weights = route(
             self.gate(x.to(self._router_dtype)),
             self.experts_per_token,
@@ -344,33 +347,44 @@ class SparseMoE(nn.Module):
         ctx.record(self.column, ids, self.index)
         own = _own_tokens(x, ctx)
         if self._parallel.size > 1:
-            return self._add_over_ranks(x, ids, weights, own, residual)
+            partial = self._partial_sum(x, ids, weights, own)
+            add_shared(partial)
+            return self._parallel.add_sum(residual, partial, FEED_FORWARD_LANE)
         if own is None:
             residual = self.experts(x, ids, weights, residual)
         else:
             out = torch.zeros_like(x)
             out[own] = self.experts(x[own], ids[own], weights[own])
             residual.add_(out)
-        if self.shared_expert_gate is not None and self.shared_expert is not None:
-            add_gated(residual, self.shared_expert.compute(x), self.shared_expert_gate(x))
-        elif self.shared_expert is not None:
-            residual = self.shared_expert(x, residual, ctx)
-        return residual
+        return add_shared(residual)
 
-    def _add_over_ranks(
-        self, x: Tensor, ids: Tensor, weights: Tensor, own: Tensor | None, residual: Tensor
-    ) -> Stream:
-        """Add what the experts of all ranks make of the tokens, in one sum over the ranks."""
+    def _partial_sum(self, x: Tensor, ids: Tensor, weights: Tensor, own: Tensor | None) -> Tensor:
+        """Compute what the experts of this rank make of the tokens."""
         partial = torch.zeros_like(x)
         if own is None:
             partial = self.experts(x, ids, weights, partial)
         elif len(own):
             partial[own] = self.experts(x[own], ids[own], weights[own])
-        if self.shared_expert_gate is not None and self.shared_expert is not None:
-            add_gated(partial, self.shared_expert.compute(x), self.shared_expert_gate(x))
-        elif self.shared_expert is not None:
-            partial.add_(self.shared_expert.compute(x))
-        return self._parallel.add_sum(residual, partial, FEED_FORWARD_LANE)
+        return partial
+
+    def _begin_shared(self, x: Tensor) -> Callable[[Tensor], Stream]:
+        """Begin what the shared expert makes of x [T, hidden_size], `beside` what comes next.
+
+        Returns:
+            A function that adds this rank's part of it to a tensor [T, hidden_size] in place and
+            returns that; to be called exactly once.
+        """
+        shared, gate = self.shared_expert, self.shared_expert_gate
+        if shared is None:
+            return lambda out: out
+        if gate is not None:
+            gated = beside(x, lambda x: (shared.compute(x), gate(x)))
+            return lambda out: add_gated(out, *gated())
+        activated = beside(x, shared.activated)
+        if self._parallel.size > 1:
+            return lambda out: out.add_(shared.down_proj(activated()))
+        # The product adds to the residual itself, which spares a pass over both.
+        return lambda out: shared.down_proj.add_to(out, activated())
 
 
 def _own_tokens(x: Tensor, ctx: ForwardContext) -> Tensor | None:

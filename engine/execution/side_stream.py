@@ -1,0 +1,66 @@
+"""Work that a captured forward does beside its other work, in a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+MOST_TOKENS = 1024
+"""The most tokens of a forward whose kernels leave room on the device for others beside them."""
+
+T = TypeVar("T")
+_side: ContextVar[torch.cuda.Stream | None] = ContextVar("_side", default=None)
+"""The second stream of the capture that this thread makes; None outside of captures."""
+
+
+@contextmanager
+def with_side_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Let `beside` use this stream within the context, in which one CUDA graph is captured.
+
+    Args:
+        stream: another one than that of the capture, and always the same for graphs that share
+            their memory.
+    """
+    token = _side.set(stream)
+    try:
+        yield
+    finally:
+        _side.reset(token)
+
+
+def beside(x: Tensor, work: Callable[[Tensor], T]) -> Callable[[], T]:
+    """Begin `work(x)`, to be done beside what is launched until its result is asked for.
+
+    That is so in the capture of a forward of few tokens. Anywhere else nothing is begun, and the
+    work is done when its result is asked for. The kernels and their results are the same.
+
+    Args:
+        x: [T, ...], all that the work reads besides weights; the caller keeps it, and writes
+            nothing to it, until the result is asked for.
+        work: launches kernels, and writes to new tensors only.
+
+    Returns:
+        A function that returns the result of the work, to be called exactly once: a capture in
+        which it is not called cannot end. What is launched after it may read the result.
+    """
+    side = _side.get()
+    if side is None or len(x) > MOST_TOKENS:
+        return lambda: work(x)
+    main = torch.cuda.current_stream(x.device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        result = work(x)
+
+    # No tensor needs `record_stream`: memory of those made here is given to this stream alone, and
+    # its next work waits for all that was launched before, so for what reads them. The caller holds
+    # x until the other stream waits for what reads it here.
+    def join() -> T:
+        main.wait_stream(side)
+        return result
+
+    return join

@@ -1,0 +1,148 @@
+"""Work beside other work: when it is begun, and that results have the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from batchgen.engine.cache.memory_plan import ModelUse
+from batchgen.engine.cache.model_caches import CacheSizes
+from batchgen.engine.execution.forward_context import ForwardContext
+from batchgen.engine.execution.graph_shapes import GraphShapes
+from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.execution.model_runner import ModelRunner
+from batchgen.engine.execution.side_stream import MOST_TOKENS, beside, with_side_stream
+from batchgen.engine.layers.moe import SparseMoE
+from batchgen.engine.loading.loader import load_model
+from batchgen.kernels.moe.routing import route
+
+TinyModel = Callable[..., Path]
+KINDS = ["qwen2_moe", "deepseek_v2", "deepseek_v3"]
+"""Models with a shared expert: with a gate, and two without one."""
+
+
+class FakeStream:
+    """A stream that writes down what it waits for."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self._events = name, events
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._events.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens in the streams, on a CPU."""
+    found: list[str] = []
+
+    @contextmanager
+    def stream(chosen: FakeStream) -> Iterator[None]:
+        found.append(f"to {chosen.name}")
+        yield
+        found.append("back")
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: FakeStream("main", found))
+    return found
+
+
+def side_stream(events: list[str]) -> Any:
+    return with_side_stream(FakeStream("side", events))  # type: ignore[arg-type]
+
+
+def doubled(events: list[str]) -> Callable[[Tensor], Tensor]:
+    def work(x: Tensor) -> Tensor:
+        events.append("work")
+        return 2 * x
+
+    return work
+
+
+def test_without_a_capture_work_is_done_when_it_is_asked_for(events: list[str]) -> None:
+    result = beside(torch.ones(3, 2), doubled(events))
+    assert events == []
+    assert result().tolist() == [[2, 2]] * 3
+    assert events == ["work"]
+
+
+def test_in_a_capture_work_is_begun_at_once_and_waited_for(events: list[str]) -> None:
+    with side_stream(events):
+        result = beside(torch.ones(MOST_TOKENS, 1), doubled(events))
+        begun = ["side waits for main", "to side", "work", "back"]
+        assert events == begun
+        assert int(result().sum()) == 2 * MOST_TOKENS
+        assert events == [*begun, "main waits for side"]
+
+
+def test_many_tokens_leave_no_room_beside_them(events: list[str]) -> None:
+    with side_stream(events):
+        result = beside(torch.ones(MOST_TOKENS + 1, 1), doubled(events))
+        assert events == []
+        result()
+    assert events == ["work"]
+
+
+def test_captures_end(events: list[str]) -> None:
+    with side_stream(events):
+        pass
+    beside(torch.ones(3, 2), doubled(events))
+    assert events == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shared_expert_is_begun_before_the_router(
+    kind: str, tiny_model: TinyModel, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it adds the same bits as elsewhere."""
+
+    def routed(*args: Any, **options: Any) -> Any:
+        events.append("route")
+        return route(*args, **options)
+
+    monkeypatch.setattr("batchgen.engine.layers.moe.route", routed)
+    model = load_model(tiny_model(kind), device=torch.device("cpu"))
+    moe = next(module for module in model.modules() if isinstance(module, SparseMoE))
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
+    residual, context = x.flip(0), ForwardContext((), torch.ones(20, dtype=torch.int64), ())
+    with torch.inference_mode():
+        expected = moe(x, residual.clone(), context)
+        events.clear()
+        with side_stream(events):
+            found = moe(x, residual.clone(), context)
+    assert torch.equal(found, expected)
+    begun = ["side waits for main", "to side", "back"]
+    assert events == [*begun, "route", "main waits for side"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_forwards_have_the_bits_of_eager_ones(kind: str, tiny_model: TinyModel) -> None:
+    device, most, blocks = torch.device("cuda"), 8, 2
+    model = load_model(tiny_model(kind), device=device, dtype=torch.bfloat16)
+    model.pack()
+
+    def runner() -> ModelRunner:
+        return ModelRunner(model, ModelUse(model, (1,)).caches(CacheSizes(most + 1, 4, 0)))
+
+    def inputs(rows: int, first_id: int) -> ModelInputs:
+        tables = torch.zeros((rows, blocks), dtype=torch.int64, device=device)
+        tables[:, 0] = torch.arange(1, rows + 1)
+        ones = np.ones(rows, np.int64)
+        ids = torch.arange(first_id, first_id + rows, device=device)
+        return ModelInputs(ids, torch.zeros_like(ids), tables, ones, ones)
+
+    eager, captured = runner(), runner()
+    captured.capture(GraphShapes(most, blocks, 0, 0))
+    for round_ in range(3):
+        for rows in (8, 1, 4, 2):
+            batch = inputs(rows, 10 * round_ + rows)
+            found = captured.hidden_states(batch)
+            assert torch.equal(found, eager.hidden_states(batch))
