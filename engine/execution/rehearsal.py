@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from batchgen.engine.cache.memory_plan import (
@@ -19,6 +20,8 @@ from batchgen.engine.cache.memory_plan import (
 )
 from batchgen.engine.engine_config import ResolvedConfig
 from batchgen.engine.execution.host_limits import usable_cores
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.token_model import TokenModel
 from batchgen.kernels.compile_ahead import can_compile_ahead, compiling_ahead
 
 _META = torch.device("meta")
@@ -54,7 +57,8 @@ def compile_kernels(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
 def rehearse(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
     """Go through the forwards that the engine runs before its first step, without a device.
 
-    All launches of kernels are made, so the caller must keep them from running.
+    All launches of kernels are made, so the caller must keep them from running. Of layers that are
+    built alike only one takes part, since the others launch the same kernels.
 
     Args:
         uses: the models that run. Their parameters may be on their device, or have been made within
@@ -63,11 +67,36 @@ def rehearse(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
     """
     with Undone(uses[0].model.device):
         for use in uses:
-            runner = scratch_runner(use, config)
-            largest_prefill(runner, use, config)
-            largest_decode(runner, use, config)
-            if config.cuda_graph:
-                runner.run_each_kind(use.graph_shapes(config))
+            runner, shapes = scratch_runner(use, config), use.graph_shapes(config)
+            with _one_layer_of_each_kind(use.model):
+                largest_prefill(runner, use, config)
+                largest_decode(runner, use, config)
+                if config.cuda_graph:
+                    runner.run_uncaptured(shapes)
+
+
+@contextmanager
+def _one_layer_of_each_kind(model: TokenModel) -> Iterator[None]:
+    """Leave out the layers of a model that have the same modules and shapes as an earlier one. The
+    last layer stays, because it computes fewer tokens than the others."""
+    if not isinstance(model, CausalLM):  # a head, which has one layer
+        yield
+        return
+    decoder, layers = model.model, model.layers
+    firsts = {_kind(layer): layer for layer in reversed(layers[:-1])}
+    kept = [layer for layer in layers if layer is firsts.get(_kind(layer))]
+    decoder.layers = nn.ModuleList([*kept, layers[-1]])
+    try:
+        yield
+    finally:
+        decoder.layers = nn.ModuleList(layers)
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """Return what layers that launch the same kernels have in common."""
+    modules = [(name, type(module)) for name, module in layer.named_modules()]
+    shapes = [(name, p.shape, p.dtype) for name, p in layer.named_parameters()]
+    return tuple(modules), tuple(shapes)
 
 
 class Undone(TorchFunctionMode):

@@ -103,6 +103,9 @@ class WeightSlot:
         Args:
             values: writes values into a tensor that is not in FP8.
         """
+        if self.form is None and self.shard is None and self.combine is None:
+            values(self.parameter)
+            return
         if self.form is None:
             whole = self.parameter.new_empty(self.source_shape)
             values(whole)
