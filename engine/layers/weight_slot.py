@@ -103,7 +103,8 @@ class WeightSlot:
         Args:
             values: writes values into a tensor that is not in FP8.
         """
-        if self.form is None and self.shard is None and self.combine is None:
+        is_plain = self.form is None and self.shard is None and self.combine is None
+        if is_plain and self.parameter.is_contiguous():
             values(self.parameter)
             return
         if self.form is None:
