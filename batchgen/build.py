@@ -148,13 +148,14 @@ class OpenedJob:
             ranks = self.recipe(config).start()
         recipe = ranks.recipe
         with ranks.starting():
-            with _named("model"):
-                weights = recipe.load(ranks.parallel)
-            if weights.skipped_parts:
-                skipped = " and ".join(weights.skipped_parts)
-                print(f"model: not loaded of the checkpoint: {skipped}", file=sys.stderr)
-            with _named("strategy"):
-                others = recipe.load_others(weights)
+            with recipe.compiling_kernels():
+                with _named("model"):
+                    weights = recipe.load(ranks.parallel)
+                if weights.skipped_parts:
+                    skipped = " and ".join(weights.skipped_parts)
+                    print(f"model: not loaded of the checkpoint: {skipped}", file=sys.stderr)
+                with _named("strategy"):
+                    others = recipe.load_others(weights)
             with _named("engine"):
                 return recipe.engine(weights, others, self.compiler, ranks.leader)
 

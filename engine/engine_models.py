@@ -11,7 +11,7 @@ import torch
 from batchgen.engine.cache.memory_plan import CPU_SHARE, ModelUse
 from batchgen.engine.cache.model_caches import row_bytes
 from batchgen.engine.cache.specs import StateSpec
-from batchgen.engine.engine_config import EngineConfig, Sizes, most_pending
+from batchgen.engine.engine_config import EngineConfig, ResolvedConfig, Sizes, most_pending
 from batchgen.engine.execution.host_limits import available_memory
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
@@ -20,6 +20,35 @@ from batchgen.engine.strategy import TARGET, Head, Strategy
 
 _WORK_SPACE = 3 * 2**30
 """The bytes that steps need besides weights and caches, as a guess before it is measured."""
+
+
+def planned_uses(
+    target: CausalLM,
+    others: Mapping[str, CausalLM],
+    strategy: Strategy,
+    config: EngineConfig,
+    context_columns: abc.Sequence[str],
+) -> tuple[dict[str, ModelUse], ResolvedConfig]:
+    """Return the models of an engine by name, with how it runs each of them, and its settings with
+    all defaults filled in. The models may be without values.
+
+    Args:
+        target: the model whose tokens are wanted.
+        others: as for `model_uses`.
+        strategy: the decoding paradigm.
+        config: the settings that the user has chosen.
+        context_columns: the names of the columns of context scope that rows may ask for.
+
+    Raises:
+        ValueError: the model or device does not allow the configuration, has no such column, or
+            another model does not fit.
+    """
+    longest = config.model_len(target.config.max_position_embeddings)
+    max_model_len = strategy.model_len(longest, target.config)
+    columns = chosen_columns(target, context_columns)
+    sizes = sizes_of(target, strategy, config)
+    resolved = config.resolve(target.device, sizes, max_model_len)
+    return model_uses(target, others, strategy, columns, max_model_len), resolved
 
 
 def model_uses(

@@ -22,11 +22,10 @@ from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.guide import Guide
 from batchgen.engine.constraint.queue import CompileQueue
 from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.engine_models import chosen_columns, chunk_multiple, model_uses, sizes_of
+from batchgen.engine.engine_models import chunk_multiple, planned_uses
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.execution.prefill_inputs import block_tables, prefill_inputs, state_slots
-from batchgen.engine.execution.rehearsal import compile_kernels
 from batchgen.engine.execution.step_timing import StepTimer, timed
 from batchgen.engine.execution.transfer import release_cached_memory, upload
 from batchgen.engine.models.causal_lm import CausalLM
@@ -144,12 +143,9 @@ class LLMEngine:
         self._digest = 0
         # This raises an error if the strategy does not fit the model.
         self._block_length = strategy.block_length(model.config)
-        longest = config.model_len(model.config.max_position_embeddings)
-        max_model_len = strategy.model_len(longest, model.config)
         model.pack()
-        columns = chosen_columns(model, context_columns)
-        sizes = sizes_of(model, strategy, config)
-        self.config = config.resolve(model.device, sizes, max_model_len)
+        uses, self.config = planned_uses(model, others or {}, strategy, config, context_columns)
+        max_model_len = self.config.max_model_len
         self.vocab_size = model.vocab_size
         self.tokenizer = tokenizer
         self.strategy = strategy
@@ -158,8 +154,6 @@ class LLMEngine:
         release_cached_memory(model.device)
         limits = Limits(self.max_num_seqs, max_model_len, self.vocab_size, model.device)
         strategy.allocate(limits)
-        uses = model_uses(model, others or {}, strategy, columns, max_model_len)
-        compile_kernels(list(uses.values()), self.config)
         self.memory: MemoryPlan = plan_memory(list(uses.values()), self.config)
         multiple = chunk_multiple(model)
         self._block_manager = BlockManager(
@@ -180,7 +174,7 @@ class LLMEngine:
             vocab_size=self.vocab_size,
             max_model_len=max_model_len,
             cache_capacity=self._block_manager.capacity,
-            context_columns=columns,
+            context_columns=uses[TARGET].columns,
         )
         self._runners = {name: self._make_runner(use) for name, use in uses.items()}
         self._runner = self._runners[TARGET]

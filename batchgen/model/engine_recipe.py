@@ -11,8 +11,12 @@ from typing import Any
 
 import torch
 
+from batchgen.engine.cache.memory_plan import ModelUse
 from batchgen.engine.constraint.compiler import GrammarCompiler
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.engine_config import EngineConfig, ResolvedConfig
+from batchgen.engine.engine_models import planned_uses
+from batchgen.engine.execution.rehearsal import compiling_kernels
+from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.registry import model_class
@@ -28,6 +32,8 @@ from batchgen.model.open_model import (
     limit_threads,
 )
 from batchgen.model.other_models import strategy_heads
+
+_META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,31 @@ class EngineRecipe:
         """
         return {name: other.load_beside(weights) for name, other in self.others.items()}
 
+    def compiling_kernels(self) -> AbstractContextManager[None]:
+        """Enter this while the weights are loaded: the engine's kernels are compiled meanwhile.
+
+        Raises:
+            ValueError: the machine has no such device.
+        """
+        if self.config.tensor_parallel > 1:
+            return nullcontext()
+        return compiling_kernels(device_of(self.device), self._plan)
+
+    def _plan(self) -> tuple[list[ModelUse], ResolvedConfig]:
+        """Return what `planned_uses` does, of models without values."""
+        device, dtype = device_of(self.device), self.model.dtype(self.dtype, self.device)
+        native = has_fp8_units(device)
+        heads = strategy_heads(self.strategy, self.model)
+        target = bare(self.model, dtype, heads, native_fp8=native, device=device)
+        others = {
+            name: bare(other, dtype, [], native_fp8=native, device=device)
+            for name, other in self.others.items()
+        }
+        uses, config = planned_uses(
+            target, others, self.strategy, self.config, self.context_columns
+        )
+        return list(uses.values()), config
+
     def engine(
         self,
         weights: CausalLM,
@@ -162,8 +193,9 @@ class Ranks:
             RuntimeError: another rank was lost meanwhile.
         """
         with self.starting():
-            weights = self.recipe.load(self.parallel)
-            others = self.recipe.load_others(weights)
+            with self.recipe.compiling_kernels():
+                weights = self.recipe.load(self.parallel)
+                others = self.recipe.load_others(weights)
             return weights, self.recipe.engine(weights, others, leader=self.leader)
 
 
@@ -174,11 +206,13 @@ def bare(
     tensor_parallel: int = 1,
     *,
     native_fp8: bool = True,
+    device: torch.device = _META,
 ) -> CausalLM:
     """Make a model whose parameters have shapes and no values, as rank 0 would have it.
 
     Args:
         native_fp8: the device computes in FP8.
+        device: where the parameters are, or where they say that they are within `Undone`.
 
     Raises:
         ValueError: its weights cannot be divided between so many ranks.
@@ -187,7 +221,7 @@ def bare(
     parallel = TensorParallel(0, tensor_parallel)
     return kind(
         opened.config,
-        device=torch.device("meta"),
+        device=device,
         dtype=dtype,
         heads=heads,
         form=opened.form(native=native_fp8),

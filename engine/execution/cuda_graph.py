@@ -86,20 +86,26 @@ class ForwardGraphs:
         self._graphs: dict[_Key, _Graph] = {}
         self._forward, self._device = forward, device
 
-    def run_each_kind(self) -> None:
-        """Run the forwards that launch all kernels of the graphs, without capturing any."""
+    def run_all(self) -> None:
+        """Run the forwards of all graphs that are captured at the start, and those that launch what
+        the others need, without capturing any."""
+        for key in dict.fromkeys([*self._each_kind(), *self._first_keys()]):
+            self._forward(*self._arguments(key))
+
+    def _each_kind(self) -> list[_Key]:
+        """Return graphs whose forwards together launch nearly all kernels that any of them does."""
         shapes = self._shapes
         # A batch of few rows runs other kernels than one of many.
         keys = [_Key("decode", n, w) for w in shapes.widths for n in (1, shapes.max_rows)]
-        for key in [*keys, *{key.kind: key for key in self._first_keys()}.values()]:
-            self._forward(*self._arguments(key))
+        return [*keys, *{key.kind: key for key in self._first_keys()}.values()]
 
     def capture(self) -> None:
         """Compile all kernels, which a capture cannot do, and capture the sizes of every job."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)
         self._side = torch.cuda.Stream(self._device)
-        self.run_each_kind()
+        for key in self._each_kind():
+            self._forward(*self._arguments(key))
         # Graphs of an engine that was dropped cannot be freed during a capture.
         gc.collect()
         torch.cuda.synchronize(self._device)

@@ -102,9 +102,9 @@ class ModelRunner:
         self._graphs.capture()
 
     @torch.inference_mode()
-    def run_each_kind(self, shapes: GraphShapes) -> None:
-        """Run the forwards that launch all kernels of the graphs of these shapes."""
-        self._make_graphs(shapes).run_each_kind()
+    def run_uncaptured(self, shapes: GraphShapes) -> None:
+        """Run the forwards of the CUDA graphs of these shapes, without capturing any."""
+        self._make_graphs(shapes).run_all()
 
     def _make_graphs(self, shapes: GraphShapes) -> ForwardGraphs:
         """Make the fixed inputs of CUDA graphs of these shapes, which are not captured yet."""

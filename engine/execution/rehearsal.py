@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from batchgen.engine.cache.memory_plan import (
@@ -19,29 +21,53 @@ from batchgen.engine.cache.memory_plan import (
 )
 from batchgen.engine.engine_config import ResolvedConfig
 from batchgen.engine.execution.host_limits import usable_cores
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.token_model import TokenModel
 from batchgen.kernels.compile_ahead import can_compile_ahead, compiling_ahead
+
+Plan = Callable[[], tuple[Sequence[ModelUse], ResolvedConfig]]
 
 _META = torch.device("meta")
 _MOST_THREADS = 16
 """The most kernels that are compiled at once; an engine has some fifty, and few take long."""
 
 
-def compile_kernels(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
-    """Compile the kernels of the models' forwards in several threads.
+@contextmanager
+def compiling_kernels(device: torch.device, plan: Plan) -> Iterator[None]:
+    """Compile an engine's kernels in other threads while its weights are loaded in the context.
 
-    Nothing depends on it but time: what is not compiled here, the first forwards compile. That is
-    all on a CPU, for models divided between GPUs, and with a Triton that does not compile in
-    threads.
+    The context ends when all are compiled. Nothing depends on it but time: what is not compiled
+    here, the first forwards compile. That is all on a CPU and with a Triton that does not compile
+    in threads.
 
     Args:
-        uses: the models that run, with their weights.
-        config: the engine's settings.
+        device: where the engine will be.
+        plan: makes the models that will run, with parameters that have no values, and the engine's
+            settings. It is called in another thread.
     """
-    device, parallel = uses[0].model.device, uses[0].model.parallel
-    if device.type != "cuda" or parallel.size > 1 or not can_compile_ahead():
+    if device.type != "cuda" or not can_compile_ahead():
+        yield
+        return
+    index = torch.cuda.current_device()
+    thread = Thread(target=_compile, args=(index, plan), name="kernels")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _compile(index: int, plan: Plan) -> None:
+    """Compile an engine's kernels for the GPU with this index."""
+    device = torch.device("cuda", index)
+    try:
+        with Undone(device):
+            uses, config = plan()
+    except ValueError:  # the user's mistake, of which the engine itself will tell
         return
     # Triton compiles for the current device, and each thread has its own.
-    start_thread = partial(torch.cuda.set_device, torch.cuda.current_device())
+    start_thread = partial(torch.cuda.set_device, index)
+    start_thread()
     try:
         with compiling_ahead(min(usable_cores(), _MOST_THREADS), start_thread):
             rehearse(uses, config)
@@ -54,20 +80,46 @@ def compile_kernels(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
 def rehearse(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
     """Go through the forwards that the engine runs before its first step, without a device.
 
-    All launches of kernels are made, so the caller must keep them from running.
+    All launches of kernels are made, so the caller must keep them from running. Of layers that are
+    built alike only one takes part, since the others launch the same kernels.
 
     Args:
-        uses: the models that run. Their parameters may be on their device, or have been made within
-            `Undone` for that device.
+        uses: the models that run. Their parameters have been made within `Undone` for their device,
+            or are on it.
         config: the engine's settings.
     """
     with Undone(uses[0].model.device):
         for use in uses:
-            runner = scratch_runner(use, config)
-            largest_prefill(runner, use, config)
-            largest_decode(runner, use, config)
-            if config.cuda_graph:
-                runner.run_each_kind(use.graph_shapes(config))
+            runner, shapes = scratch_runner(use, config), use.graph_shapes(config)
+            with _one_layer_of_each_kind(use.model):
+                largest_prefill(runner, use, config)
+                largest_decode(runner, use, config)
+                if config.cuda_graph:
+                    runner.run_uncaptured(shapes)
+
+
+@contextmanager
+def _one_layer_of_each_kind(model: TokenModel) -> Iterator[None]:
+    """Leave out the layers of a model that have the same modules and shapes as an earlier one. The
+    last layer stays, because it computes fewer tokens than the others."""
+    if not isinstance(model, CausalLM):  # a head, which has one layer
+        yield
+        return
+    decoder, layers = model.model, model.layers
+    firsts = {_kind(layer): layer for layer in reversed(layers[:-1])}
+    kept = [layer for layer in layers if layer is firsts.get(_kind(layer))]
+    decoder.layers = nn.ModuleList([*kept, layers[-1]])
+    try:
+        yield
+    finally:
+        decoder.layers = nn.ModuleList(layers)
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """Return what layers that launch the same kernels have in common."""
+    modules = [(name, type(module)) for name, module in layer.named_modules()]
+    shapes = [(name, p.shape, p.dtype) for name, p in layer.named_parameters()]
+    return tuple(modules), tuple(shapes)
 
 
 class Undone(TorchFunctionMode):

@@ -103,6 +103,10 @@ class WeightSlot:
         Args:
             values: writes values into a tensor that is not in FP8.
         """
+        is_plain = self.form is None and self.shard is None and self.combine is None
+        if is_plain and self.parameter.is_contiguous():
+            values(self.parameter)
+            return
         if self.form is None:
             whole = self.parameter.new_empty(self.source_shape)
             values(whole)

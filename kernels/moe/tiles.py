@@ -79,7 +79,7 @@ TABLE = (
         ),
     ),
     (
-        22.6,
+        26,
         Tiles(
             32,
             ProductTiles(128, 128, 8, 3, swap=True, tma=True),
@@ -87,7 +87,7 @@ TABLE = (
         ),
     ),
     (
-        45,
+        56,
         Tiles(64, ProductTiles(128, 64, 4, 4, tma=True), ProductTiles(128, 64, 4, 3, tma=True)),
     ),
     (

@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,16 +20,21 @@ from workloads import (
     WORKLOADS,
     BenchRequest,
     Floor,
+    bare_model,
     dummy_model,
     floor_seconds,
     prompt_vocab,
     requests,
 )
 
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.cache.memory_plan import ModelUse
+from batchgen.engine.engine_config import EngineConfig, ResolvedConfig
+from batchgen.engine.engine_models import planned_uses
+from batchgen.engine.execution.rehearsal import compiling_kernels
 from batchgen.engine.execution.step_timing import PhaseSplit, StepTime, StepTimer
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import Quantization
+from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -86,6 +92,12 @@ class Run:
         return (self.prompt_tokens + self.output_tokens) / self.seconds
 
 
+def own_columns(model: CausalLM, columns: Sequence[str]) -> list[str]:
+    """Return those of the columns that the model records."""
+    own = {column.name for column in model.declared_columns(model.config)}
+    return [name for name in columns if name in own]
+
+
 class Bench:
     """A model of random weights and its engine.
 
@@ -120,8 +132,16 @@ class Bench:
         """
         self.device, self._columns, self._most_requests = device, columns, most_requests
         start = time.perf_counter()
-        self.weights = weights = dummy_model(model, device, quantization=quantization)
-        self.model_config = weights.config
+        strategy = ARStrategy()
+
+        def plan() -> tuple[list[ModelUse], ResolvedConfig]:
+            bare = bare_model(model, device, quantization=quantization)
+            uses, resolved = planned_uses(bare, {}, strategy, config, own_columns(bare, columns))
+            return list(uses.values()), resolved
+
+        with compiling_kernels(device, plan):
+            weights = dummy_model(model, device, quantization=quantization)
+        self.weights, self.model_config = weights, weights.config
         if uniform:
             route_uniformly(weights)
         self.synchronize()
@@ -129,15 +149,14 @@ class Bench:
 
         start = time.perf_counter()
         self.timer = StepTimer(device)
-        own = {column.name for column in weights.declared_columns(weights.config)}
         self.engine = LLMEngine(
             weights,
             None,
             (),
-            ARStrategy(),
+            strategy,
             config,
             timer=self.timer,
-            context_columns=[name for name in columns if name in own],
+            context_columns=own_columns(weights, columns),
         )
         self.synchronize()
         self.engine_seconds = time.perf_counter() - start

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from batchgen.engine.layers.latent_attention import LatentShape
-from batchgen.engine.loading.loader import Quantization, load_model
+from batchgen.engine.loading.loader import Quantization, chosen_form, load_config, load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.models.hybrid import HybridConfig
 from batchgen.engine.models.latent import LatentConfig
 from batchgen.engine.models.moe import MoEConfig
+from batchgen.engine.models.registry import model_class
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 
 PROMPT_VOCAB = 150_000
@@ -362,6 +363,19 @@ def dummy_model(
             quantization=quantization,
             parallel=parallel,
         )
+
+
+def bare_model(
+    name: str, device: torch.device, *, quantization: Quantization | None = None
+) -> CausalLM:
+    """Make a model of `MODELS` in bfloat16 whose parameters have shapes and no values, to be called
+    within `Undone` for a GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_config(name, Path(folder))
+        config = load_config(path)
+        kind = model_class(config.architecture, path)
+        form = chosen_form(config, quantization, native=True)
+        return kind(config, device=device, dtype=torch.bfloat16, form=form)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
 
 Compiles the kernels ahead, as an engine does, with an empty cache of Triton, and prints the seconds
 that it takes with so many threads, and those of each kernel in the thread that compiled it. Then it
-goes through the same forwards with launches that compile what is missing.
+goes through the forwards of all graphs and layers, with launches that compile what is missing.
 The exit code is 1 if anything is, which is also the case if a kernel does not compile.
 """
 
@@ -27,14 +27,17 @@ from triton.runtime import driver
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
-from workloads import MODELS, write_config
+from workloads import MODELS, bare_model
 
-from batchgen.engine.cache.memory_plan import ModelUse
+from batchgen.engine.cache.memory_plan import (
+    ModelUse,
+    largest_decode,
+    largest_prefill,
+    scratch_runner,
+)
 from batchgen.engine.engine_config import EngineConfig, ResolvedConfig
-from batchgen.engine.engine_models import model_uses, sizes_of
+from batchgen.engine.engine_models import planned_uses
 from batchgen.engine.execution.rehearsal import Undone, rehearse
-from batchgen.engine.loading.loader import chosen_form, load_config
-from batchgen.engine.models.registry import model_class
 from batchgen.kernels.compile_ahead import compiling_ahead
 from batchgen.strategies.ar.strategy import ARStrategy
 
@@ -55,20 +58,23 @@ def pretend(capability: int) -> None:
     driver.set_active(check_compile.AbsentGPU(capability))
 
 
-def model_without_weights(name: str, device: torch.device) -> tuple[ModelUse, ResolvedConfig]:
+def plan(name: str, device: torch.device) -> tuple[ModelUse, ResolvedConfig]:
     """Make a model of `workloads.MODELS` with shapes and no values, and an engine's settings."""
-    with tempfile.TemporaryDirectory() as folder, Undone(device):
-        path = write_config(name, Path(folder))
-        config = load_config(path)
-        kind = model_class(config.architecture, path)
-        form = chosen_form(config, None, native=True)
-        model = kind(config, device=device, dtype=torch.bfloat16, form=form)
-        model.pack()
-        strategy, settings = ARStrategy(), EngineConfig()
-        longest = settings.model_len(model.config.max_position_embeddings)
-        resolved = settings.resolve(device, sizes_of(model, strategy, settings), longest)
-        (use,) = model_uses(model, {}, strategy, (), longest).values()
-        return use, resolved
+    with Undone(device):
+        model = bare_model(name, device)
+        uses, config = planned_uses(model, {}, ARStrategy(), EngineConfig(), ())
+        (use,) = uses.values()
+        return use, config
+
+
+@torch.inference_mode()
+def run_all(use: ModelUse, config: ResolvedConfig) -> None:
+    """Go through all forwards before the first step of an engine, with all layers of the model."""
+    with Undone(use.model.device):
+        runner = scratch_runner(use, config)
+        largest_prefill(runner, use, config)
+        largest_decode(runner, use, config)
+        runner.run_uncaptured(use.graph_shapes(config))
 
 
 def main() -> None:
@@ -78,7 +84,7 @@ def main() -> None:
     parser.add_argument("--capability", type=int, default=90, help="such as 90 for Hopper")
     arguments = parser.parse_args()
     pretend(arguments.capability)
-    use, config = model_without_weights(arguments.model, torch.device("cuda", 0))
+    use, config = plan(arguments.model, torch.device("cuda", 0))
     seconds: dict[str, list[float]] = defaultdict(list)
 
     def listen(src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
@@ -106,7 +112,7 @@ def main() -> None:
         triton.JITFunction.run = lambda kernel, *args, **options: compiled.launch(
             kernel, *args, **options
         )
-        rehearse([use], config)
+        run_all(use, config)
         triton.JITFunction.run = run
     for name, each in seconds.items():
         print(f"{name}: {len(each)} variants were missing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from batchgen.engine.execution import rehearsal
-from batchgen.engine.execution.rehearsal import Undone, compile_kernels
+from batchgen.engine.execution.rehearsal import Undone, compiling_kernels
 from batchgen.engine.execution.transfer import upload
 
 ROOT = Path(__file__).parents[3]
@@ -43,38 +44,64 @@ def test_tensors_of_the_host_keep_their_values() -> None:
         assert x.addmm_(torch.ones(3, 1), torch.ones(1, 2)).tolist() == [[1, 2], [3, 4], [5, 6]]
 
 
-def use_on(device: torch.device, ranks: int = 1) -> Any:
-    return SimpleNamespace(
-        model=SimpleNamespace(device=device, parallel=SimpleNamespace(size=ranks))
-    )
+def no_plan() -> Any:
+    raise AssertionError
 
 
-@pytest.mark.parametrize(
-    ("use", "can_compile"),
-    [(use_on(torch.device("cpu")), True), (use_on(GPU, ranks=2), True), (use_on(GPU), False)],
-)
+@pytest.mark.parametrize(("device", "can_compile"), [("cpu", True), ("cuda", False)])
 def test_where_nothing_is_compiled_ahead(
-    use: Any, can_compile: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, can_compile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise AssertionError
-
     monkeypatch.setattr(rehearsal, "can_compile_ahead", lambda: can_compile)
-    monkeypatch.setattr(rehearsal, "rehearse", fail)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        compile_kernels([use], SimpleNamespace())  # type: ignore[arg-type]
+        with compiling_kernels(torch.device(device), no_plan):
+            pass
 
 
+@pytest.fixture
+def gpu_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "can_compile_ahead", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+
+
+@pytest.mark.usefixtures("gpu_that_compiles")
+def test_kernels_are_compiled_while_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading, rehearsed = threading.Event(), threading.Event()
+
+    def rehearse(*_: Any) -> None:
+        assert loading.wait(10)
+        rehearsed.set()
+
+    monkeypatch.setattr(rehearsal, "rehearse", rehearse)
+    with compiling_kernels(GPU, lambda: ((), SimpleNamespace())):  # type: ignore[arg-type,return-value]
+        loading.set()
+    assert rehearsed.is_set()
+
+
+@pytest.mark.usefixtures("gpu_that_compiles")
 def test_a_rehearsal_that_fails_is_only_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise NotImplementedError("no such operation on meta")
 
-    monkeypatch.setattr(rehearsal, "can_compile_ahead", lambda: True)
     monkeypatch.setattr(rehearsal, "rehearse", fail)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    with pytest.warns(RuntimeWarning, match="one after another.*no such operation"):
-        compile_kernels([use_on(GPU)], SimpleNamespace())  # type: ignore[arg-type]
+    with (
+        pytest.warns(RuntimeWarning, match="one after another.*no such operation"),
+        compiling_kernels(GPU, lambda: ((), SimpleNamespace())),  # type: ignore[arg-type,return-value]
+    ):
+        pass
+
+
+@pytest.mark.usefixtures("gpu_that_compiles")
+def test_of_mistakes_in_the_settings_the_engine_tells() -> None:
+    def plan() -> Any:
+        raise ValueError("max_model_len is too large")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with compiling_kernels(GPU, plan):
+            pass
 
 
 @pytest.mark.parametrize(
