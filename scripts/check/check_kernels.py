@@ -31,6 +31,7 @@ import torch
 from expert_products import check_experts
 from fp8_products import check_fp8
 from linear_rows import check_linear_attention
+from rank_sums import check_ranks
 from triton.runtime import KernelInterface
 
 from batchgen.engine.engine_config import EngineConfig
@@ -283,7 +284,7 @@ def main() -> None:
         sys.exit("needs a GPU: the kernels run on nothing else")
     launches = count_launches()
     problems = check_masks() + check_experts(torch.device("cuda"))
-    problems += check_linear_attention(torch.device("cuda"))
+    problems += check_linear_attention(torch.device("cuda")) + check_ranks(torch.device("cuda"))
     has_fp8 = has_fp8_units(torch.device("cuda"))
     if has_fp8:
         problems += check_fp8(torch.device("cuda"))

@@ -6,6 +6,7 @@ from pathlib import Path
 import expert_products
 import fp8_products
 import pytest
+import rank_sums
 import torch
 from check_kernels import KERNELS, launched_kernels
 from expert_products import EXPERTS, HIDDEN, INNER, K, differences, token_counts
@@ -55,6 +56,13 @@ def test_kernels_in_fp8_are_checked_at_every_line_of_their_tables() -> None:
     assert not list(fp8_products.rounding_differences(device))
     assert not list(fp8_products.linear_differences(40, device))
     assert not list(fp8_products.expert_differences(8, device))
+
+
+def test_ranks_are_checked_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert not rank_sums.check_ranks(device)
+    monkeypatch.setattr(rank_sums, "gather", lambda own, *_: own.repeat(1, 2))
+    assert len(rank_sums.check_ranks(device)) == 4
 
 
 def test_a_wrong_product_in_fp8_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
