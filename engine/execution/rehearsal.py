@@ -43,7 +43,8 @@ def compiling_kernels(device: torch.device, plan: Plan) -> Iterator[None]:
     Args:
         device: where the engine will be.
         plan: makes the models that will run, with parameters that have no values, and the engine's
-            settings. It is called in another thread.
+            settings. It is called in another thread, so it must import nothing of a library whose
+            modules import each other on demand, such as transformers.
     """
     if device.type != "cuda" or not can_compile_ahead():
         yield
@@ -59,16 +60,15 @@ def compiling_kernels(device: torch.device, plan: Plan) -> Iterator[None]:
 
 def _compile(index: int, plan: Plan) -> None:
     """Compile an engine's kernels for the GPU with this index."""
-    device = torch.device("cuda", index)
-    try:
-        with Undone(device):
-            uses, config = plan()
-    except ValueError:  # the user's mistake, of which the engine itself will tell
-        return
     # Triton compiles for the current device, and each thread has its own.
     start_thread = partial(torch.cuda.set_device, index)
     start_thread()
     try:
+        try:
+            with Undone(torch.device("cuda", index)):
+                uses, config = plan()
+        except ValueError:  # the user's mistake, of which the engine itself will tell
+            return
         with compiling_ahead(min(usable_cores(), _MOST_THREADS), start_thread):
             rehearse(uses, config)
     except Exception as error:

@@ -23,6 +23,7 @@ from workloads import (
     bare_model,
     dummy_model,
     floor_seconds,
+    model_config,
     prompt_vocab,
     requests,
 )
@@ -132,16 +133,15 @@ class Bench:
         """
         self.device, self._columns, self._most_requests = device, columns, most_requests
         start = time.perf_counter()
-        strategy = ARStrategy()
+        strategy, self.model_config = ARStrategy(), model_config(model)
 
         def plan() -> tuple[list[ModelUse], ResolvedConfig]:
-            bare = bare_model(model, device, quantization=quantization)
+            bare = bare_model(self.model_config, device, quantization=quantization)
             uses, resolved = planned_uses(bare, {}, strategy, config, own_columns(bare, columns))
             return list(uses.values()), resolved
 
         with compiling_kernels(device, plan):
-            weights = dummy_model(model, device, quantization=quantization)
-        self.weights, self.model_config = weights, weights.config
+            self.weights = weights = dummy_model(model, device, quantization=quantization)
         if uniform:
             route_uniformly(weights)
         self.synchronize()

@@ -365,17 +365,20 @@ def dummy_model(
         )
 
 
-def bare_model(
-    name: str, device: torch.device, *, quantization: Quantization | None = None
-) -> CausalLM:
-    """Make a model of `MODELS` in bfloat16 whose parameters have shapes and no values, to be called
-    within `Undone` for a GPU."""
+def model_config(name: str) -> ModelConfig:
+    """Read the configuration of a model of `MODELS`."""
     with tempfile.TemporaryDirectory() as folder:
-        path = write_config(name, Path(folder))
-        config = load_config(path)
-        kind = model_class(config.architecture, path)
-        form = chosen_form(config, quantization, native=True)
-        return kind(config, device=device, dtype=torch.bfloat16, form=form)
+        return load_config(write_config(name, Path(folder)))
+
+
+def bare_model(
+    config: ModelConfig, device: torch.device, *, quantization: Quantization | None = None
+) -> CausalLM:
+    """Make a model in bfloat16 whose parameters have shapes and no values, to be called within
+    `Undone` for a GPU."""
+    kind = model_class(config.architecture, Path())
+    form = chosen_form(config, quantization, native=True)
+    return kind(config, device=device, dtype=torch.bfloat16, form=form)
 
 
 @dataclass(frozen=True, slots=True)

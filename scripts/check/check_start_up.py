@@ -27,7 +27,7 @@ from triton.runtime import driver
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
-from workloads import MODELS, bare_model
+from workloads import MODELS, bare_model, model_config
 
 from batchgen.engine.cache.memory_plan import (
     ModelUse,
@@ -61,7 +61,7 @@ def pretend(capability: int) -> None:
 def plan(name: str, device: torch.device) -> tuple[ModelUse, ResolvedConfig]:
     """Make a model of `workloads.MODELS` with shapes and no values, and an engine's settings."""
     with Undone(device):
-        model = bare_model(name, device)
+        model = bare_model(model_config(name), device)
         uses, config = planned_uses(model, {}, ARStrategy(), EngineConfig(), ())
         (use,) = uses.values()
         return use, config

@@ -94,6 +94,15 @@ def test_a_rehearsal_that_fails_is_only_warned_of(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("gpu_that_compiles")
+def test_models_that_cannot_be_made_are_only_warned_of() -> None:
+    def plan() -> Any:
+        raise ImportError("cannot import name 'Config'")
+
+    with pytest.warns(RuntimeWarning, match="cannot import"), compiling_kernels(GPU, plan):
+        pass
+
+
+@pytest.mark.usefixtures("gpu_that_compiles")
 def test_of_mistakes_in_the_settings_the_engine_tells() -> None:
     def plan() -> Any:
         raise ValueError("max_model_len is too large")
