@@ -23,13 +23,11 @@ from batchgen.engine.parallel.tensor_parallel import (
 )
 from batchgen.kernels.fp8.experts import fp8_grouped_mlp
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
-from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.layers.activation import add_gated
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.moe.experts import grouped_mlp
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
 from batchgen.kernels.moe.router_form import SOFTMAX, RouterForm
-from batchgen.kernels.moe.router_product import router_product
 from batchgen.kernels.moe.routing import route
 
 
@@ -231,31 +229,6 @@ def packed_products(weights: Tensor, products: CPUProducts) -> ExpertProducts:
     return ExpertProducts(laid_out, product.most_rows, not products.takes_few(weights[0]))
 
 
-class Float32Router(Linear):
-    """The product of a router whose logits are computed in float32, whatever the model's dtype is.
-
-    Args:
-        hidden_size: H, the width of the hidden states.
-        num_experts: E.
-        device: where the parameter is created.
-    """
-
-    def __init__(self, hidden_size: int, num_experts: int, *, device: torch.device) -> None:
-        super().__init__(
-            hidden_size,
-            num_experts,
-            bias=False,
-            quantisable=False,
-            device=device,
-            dtype=torch.float32,
-        )
-
-    def forward(self, x: Tensor | FP8Rows) -> Tensor:
-        """Compute the logits of x [T, H] as `route` takes them: [T, E], or parts [P, T, E]."""
-        assert isinstance(x, Tensor), "routers are not in FP8"
-        return router_product(x, self.weight, self._most_rows)
-
-
 class ScoreCorrection(nn.Module):
     """What is added to the scores of a router for the choice of experts, under its published name.
 
@@ -319,14 +292,16 @@ class SparseMoE(nn.Module):
         self._parallel = parallel
         self.experts_per_token, self.renormalise = experts_per_token, renormalise
         self.column, self.index = column
-        self.form = router.form
+        self.form, self._router_dtype = router.form, torch.float32 if router.float32 else dtype
         self.checkpoint_names = {"correction": "gate"}
-        if router.float32:
-            self.gate: Linear = Float32Router(hidden_size, num_experts, device=device)
-        else:
-            self.gate = Linear(
-                hidden_size, num_experts, bias=False, quantisable=False, device=device, dtype=dtype
-            )
+        self.gate = Linear(
+            hidden_size,
+            num_experts,
+            bias=False,
+            quantisable=False,
+            device=device,
+            dtype=self._router_dtype,
+        )
         self.correction: ScoreCorrection | None = None
         if router.corrected:
             self.correction = ScoreCorrection(num_experts, device=device)
@@ -363,7 +338,7 @@ class SparseMoE(nn.Module):
         # Begun first, as the router and the sorting by experts leave the device almost idle.
         add_shared = self._begin_shared(x)
         ids, weights = route(
-            self.gate(x),
+            self.gate(x.to(self._router_dtype)),
             self.experts_per_token,
             renormalise=self.renormalise,
             form=self.form,

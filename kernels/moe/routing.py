@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
-
 import torch
 from torch import Tensor
 
@@ -27,8 +25,7 @@ def route(
     with the lower id comes first.
 
     Args:
-        logits: [T, E], the router's result for each token, or parts [P, T, E] float32 of it, which
-            are added up in order.
+        logits: [T, E], the router's result for each token.
         k: the number of experts of a token, at most E.
         renormalise: whether the k weights are divided by their sum.
         form: what else differs between routers; the groups that are kept have k experts at least.
@@ -54,7 +51,7 @@ def route_reference(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`route` in PyTorch."""
-    logits = reduce(torch.add, logits) if logits.dim() == 3 else logits.float()
+    logits = logits.float()
     scores = logits.sigmoid() if form.sigmoid else logits.softmax(-1)
     if form.sigmoid:  # whose result for an infinite logit is finite
         scores = scores.where(logits.isfinite().all(-1, keepdim=True), float("nan"))

@@ -24,7 +24,7 @@ def route_triton(
     """`routing.route` in one launch.
 
     Args:
-        logits: [T, E], the last axis contiguous, or parts [P, T, E], contiguous.
+        logits: [T, E], the last axis contiguous.
         k: experts of a token, from 1 to E.
         renormalise: divide the k scores by their sum.
         form: how scores are made, and which groups of experts are kept.
@@ -35,10 +35,8 @@ def route_triton(
         equals, and their weights [T, k] float32. A token whose scores are not finite gets NaN as
         weights.
     """
-    parts = len(logits) if logits.dim() == 3 else 1
-    tokens, experts = logits.shape[-2:]
-    assert 1 <= k <= experts and logits.stride(-1) == 1
-    assert logits.dim() == 2 or logits.is_contiguous()
+    tokens, experts = logits.shape
+    assert 1 <= k <= experts and logits.stride(1) == 1
     ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, k), dtype=torch.float32, device=logits.device)
     if not tokens:
@@ -46,8 +44,8 @@ def route_triton(
     block = triton.next_power_of_2(experts)
     rows = max(1, _TILE // block)
     _route[(triton.cdiv(tokens, rows),)](
-        logits, logits if bias is None else bias, ids, weights, logits.stride(-2), tokens, experts,
-        form.scale, form.least_sum, PARTS=parts, K=k, RENORMALISE=renormalise, SIGMOID=form.sigmoid,
+        logits, logits if bias is None else bias, ids, weights, logits.stride(0), tokens, experts,
+        form.scale, form.least_sum, K=k, RENORMALISE=renormalise, SIGMOID=form.sigmoid,
         BIASED=bias is not None, GROUPS=form.groups if form.kept_groups < form.groups else 1,
         KEPT=form.kept_groups, PAIRS=form.group_best == 2, ROWS=rows, BLOCK=block,
         BLOCK_K=triton.next_power_of_2(k), num_warps=4 if rows > 1 else 1,
@@ -58,9 +56,9 @@ def route_triton(
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, stride, tokens, experts, scale, least_sum,
-    PARTS: tl.constexpr, K: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr,
-    BIASED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, PAIRS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Each program routes ROWS tokens: it takes the expert with the largest score K times."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -70,8 +68,6 @@ def _route(
     source = logits_ptr + token[:, None] * stride + expert
     inside = (token < tokens)[:, None]
     logit = tl.load(source, mask=inside & exists, other=-float("inf")).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        logit += tl.load(source + part * tokens * experts, mask=inside & exists, other=0.0)
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-logit))
         whole = (tl.abs(logit) < float("inf")) | (exists == 0)

@@ -117,7 +117,7 @@ def count_touched(
 
     def count(layer: nn.Module, _: object, logits: Tensor) -> None:
         ids, _weights = route(logits, k, renormalise=False)
-        used = torch.zeros(logits.shape[-1], device=logits.device)
+        used = torch.zeros(logits.shape[1], device=logits.device)
         touched.append(used.index_fill_(0, ids.flatten().long(), 1).sum())
 
     family = model.config.family_as(MoEConfig)
