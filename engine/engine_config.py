@@ -109,7 +109,8 @@ class EngineConfig:
             and a model with many experts whose weights leave half of the GPU's memory free, but no
             more than have the states of recurrent layers in five eighths of the caches' memory.
         max_batched_tokens: the most tokens in one prefill batch; None means 2048 on a CPU, and 8192
-            on a GPU, or 32768 for a model with many experts, as above.
+            on a GPU; for a model with many experts, as above, 32768, or 16384 if it has recurrent
+            layers.
         chunk_tokens: the most prompt tokens that are read beside decoding rows in one step; 0 reads
             prompts only in steps of their own. None means 256 on a GPU for models of at least 3 GB
             of weights, else 0.
@@ -200,7 +201,9 @@ class EngineConfig:
         if chunk_tokens is None:
             chunk_tokens = _CHUNK_TOKENS if cuda and sizes.weights >= _LARGE_MODEL else 0
         sparse = cuda and sizes.is_sparse
-        prefill_tokens = 32768 if sparse else 8192
+        prefill_tokens = 8192
+        if sparse:
+            prefill_tokens = 16384 if sizes.row_states else 32768
         rows = sizes.fitting_rows(512 if sparse and sizes.width == 1 else 256)
         return ResolvedConfig(
             max_num_seqs=self.max_num_seqs or rows,

@@ -16,6 +16,7 @@ DENSE = Sizes(15 * GIB, 15 * GIB, 140 * GIB, 1)
     [
         (SPARSE, CUDA, 512, 32768),
         (SPARSE._replace(width=4), CUDA, 256, 32768),
+        (SPARSE._replace(row_states=1, cache_room=GIB), CUDA, 512, 16384),
         (SPARSE._replace(memory=80 * GIB), CUDA, 256, 8192),
         (DENSE, CUDA, 256, 8192),
         (SPARSE._replace(memory=0), CPU, 256, 2048),
