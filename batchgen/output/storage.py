@@ -283,15 +283,10 @@ class FolderStorage:
         now = time.monotonic()
         if not force and now - self._last_sync < SYNC_SECONDS:
             return None
-        for path in files:
-            try:
+        for path in (*files, *{path.parent for path in files}):
+            # Another worker may have published the shard of a file, or completed the job.
+            with contextlib.suppress(FileNotFoundError):
                 fsync_path(path)
-            except JobError:
-                if path.exists():  # else its shard was published by another worker
-                    raise
-        for folder in {path.parent for path in files}:
-            if folder.exists():
-                fsync_path(folder)
         self._last_sync = now
         return ()
 

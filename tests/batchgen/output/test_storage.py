@@ -10,6 +10,7 @@ import pytest
 from object_files import FaultyFiles, store_in
 
 from batchgen.config import WorkersConfig
+from batchgen.output.fsync import fsync_path
 from batchgen.output.metrics import Metrics, Tally
 from batchgen.output.object_storage import ObjectStorage
 from batchgen.output.storage import FolderStorage, Storage
@@ -66,6 +67,27 @@ def test_who_completed_the_job_keeps_its_figures(
     metrics.keep()
     assert mine and storage.read(path) == mine
     storage.close()
+
+
+def test_the_journal_may_be_deleted_while_it_is_made_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another worker, who has completed the job: also between a look and the fsync."""
+    journal = tmp_path / "journal"
+    journal.mkdir()
+    file = journal / "part-00000.0001.journal"
+    file.write_bytes(b"rows")
+
+    def deleted_before(path: Path) -> None:
+        if path == journal:
+            shutil.rmtree(journal)
+        fsync_path(path)
+
+    monkeypatch.setattr("batchgen.output.storage.fsync_path", deleted_before)
+    storage = FolderStorage(tmp_path)
+    assert storage.secure({file}, force=True) == ()
+    assert not journal.exists()
+    assert storage.secure({file}, force=True) == ()
 
 
 def test_who_joins_a_folder_makes_none(tmp_path: Path) -> None:
