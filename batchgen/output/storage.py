@@ -16,6 +16,7 @@ from batchgen.errors import ConfigError, JobError
 from batchgen.output.fsync import fsync_path
 from batchgen.output.lock import FolderLock
 from batchgen.output.manifest import write_atomic
+from batchgen.temporary import temporary_name
 from batchgen.workers.file_store import FileStore, FolderGone
 from batchgen.workers.names import LEASES, WORKERS
 from batchgen.workers.operations import Operation, Overwrite
@@ -142,7 +143,10 @@ class Storage(Protocol):
         ...
 
     def delete(self, path: Path) -> None:
-        """Delete a file or a folder, which may be gone already."""
+        """Delete a file or a folder, which may be gone already.
+
+        To other workers a folder, or in an object store the leases, are gone at once.
+        """
         ...
 
     def make_folder(self, path: Path) -> None:
@@ -265,7 +269,7 @@ class FolderStorage:
 
     def delete(self, path: Path) -> None:
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            _delete_folder(path)
         else:
             path.unlink(missing_ok=True)
 
@@ -308,3 +312,15 @@ class FolderStorage:
 
     def close(self) -> None:
         """All of it stays."""
+
+
+def _delete_folder(path: Path) -> None:
+    """Delete a folder so that all in it is gone at once, unless the disk has no room for that."""
+    gone = temporary_name(path)
+    try:
+        path.rename(gone)
+    except FileNotFoundError:  # others were faster
+        return
+    except OSError:
+        gone = path
+    shutil.rmtree(gone)
