@@ -317,7 +317,7 @@ def _ended_without(
     has completed it or a signal came, which is how the job ended for this worker."""
     while True:
         is_mine = worker.claim_finish()
-        # After the claim: it is granted, too, where the job was completed and all leases are gone.
+        # After the claim: it is granted, too, where the leases of a complete job are gone for long.
         elsewhere = _completed_elsewhere(folder.storage, parts, metrics.attempt.rows)
         if elsewhere is not None:
             folder.remove_journal()  # who completed the job may have been killed before that

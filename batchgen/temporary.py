@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 
 
 def temporary_name(path: Path) -> Path:
-    """A new name beside a file, under which it is written before it is renamed.
+    """A new name beside a file, under which it is written before it is renamed, or beside a folder,
+    which is renamed before it is deleted.
 
     Processes of several machines, and threads, may write the same file at once; each gets a name
     of its own. What a killed process has left under such a name, `delete_temporaries` deletes.
@@ -31,4 +33,7 @@ def delete_temporaries(folder: Path, files: Collection[str] | None = None) -> No
     """
     for path in folder.glob(".*.tmp"):
         if files is None or any(is_temporary_of(path.name, file) for file in files):
-            path.unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)

@@ -30,13 +30,20 @@ def status_line(reader: JobFolderReader, name: str) -> str:
         facts.append(f"{errors:,} error{'s' * (errors > 1)}")
     if metrics and metrics["tokens_per_s"]:
         facts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
-    if status == "running" and total is not None and attempt["rows"]:
-        left = (total - rows) * attempt["generate_s"] / attempt["rows"]
-        facts.append(f"about {duration(left, 0)} left")
+    rows_per_s = _rows_per_s(metrics) if status == "running" else 0.0
+    if total is not None and rows_per_s:
+        facts.append(f"about {duration((total - rows) / rows_per_s, 0)} left")
     line = f"{name}: {status}, {', '.join(facts)}"
     if status in ("stopped", "killed", "failed"):
         line += "; the job's command goes on from there"
     return line
+
+
+def _rows_per_s(metrics: dict[str, Any]) -> float:
+    """How many rows the workers that run compute in a second, all together, as they have told."""
+    attempts = metrics["attempts"]
+    running = [one for one in attempts if one["status"] == "running" and one["generate_s"]]
+    return sum(float(one["rows"] / one["generate_s"]) for one in running)
 
 
 def _counts(reader: JobFolderReader, metrics: dict[str, Any]) -> tuple[int, int]:

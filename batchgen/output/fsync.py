@@ -10,6 +10,7 @@ def fsync_path(path: Path) -> None:
     """fsync a file or a folder by its path.
 
     Raises:
+        FileNotFoundError: it is not there, because others may delete it.
         JobError: what was written did not reach the disk, as the system says.
     """
     try:
@@ -18,5 +19,7 @@ def fsync_path(path: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise JobError(f"cannot write {path} to the disk: {error.strerror or error}") from error

@@ -228,9 +228,9 @@ def write_atomic(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
+        fsync_path(path.parent)
     except OSError as error:
         raise JobError(f"cannot write {path}: {error.strerror or error}") from error
-    fsync_path(path.parent)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -21,7 +21,7 @@ from batchgen.errors import JobError
 from batchgen.output.object_lock import ObjectLock
 from batchgen.output.storage import LOCKS, SYNC_SECONDS
 from batchgen.workers.file_store import FolderGone
-from batchgen.workers.names import DATA, JOURNAL, LEASES, WORKERS
+from batchgen.workers.names import DATA, JOURNAL, LEASES, SESSION, WORKERS
 from batchgen.workers.object_store import ObjectFile, ObjectStore
 from batchgen.workers.process import machine, started
 
@@ -105,7 +105,9 @@ class ObjectStorage:
         else:
             path.unlink(missing_ok=True)
         name = self._name(path)
-        self._store.delete([*self._store.sizes(name)] if name in _FOLDERS else [name])
+        names = [*self._store.sizes(name)] if name in _FOLDERS else [name]
+        # First what tells other workers that the job is complete: without it no lease counts.
+        self._store.delete(sorted(names, key=SESSION.__ne__))
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)

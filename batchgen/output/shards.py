@@ -91,9 +91,9 @@ def publish_shard(temporary: Path, path: Path) -> None:
     """
     try:
         temporary.rename(path)
+        fsync_path(path.parent)
     except OSError as error:
         raise unwritable(path, error) from error
-    fsync_path(path.parent)
 
 
 def mapped_shard(path: Source, schema: OutputSchema, copy: Path) -> list[pa.RecordBatch]:

@@ -16,6 +16,7 @@ from batchgen.errors import ConfigError, JobError
 from batchgen.output.fsync import fsync_path
 from batchgen.output.lock import FolderLock
 from batchgen.output.manifest import write_atomic
+from batchgen.temporary import temporary_name
 from batchgen.workers.file_store import FileStore, FolderGone
 from batchgen.workers.names import LEASES, WORKERS
 from batchgen.workers.operations import Operation, Overwrite
@@ -142,7 +143,10 @@ class Storage(Protocol):
         ...
 
     def delete(self, path: Path) -> None:
-        """Delete a file or a folder, which may be gone already."""
+        """Delete a file or a folder, which may be gone already.
+
+        To other workers a folder, or in an object store the leases, are gone at once.
+        """
         ...
 
     def make_folder(self, path: Path) -> None:
@@ -265,7 +269,7 @@ class FolderStorage:
 
     def delete(self, path: Path) -> None:
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            _delete_folder(path)
         else:
             path.unlink(missing_ok=True)
 
@@ -283,15 +287,10 @@ class FolderStorage:
         now = time.monotonic()
         if not force and now - self._last_sync < SYNC_SECONDS:
             return None
-        for path in files:
-            try:
+        for path in (*files, *{path.parent for path in files}):
+            # Another worker may have published the shard of a file, or completed the job.
+            with contextlib.suppress(FileNotFoundError):
                 fsync_path(path)
-            except JobError:
-                if path.exists():  # else its shard was published by another worker
-                    raise
-        for folder in {path.parent for path in files}:
-            if folder.exists():
-                fsync_path(folder)
         self._last_sync = now
         return ()
 
@@ -313,3 +312,15 @@ class FolderStorage:
 
     def close(self) -> None:
         """All of it stays."""
+
+
+def _delete_folder(path: Path) -> None:
+    """Delete a folder so that all in it is gone at once, unless the disk has no room for that."""
+    gone = temporary_name(path)
+    try:
+        path.rename(gone)
+    except FileNotFoundError:  # others were faster
+        return
+    except OSError:
+        gone = path
+    shutil.rmtree(gone)

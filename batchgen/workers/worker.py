@@ -70,6 +70,7 @@ class Worker:
         self._next_look = 0.0
         self._gone: set[int] = set()
         self._in_tail = False
+        self._saw_gone: float | None = None
         self.store.do(Create(SESSION, json.dumps(key).encode()))
         session = self.store.do(Read(SESSION)) or b'""'
         self.store.belong(session)
@@ -159,11 +160,18 @@ class Worker:
             return True
 
     def claim_finish(self) -> bool:
-        """Whether it is this worker that grades, scores and completes the job."""
+        """Whether it is this worker that grades, scores and completes the job.
+
+        If the leases are gone, another worker has completed it. That worker writes metrics.json
+        once more, over what others have written late. If it was killed before, as is supposed
+        after `workers.stale_after` seconds, it is this worker that completes the job again.
+        """
         try:
             return self._do(self._member.claim_finish())
-        except FolderGone:  # who deleted the folder has not come to the end, or was overwritten
-            return True
+        except FolderGone:
+            now = time.monotonic()
+            self._saw_gone = self._saw_gone or now
+            return now - self._saw_gone >= self._config.stale_after
 
     def tell(self, facts: Mapping[str, Any]) -> None:
         """Have these facts in the heartbeat, where the others see them."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from object_files import FaultyFiles, store_in
 
 from batchgen.config import WorkersConfig
+from batchgen.output.fsync import fsync_path
 from batchgen.output.metrics import Metrics, Tally
 from batchgen.output.object_storage import ObjectStorage
 from batchgen.output.storage import FolderStorage, Storage
+from batchgen.temporary import delete_temporaries
 from batchgen.workers.file_store import FolderGone
 from batchgen.workers.names import LEASES, SESSION, WORKERS
 from batchgen.workers.operations import Create
@@ -65,6 +67,64 @@ def test_who_completed_the_job_keeps_its_figures(
     complete()
     metrics.keep()
     assert mine and storage.read(path) == mine
+    storage.close()
+
+
+def test_the_journal_may_be_deleted_while_it_is_made_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another worker, who has completed the job: also between a look and the fsync."""
+    journal = tmp_path / "journal"
+    journal.mkdir()
+    file = journal / "part-00000.0001.journal"
+    file.write_bytes(b"rows")
+
+    def deleted_before(path: Path) -> None:
+        if path == journal:
+            shutil.rmtree(journal)
+        fsync_path(path)
+
+    monkeypatch.setattr("batchgen.output.storage.fsync_path", deleted_before)
+    storage = FolderStorage(tmp_path)
+    assert storage.secure({file}, force=True) == ()
+    assert not journal.exists()
+    assert storage.secure({file}, force=True) == ()
+
+
+def test_a_folder_is_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody sees a part of the leases while they are deleted, or adds one to the rest. What is
+    left if that is killed goes when the folder is opened next."""
+    (tmp_path / LEASES).mkdir()
+    (tmp_path / SESSION).write_text("a")
+    monkeypatch.setattr(shutil, "rmtree", lambda path: None)
+    storage = FolderStorage(tmp_path)
+    storage.delete(tmp_path / LEASES)
+    assert not storage.exists(tmp_path / LEASES)
+    (left,) = tmp_path.iterdir()
+    monkeypatch.undo()
+    delete_temporaries(tmp_path, [LEASES])
+    assert not left.exists()
+
+
+def test_the_session_is_deleted_before_the_leases(tmp_path: Path) -> None:
+    """In an object store, where it tells the others that the job is complete."""
+    files = FaultyFiles()
+    store = store_in(files)
+    for name in (LEASES + "/00000.e001.json", LEASES + "/finish.e001.json", SESSION):
+        store.create(name, b"1")
+    seen: list[list[str]] = []
+    real = store.delete
+
+    def noted(names: Sequence[str]) -> None:
+        for name in names:
+            real([name])
+            seen.append(store.names(LEASES))
+
+    storage = ObjectStorage(store, WorkersConfig())
+    store.delete = noted  # type: ignore[method-assign]
+    storage.delete(storage.path / LEASES)
+    assert sorted(seen[0]) == ["00000.e001.json", "finish.e001.json"]
+    assert len(seen) == 3 and not seen[-1]
     storage.close()
 
 

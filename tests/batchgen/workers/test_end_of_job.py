@@ -13,10 +13,13 @@ import pytest
 from shared_jobs import SharedJob, in_threads
 
 import batchgen.job
+from batchgen.errors import JobError
 from batchgen.job import JobResult
 from batchgen.job_grades import scores_of
 from batchgen.output.job_folder import JobFolder
 from batchgen.output.lock import FolderLock
+from batchgen.output.metrics import Metrics, Status
+from batchgen.output.storage import FolderStorage
 from batchgen.workers.heartbeat import Heartbeat
 from batchgen.workers.worker import Worker
 
@@ -119,6 +122,58 @@ def test_figures_that_come_late_do_not_undo_the_end(
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert len(completed) == 1
     assert metrics["status"] == "complete" and len(metrics["attempts"]) == 2
+
+
+def test_figures_that_come_while_folders_are_deleted_do_not_undo_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completed: list[JobResult]
+) -> None:
+    """The first worker writes metrics.json after the leases are gone, when it still can."""
+    others, delete = Worker.others, FolderStorage.delete
+    written = threading.Event()
+
+    def late_others(self: Worker) -> list[dict[str, Any]]:
+        found = others(self)
+        if self.number == 1 and self.is_over():
+            _wait_until_gone(tmp_path / "leases")
+        return found
+
+    def late_delete(self: FolderStorage, path: Path) -> None:
+        if path.name == "workers" and not written.is_set():
+            while json.loads((tmp_path / "metrics.json").read_text())["status"] != "running":
+                time.sleep(0.01)
+            written.set()
+            time.sleep(0.5)  # the other worker looks whether the job is complete
+        delete(self, path)
+
+    monkeypatch.setattr(Worker, "others", late_others)
+    monkeypatch.setattr(FolderStorage, "delete", late_delete)
+    job = SharedJob(str(tmp_path), rows=60, rows_per_shard=4, step_s=0.02)
+    messages = _messages(in_threads([job] * 2))
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert written.is_set() and len(completed) == 1
+    assert sum("this worker has computed" in message for message in messages) == 1
+    assert metrics["status"] == "complete" and len(metrics["attempts"]) == 2
+
+
+def test_who_deleted_the_leases_and_died_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completed: list[JobResult]
+) -> None:
+    """It was killed before it had kept its figures, over which another worker had written."""
+    save, saved = Metrics.save, itertools.count()
+
+    def killed(self: Metrics, status: Status) -> None:
+        if status == "complete" and not next(saved):
+            for name in _WORKERS:
+                FolderStorage(tmp_path).delete(tmp_path / name)
+            raise JobError("killed")
+        save(self, status)
+
+    monkeypatch.setattr(Metrics, "save", killed)
+    job = SharedJob(str(tmp_path), rows=60, rows_per_shard=4, step_s=0.02, stale_after=1.0)
+    results = in_threads([job] * 2)
+    assert sorted(type(result).__name__ for result in results) == ["JobError", "JobResult"]
+    assert len(completed) == 1
+    assert json.loads((tmp_path / "metrics.json").read_text())["status"] == "complete"
 
 
 def test_who_was_paused_while_it_completed_the_job_leaves_it_to_another(

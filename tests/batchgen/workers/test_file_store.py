@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from racing_workers import winners
 
 from batchgen.errors import JobError
+from batchgen.output.fsync import fsync_path
 from batchgen.workers.file_store import FileStore, FolderGone
 from batchgen.workers.names import published_name
 from batchgen.workers.operations import Create, Names, Overwrite, Read, Same, carry_out
@@ -98,6 +100,23 @@ def test_errors_say_what_is_the_matter(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(JobError, match=r"cannot write .*\.a\.x\.tmp: No space left on device"):
         store.do(Create("leases/a", b"1"))
+
+
+@pytest.mark.parametrize("deleted", ["workers", "leases"])
+def test_who_completes_the_job_may_delete_what_is_made_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: str
+) -> None:
+    """The folder is deleted between the write, or the renaming, and the fsync."""
+    store = FileStore(_folder(tmp_path), "x")
+
+    def deleted_before(path: Path) -> None:
+        if tmp_path / deleted in (path, path.parent):
+            shutil.rmtree(tmp_path / deleted)
+        fsync_path(path)
+
+    monkeypatch.setattr("batchgen.workers.file_store.fsync_path", deleted_before)
+    with pytest.raises(FolderGone):
+        store.do(Overwrite("leases/older.json", b"1"))
 
 
 def test_a_process_of_this_machine_is_known_to_be_gone() -> None:

@@ -72,6 +72,33 @@ def test_status_of_a_complete_job(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run_command(["status", str(tmp_path / "x")]) == 2
 
 
+def test_the_time_left_is_that_of_all_workers_that_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not of those that have ended, nor of the last one alone, which still loads."""
+    (tmp_path / "manifest.json").write_text("{}")
+    running = _worker(tmp_path)
+    figures = [
+        ("running", 300, 10.0),
+        ("killed", 4000, 1.0),
+        ("running", 50, 5.0),
+        ("running", 0, 0.0),
+    ]
+    attempts = [
+        {"status": status, "rows": rows, "generate_s": seconds, "rows_total": 6000}
+        for status, rows, seconds in figures
+    ]
+    metrics = {"status": "running", "rows": 4400, "error_rows": 0, "tokens_per_s": 9.0}
+    path = tmp_path / "metrics.json"
+    path.write_text(json.dumps({**metrics, "attempts": attempts}))
+    assert run_command(["status", str(tmp_path)]) == 0
+    assert "4,400 of 6,000 rows (73%), 9 tokens/s, about 40 s left" in capsys.readouterr().out
+    path.write_text(json.dumps({**metrics, "attempts": attempts[-1:]}))
+    assert run_command(["status", str(tmp_path)]) == 0
+    assert " left" not in capsys.readouterr().out
+    running.end("complete")
+
+
 def test_workers_of_another_machine_are_waited_for(tmp_path: Path) -> None:
     """Their locks may not be seen here; their heartbeats are."""
     config = WorkersConfig(heartbeat=0.05, stale_after=0.3)
