@@ -33,23 +33,43 @@ from s3_server import BUCKET, FaultyS3, served
 
 from batchgen.config import WorkersConfig
 from batchgen.output.open_storage import open_storage
-from batchgen.output.read_job import JobFolderReader
+from batchgen.output.read_job import JobFolderReader, Shard
+from batchgen.output.row_order import KEYS
+from batchgen.output.shards import shard_files
+from batchgen.workers.names import DATA
 from batchgen.workers.object_store import connect
 
 URL = f"s3://{BUCKET}/out"
 
 
-def safe_rows() -> set[tuple[int, int]]:
-    """The rows that are safe in shards and journals."""
-    storage = open_storage(URL, WorkersConfig())
-    try:
-        if not storage.exists(storage.path / "manifest.json"):
-            return set()
-        reader = JobFolderReader(storage.path, storage)
-        rows = reader.rows(["row_index", "sample_index"])
+class SafeRows:
+    """Reads the rows that are safe in shards and journals; those of a published shard once, since
+    the shards are many and requests slow."""
+
+    def __init__(self) -> None:
+        self._published: dict[int, set[tuple[int, int]]] = {}
+
+    def __call__(self) -> set[tuple[int, int]]:
+        storage = open_storage(URL, WorkersConfig())
+        try:
+            if not storage.exists(storage.path / "manifest.json"):
+                return set()
+            reader = JobFolderReader(storage.path, storage)
+            data = storage.path / DATA
+            published = shard_files(data, storage.names(data))
+            found = set()
+            for number in reader.shards():
+                rows = self._published.get(number) or self._rows(reader.shard(number))
+                if number in published:
+                    self._published[number] = rows
+                found |= rows
+            return found
+        finally:
+            storage.close()
+
+    def _rows(self, shard: Shard) -> set[tuple[int, int]]:
+        rows = (row for batch in shard.batches(KEYS) for row in batch.to_pylist())
         return {(row["row_index"], row["sample_index"]) for row in rows}
-    finally:
-        storage.close()
 
 
 def check(server: FaultyS3, work: Path, kills: int, count: int, rows: int, seed: int) -> None:
@@ -68,7 +88,7 @@ def check(server: FaultyS3, work: Path, kills: int, count: int, rows: int, seed:
         workers,
         kills,
         lambda: rng.uniform(0.0, 1.5 * startup),
-        safe_rows,
+        SafeRows(),
         lambda: f"; requests failed: {server.faults}",
     )
     server.rate = 0.0
