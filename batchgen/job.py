@@ -175,7 +175,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
             folder.storage.delete(folder.path / REPORT)  # it would tell of fewer rows
         graded = Samples(folder.path, config.score)
         needed = folder.is_alone and not is_done and folder.storage.in_place
-        beside = grading_beside(graded.grades, config, needed=needed)
+        beside = grading_beside(folder.path, config, needed=needed)
         with _recorded(metrics, folder.storage.shown), beside as grading:
             folder.share()
             if not is_done:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.config import JobConfig, ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
-from batchgen.grading.background import Beside
+from batchgen.grading.background import GradingProcess
 from batchgen.grading.job_grades import JobGrades
 from batchgen.output.dataset_card import grades_section, with_grades
 from batchgen.output.manifest import write_atomic
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def scores_of(
-    samples: Samples, config: JobConfig, signals: StopSignals, beside: Beside | None = None
+    samples: Samples, config: JobConfig, signals: StopSignals, beside: GradingProcess | None = None
 ) -> dict[str, Any] | None:
     """Grade the rows of a job as its configuration says, and score them.
 

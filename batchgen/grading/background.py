@@ -1,12 +1,10 @@
-"""Grades the shards of a job while the job goes on.
-
-Steps that take columns cost so little that a thread of the job runs them. Others may take long, and
-what they run may hang or crash; they get a process of their own, which begins with
+"""Grades the shards of a job in a process of its own while the job goes on, which begins with
 
     python -c PROGRAM SETUP      (see `GradingProcess`)
 
-Both only do early what `JobGrades.make` would do at the end of the job, part by part. So they may
-be ended at any time, and whatever they could not do, their failures too, is left to that.
+It only does early what `JobGrades.make` would do at the end of the job, part by part. So it may be
+ended at any time, and whatever it could not do, its failures too, is left to that. Steps that take
+columns cost so little that all is left to that: beside a job they take twice as long.
 """
 
 from __future__ import annotations
@@ -18,18 +16,13 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 from batchgen.config import JobConfig, ScoreConfig, StepConfig
 from batchgen.errors import ConfigError, JobError
 from batchgen.grading.worker import die_with
-
-if TYPE_CHECKING:
-    from batchgen.grading.job_grades import JobGrades
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; "
@@ -37,64 +30,10 @@ _PROGRAM = (
 )
 _POLL_SECONDS = 1.0
 _STOP_SECONDS = 0.2
-_JOIN_SECONDS = 5.0
 _FEW = 2
 """Shards that the job grades itself when it ends."""
 _NICE = 10
 """A model on the same CPU goes first."""
-
-
-class Beside(Protocol):
-    """What grades shards as they are published."""
-
-    def finish(self, stop: Callable[[], bool]) -> None:
-        """Let it grade the shards that are there, and wait for its end, or until `stop()`."""
-
-    def kill(self) -> None:
-        """End it at once. May be called again, and after `finish`."""
-
-
-class GradingThread:
-    """A thread that grades shards as they are published, for steps that take columns.
-
-    Args:
-        grades: of the job; only the thread may use it until it has ended.
-        config: of the job.
-    """
-
-    def __init__(self, grades: JobGrades, config: JobConfig) -> None:
-        self._grades, self._config = grades, config
-        self._ending, self._killed = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="grade", daemon=True)
-        self._thread.start()
-
-    def finish(self, stop: Callable[[], bool]) -> None:
-        """As of `Beside`."""
-        self._ending.set()
-        while self._thread.is_alive() and not stop():
-            self._thread.join(_STOP_SECONDS)
-
-    def kill(self) -> None:
-        """As of `Beside`."""
-        self._killed = True
-        self._ending.set()
-        self._thread.join(_JOIN_SECONDS)
-
-    def _run(self) -> None:
-        config = self._config
-
-        def grade(shards: set[int]) -> None:
-            self._grades.make(
-                config.post,
-                config.output.text_column,
-                config.score,
-                shards=shards,
-                stop=lambda: self._killed,
-            )
-
-        # Whatever it is, the end of the job meets it again and tells of it.
-        with contextlib.suppress(Exception):
-            _serve(self._grades.job, grade, lambda: self._ending.wait(_POLL_SECONDS))
 
 
 class GradingProcess:
@@ -125,8 +64,8 @@ class GradingProcess:
         )
 
     def finish(self, stop: Callable[[], bool]) -> None:
-        """As of `Beside`. Where few shards are left it is ended, because their grades cost less
-        than its start."""
+        """Let it grade the shards that are there, and wait for its end, or until `stop()`. Where
+        few shards are left it is ended, because their grades cost less than its start."""
         from batchgen.grading.job_grades import GRADES
         from batchgen.output.shards import shard_files
 
@@ -144,7 +83,7 @@ class GradingProcess:
                 return
 
     def kill(self) -> None:
-        """As of `Beside`."""
+        """End it at once. May be called again, and after `finish`."""
         self._process.kill()
         self._process.wait()
         if self._process.stdin is not None:
@@ -153,14 +92,15 @@ class GradingProcess:
 
 @contextlib.contextmanager
 def grading_beside(
-    grades: JobGrades, config: JobConfig, *, needed: bool
-) -> Iterator[Beside | None]:
-    """Grade shards while the job goes on in the body; None if it is not needed or has no steps.
+    job: Path, config: JobConfig, *, needed: bool
+) -> Iterator[GradingProcess | None]:
+    """Grade shards while the job goes on in the body; None if it is not needed, has no steps, or
+    only such as take columns.
 
     It ends with the body, at once if the body raises.
 
     Args:
-        grades: of the job, which nothing else may use before `Beside.finish`.
+        job: the folder of the job.
         config: of the job.
 
     Raises:
@@ -172,10 +112,10 @@ def grading_beside(
     from batchgen.grading.build_steps import post_steps
     from batchgen.grading.rows import StepChain
 
-    chain = StepChain(post_steps(config.post))
-    beside: Beside = (
-        GradingThread(grades, config) if chain.takes_columns else GradingProcess(grades.job, config)
-    )
+    if StepChain(post_steps(config.post)).takes_columns:
+        yield None
+        return
+    beside = GradingProcess(job, config)
     try:
         yield beside
     finally:

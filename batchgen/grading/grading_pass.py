@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -74,8 +75,10 @@ class GradingPass:
     def _grade_columns(self, part: Part) -> int:
         """Write one part batch by batch; returns the number of its rows."""
         seen: list[tuple[pa.RecordBatch, pa.RecordBatch]] = []
-        schema = self._schema(part)
-        count = self._write(part, schema, self._graded_batches(part, schema, seen))
+        with _opened(part.shard) as file:
+            schema = self._schema(part, file.schema_arrow)
+            batches = self._graded_batches(part.shard, file, schema, seen)
+            count = self._write(part, schema, batches)
         if self.witness is not None and seen:
             rows, grades = (pa.Table.from_batches(batches) for batches in zip(*seen, strict=True))
             if set(self.witness.columns) <= set(rows.column_names):
@@ -84,13 +87,14 @@ class GradingPass:
 
     def _graded_batches(
         self,
-        part: Part,
+        shard: Path,
+        file: pq.ParquetFile,
         schema: pa.Schema,
         seen: list[tuple[pa.RecordBatch, pa.RecordBatch]],
     ) -> Iterator[pa.RecordBatch]:
         """The grades of the rows of a shard; `seen` gets what the witness needs."""
         more = () if self.witness is None else self.witness.columns
-        for batch, readers in self._batches(part.shard, more):
+        for batch, readers in self._batches(shard, file, more):
             if self.stop():
                 raise Stopped
             fields = {name: batch[name].to_pylist() for name in self._fields(batch.schema)}
@@ -123,32 +127,37 @@ class GradingPass:
                 yield part, {**key, **values}
 
         for part, found in itertools.groupby(graded(), key=lambda pair: pair[0]):
-            schema, values = self._schema(part), (row for _, row in found)
+            schema = self._schema(part, pq.read_schema(part.shard))
+            values = (row for _, row in found)
             yield part, self._write(part, schema, _row_batches(schema, values))
 
     def _rows(self, shard: Path) -> Iterator[dict[str, Any]]:
-        for batch, readers in self._batches(shard):
-            for row in batch.to_pylist():
-                for name, read in readers.items():
-                    row[name] = read(row[name])
-                yield row
+        with _opened(shard) as file:
+            for batch, readers in self._batches(shard, file):
+                for row in batch.to_pylist():
+                    for name, read in readers.items():
+                        row[name] = read(row[name])
+                    yield row
 
     def _batches(
-        self, shard: Path, more: Sequence[str] = ()
+        self, shard: Path, file: pq.ParquetFile, more: Sequence[str] = ()
     ) -> Iterator[tuple[pa.RecordBatch, Mapping[str, Callable[[Any], Any]]]]:
-        """Batches of a shard with the columns that the steps read and some more, and how to read
-        those that are JSON."""
-        try:
-            with pq.ParquetFile(shard, page_checksum_verification=True) as file:
-                schema = file.schema_arrow
-                names = [*ROW_KEYS, *self._fields(schema), self.text_column]
-                names += [name for name in more if name in schema.names]
-                names = list(dict.fromkeys(names))
-                readers = json_readers(pa.schema([schema.field(name) for name in names]))
-                for batch in file.iter_batches(_BATCH, columns=names, use_threads=False):
-                    yield batch, readers
-        except (pa.ArrowException, OSError) as error:
-            raise damaged(shard, str(error)) from error
+        """Batches of an opened shard with the columns that the steps read and some more, and how to
+        read those that are JSON."""
+        schema = file.schema_arrow
+        names = [*ROW_KEYS, *self._fields(schema), self.text_column]
+        names += [name for name in more if name in schema.names]
+        names = list(dict.fromkeys(names))
+        readers = json_readers(pa.schema([schema.field(name) for name in names]))
+        batches = file.iter_batches(_BATCH, columns=names, use_threads=False)
+        while True:
+            try:
+                batch = next(batches, None)
+            except (pa.ArrowException, OSError) as error:
+                raise damaged(shard, str(error)) from error
+            if batch is None:
+                return
+            yield batch, readers
 
     def _fields(self, schema: pa.Schema) -> list[str]:
         """The columns that the steps read, apart from the text and ROW_KEYS. Those of the data set
@@ -165,9 +174,10 @@ class GradingPass:
         count = 0
         try:
             # Dictionaries take longer to make than what zstd saves without them.
-            with pq.ParquetWriter(
-                temporary, schema, compression="zstd", use_dictionary=False
-            ) as writer:
+            with (
+                pa.OSFile(str(temporary), "wb") as sink,
+                pq.ParquetWriter(sink, schema, compression="zstd", use_dictionary=False) as writer,
+            ):
                 for batch in batches:
                     writer.write_batch(batch)
                     count += batch.num_rows
@@ -177,8 +187,8 @@ class GradingPass:
         publish_shard(temporary, part.path)
         return count
 
-    def _schema(self, part: Part) -> pa.Schema:
-        rows = pq.read_schema(part.shard)
+    def _schema(self, part: Part, rows: pa.Schema) -> pa.Schema:
+        """The columns of a part, given those of its shard."""
         fields = [rows.field(name) for name in ROW_KEYS]
         made = {STEPS_KEY: self.steps, SHARD_KEY: part.digest}
         return pa.schema([*fields, *self._made], metadata=made)
@@ -186,6 +196,22 @@ class GradingPass:
     @cached_property
     def _made(self) -> pa.Schema:
         return arrow_schema(self.grader.chain.columns)
+
+
+@contextmanager
+def _opened(shard: Path) -> Iterator[pq.ParquetFile]:
+    """Open a shard.
+
+    Raises:
+        JobError: it is damaged.
+    """
+    with ExitStack() as stack:
+        try:
+            source = stack.enter_context(pa.OSFile(str(shard)))
+            file = stack.enter_context(pq.ParquetFile(source, page_checksum_verification=True))
+        except (pa.ArrowException, OSError) as error:
+            raise damaged(shard, str(error)) from error
+        yield file
 
 
 def _row_batches(schema: pa.Schema, rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:

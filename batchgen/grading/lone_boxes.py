@@ -13,6 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 _COMMAND = b"\\boxed{"
+_LONGEST = 32
+"""The most characters in a box that is found here."""
 _LAST_SPACE = ord(" ")
 """No ASCII character above it is white space."""
 
@@ -50,8 +52,8 @@ def lone_boxes(texts: pa.StringArray, without: str = "") -> LoneBoxes:
         without: characters of which a simple text has none.
 
     Returns:
-        The boxes of texts that are ASCII. A text whose box is empty, holds a brace, begins or ends
-        with white space or has no end is not simple.
+        The boxes of texts that are ASCII. A text whose box is empty or long, holds a brace, begins
+        or ends with white space or has no end is not simple.
     """
     data, ends = _bytes(texts)
     begins = np.concatenate([np.zeros(1, ends.dtype), ends])[:-1]
@@ -59,21 +61,24 @@ def lone_boxes(texts: pa.StringArray, without: str = "") -> LoneBoxes:
     slash, count = _within(slashes, begins, ends)
     rows = np.flatnonzero(count == 1)
     start = slashes[slash[rows]] + len(_COMMAND)
-    is_simple = start < ends[rows]
-    rows, start = rows[is_simple], start[is_simple]
+    is_inside = start < ends[rows]
+    rows, start = rows[is_inside], start[is_inside]
+    # What follows the command, up to where the bytes end.
+    follows = start[:, None] + np.arange(_LONGEST + 1)
+    content = data[np.minimum(follows, len(data) - 1)]
     is_simple = np.ones(len(rows), bool)
     for distance, byte in enumerate(_COMMAND[::-1], 1):
         is_simple &= data[start - distance] == byte
-    closing = np.flatnonzero(data == ord("}"))
-    place = np.searchsorted(closing, start)
-    end = np.append(closing, len(data))[place]
-    is_simple &= (end < ends[rows]) & (end > start)
-    opening = np.flatnonzero(data == ord("{"))
-    is_simple &= np.searchsorted(opening, start) == np.searchsorted(opening, end)
-    is_simple &= (data[start] > _LAST_SPACE) & (data[end - 1] > _LAST_SPACE)
-    for odd in [data == ord(char) for char in without if char.isascii()] + [data > 127]:
-        if odd.any():
-            is_simple &= _within(np.flatnonzero(odd), begins, ends)[1][rows] == 0
+    closing = content == ord("}")
+    length = np.where(closing.any(1), closing.argmax(1), len(data))
+    end = np.minimum(start + length, len(data))
+    is_simple &= (end < ends[rows]) & (length > 0)
+    is_simple &= ~((content == ord("{")) & (np.arange(_LONGEST + 1) < length[:, None])).any(1)
+    is_simple &= (content[:, 0] > _LAST_SPACE) & (data[end - 1] > _LAST_SPACE)
+    whole = data.tobytes()
+    odd = [data == ord(char) for char in without if char.isascii() and char.encode() in whole]
+    for places in odd if whole.isascii() else [*odd, data > 127]:
+        is_simple &= _within(np.flatnonzero(places), begins, ends)[1][rows] == 0
     rows, start, end = rows[is_simple], start[is_simple], end[is_simple]
     result = LoneBoxes.none(len(texts))
     result.found[rows] = True

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from batchgen.errors import ConfigError
 from batchgen.grading.pool import Ready, WorkerPool
@@ -103,8 +103,7 @@ class StepChain:
         """
         values: dict[str, Sequence[Any]] = {name: [None] * len(texts) for name in self._names}
         left = [place for place, valid in enumerate(texts.is_valid().to_pylist()) if valid]
-        for step in self.steps if left else ():
-            assert isinstance(step, ColumnStep)
+        for step in cast(tuple[ColumnStep, ...], self.steps) if left else ():
             rows = AnswerRows(
                 texts if len(left) == len(texts) else texts.take(left),
                 {name: _at(column, left) for name, column in fields.items()},

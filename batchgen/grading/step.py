@@ -123,8 +123,8 @@ class PostStep(Protocol):
 class ColumnStep(PostStep, Protocol):
     """A step that also takes many rows at once, which costs a fraction of taking one by one.
 
-    A chain of such steps, none of them isolated, runs in a thread of the job. So `apply_all` must
-    take a time in proportion to the texts, and neither hang nor end the process.
+    A chain of such steps, none of them isolated, runs in the process of the job. So `apply_all`
+    must take a time in proportion to the texts, and neither hang nor end the process.
     """
 
     def apply_all(

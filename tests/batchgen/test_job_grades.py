@@ -17,7 +17,7 @@ from forked import fork_server
 
 from batchgen.config import ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
-from batchgen.grading.background import GradingProcess, GradingThread, grading_beside
+from batchgen.grading.background import GradingProcess, grading_beside
 from batchgen.grading.job_grades import JobGrades
 from batchgen.job import run_job
 from batchgen.scoring.samples import Samples
@@ -141,15 +141,13 @@ def test_a_column_that_the_rows_lack_is_refused_before_anything_changes(tmp_path
     assert len(JobGrades(out).finished()) == 6
 
 
-@pytest.mark.parametrize("method", ["integer", "regex"])
-def test_shards_are_graded_while_the_job_goes_on(tmp_path: Path, method: str) -> None:
-    """A thread or a process beside the job writes the same parts; ended at any time it leaves the
-    rest."""
-    out, grade = tmp_path / "out", replace(GRADE, options={**GRADE.options, "method": method})
+def test_shards_are_graded_while_the_job_goes_on(tmp_path: Path) -> None:
+    """A process beside the job writes the same parts; ended at any time it leaves the rest."""
+    out, grade = tmp_path / "out", replace(GRADE, options={**GRADE.options, "method": "regex"})
     run(job(out))
     config = replace(job(out).config(), post=(EXTRACT, grade))
-    with grading_beside(JobGrades(out), config, needed=True) as beside:
-        assert isinstance(beside, GradingThread if method == "integer" else GradingProcess)
+    with grading_beside(out, config, needed=True) as beside:
+        assert isinstance(beside, GradingProcess)
         beside.finish(lambda: False)
         assert len(list((out / "grades").glob("part-*"))) == 6
     parts = {path: path.stat().st_ino for path in (out / "grades").glob("part-*")}
@@ -160,7 +158,7 @@ def test_shards_are_graded_while_the_job_goes_on(tmp_path: Path, method: str) ->
 
     for part in sorted(parts)[1:]:
         part.unlink()
-    with pytest.raises(KeyError), grading_beside(JobGrades(out), config, needed=True):
+    with pytest.raises(KeyError), grading_beside(out, config, needed=True):
         raise KeyError
     made = JobGrades(out).make([EXTRACT, grade], "text", ScoreConfig())
     assert made is not None and 80 - 14 >= made > 0
@@ -181,11 +179,18 @@ def test_samples_that_are_kept_are_those_that_are_read(tmp_path: Path) -> None:
         session.table()
 
 
+def test_steps_that_take_columns_wait_for_the_end_of_the_job(tmp_path: Path) -> None:
+    config = replace(job(tmp_path / "out").config(), post=(EXTRACT, GRADE))
+    with grading_beside(tmp_path / "out", config, needed=True) as beside:
+        assert beside is None
+
+
 def test_what_fails_beside_the_job_is_told_when_it_ends(tmp_path: Path) -> None:
-    out, wrong = tmp_path / "out", replace(GRADE, options={**GRADE.options, "target": "tagret"})
+    wrong = replace(GRADE, options={**GRADE.options, "method": "regex", "target": "tagret"})
+    out = tmp_path / "out"
     run(job(out))
     config = replace(job(out).config(), post=(EXTRACT, wrong))
-    with grading_beside(JobGrades(out), config, needed=True) as beside:
+    with grading_beside(out, config, needed=True) as beside:
         assert beside is not None
         beside.finish(lambda: False)
     with pytest.raises(ConfigError, match="tagret"):
