@@ -8,7 +8,9 @@ token ids, so the figures contain neither tokenizing nor a model. Printed are th
 requests, journal and shards. The exit code is 1 if the memory grew by more than 10% in between.
 With --grade and --report the job runs again in every round with integer grades, with report.html or
 with both. Printed is what these add to the plain job of the same round, in seconds of the clock and
-in CPU seconds of this process and of all that it started, and then the medians over the rounds.
+in CPU seconds of this process and of all that it started, and then the medians over the rounds. As two
+jobs may differ by more than that on a machine that is shared, printed is also what grading and
+scoring took within its own job, where they come when all rows are there.
 Before the rounds each kind runs once with few rows, so that none of them counts the imports.
 """
 
@@ -21,7 +23,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +46,7 @@ from batchgen.engine.cache.memory_plan import MemoryPlan
 from batchgen.engine.outputs import OutputColumn, RequestOutput
 from batchgen.engine.sampling.params import SamplingParams
 from batchgen.job import JobParts, run_job
+from batchgen.job_grades import scores_of
 from batchgen.prompts.prompts import Prompt
 
 PROMPT = list(range(1000, 1100))
@@ -118,10 +122,15 @@ class ReadyPrompt(Prompt):
 
 
 class Took(NamedTuple):
-    """What a job took, in seconds of the clock and of the processor."""
+    """What a job took, in seconds of the clock and of the processor.
+
+    Attributes:
+        grading: of `seconds`, those in which the rows were graded and scored when all were there.
+    """
 
     seconds: float
     cpu: float
+    grading: float
 
 
 def run(
@@ -139,9 +148,20 @@ def run(
     engine = InstantEngine(per_step)
     config, parts = null_job(folder, rows, engine, post, report=report)
     before = resident_mib()
+    grading = 0.0
+
+    def timed_scores(*args: Any) -> Any:
+        nonlocal grading
+        began = time.perf_counter()
+        try:
+            return scores_of(*args)
+        finally:
+            grading += time.perf_counter() - began
+
     started, cpu = time.perf_counter(), sum(os.times()[:4])
-    result = run_job(config, parts)
-    took = Took(time.perf_counter() - started, sum(os.times()[:4]) - cpu)
+    with patch("batchgen.job.scores_of", timed_scores):
+        result = run_job(config, parts)
+    took = Took(time.perf_counter() - started, sum(os.times()[:4]) - cpu, grading)
     assert result.exit_code == 0, result.message
     if quiet:
         return took
@@ -230,16 +250,21 @@ def main() -> None:
             for name in kinds:
                 post, report = more[name]
                 took = run(folder, args.rows, args.per_step, post, report=report, quiet=True)
-                added = Took(took.seconds / plain.seconds - 1, took.cpu / plain.cpu - 1)
+                own = took.grading / (took.seconds - took.grading)
+                added = Took(took.seconds / plain.seconds - 1, took.cpu / plain.cpu - 1, own)
                 found[name].append(added)
                 print(
                     f"{name}: {took.seconds:.1f} s ({added.seconds:+.1%}), "
-                    f"{took.cpu:.1f} s CPU ({added.cpu:+.1%})",
+                    f"{took.cpu:.1f} s CPU ({added.cpu:+.1%}); grading took {took.grading:.2f} s, "
+                    f"{own:.1%} of the rest of this job",
                     flush=True,
                 )
         for name, all_added in found.items():
-            clock, cpu = (median(values) for values in zip(*all_added, strict=True))
-            print(f"{name} add {clock:.1%}, and {cpu:.1%} of CPU (medians of {args.rounds})")
+            clock, cpu, own = (median(values) for values in zip(*all_added, strict=True))
+            print(
+                f"{name} add {clock:.1%}, and {cpu:.1%} of CPU; grading takes {own:.1%} of the rest "
+                f"of its job (medians of {args.rounds})"
+            )
     finally:
         shutil.rmtree(folder.parent)
 
