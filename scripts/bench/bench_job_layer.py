@@ -8,8 +8,8 @@ token ids, so the figures contain neither tokenizing nor a model. Printed are th
 requests, journal and shards. The exit code is 1 if the memory grew by more than 10% in between.
 With --grade and --report the job runs again in every round with integer grades, with report.html or
 with both. Printed is what these add to the plain job of the same round, in seconds of the clock and
-in CPU seconds of this process and of all that it started, and then the medians over the rounds. As two
-jobs may differ by more than that on a machine that is shared, printed is also what grading and
+in CPU seconds of this process and of all that it started, and then the medians over the rounds. On
+a machine that is shared two jobs may differ by more than that, so printed is also what grading and
 scoring took within its own job, where they come when all rows are there.
 Before the rounds each kind runs once with few rows, so that none of them counts the imports.
 """
@@ -262,8 +262,8 @@ def main() -> None:
         for name, all_added in found.items():
             clock, cpu, own = (median(values) for values in zip(*all_added, strict=True))
             print(
-                f"{name} add {clock:.1%}, and {cpu:.1%} of CPU; grading takes {own:.1%} of the rest "
-                f"of its job (medians of {args.rounds})"
+                f"{name} add {clock:.1%}, and {cpu:.1%} of CPU; grading takes {own:.1%} of the "
+                f"rest of its job (medians of {args.rounds})"
             )
     finally:
         shutil.rmtree(folder.parent)
