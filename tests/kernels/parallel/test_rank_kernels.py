@@ -5,6 +5,7 @@ The kernels run on the CPU, in a process for each rank, as they run on a GPU for
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -31,6 +32,8 @@ EPS = 1e-6
 INBOX, LANES = 2**16, 3
 SHAPES = ((1, 64), (3, 700), (5, 1000), (1, 1))
 DTYPES = (torch.float32, torch.bfloat16)
+ROUNDS = list(itertools.product(DTYPES, range(len(SHAPES))))
+"""What is sent one round behind the other: the dtype, and the index of the shape."""
 
 
 def operands(rank: int, round_: int, dtype: torch.dtype) -> Tensor:
@@ -122,54 +125,40 @@ def test_all_ranks_have_the_sum_of_all_and_its_norm(size: int) -> None:
 
     def work(peers: PeerMemory) -> list[Any]:
         found = []
-        for dtype in DTYPES:
-            for round_ in range(len(SHAPES)):
-                own, weight = operands(peers.rank, round_, dtype), norm_weight(round_, dtype)
-                pair = add_sum_norm(residual(round_, dtype), own, weight, EPS, peers, round_ % 2)
-                found.append([x.float().numpy() for x in pair])
+        for dtype, round_ in ROUNDS:
+            own, weight = operands(peers.rank, round_, dtype), norm_weight(round_, dtype)
+            pair = add_sum_norm(residual(round_, dtype), own, weight, EPS, peers, round_ % 2)
+            found.append([x.float().numpy() for x in pair])
         return found
 
-    results = run_ranks(size, work)
-    place = 0
-    for dtype in DTYPES:
-        for round_ in range(len(SHAPES)):
-            parts = [operands(rank, round_, dtype) for rank in range(size)]
-            weight = norm_weight(round_, dtype)
-            _, stream = add_sum_norm_reference(residual(round_, dtype), parts, weight, EPS)
-            ours = [torch.from_numpy(x) for x in results[0][place]]
-            assert_close(ours[1].to(dtype), stream)
-            # The norm of a stream that was rounded like ours.
-            normed = rms_norm_reference(ours[1].to(dtype), weight, EPS)
-            assert_close(ours[0].to(dtype), normed, 8)
-            for found in results:
-                for x, expected in zip(found[place], ours, strict=True):
-                    bits = as_bits(torch.from_numpy(x))
-                    assert torch.equal(bits, as_bits(expected))
-            place += 1
+    for (dtype, round_), *found in zip(ROUNDS, *run_ranks(size, work), strict=True):
+        parts = [operands(rank, round_, dtype) for rank in range(size)]
+        weight = norm_weight(round_, dtype)
+        _, stream = add_sum_norm_reference(residual(round_, dtype), parts, weight, EPS)
+        ours = [torch.from_numpy(x) for x in found[0]]
+        assert_close(ours[1].to(dtype), stream)
+        # The norm of a stream that was rounded like ours.
+        normed = rms_norm_reference(ours[1].to(dtype), weight, EPS)
+        assert_close(ours[0].to(dtype), normed, 8)
+        for of_rank in found:
+            for x, expected in zip(of_rank, ours, strict=True):
+                assert torch.equal(as_bits(torch.from_numpy(x)), as_bits(expected))
 
 
 @in_processes
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_have_the_columns_of_all(size: int) -> None:
     def work(peers: PeerMemory) -> list[Any]:
-        found = []
-        for dtype in DTYPES:
-            for round_ in range(len(SHAPES)):
-                own = operands(peers.rank, round_, dtype)
-                found.append(gather(own, peers, round_ % 2).float().numpy())
-        return found
+        return [
+            gather(operands(peers.rank, round_, dtype), peers, round_ % 2).float().numpy()
+            for dtype, round_ in ROUNDS
+        ]
 
-    results = run_ranks(size, work)
-    place = 0
-    for dtype in DTYPES:
-        for round_ in range(len(SHAPES)):
-            parts = [operands(rank, round_, dtype) for rank in range(size)]
-            expected = torch.cat(parts, 1).float()
-            for found in results:
-                torch.testing.assert_close(
-                    torch.from_numpy(found[place]), expected, rtol=0, atol=1e-40
-                )
-            place += 1
+    for (dtype, round_), *found in zip(ROUNDS, *run_ranks(size, work), strict=True):
+        parts = [operands(rank, round_, dtype) for rank in range(size)]
+        expected = torch.cat(parts, 1).float()
+        for of_rank in found:
+            torch.testing.assert_close(torch.from_numpy(of_rank), expected, rtol=0, atol=1e-40)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
