@@ -99,9 +99,8 @@ class GradingPass:
         if self.witness is None or not seen:
             return count, None
         rows, grades = (pa.Table.from_batches(batches) for batches in zip(*seen, strict=True))
-        return count, (rows, grades) if set(self.witness.columns) <= set(
-            rows.column_names
-        ) else None
+        is_whole = set(self.witness.columns) <= set(rows.column_names)
+        return count, (rows, grades) if is_whole else None
 
     def _graded_batches(
         self,

@@ -55,8 +55,7 @@ def lone_boxes(texts: pa.StringArray, without: str = "") -> LoneBoxes:
         The boxes of texts that are ASCII. A text whose box is empty or long, holds a brace, begins
         or ends with white space or has no end is not simple.
     """
-    data, ends = _bytes(texts)
-    begins = np.concatenate([np.zeros(1, ends.dtype), ends])[:-1]
+    data, begins, ends = _bytes(texts)
     slashes = np.flatnonzero(data == _COMMAND[0])
     slash, count = _within(slashes, begins, ends)
     rows = np.flatnonzero(count == 1)
@@ -91,8 +90,7 @@ def parts_of(
     texts: pa.StringArray, first: npt.NDArray[np.int32], last: npt.NDArray[np.int32]
 ) -> pa.StringArray:
     """Cut a part out of each text [N], from `first` to `last` in bytes."""
-    data, ends = _bytes(texts)
-    begins = np.concatenate([np.zeros(1, ends.dtype), ends])[:-1]
+    data, begins, _ = _bytes(texts)
     lengths = last - first
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     source = np.repeat(begins + first - offsets[:-1], lengths) + np.arange(offsets[-1])
@@ -100,15 +98,19 @@ def parts_of(
     return pa.StringArray.from_buffers(len(texts), pa.py_buffer(offsets), pa.py_buffer(parts))
 
 
-def _bytes(texts: pa.StringArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """The bytes of all texts one after the other, and where each text ends in them [N]."""
+def _bytes(
+    texts: pa.StringArray,
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The bytes of all texts one after the other, and where each text begins and ends in them,
+    [N]."""
     _, offsets_buffer, data_buffer = texts.buffers()
     if not len(texts) or data_buffer is None:
-        return np.zeros(0, np.uint8), np.zeros(len(texts), np.int64)
+        nowhere = np.zeros(len(texts), np.int64)
+        return np.zeros(0, np.uint8), nowhere, nowhere
     offsets = np.frombuffer(offsets_buffer, np.int32)
     offsets = offsets[texts.offset : texts.offset + len(texts) + 1].astype(np.int64)
     data = np.frombuffer(data_buffer, np.uint8)[offsets[0] : offsets[-1]]
-    return data, offsets[1:] - offsets[0]
+    return data, offsets[:-1] - offsets[0], offsets[1:] - offsets[0]
 
 
 def _within(
