@@ -173,6 +173,40 @@ class Linear(nn.Module):
             self.weight = packed
 
 
+class Float32Linear(Linear):
+    """A linear layer without a bias whose products and sums are computed in float32.
+
+    On a GPU the weight W stays in the model's dtype: products of two 16-bit values are exact in
+    float32, so matrix units compute what a float32 copy of W would give, but for the order of sums.
+    Elsewhere W is a float32 parameter.
+
+    Args:
+        in_features: the length of x.
+        out_features: the length of the result.
+        device: where W is created.
+        dtype: the dtype of x.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            bias=False,
+            quantisable=False,
+            device=device,
+            dtype=dtype if device.type == "cuda" else torch.float32,
+        )
+
+    def forward(self, x: Tensor | FP8Rows) -> Tensor:
+        """Compute [T, out_features] in float32 from [T, in_features]."""
+        assert isinstance(x, Tensor)
+        if self.weight.dtype == torch.float32:
+            return super().forward(x.float())
+        return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+
+
 class RowParallelLinear(Linear):
     """A linear layer whose in features are divided between the ranks of tensor parallelism.
 

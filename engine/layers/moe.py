@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from batchgen.engine.execution.forward_context import ForwardContext
 from batchgen.engine.execution.side_stream import beside
 from batchgen.engine.layers.fp8_format import FP8Format
-from batchgen.engine.layers.linear import CPUProducts, Linear, empty_fp8, empty_parameter
+from batchgen.engine.layers.linear import (
+    CPUProducts,
+    Float32Linear,
+    Linear,
+    empty_fp8,
+    empty_parameter,
+)
 from batchgen.engine.layers.mlp import GatedMLP
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.outputs import OutputColumn
@@ -292,16 +298,15 @@ class SparseMoE(nn.Module):
         self._parallel = parallel
         self.experts_per_token, self.renormalise = experts_per_token, renormalise
         self.column, self.index = column
-        self.form, self._router_dtype = router.form, torch.float32 if router.float32 else dtype
+        self.form = router.form
         self.checkpoint_names = {"correction": "gate"}
-        self.gate = Linear(
-            hidden_size,
-            num_experts,
-            bias=False,
-            quantisable=False,
-            device=device,
-            dtype=self._router_dtype,
-        )
+        self.gate: Linear
+        if router.float32:
+            self.gate = Float32Linear(hidden_size, num_experts, device=device, dtype=dtype)
+        else:
+            self.gate = Linear(
+                hidden_size, num_experts, bias=False, quantisable=False, device=device, dtype=dtype
+            )
         self.correction: ScoreCorrection | None = None
         if router.corrected:
             self.correction = ScoreCorrection(num_experts, device=device)
@@ -338,7 +343,7 @@ class SparseMoE(nn.Module):
         # Begun first, as the router and the sorting by experts leave the device almost idle.
         add_shared = self._begin_shared(x)
         ids, weights = route(
-            self.gate(x.to(self._router_dtype)),
+            self.gate(x),
             self.experts_per_token,
             renormalise=self.renormalise,
             form=self.form,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from device_rates import H100, Rates
-from expert_counts import Touched, count_touched, expert_layers, route_uniformly
+from expert_counts import Routing, Touched, count_touched, expert_layers, set_routing
 from kernel_profile import profile_window
 from workloads import (
     WORKLOADS,
@@ -115,7 +115,7 @@ class Bench:
         config: EngineConfig,
         device: torch.device,
         *,
-        uniform: bool = False,
+        routing: Routing = "model",
         columns: tuple[str, ...] = (),
         quantization: Quantization | None = None,
         most_requests: int | None = None,
@@ -126,7 +126,7 @@ class Bench:
             model: key of `MODELS`.
             config: the engine's settings.
             device: where both are.
-            uniform: tokens go to random experts, not to those of the routers.
+            routing: who chooses the experts of tokens.
             columns: the names of the output columns that every request asks for.
             quantization: as for `load_model`.
             most_requests: how many requests of a workload are run; None runs all.
@@ -142,8 +142,7 @@ class Bench:
 
         with compiling_kernels(device, plan):
             self.weights = weights = dummy_model(model, device, quantization=quantization)
-        if uniform:
-            route_uniformly(weights)
+        set_routing(weights, routing)
         self.synchronize()
         self.load_seconds = time.perf_counter() - start
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from expert_counts import ROUTINGS, route_uniformly
+from expert_counts import ROUTINGS, set_routing
 from kernel_profile import profile_window
 from torch import Tensor
 from workloads import MODELS, dummy_model
@@ -211,8 +211,7 @@ def profile(
 def replay(arguments: argparse.Namespace) -> list[Timing]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = dummy_model(arguments.model, device, ["mtp"] if arguments.proposer == "mtp" else [])
-    if arguments.routing == "uniform":
-        route_uniformly(model)
+    set_routing(model, arguments.routing)
     config = EngineConfig(
         max_num_seqs=max(arguments.batches),
         max_model_len=PROMPT_TOKENS + arguments.output_len,

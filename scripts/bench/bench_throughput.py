@@ -15,7 +15,8 @@ the device computes in it; several are measured one after another. EOS is ignore
 device. Printed beside the seconds are the physical floor of the work, with the rates of an H100 and
 with the rates measured in the same process, and how the time divides into prefill, decode and a
 device that waits for the host. For a model with experts it also counts how many of them a step
-touches; random weights route less evenly than chance does (`--routing uniform`).
+touches; random weights route less evenly than chance does (`--routing uniform`), and the dummy
+weights of other engines may let all tokens go to the same experts (`--routing same`).
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ def make_bench(
         arguments.model,
         config,
         device,
-        uniform=arguments.routing == "uniform",
+        routing=arguments.routing,
         columns=tuple(filter(None, arguments.columns.split(","))),
         quantization="fp8" if quantization == "fp8" else None,
         most_requests=arguments.requests,

@@ -1,9 +1,10 @@
-"""Routing in benchmarks of random weights: uniform if asked for, and the experts a step touches."""
+"""Routing in benchmarks of random weights, by routers or not, and the experts a step touches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,27 +20,36 @@ from batchgen.engine.sampling.params import SamplingParams
 from batchgen.kernels.moe.routing import route
 from batchgen.strategies.ar.strategy import ARStrategy
 
-ROUTINGS = ("model", "uniform")
-"""Who chooses the experts: the model's own routers, or chance."""
+Routing = Literal["model", "uniform", "same"]
+"""Who chooses the experts: the model's own routers; chance; or nobody, so that all tokens go to the
+same ones. The last is what becomes of routers with tiny weights that round scores to bfloat16: all
+scores are equal then, as with the dummy weights of other engines."""
+ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 _PROMPT_TOKENS = 64
 _DECODE_STEPS = 16
 
 
-class UniformRouter(nn.Module):
-    """Takes the place of a router; its logits are random ones, others at each call.
+class ForcedRouter(nn.Module):
+    """Takes the place of a router; its logits are all equal, or random ones, others at each call.
 
-    They come from torch's generator of the device, whose state a CUDA graph advances at each
-    replay. The router's own product is computed all the same, since its time counts.
+    The random ones come from torch's generator of the device, whose state a CUDA graph advances at
+    each replay. The router's own product is computed all the same, since its time counts.
+
+    Args:
+        router: the model's own.
+        num_experts: E.
+        uniform: logits are random.
     """
 
-    def __init__(self, router: nn.Module, num_experts: int) -> None:
+    def __init__(self, router: nn.Module, num_experts: int, *, uniform: bool) -> None:
         super().__init__()
-        self.router, self.num_experts = router, num_experts
+        self.router, self.num_experts, self.uniform = router, num_experts, uniform
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [T, num_experts] float32 for x [T, hidden_size]."""
         self.router(x)
-        return torch.rand((len(x), self.num_experts), device=x.device)
+        make = torch.rand if self.uniform else torch.zeros
+        return make((len(x), self.num_experts), device=x.device)
 
 
 def expert_layers(model: nn.Module) -> list[SparseMoE]:
@@ -47,22 +57,25 @@ def expert_layers(model: nn.Module) -> list[SparseMoE]:
     return [module for module in model.modules() if isinstance(module, SparseMoE)]
 
 
-def route_uniformly(model: CausalLM) -> None:
-    """Let all tokens go to random experts from now on, in the same ways after every start, in the
-    model and its heads.
+def set_routing(model: CausalLM, routing: Routing) -> None:
+    """Let this choose the experts of tokens from now on, in the model and its heads; chance does so
+    in the same ways after every start.
 
     Only a model whose weights are random should be treated so.
 
     Raises:
-        ValueError: if the model has no experts.
+        ValueError: if the model has no experts, and its own routers are not wanted.
     """
+    if routing == "model":
+        return
     layers = [layer for part in (model, *model.heads.values()) for layer in expert_layers(part)]
     if not layers:
-        raise ValueError("uniform routing is for models with experts, and this one has none")
+        raise ValueError(f"{routing} routing is for models with experts, and this one has none")
     torch.manual_seed(0)
     num_experts = model.config.family_as(MoEConfig).num_experts
     for layer in layers:
-        layer.add_module("gate", UniformRouter(layer.gate, num_experts))
+        router = ForcedRouter(layer.gate, num_experts, uniform=routing == "uniform")
+        layer.add_module("gate", router)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,12 +95,12 @@ def test_groups_of_decode_steps() -> None:
 def test_steps_of_a_dense_model_touch_no_experts(bench: Bench) -> None:
     assert bench.touched("smoke") == []
     with pytest.raises(ValueError, match="no"):
-        Bench("tiny", EngineConfig(max_model_len=256, kv_cache_gib=0.01), DEVICE, uniform=True)
+        Bench("tiny", EngineConfig(max_model_len=256, kv_cache_gib=0.01), DEVICE, routing="uniform")
 
 
 def test_uniform_routing_touches_as_many_experts_as_chance() -> None:
     config = EngineConfig(max_num_seqs=4, max_model_len=256, kv_cache_gib=0.01)
-    bench = Bench("tiny-moe", config, DEVICE, uniform=True)
+    bench = Bench("tiny-moe", config, DEVICE, routing="uniform")
     bench.first_token(0.6)
     bench.free()
     prefill, decode = bench.touched("smoke")
@@ -110,9 +110,17 @@ def test_uniform_routing_touches_as_many_experts_as_chance() -> None:
     assert 7 < decode.experts <= 8
 
 
+def test_same_routing_touches_the_experts_of_one_token() -> None:
+    config = EngineConfig(max_num_seqs=4, max_model_len=256, kv_cache_gib=0.01)
+    bench = Bench("tiny-moe", config, DEVICE, routing="same")
+    bench.first_token(0.6)
+    bench.free()
+    assert [touched.experts for touched in bench.touched("smoke")] == [2, 2]
+
+
 def test_uniform_routing_is_another_at_each_call() -> None:
     config = EngineConfig(max_num_seqs=4, max_model_len=256, kv_cache_gib=0.01)
-    bench = Bench("tiny-moe", config, DEVICE, uniform=True)
+    bench = Bench("tiny-moe", config, DEVICE, routing="uniform")
     gate = expert_layers(bench.weights)[0].gate
     x = torch.zeros((3, 64), device=DEVICE)
     first, second = gate(x), gate(x)
