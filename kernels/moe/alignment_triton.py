@@ -7,8 +7,8 @@ at once. Nothing here waits for the host, so a CUDA graph may contain it.
 
 Few slots are sorted in one launch, with a program for each expert that reads all ids. For many
 that would be too much reading, so they are cut into chunks: one launch counts each chunk's experts,
-one adds up the counts of the chunks before each, and one has a program for each chunk and a few
-experts. Both ways sort stably.
+one adds up the counts of the chunks before each, and one sorts each chunk and puts its slots where
+those counts say. Both ways sort stably.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ _BLOCK = 2048
 """Ids that a program of an expert reads at a time."""
 _CHUNK = 1024
 """Slots of a chunk."""
-_EXPERTS = 4
-"""Experts whose slots a program takes from its chunk."""
 _COUNTS = 4096
 """Counts that are added up at a time."""
 _TILES = 16
@@ -106,10 +104,9 @@ def align(
         BLOCK_M=block_m, BLOCK_E=block_e, COUNT_ROWS=max(1, _COUNTS // block_e), TILES=_TILES,
         num_warps=8,
     )  # fmt: skip
-    _place_chunk[(chunks * triton.cdiv(num_experts, _EXPERTS),)](
-        ids, places, slots, num_slots, num_experts, chunks,
-        BLOCK_E=block_e, CHUNK=_CHUNK, EXPERTS=_EXPERTS, num_warps=4,
-    )  # fmt: skip
+    _place_chunk[(chunks,)](
+        ids, places, slots, num_slots, num_experts, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=4
+    )
     return found
 
 
@@ -165,20 +162,27 @@ def _add_counts(
     experts,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, COUNT_ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes where the slots of each expert in one chunk begin, and TILES tiles."""
+    """Each program writes TILES tiles and, for one chunk, where the slots of each expert begin.
+
+    From each beginning it subtracts how many slots of the chunk go to experts before: so much
+    further a slot stands when the chunk itself is sorted.
+    """
     own = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
-    counts = tl.zeros([BLOCK_E], tl.int32)
-    before = tl.zeros([BLOCK_E], tl.int32)
+    all_rows = tl.zeros([COUNT_ROWS, BLOCK_E], tl.int32)
+    rows_before = tl.zeros([COUNT_ROWS, BLOCK_E], tl.int32)
     for start in tl.range(0, chunks, COUNT_ROWS):
         chunk = start + tl.arange(0, COUNT_ROWS)[:, None]
         source = counts_ptr + chunk * BLOCK_E + expert[None, :]
         some = tl.load(source, mask=chunk < chunks, other=0)
-        counts += tl.sum(some, axis=0)
-        before += tl.sum(tl.where(chunk < own, some, 0), axis=0)
+        all_rows += some
+        rows_before += tl.where(chunk < own, some, 0)
+    counts = tl.sum(all_rows, axis=0)
     ends = tl.cumsum(counts, axis=0)
     if own < chunks:
-        tl.store(places_ptr + own * BLOCK_E + expert, ends - counts + before)
+        inside = tl.load(counts_ptr + own * BLOCK_E + expert)
+        first = ends - counts + tl.sum(rows_before, axis=0)
+        tl.store(places_ptr + own * BLOCK_E + expert, first - tl.cumsum(inside, axis=0) + inside)
 
     tile_counts = tl.where(expert < experts, (counts + BLOCK_M - 1) // BLOCK_M, 0)
     tile_ends = tl.cumsum(tile_counts, axis=0)
@@ -196,17 +200,18 @@ def _add_counts(
         tl.store(num_tiles_ptr, total)
 
 
-@triton.jit(do_not_specialize=["num_slots", "experts", "chunks"])
+@triton.jit(do_not_specialize=["num_slots", "experts"])
 def _place_chunk(
-    ids_ptr, places_ptr, slots_ptr, num_slots, experts, chunks,
-    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
+    ids_ptr, places_ptr, slots_ptr, num_slots, experts,
+    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes the slots of EXPERTS experts in one chunk."""
-    chunk = tl.program_id(0) % chunks
-    first_expert = tl.program_id(0) // chunks * EXPERTS
-    slot = chunk * CHUNK + tl.arange(0, CHUNK)
-    ids = tl.load(ids_ptr + slot, mask=slot < num_slots, other=-1)
-    for expert in tl.range(first_expert, tl.minimum(first_expert + EXPERTS, experts)):
-        mine = (ids == expert).to(tl.int32)
-        place = tl.load(places_ptr + chunk * BLOCK_E + expert) + tl.cumsum(mine, axis=0) - mine
-        tl.store(slots_ptr + place, slot, mask=mine != 0)
+    """Each program sorts the slots of one chunk and writes them to their places."""
+    first = tl.program_id(0) * CHUNK
+    index = tl.arange(0, CHUNK)
+    # Slots past the last one are sorted behind all others, like those of experts elsewhere.
+    ids = tl.load(ids_ptr + first + index, mask=first + index < num_slots, other=BLOCK_E)
+    ordered = tl.sort(ids * CHUNK + index)
+    expert = ordered // CHUNK
+    here = expert < experts
+    place = tl.load(places_ptr + tl.program_id(0) * BLOCK_E + expert, mask=here, other=0) + index
+    tl.store(slots_ptr + place, first + ordered % CHUNK, mask=here)
