@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from batchgen.kernels.attention.kv_cache import KVCache
 
@@ -33,7 +34,7 @@ SPLIT_TOKENS = 512
 _LONG_SPLIT_TOKENS = 2048
 """Tokens of a split in a batch of many rows. Most contexts are then one split, which saves the
 combination; it costs up to a tenth of the time (H100, 256 rows)."""
-_ENOUGH_PROGRAMS = 128
+ENOUGH_PROGRAMS = 128
 """The number of (row, KV head) pairs that fill a GPU. A batch with fewer has few rows: its contexts
 are cut into shorter splits, whose results round differently. So a row's bits depend on which side
 of this number the batch is, and on nothing else of the batch."""
@@ -96,7 +97,7 @@ class DecodeConfig:
 
 def split_length(num_rows: int, num_kv_heads: int) -> int:
     """Choose the tokens of a split for a batch of `num_rows` rows."""
-    few = num_rows * num_kv_heads < _ENOUGH_PROGRAMS
+    few = num_rows * num_kv_heads < ENOUGH_PROGRAMS
     return SPLIT_TOKENS if few else _LONG_SPLIT_TOKENS
 
 
@@ -106,7 +107,7 @@ def most_splits(num_rows: int, num_kv_heads: int, width: int) -> int:
     Many rows with many queries get fewer splits, since the partial results would take gigabytes;
     such a batch fills the GPU with fewer splits too.
     """
-    few = num_rows * num_kv_heads < _ENOUGH_PROGRAMS
+    few = num_rows * num_kv_heads < ENOUGH_PROGRAMS
     return MAX_SPLITS if few else max(MAX_SPLITS // width, 2)
 
 
@@ -282,6 +283,13 @@ def device_programs(device: torch.device, per_multiprocessor: int) -> int:
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS
     return _multiprocessors(device) * per_multiprocessor
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Return the most shared memory that a program may have on a GPU, in bytes."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 @functools.cache
