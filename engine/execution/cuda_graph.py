@@ -93,10 +93,9 @@ class ForwardGraphs:
         self._forward, self._device = forward, device
 
     def run_all(self) -> None:
-        """Run the forwards of all graphs, without capturing any. Of those of several tokens per row
-        that is the smallest and the largest, which launch nearly all kernels of the others."""
-        narrow = (key for key in self._keys() if key.width == 1)
-        for key in dict.fromkeys([*self._each_kind(), *narrow]):
+        """Run the forwards of all graphs, and those that `capture` runs before, without capturing
+        any."""
+        for key in dict.fromkeys([*self._each_kind(), *self._keys()]):
             self._forward(*self._arguments(key))
 
     def _keys(self) -> Iterator[_Key]:
