@@ -216,6 +216,15 @@ class LLMEngine:
             runner.capture(use.graph_shapes(config))
         return runner
 
+    def capture_graphs(self) -> None:
+        """Capture all CUDA graphs that steps may replay.
+
+        Most are else captured while steps run, which the times of these steps show. With other
+        ranks, all of them must do this at the same point of their work.
+        """
+        for runner in self._runners.values():
+            runner.capture_all()
+
     @property
     def max_num_seqs(self) -> int:
         """The most rows in flight."""

@@ -22,7 +22,7 @@ _CONTEXT_BYTES = 768 * 2**20
 _ACTIVATIONS = 14
 """How many values of the hidden width are alive at most for each token of a prefill."""
 _NUM_GRAPHS = 60
-"""About how many CUDA graphs are captured."""
+"""About how many CUDA graphs the memory plan keeps room for."""
 
 
 def expected_memory(

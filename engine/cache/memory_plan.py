@@ -277,7 +277,8 @@ def _free_cuda_bytes(device: torch.device, config: ResolvedConfig) -> int:
 
 def _work_space(use: ModelUse, config: ResolvedConfig) -> int:
     """Return the bytes that a step needs besides weights and caches: for the larger of prefill and
-    decode, measured on the scratch block, for the pool of the CUDA graphs, and for sampling.
+    decode, measured on the scratch block, for the pool of all CUDA graphs, though most are captured
+    later or never, and for sampling.
     """
     model, width = use.model, max(use.widths)
     runner = scratch_runner(use, config)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -14,9 +15,11 @@ from torch import Tensor
 from batchgen.engine.execution.fixed_inputs import RaggedInputs, fill_rows
 from batchgen.engine.execution.forward import Forward, Part
 from batchgen.engine.execution.forward_context import OutputTokens
+from batchgen.engine.execution.graph_choice import GraphChoice
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS, SHORT_ROWS, GraphShapes
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.side_stream import with_side_stream
+from batchgen.engine.execution.transfer import release_cached_memory
 from batchgen.kernels.attention.attention import AttentionMetadata
 
 _Kind = Literal["decode", "short", "mixed", "prefill"]
@@ -46,17 +49,19 @@ class _Graph:
 
 
 class ForwardGraphs:
-    """A forward over inputs at fixed addresses, captured once per size of batch.
+    """A forward over inputs at fixed addresses, captured for some sizes of batches.
 
-    Most sizes are captured by `capture`. Decode graphs for several tokens per row, and those for
-    long contexts of sizes that also have a graph for short ones, are captured when they are first
-    needed. The graphs share their working memory, which is safe because they run one after another
-    in one stream; only their results are separate. Within a graph layers may do work `beside` other
-    work.
+    Only the largest size of each kind is captured by `capture`. The others are captured while steps
+    run, once they are worth it (`GraphChoice`), and until then their batches are padded to a larger
+    size. The kinds that not every engine needs, decode steps of several tokens per row, are all
+    captured while steps run.
+
+    The graphs share their working memory, which is safe because they run one after another in one
+    stream; only their results are separate. Within a graph layers may do work `beside` other work.
 
     Args:
         forward: the forward to capture.
-        shapes: the sizes of batches to capture.
+        shapes: the sizes of batches that may be captured.
         block_size: the number of tokens in one block of the paged cache.
         tiles: the numbers of tokens in a tile of prefill attention that occur in the model.
         scratch: a row on the scratch block that has every optional input which the model reads.
@@ -84,23 +89,35 @@ class ForwardGraphs:
         self._last = torch.zeros(rows, dtype=torch.int64, device=device)
         self._last_rows = ModelInputs.on_scratch(np.ones(rows, np.int64), blocks, device)
         self._graphs: dict[_Key, _Graph] = {}
+        self._choices = _choices_of(shapes)
         self._forward, self._device = forward, device
 
     def run_all(self) -> None:
-        """Run the forwards of all graphs that are captured at the start, and those that launch what
-        the others need, without capturing any."""
-        for key in dict.fromkeys([*self._each_kind(), *self._first_keys()]):
+        """Run the forwards of all graphs, and those that `capture` runs before, without capturing
+        any."""
+        for key in dict.fromkeys([*self._each_kind(), *self._keys()]):
             self._forward(*self._arguments(key))
+
+    def _keys(self) -> Iterator[_Key]:
+        """Yield all graphs that may be captured, those of a kind in descending order."""
+        for (kind, width), choice in self._choices.items():
+            for size in reversed(choice.sizes):
+                yield _Key(kind, size, width)
 
     def _each_kind(self) -> list[_Key]:
         """Return graphs whose forwards together launch nearly all kernels that any of them does."""
         shapes = self._shapes
         # A batch of few rows runs other kernels than one of many.
         keys = [_Key("decode", n, w) for w in shapes.widths for n in (1, shapes.max_rows)]
-        return [*keys, *{key.kind: key for key in self._first_keys()}.values()]
+        return list(dict.fromkeys([*keys, *self._largest()]))
+
+    def _largest(self) -> list[_Key]:
+        """Return the largest graph of each kind of one token per row."""
+        narrow = {kind: choice for (kind, width), choice in self._choices.items() if width == 1}
+        return [_Key(kind, choice.sizes[-1]) for kind, choice in narrow.items()]
 
     def capture(self) -> None:
-        """Compile all kernels, which a capture cannot do, and capture the sizes of every job."""
+        """Compile all kernels, which a capture cannot do, and capture the largest sizes."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)
         self._side = torch.cuda.Stream(self._device)
@@ -109,28 +126,28 @@ class ForwardGraphs:
         # Graphs of an engine that was dropped cannot be freed during a capture.
         gc.collect()
         torch.cuda.synchronize(self._device)
-        # The largest comes first: the others fit into its memory.
-        for key in reversed(self._first_keys()):
+        for key in self._largest():
             self._capture(key)
 
-    def _first_keys(self) -> list[_Key]:
-        """Return the graphs that are captured at the start, those of a kind in ascending order."""
-        shapes = self._shapes
-        short = shapes.short_sizes
-        keys = [_Key("decode", size) for size in shapes.decode_sizes if size not in short]
-        keys += [_Key("short", size) for size in short]
-        keys += [_Key("mixed", size) for size in shapes.mixed_sizes]
-        return [*keys, *(_Key("prefill", size) for size in shapes.prefill_sizes)]
+    def capture_all(self) -> None:
+        """Capture all sizes that are not captured yet, so that no step is padded to a larger one,
+        or waits for a capture."""
+        for key in self._keys():
+            if key not in self._graphs:
+                self._capture(key)
 
     def _capture(self, key: _Key) -> _Graph:
         """Capture the forward of this graph and keep it."""
         arguments = self._arguments(key)
+        # During a capture torch cannot give memory that it holds for other work back to the GPU.
+        release_cached_memory(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream), with_side_stream(self._side):
+        with torch.cuda.stream(self._stream), with_side_stream(self._side), _no_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             hidden = self._forward(*arguments)
             graph.capture_end()
         captured = self._graphs[key] = _Graph(graph, hidden)
+        self._choices[key.kind, key.width].add(key.size)
         return captured
 
     def _arguments(self, key: _Key) -> tuple[list[Part], OutputTokens | None]:
@@ -171,9 +188,9 @@ class ForwardGraphs:
         return width == 1 or num_rows * width <= self._shapes.prefill_tokens
 
     def decode_rows(self, num_rows: int, width: int) -> int:
-        """Return the number of rows in the graph that such a decode batch replays."""
-        shapes = self._shapes
-        return _bucket(shapes.decode_sizes if width == 1 else shapes.wide_sizes, num_rows)
+        """Return the number of rows up to which decode batches replay the same graph as such a
+        batch."""
+        return self._choices["decode", width].fitting(num_rows)
 
     def decode(self, inputs: ModelInputs) -> Tensor:
         """Run a decode step of B rows of W tokens each.
@@ -182,11 +199,12 @@ class ForwardGraphs:
             The hidden states [B · W, hidden_size], which are valid until the next replay.
         """
         shapes, tokens = self._shapes, len(inputs.input_ids)
-        width = tokens // inputs.num_rows
-        size = self.decode_rows(inputs.num_rows, width)
-        fill_rows(self._decode, inputs, size)
+        rows, width = inputs.num_rows, tokens // inputs.num_rows
         short = inputs.context_lens.max() <= shapes.short_blocks * self._block_size
-        kind: _Kind = "short" if width == 1 and short and size >= SHORT_ROWS else "decode"
+        many = self.decode_rows(rows, width) >= SHORT_ROWS
+        kind: _Kind = "short" if width == 1 and short and many else "decode"
+        size = self._choices[kind, width].choose(rows)
+        fill_rows(self._decode, inputs, size)
         return self._replay(_Key(kind, size, width))[:tokens]
 
     def takes_chunk(self, prefill: ModelInputs) -> bool:
@@ -205,7 +223,7 @@ class ForwardGraphs:
             [chunk_tokens, hidden_size], whose entries past those tokens are undefined. Both are
             valid until the next replay.
         """
-        size = _bucket(self._shapes.mixed_sizes, decode.num_rows)
+        size = self._choices["mixed", 1].choose(decode.num_rows)
         fill_rows(self._decode, decode, size)
         self._chunk.fill(prefill, self._shapes.chunk_tokens)
         hidden = self._replay(_Key("mixed", size))
@@ -226,7 +244,7 @@ class ForwardGraphs:
         Returns:
             [T, hidden_size], valid until the next replay.
         """
-        size = _bucket(self._shapes.prefill_sizes, len(inputs.input_ids))
+        size = self._choices["prefill", 1].choose(len(inputs.input_ids))
         self._prefill.fill(inputs, size)
         return self._replay(_Key("prefill", size))[: len(inputs.input_ids)]
 
@@ -242,7 +260,7 @@ class ForwardGraphs:
             [R, hidden_size], valid until the next replay.
         """
         assert not self._shapes.all_tokens, "the graph computes all of them"
-        size = _bucket(self._shapes.prefill_sizes, len(inputs.input_ids))
+        size = self._choices["prefill", 1].choose(len(inputs.input_ids))
         self._prefill.fill(inputs, size)
         count = len(last)
         self._last[:count].copy_(last)
@@ -257,6 +275,28 @@ class ForwardGraphs:
         return captured.hidden
 
 
-def _bucket(sizes: Sequence[int], size: int) -> int:
-    """Return the smallest of the ascending sizes that is at least `size`."""
-    return sizes[int(np.searchsorted(sizes, size))]
+def _choices_of(shapes: GraphShapes) -> dict[tuple[_Kind, int], GraphChoice]:
+    """Return the choices for all kinds of graphs and widths of rows that have sizes, those whose
+    largest graph takes the most memory first."""
+    choices: dict[tuple[_Kind, int], GraphChoice] = {
+        ("prefill", 1): GraphChoice(shapes.prefill_sizes),
+        ("mixed", 1): GraphChoice(shapes.mixed_sizes, shapes.chunk_tokens),
+        ("decode", 1): GraphChoice(shapes.decode_sizes),
+        ("short", 1): GraphChoice(shapes.short_sizes),
+    }
+    for width in shapes.widths:
+        if width > 1:
+            choices["decode", width] = GraphChoice(shapes.wide_sizes(width))
+    return {kind: choice for kind, choice in choices.items() if choice.sizes}
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from freeing CUDA graphs, which cannot be done in a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

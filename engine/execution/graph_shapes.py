@@ -51,11 +51,12 @@ class GraphShapes:
         sizes = [1, 2, 4, *range(8, 256, 8), *range(256, self.max_rows, 16)]
         return [*(size for size in sizes if size < self.max_rows), self.max_rows]
 
-    @property
-    def wide_sizes(self) -> list[int]:
-        """The numbers of rows of captured decode steps of several tokens per row, ascending."""
-        sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, self.max_rows, 32)]
-        return [*(size for size in sizes if size < self.max_rows), self.max_rows]
+    def wide_sizes(self, width: int) -> list[int]:
+        """Return the numbers of rows of captured decode steps of so many tokens per row, more than
+        one, ascending."""
+        most = min(self.max_rows, self.prefill_tokens // width)
+        sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, most, 32)]
+        return [*(size for size in sizes if size < most), most] if most else []
 
     @property
     def short_sizes(self) -> list[int]:
@@ -80,8 +81,8 @@ class GraphShapes:
     def __len__(self) -> int:
         """Return the number of graphs that can be captured in all."""
         sizes = (self.decode_sizes, self.short_sizes, self.mixed_sizes, self.prefill_sizes)
-        wide = sum(width > 1 for width in self.widths)
-        return sum(map(len, sizes)) + len(self.wide_sizes) * wide
+        wide = sum(len(self.wide_sizes(width)) for width in self.widths if width > 1)
+        return sum(map(len, sizes)) + wide
 
 
 def launch_bound_tokens(num_layers: int, parameters_per_token: int, most: int) -> int:

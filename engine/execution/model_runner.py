@@ -97,9 +97,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, shapes: GraphShapes) -> None:
-        """Capture CUDA graphs, which batches of these shapes replay from now on."""
+        """Let batches of these shapes replay CUDA graphs from now on. The largest are captured
+        now, the others while steps run."""
         self._graphs = self._make_graphs(shapes)
         self._graphs.capture()
+
+    @torch.inference_mode()
+    def capture_all(self) -> None:
+        """Capture the CUDA graphs of all shapes that `capture` was given, if it was called."""
+        if self._graphs is not None:
+            self._graphs.capture_all()
 
     @torch.inference_mode()
     def run_uncaptured(self, shapes: GraphShapes) -> None:
@@ -211,9 +218,10 @@ class ModelRunner:
         return ModelOutput(self.compute_logits(hidden), inputs.positions, hidden)
 
     def filled_rows(self, num_rows: int, width: int) -> int:
-        """Return how many rows a decode forward of `num_rows` rows really computes.
+        """Return how many rows a decode forward may have that costs no more than one of `num_rows`.
 
-        A captured graph pads the batch to its size, so this many rows cost no more than num_rows.
+        A captured graph pads both to its size. While the size that fits them has no graph of its
+        own, both are padded to the same larger size.
 
         Args:
             num_rows: the number of rows that must run.

@@ -10,6 +10,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -143,6 +144,8 @@ class Undone(TorchFunctionMode):
             torch.device: torch.device,
             Tensor.addmm_: self._addmm,
             Tensor.__getitem__: self._item,
+            torch.cat: self._cat,
+            F.linear: self._linear,
         }
 
     def __torch_function__(
@@ -174,7 +177,8 @@ class Undone(TorchFunctionMode):
     def _device_of(self, x: Tensor) -> torch.device:
         return self._device if x.is_meta else x.device
 
-    # For these two, torch would first import its decompositions of operators, which takes a second.
+    # For these, torch would first import its decompositions of operators, its compiler or what
+    # computes with symbolic shapes, each of which takes about a second.
 
     def _addmm(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         return x if x.is_meta else x.addmm_(*args, **options)
@@ -183,3 +187,16 @@ class Undone(TorchFunctionMode):
         if isinstance(index, Tensor) and x.is_meta:
             return x.new_empty((*index.shape, *x.shape[1:]))
         return self._undone(x)[self._undone(index)]
+
+    def _cat(self, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+        first: Tensor = self._undone(tensors[0])
+        if not first.is_meta:
+            return torch.cat(list(tensors), dim)
+        shape = list(first.shape)
+        shape[dim] = sum(x.shape[dim] for x in tensors)
+        return first.new_empty(shape)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        shape = (*x.shape[:-1], len(weight))
+        undone: Tensor = self._undone(x)
+        return undone.new_empty(shape) if undone.is_meta else F.linear(x, weight, bias)

@@ -97,6 +97,7 @@ def measure_dllm(
     )
     timer = StepTimer(model.device)
     engine = LLMEngine(model, None, (), strategy, config, timer=timer)
+    engine.capture_graphs()
     params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
     for row in range(rows):
         engine.add_request(str(row), [row % 400, *range(1, args.context)], params)

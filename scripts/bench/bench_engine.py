@@ -205,12 +205,14 @@ class Bench:
         self.finish()
 
     def warm_up(self, names: list[str], temperature: float) -> float:
-        """Run rows that make the engine compile and capture all that the workloads will need.
+        """Capture all graphs, and run rows that make the engine compile all that the workloads will
+        need.
 
         The rows end one after another, so that decode steps have every number of rows from the
         largest down. Returns the seconds that it took.
         """
         start = time.perf_counter()
+        self.engine.capture_graphs()
         rows = min(self.max_num_seqs, max(WORKLOADS[name].num_requests for name in names))
         longest = max(WORKLOADS[name].input_lens[1] for name in names)
         sizes = [*range(rows, 8, -4), *range(min(rows, 8), 0, -1)]

@@ -73,7 +73,9 @@ class BenchRecipe:
             kv_cache_gib=self.cache_gib,
             tensor_parallel=parallel.size,
         )
-        return LLMEngine(weights, None, (), ARStrategy(), config, leader=leader)
+        engine = LLMEngine(weights, None, (), ARStrategy(), config, leader=leader)
+        engine.capture_graphs()
+        return engine
 
     def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
         follow(self.engine(parallel), connection)

@@ -7,11 +7,13 @@ results, nor write to any block of the cache.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from batchgen.engine.cache.memory_plan import ModelUse
 from batchgen.engine.cache.model_caches import CacheSizes
+from batchgen.engine.execution import graph_choice
 from batchgen.engine.execution.cuda_graph import ForwardGraphs
 from batchgen.engine.execution.fixed_inputs import fill_rows
 from batchgen.engine.execution.forward import Part
@@ -48,6 +51,11 @@ def test_sizes_are_ascending_and_end_with_the_largest() -> None:
             assert sizes[0] >= 1 and all(one < other for one, other in itertools.pairwise(sizes))
         assert shapes.decode_sizes[-1] == shapes.mixed_sizes[-1] == most
         assert shapes.prefill_sizes[-1] == 16 * most
+        for width in (2, 4, 32):
+            sizes = shapes.wide_sizes(width)
+            assert all(one < other for one, other in itertools.pairwise([0, *sizes]))
+            # A step of more tokens than the largest prefill runs without a graph.
+            assert [0, *sizes][-1] == min(most, 16 * most // width)
     none = GraphShapes(8, 10, 0, 0)
     assert not none.short_sizes
     assert none.mixed_sizes == none.prefill_sizes == [] and len(none) == len(none.decode_sizes)
@@ -285,10 +293,10 @@ def outputs_of(
     return last, inputs, OutputTokens(last, [attention])
 
 
-def capture(model: Model, tile: int) -> ForwardGraphs:
+def capture(model: Model, tile: int, shapes: GraphShapes = SHAPES) -> ForwardGraphs:
     scratch = ModelInputs.on_scratch(np.ones(1, np.int64), 1, model.device)
     with torch.inference_mode():
-        graphs = ForwardGraphs(model.forward, SHAPES, BLOCK_SIZE, [tile], scratch)
+        graphs = ForwardGraphs(model.forward, shapes, BLOCK_SIZE, [tile], scratch)
         graphs.capture()
         return graphs
 
@@ -339,10 +347,13 @@ def check_replays(
         assert torch.equal(after[others], before[others]), "a slot of no token of the batch"
 
 
+@pytest.mark.parametrize("worth", [0.0, 5.0, math.inf])
 @pytest.mark.parametrize("tile", [1, 5, 16, 64])
 def test_replays_of_a_toy_equal_its_eager_forwards(
-    monkeypatch: pytest.MonkeyPatch, tile: int
+    monkeypatch: pytest.MonkeyPatch, tile: int, worth: float
 ) -> None:
+    """Whether all sizes are captured, or some, or the largest alone."""
+    monkeypatch.setattr(graph_choice, "WORTH_A_CAPTURE", worth)
     torch.manual_seed(0)
     eager, captured = Toy(tile), Toy(tile)
     captured._cache.copy_(eager._cache)
@@ -352,6 +363,72 @@ def test_replays_of_a_toy_equal_its_eager_forwards(
     assert torch.equal(captured.cells()[BLOCK_SIZE:], before[BLOCK_SIZE:])
     for seed in range(3):
         check_replays(eager, captured, graphs, seed, 1e-12)
+
+
+@torch.inference_mode()
+def test_what_is_captured_at_the_start_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Toy(16)
+    fake_cuda(monkeypatch, toy)
+    graphs, batches = capture(toy, 16), Batches(random.Random(0), CPU)
+    largest = {("prefill", PREFILL_TOKENS), *((k, MAX_ROWS) for k in ("mixed", "decode", "short"))}
+
+    def captured() -> set[tuple[str, int]]:
+        return {(key.kind, key.size) for key in graphs._graphs}
+
+    def decode(steps: int) -> None:
+        for _ in range(steps):
+            batches.start()
+            graphs.decode(batches.make([1] * 8, 2, MAX_BLOCKS))
+
+    assert captured() == largest
+    steps = int(graph_choice.WORTH_A_CAPTURE / math.log2(MAX_ROWS / 8))
+    decode(steps)
+    assert captured() == largest
+    decode(1)
+    assert captured() == {*largest, ("decode", 8)}
+    graphs.capture_all()
+    every = captured()
+    assert len(every) == len(SHAPES) and {("short", 16), ("prefill", 256), ("mixed", 32)} <= every
+    before = dict(graphs._graphs)
+    graphs.capture_all()
+    decode(5)
+    assert graphs._graphs == before
+
+
+@torch.inference_mode()
+def test_steps_of_several_tokens_a_row_are_captured_when_they_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    toy = Toy(16)
+    fake_cuda(monkeypatch, toy)
+    shapes = replace(SHAPES, widths=(1, 5))
+    graphs, batches = capture(toy, 16, shapes), Batches(random.Random(0), CPU)
+    assert graphs.takes_decode(60, 5) and not graphs.takes_decode(61, 5)
+    assert not any(key.width == 5 for key in graphs._graphs)
+    batches.start()
+    graphs.decode(batches.make([5] * 3, 2, MAX_BLOCKS))
+    # 60 rows have the tokens of the largest prefill.
+    assert [key.size for key in graphs._graphs if key.width == 5] == [60]
+    # A fourth row costs nothing. That both are padded to 60 says nothing about later steps.
+    assert graphs.decode_rows(3, 5) == 4
+    graphs.capture_all()
+    assert len(graphs._graphs) == len(shapes)
+
+
+def test_nothing_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could be the graphs of an engine that was dropped, which no capture survives."""
+    toy = Toy(16)
+    fake_cuda(monkeypatch, toy)
+    enabled: list[bool] = []
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def record(self: torch.cuda.CUDAGraph, pool: object, capture_error_mode: str) -> None:
+        enabled.append(gc.isenabled())
+        begin(self, pool, capture_error_mode)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", record)
+    capture(toy, 16)
+    assert enabled and not any(enabled) and gc.isenabled()
 
 
 def test_what_a_mixed_graph_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,8 +447,12 @@ def test_what_a_mixed_graph_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("worth", [0.0, 5.0, math.inf])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_replays_equal_eager_forwards(tiny_model: Callable[..., Path], kind: str) -> None:
+def test_replays_equal_eager_forwards(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path], kind: str, worth: float
+) -> None:
+    monkeypatch.setattr(graph_choice, "WORTH_A_CAPTURE", worth)
     model = load_model(tiny_model(kind), device=torch.device("cuda"), dtype=torch.float32)
     model.pack()
     eager, captured = Real(model), Real(model)

@@ -32,8 +32,32 @@ def test_tensors_of_the_device_have_shapes_and_no_values() -> None:
         assert x[1:3, 0].shape == (2,)
         assert F.linear(x, torch.ones(5, 4, device=GPU)).shape == (6, 5)
         assert torch.cat([x, rows]).shape == (8, 4)
+        assert torch.cat((x, x[:, :1]), dim=-1).shape == (6, 5)
+        assert F.linear(rows[0], torch.ones(5, 4, device=GPU), torch.ones(5, device=GPU)).is_cuda
         assert x.addmm_(torch.zeros(6, 2, device=GPU), torch.zeros(2, 4, device=GPU)) is x
     assert x.is_meta and not x.is_cuda
+
+
+def test_usual_operations_import_nothing() -> None:
+    """Shapes alone would let torch import a thousand modules: its compiler and sympy."""
+    program = """if True:
+        import sys
+        import torch
+        import torch.nn.functional as F
+        from batchgen.engine.execution.rehearsal import Undone
+
+        gpu, before = torch.device("cuda", 0), set(sys.modules)
+        with torch.inference_mode(), Undone(gpu):
+            x = torch.zeros(6, 4, device=gpu)
+            y = F.linear(torch.cat([x, x[1:2]]), torch.zeros(5, 4, device=gpu))
+            assert y.addmm_(x[:1].new_empty(7, 2), x.new_empty(2, 5))[x.new_empty(3)].is_cuda
+        print(len(sys.modules.keys() - before))
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) < 20
 
 
 def test_tensors_of_the_host_keep_their_values() -> None:
@@ -42,6 +66,9 @@ def test_tensors_of_the_host_keep_their_values() -> None:
         assert not x.is_cuda and x.device.type == "cpu"
         assert x[torch.tensor([2, 0])].tolist() == [[4, 5], [0, 1]]
         assert x.addmm_(torch.ones(3, 1), torch.ones(1, 2)).tolist() == [[1, 2], [3, 4], [5, 6]]
+        assert torch.cat([x, x[:1]])[3].tolist() == [1, 2]
+        assert torch.cat([x, x], dim=-1).shape == (3, 4)
+        assert F.linear(x, torch.ones(1, 2), bias=torch.ones(1)).tolist() == [[4], [8], [12]]
 
 
 def no_plan() -> Any:

@@ -141,6 +141,8 @@ def test_captured_forwards_have_the_bits_of_eager_ones(kind: str, tiny_model: Ti
 
     eager, captured = runner(), runner()
     captured.capture(GraphShapes(most, blocks, 0, 0))
+    # A batch that is padded to more rows than these may be rounded in another way.
+    captured.capture_all()
     for round_ in range(3):
         for rows in (8, 1, 4, 2):
             batch = inputs(rows, 10 * round_ + rows)
