@@ -25,7 +25,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
 from batchgen.kernels.attention.kv_cache import KVCache
 
@@ -286,10 +285,9 @@ def device_programs(device: torch.device, per_multiprocessor: int) -> int:
 
 
 @functools.cache
-def shared_bytes(device: torch.device) -> int:
-    """Return the most shared memory that a program may have on a GPU, in bytes."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Whether a program may have 227 KiB of shared memory, as on Hopper and the large Blackwell."""
+    return torch.cuda.get_device_properties(device).major in (9, 10)
 
 
 @functools.cache

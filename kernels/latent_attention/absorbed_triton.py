@@ -26,8 +26,8 @@ from batchgen.kernels.attention.decode import (
     DecodePlan,
     combine_splits,
     device_programs,
+    has_large_shared_memory,
     partial_results,
-    shared_bytes,
 )
 
 _MOST_SPLITS = 16
@@ -57,10 +57,8 @@ class AbsorbedConfig:
 _WIDE = AbsorbedConfig(64, 64, num_warps=4, num_stages=3, programs_per_sm=1)
 """For batches of which each program takes one unit or two. It has twice as much in flight as one of
 two programs that share a multiprocessor, so programs whose units are long do not hold up the rest
-so much: 65 against 78 microseconds for 256 rows of 250 to 1,170 tokens on an H200, but 115 against
-98 for 512 rows of 600."""
-_WIDE_SHARED = 168 * 1024
-"""The shared memory that it needs, in bytes, with latents of 512 values."""
+so much: 65 against 78 microseconds for 256 rows of 250 to 1,170 tokens on an H200. It needs 164 KiB
+of shared memory."""
 
 
 def most_latent_splits(few_rows: bool, width: int) -> int:
@@ -91,7 +89,7 @@ def _decode_config(q: Tensor, queries: int, items: int) -> AbsorbedConfig:
     config = _config(queries, q.itemsize)
     one_or_two = ENOUGH_PROGRAMS <= items <= device_programs(q.device, config.programs_per_sm)
     if queries <= 16 and q.itemsize == 2 and one_or_two:
-        return _WIDE if shared_bytes(q.device) >= _WIDE_SHARED else config
+        return _WIDE if has_large_shared_memory(q.device) else config
     return config
 
 

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.kernels.attention.decode import has_large_shared_memory
 from batchgen.kernels.linear_attention.chunks_triton import row_of_chunk, tokens_of_chunk
 from batchgen.kernels.linear_attention.delta_inputs import NORM_EPS, DeltaInputs
 from batchgen.kernels.linear_attention.gates_triton import log_decay_of, strength_of
@@ -68,7 +69,7 @@ def choose_tiles(programs: int, dtype: torch.dtype, device: torch.device) -> Pre
     """
     if dtype == torch.float32:
         return _FLOAT32
-    if device.type == "cuda" and torch.cuda.get_device_properties(device).major not in (9, 10):
+    if device.type == "cuda" and not has_large_shared_memory(device):
         return _FEW._replace(scan_stages=2)  # 120 KB
     return _MANY if programs >= _MANY_PROGRAMS else _FEW
 
