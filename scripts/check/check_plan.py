@@ -1,6 +1,7 @@
 """Plans jobs, runs them, and prints what was predicted beside what it took.
 
-    python scripts/check/check_plan.py --rows gsm8k.jsonl [--work DIR] [batchgen's arguments …]
+    python scripts/check/check_plan.py --rows gsm8k.jsonl [--work DIR] [--jobs demo,many] \\
+        [batchgen's arguments …]
 
 Each job is planned three times: before it runs, with nothing known; with a probe; and after it ran,
 from its own metrics. Then come the seconds that a plan of 100,000 rows takes. Other programs on the
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 PLAN_ROWS = 100_000
+MANY = "many"
+"""What `--jobs` calls the plan of so many rows, which is not run."""
 
 
 def main() -> None:
@@ -29,6 +32,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=64, help="rows of the file that are run")
     parser.add_argument("--probe", type=int, default=8)
     parser.add_argument("--work", type=Path, help="folder for outputs; a temporary one if absent")
+    parser.add_argument("--jobs", help="comma separated: demo, questions, exact lengths, many")
     given, more = parser.parse_known_args()
     work = given.work or Path(tempfile.mkdtemp(prefix="check-plan-"))
     questions = ["dataset=files", f"dataset.path={given.rows}", "prompt.user={{ question }}"]
@@ -42,16 +46,25 @@ def main() -> None:
             "sampling.ignore_eos=true",
         ],
     }
+    chosen = [*cases, MANY] if given.jobs is None else given.jobs.split(",")
+    if unknown := [name for name in chosen if name not in (*cases, MANY)]:
+        parser.error(f"--jobs has {unknown[0]!r}, and the jobs are {', '.join([*cases, MANY])}")
     print(f"{'job':<14} {'planned by':<12} {'low':>8} {'likely':>8} {'bound':>8} {'took':>8}"
           f" {'likely/took':>12}")  # fmt: skip
-    for name, arguments in cases.items():
-        check(name, [*arguments, *more], work / name.replace(" ", "_"), given.probe)
+    for name in (name for name in cases if name in chosen):
+        check(name, [*cases[name], *more], work / name.replace(" ", "_"), given.probe)
+    if MANY in chosen:
+        time_many(given.rows, work, more)
+
+
+def time_many(rows: Path, work: Path, more: list[str]) -> None:
+    """Print the seconds that a plan of PLAN_ROWS rows takes."""
     many = work / "many.jsonl"
-    write_many(given.rows, many)
+    write_many(rows, many)
     arguments = ["dataset=files", f"dataset.path={many}", "prompt.user={{ question }}", *more]
     for attempt in ("first", "again"):
         started = time.perf_counter()
-        plan(arguments, work / "many")
+        plan(arguments, work / MANY)
         print(f"a plan of {PLAN_ROWS:,} rows, {attempt}: {time.perf_counter() - started:.1f} s")
 
 
