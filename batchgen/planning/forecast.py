@@ -23,8 +23,8 @@ _ENOUGH, _PRIOR = 30, 6
 _LOAD_RATE = {True: 1e9, False: 0.25e9}
 """Bytes of weights per second that are read and packed, on a GPU and on a CPU."""
 _START_S = {True: 4.0, False: 1.5}
-"""Seconds of a start that do not depend on the weights: on a GPU, compiling kernels, unless that was
-done by an earlier start, and capturing the first CUDA graphs."""
+"""Seconds of a start that do not depend on the weights. On a GPU they go into compiling kernels,
+unless an earlier start did that, and into capturing the first CUDA graphs."""
 _LOAD_FLOPS = 100e9
 """The rate of products of the CPU that _LOAD_RATE is of; on one that is slower or busy, loading
 takes longer too."""
