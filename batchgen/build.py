@@ -111,10 +111,12 @@ class OpenedJob:
             predict=partial(self._predict, config),
         )
 
-    def _predict(self, config: JobConfig, engine: Engine, answers: int) -> Forecast | None:
+    def _predict(
+        self, config: JobConfig, engine: Engine, answers: int, start_s: float
+    ) -> Forecast | None:
         from batchgen.planning.at_start import predict
 
-        return predict(config, self, engine.memory, answers)
+        return predict(config, self, engine.memory, answers, start_s)
 
     def fingerprints(self, config: JobConfig) -> dict[str, str]:
         """Fingerprints of what decides the answers besides configuration and data set.

@@ -71,7 +71,8 @@ class JobParts:
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
         decode_all: the same with special tokens, to show single tokens.
         close: ends what was opened and works in the background.
-        predict: what an attempt will take, given its engine and how many rows it computes; None
+        predict: what an attempt will take, given its engine, how many answers it computes, and the
+            seconds that it has taken so far; None
             makes no prediction. It takes a fraction of a second.
     """
 
@@ -86,7 +87,7 @@ class JobParts:
     decode: Callable[[list[int]], str] | None = None
     decode_all: Callable[[list[int]], str] | None = None
     close: Callable[[], None] = lambda: None
-    predict: Callable[[Engine, int], Forecast | None] = lambda engine, rows: None
+    predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
 
     @property
     def counts(self) -> Sequence[RowCount]:
@@ -226,7 +227,7 @@ def _predict(parts: JobParts, engine: Engine, metrics: Metrics) -> Forecast | No
     attempt = metrics.attempt
     if attempt.rows_total is None:
         return None
-    expected = parts.predict(engine, attempt.rows_total - attempt.rows_resumed)
+    expected = parts.predict(engine, attempt.rows_total - attempt.rows_resumed, metrics.age)
     if expected is not None:
         metrics.predicted = expected.summary()
     return expected

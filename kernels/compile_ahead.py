@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -22,6 +24,8 @@ from torch import Tensor
 
 _ahead: ContextVar[_Variants | None] = ContextVar("_ahead", default=None)
 """Where the launches of this thread go; None if they are launched."""
+_FEWEST_KERNELS = 12
+"""An engine needs more than so many kernels."""
 _redirected = threading.Lock()
 """Held while `KernelInterface` is changed."""
 
@@ -29,6 +33,14 @@ _redirected = threading.Lock()
 def can_compile_ahead() -> bool:
     """Whether Triton compiles here, and in several threads at once, which it has a mode for."""
     return hasattr(triton, "AsyncCompileMode") and not triton.knobs.runtime.interpret
+
+
+def have_compiled() -> bool:
+    """Return whether Triton has compiled as many kernels on this machine, whatever for, as an
+    engine needs at least."""
+    folder = Path(triton.knobs.cache.dir)
+    kept = islice(folder.iterdir(), _FEWEST_KERNELS) if folder.is_dir() else ()
+    return len(list(kept)) == _FEWEST_KERNELS
 
 
 @contextmanager

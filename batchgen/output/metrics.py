@@ -250,13 +250,18 @@ class Metrics:
         """How many tokens this attempt has generated in each second that the engine ran."""
         return self.attempt.generated_tokens / max(self.attempt.generate_s, 1e-9)
 
+    @property
+    def age(self) -> float:
+        """The seconds since this attempt began."""
+        return time.monotonic() - self._started
+
     def due(self) -> bool:
         """Whether SAVE_SECONDS have passed since the file was saved."""
         return time.monotonic() - self._saved >= SAVE_SECONDS
 
     def begin(self) -> None:
         """Note that the engine begins now."""
-        self.attempt.start_s = round(time.monotonic() - self._started, 3)
+        self.attempt.start_s = round(self.age, 3)
 
     def save(self, status: Status) -> None:
         """Write the file.

@@ -24,7 +24,7 @@ _MEASURE_S = 0.04
 
 
 def predict(
-    config: JobConfig, opened: OpenedJob, memory: MemoryPlan, answers: int
+    config: JobConfig, opened: OpenedJob, memory: MemoryPlan, answers: int, start_s: float
 ) -> Forecast | None:
     """What an attempt of a job will take, from a few rows and in a fraction of a second.
 
@@ -33,6 +33,7 @@ def predict(
         opened: what it runs on.
         memory: how its engine has divided the memory.
         answers: how many answers are to be computed.
+        start_s: the seconds that the start has taken, which is over.
 
     Returns:
         None if the GPU is not known, or none of the rows that were looked at has a prompt or can
@@ -55,5 +56,5 @@ def predict(
     longest = opened.max_model_len - config.sampling.max_new_tokens
     lengths = np.minimum(np.array([len(ids) for ids in prompts], np.int64), longest)
     rows = -(-answers // config.sampling.n)
-    work = job_work(config, opened, room, memory, prompts, lengths, rows)
+    work = job_work(config, opened, room, memory, prompts, lengths, rows, start_s=start_s)
     return forecast(step_cost(room, opened, device), work)

@@ -22,9 +22,11 @@ _ENOUGH, _PRIOR = 30, 6
 """Fewer answers than _ENOUGH of an earlier run count beside _PRIOR of which nothing is known."""
 _LOAD_RATE = {True: 1e9, False: 0.25e9}
 """Bytes of weights per second that are read and packed, on a GPU and on a CPU."""
-_START_S = {True: 4.0, False: 1.5}
-"""Seconds of a start that do not depend on the weights. On a GPU they go into compiling kernels,
-unless an earlier start did that, and into capturing the first CUDA graphs."""
+_START_S = {True: 2.0, False: 1.5}
+"""Seconds of a start that do not depend on the weights, on a GPU and on a CPU."""
+_COMPILE_S = 2.9
+"""Seconds that compiling a GPU's kernels adds to a start and to the first steps."""
+_NOT_COMPILED = "kernels are compiled first, as on every new machine"
 _LOAD_FLOPS = 100e9
 """The rate of products of the CPU that _LOAD_RATE is of; on one that is slower or busy, loading
 takes longer too."""
@@ -100,6 +102,8 @@ class Work:
         places: what the engine has room for.
         weight_bytes: of all models.
         seen: what an earlier run has shown; None if there was none.
+        start_s: the seconds that the start has taken; None if it is to come.
+        compiled: whether a GPU's kernels have been compiled by an earlier start.
         notes: further assumptions, which this work was made with.
     """
 
@@ -113,6 +117,8 @@ class Work:
     places: Places
     weight_bytes: int
     seen: Seen | None = None
+    start_s: float | None = None
+    compiled: bool = True
     notes: tuple[str, ...] = field(default=())
 
 
@@ -151,6 +157,7 @@ def forecast(cost: StepCost, work: Work) -> Forecast:
             _of_speed(cost, work, factor),
             of_answers,
             *([of_forwards] if of_forwards else []),
+            *([_NOT_COMPILED] if cost.device.is_gpu and not work.compiled else []),
             *work.notes,
         ),
     )
@@ -240,13 +247,17 @@ def _per_forward(work: Work) -> tuple[tuple[float, float, float], str]:
 
 
 def _start(cost: StepCost, work: Work) -> Range:
-    """Seconds until the first step."""
+    """Seconds until the first step, and those that compiling adds later."""
+    if work.start_s is not None:
+        return Range(work.start_s, work.start_s, work.start_s)
     if work.seen is not None and work.seen.start_s is not None:
         return Range(0.7, 1, 1.5).times(work.seen.start_s)
     gpu = cost.device.is_gpu
     load = work.weight_bytes / _LOAD_RATE[gpu]
     if not gpu:
         load *= float(np.clip(_LOAD_FLOPS / cost.device.single_flops, 0.7, 10.0))
+    if gpu and not work.compiled:
+        load += _COMPILE_S
     return Range(0.5, 1, 2).times(_START_S[gpu] + load)
 
 

@@ -17,6 +17,7 @@ from batchgen.config import JobConfig, NoConstraintConfig
 from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.errors import ConfigError
+from batchgen.kernels.compile_ahead import have_compiled
 from batchgen.paths import is_url
 from batchgen.planning.devices import DEVICES, Device, device_named
 from batchgen.planning.engine_room import EngineRoom, engine_room
@@ -165,6 +166,8 @@ class _Planner:
             scan.lengths,
             max(round(answering), 1),
             seen=self._seen(scan, device),
+            # After the probe, which compiles what the job needs.
+            compiled=self._settings.device is None and have_compiled(),
         )
         return forecast(step_cost(engine, self._opened, device), work)
 

@@ -52,6 +52,8 @@ def job_work(
     rows: int,
     *,
     seen: Seen | None = None,
+    start_s: float | None = None,
+    compiled: bool = True,
     notes: tuple[str, ...] = (),
 ) -> Work:
     """What a job has to do.
@@ -65,6 +67,8 @@ def job_work(
         lengths: tokens of the prompts, of all rows or of some.
         rows: how many rows are to be computed.
         seen: what an earlier run has shown.
+        start_s: the seconds that the start has taken; None if it is to come.
+        compiled: whether a GPU's kernels have been compiled by an earlier start.
         notes: further assumptions.
     """
     settings, sampling = room.settings, config.sampling
@@ -89,6 +93,8 @@ def job_work(
         places=places,
         weight_bytes=room.weight_bytes,
         seen=seen,
+        start_s=start_s,
+        compiled=compiled,
         notes=notes + _notes(room),
     )
 

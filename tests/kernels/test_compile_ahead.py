@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchgen.kernels.compile_ahead import can_compile_ahead, compiling_ahead
+from batchgen.kernels.compile_ahead import can_compile_ahead, compiling_ahead, have_compiled
 
 
 def body(x_ptr, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -130,3 +131,15 @@ def test_interpreted_kernels_and_old_versions_are_not_compiled_ahead(
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.delattr(triton, "AsyncCompileMode")
     assert not can_compile_ahead()
+
+
+def test_a_machine_has_compiled_kernels_once_triton_keeps_many(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))
+    assert not have_compiled()
+    for index in range(11):
+        (tmp_path / "cache" / f"KERNEL{index}").mkdir(parents=True)
+    assert not have_compiled()
+    (tmp_path / "cache" / "KERNEL11").mkdir()
+    assert have_compiled()

@@ -151,6 +151,24 @@ def test_an_earlier_run_corrects_speed_and_lengths(factor: float) -> None:
     assert "an earlier job" in found.assumptions[0] and "an earlier job" in found.assumptions[1]
 
 
+def test_a_start_that_is_over_takes_what_it_took() -> None:
+    found = forecast(of(), replace(WORK, exact=True, start_s=3.0))
+    unknown = forecast(of(), replace(WORK, exact=True))
+    assert found.start_s == 3.0
+    difference = unknown.seconds.likely - found.seconds.likely
+    assert difference == pytest.approx(unknown.start_s - 3.0)
+    assert found.seconds.bound - 3.0 < unknown.seconds.bound - unknown.start_s
+
+
+def test_kernels_that_are_not_compiled_take_longer_and_the_plan_says_so() -> None:
+    cold, warm = (forecast(of(), replace(WORK, compiled=compiled)) for compiled in (False, True))
+    assert cold.start_s > warm.start_s + 1
+    assert "kernels are compiled" in cold.assumptions[-1]
+    assert not any("compiled" in each for each in warm.assumptions)
+    cpu = StepCost(replace(SIZES, dtype=torch.float32), CPU, 151_936)
+    assert forecast(cpu, replace(WORK, compiled=False)) == forecast(cpu, WORK)
+
+
 def test_the_speed_is_that_of_the_run_with_as_many_rows_as_the_job() -> None:
     """A few rows at once were twice as fast as the model says, and many of them three times slower:
     that is what the job is."""
