@@ -19,6 +19,12 @@ _LARGE_WEIGHT = 2**23
 """Values. Pieces of half as many rows keep every core busy with such weights, and to try them takes
 half the time."""
 
+_SMALL_WEIGHT = 2**17
+"""Values. A product of oneDNN takes 30 microseconds before it begins, so up to this size plain
+products are the faster ones at any number of rows (AMD EPYC, 1 and 2 threads)."""
+_MOST_ROWS_OF_SMALL = 4 * MOST_ROWS
+"""Rows of one product with a small weight, whose pieces would be over sooner than their calls."""
+
 
 class CPUProduct(NamedTuple):
     """How products with weights of one shape are computed.
@@ -37,8 +43,8 @@ def choose_product(weight: Tensor, bias: Tensor | None) -> CPUProduct:
     """The fastest way to compute x·Wᵀ + b in which a row's bits do not depend on the rows beside
     it, with as many threads as torch has now.
 
-    It costs as much as a product of 800 rows (350 with a large weight), where the fastest way is as
-    it should be.
+    It costs as much as a product of 800 rows (350 with a large weight, 9,000 with a small one),
+    where the fastest way is as it should be.
 
     Args:
         weight: [N, K], plain, on a CPU.
@@ -99,12 +105,15 @@ def _mirrored(weight: Tensor) -> Tensor:
 
 def _ways(weight: Tensor) -> Iterator[tuple[bool, int, Tensor]]:
     """(packed, most_rows, the weight), the fastest way first."""
-    packed = pack_weight(weight)
-    most = MOST_ROWS if weight.numel() < _LARGE_WEIGHT else MOST_ROWS // 2
-    for most_rows in (most, ROW_MULTIPLE):
-        if packed is not weight:
-            yield True, most_rows, packed
-        yield False, most_rows, weight
+    packed, size = pack_weight(weight), weight.numel()
+    small = size <= _SMALL_WEIGHT
+    layouts = [(False, weight)]
+    if packed is not weight:
+        layouts.insert(1 if small else 0, (True, packed))
+    most = MOST_ROWS if size < _LARGE_WEIGHT else MOST_ROWS // 2
+    for most_rows in ([_MOST_ROWS_OF_SMALL] if small else []) + [most, ROW_MULTIPLE]:
+        for is_packed, laid_out in layouts:
+            yield is_packed, most_rows, laid_out
 
 
 def keeps_bits(

@@ -22,8 +22,9 @@ def grouped_mlp(
 ) -> Tensor:
     """Compute y_t = Σ_j w_tj · down_e · (silu(gate_e · x_t) · (up_e · x_t)) with e = ids[t, j].
 
-    The sum over j runs in the order of the k columns of `ids`, in float32. On a GPU the same call
-    gives the same bits every time.
+    The sum over j is in float32, and in an order that depends on the token alone: that of the k
+    columns of `ids` on a GPU, where the same call gives the same bits every time, and that of the
+    experts on a CPU.
 
     Args:
         x: [T, H], the tokens.

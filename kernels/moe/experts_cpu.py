@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 from batchgen.kernels.layers.activation import silu_and_mul_reference
 from batchgen.kernels.layers.linear import MOST_ROWS, linear
 
-_MOST_PAIRS = 2**14
-"""Pairs of a token and an expert that are computed together. More take more memory, and at this
-number 128 experts have 128 rows each, with which products are as fast as they get."""
+_GROUP_ROWS = 256
+"""Rows of several experts that are gathered, activated and put back together. With few rows each,
+calls of torch would cost more than products; more rows do not stay in a CPU's cache."""
 
 
 class ExpertProducts(NamedTuple):
@@ -42,26 +42,42 @@ def grouped_mlp_cpu(
     A token's bits depend on that token alone, if `choose_product` found a way to compute both kinds
     of weights so, and `few_keep_bits` holds where few rows are not filled up.
     """
-    most = max(_MOST_PAIRS // ids.shape[1], 1)
-    parts = zip(x.split(most), ids.split(most), weights.split(most), strict=True)
-    return torch.cat([_together(x, gate_up, down, ids, w) for x, ids, w in parts])
-
-
-def _together(
-    x: Tensor, gate_up: ExpertProducts, down: ExpertProducts, ids: Tensor, weights: Tensor
-) -> Tensor:
-    """`grouped_mlp_cpu` for few enough tokens to hold a row for each of their experts."""
-    experts = ids.flatten().long()
-    counts = experts.bincount(minlength=len(gate_up.weights)).tolist()
+    experts, num_experts = ids.flatten().long(), len(gate_up.weights)
     # An id past those of the experts stands for one that is elsewhere, whose part is zero here.
-    of_pairs = x.new_zeros((len(experts), x.shape[1]))
-    for expert, pairs in enumerate(experts.argsort(stable=True).split(counts)):
-        if len(pairs) and expert < len(gate_up.weights):
-            inner = silu_and_mul_reference(gate_up(x[pairs // ids.shape[1]], expert))
-            of_pairs[pairs] = down(inner, expert)
+    counts = experts.bincount(minlength=num_experts)[:num_experts].tolist()
+    order = experts.argsort(stable=True)
+    weight_of_pair, first = weights.reshape(-1, 1), 0
     total = torch.zeros(x.shape, dtype=torch.float32)
-    of_slots = of_pairs.view(*ids.shape, x.shape[1]).unbind(1)
-    for values, weight in zip(of_slots, weights.unbind(1), strict=True):
-        # A fused product and sum may be rounded once for some elements and twice for others.
-        total += values * weight.unsqueeze(1)
+    for group in _groups(counts):
+        lengths = counts[group.start : group.stop]
+        pairs = order[first : first + sum(lengths)]
+        first += len(pairs)
+        tokens = pairs // ids.shape[1]
+        rows = x.index_select(0, tokens)
+        inner = silu_and_mul_reference(_by_expert(rows, gate_up, group, lengths))
+        found = _by_expert(inner, down, group, lengths)
+        # One row after another is added, so those of a token in the order of their experts.
+        total.index_add_(0, tokens, found * weight_of_pair.index_select(0, pairs))
     return total.to(x.dtype)
+
+
+def _groups(counts: Sequence[int]) -> Iterator[range]:
+    """Divide the experts, which have so many rows each, into groups of consecutive ones."""
+    start = rows = 0
+    for expert, count in enumerate(counts):
+        if rows and rows + count > _GROUP_ROWS:
+            yield range(start, expert)
+            start, rows = expert, 0
+        rows += count
+    if rows:
+        yield range(start, len(counts))
+
+
+def _by_expert(
+    rows: Tensor, products: ExpertProducts, experts: range, counts: Sequence[int]
+) -> Tensor:
+    """Multiply rows [R, K] by the weights [N, K] of experts, of which each has so many of them, to
+    [R, N]."""
+    pieces = zip(rows.split(counts), experts, strict=True)
+    found = [products(piece, expert) for piece, expert in pieces if len(piece)]
+    return found[0] if len(found) == 1 else torch.cat(found)

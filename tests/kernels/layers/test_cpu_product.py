@@ -106,9 +106,20 @@ def test_products_in_small_pieces_where_large_ones_change(monkeypatch: pytest.Mo
         return most_rows == 16
 
     monkeypatch.setattr(cpu_product, "keeps_bits", only_small)
-    packed = pack_weight(WEIGHT) is not WEIGHT
-    assert choose_product(WEIGHT, None) == CPUProduct(packed, 16)
+    assert choose_product(WEIGHT, None) == CPUProduct(False, 16)
+    assert set(tried) == {16, MOST_ROWS, 4 * MOST_ROWS}
+    tried.clear()
+    monkeypatch.setattr(cpu_product, "_SMALL_WEIGHT", 0)
+    assert choose_product(WEIGHT, None) == CPUProduct(pack_weight(WEIGHT) is not WEIGHT, 16)
     assert set(tried) == {16, MOST_ROWS}
+
+
+def test_layouts_are_tried_by_the_size_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    if pack_weight(WEIGHT) is WEIGHT:
+        pytest.skip("there is one layout on this CPU")
+    for small, first in ((WEIGHT.numel(), False), (WEIGHT.numel() - 1, True)):
+        monkeypatch.setattr(cpu_product, "_SMALL_WEIGHT", small)
+        assert [packed for packed, _, _ in cpu_product._ways(WEIGHT)][:2] == [first, not first]
 
 
 def test_whole_products_where_none_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
