@@ -22,8 +22,6 @@ half the time."""
 _SMALL_WEIGHT = 2**17
 """Values. A product of oneDNN takes 30 microseconds before it begins, so up to this size plain
 products are the faster ones at any number of rows (AMD EPYC, 1 and 2 threads)."""
-_MOST_ROWS_OF_SMALL = 4 * MOST_ROWS
-"""Rows of one product with a small weight, whose pieces would be over sooner than their calls."""
 
 
 class CPUProduct(NamedTuple):
@@ -43,8 +41,8 @@ def choose_product(weight: Tensor, bias: Tensor | None) -> CPUProduct:
     """The fastest way to compute x·Wᵀ + b in which a row's bits do not depend on the rows beside
     it, with as many threads as torch has now.
 
-    It costs as much as a product of 800 rows (350 with a large weight, 9,000 with a small one),
-    where the fastest way is as it should be.
+    It costs as much as a product of 800 rows (350 with a large weight), where the fastest way is as
+    it should be.
 
     Args:
         weight: [N, K], plain, on a CPU.
@@ -106,12 +104,11 @@ def _mirrored(weight: Tensor) -> Tensor:
 def _ways(weight: Tensor) -> Iterator[tuple[bool, int, Tensor]]:
     """(packed, most_rows, the weight), the fastest way first."""
     packed, size = pack_weight(weight), weight.numel()
-    small = size <= _SMALL_WEIGHT
     layouts = [(False, weight)]
     if packed is not weight:
-        layouts.insert(1 if small else 0, (True, packed))
+        layouts.insert(1 if size <= _SMALL_WEIGHT else 0, (True, packed))
     most = MOST_ROWS if size < _LARGE_WEIGHT else MOST_ROWS // 2
-    for most_rows in ([_MOST_ROWS_OF_SMALL] if small else []) + [most, ROW_MULTIPLE]:
+    for most_rows in (most, ROW_MULTIPLE):
         for is_packed, laid_out in layouts:
             yield is_packed, most_rows, laid_out
 
