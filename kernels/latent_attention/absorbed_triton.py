@@ -256,8 +256,8 @@ def _latent_decode(
                 place = (partial_index * GROUPS + group) * (WIDTH * SPAN) + query
                 log_sum = tl.where(unseen, -float("inf"), top + tl.log2(weights))
                 tl.store(log_sums + place, log_sum, mask=exists)
-                source = partial + place * SIZE
-                _store(source, exists, sum0, sum1, sum2, sum3, weights, SIZE, PART)
+                room = partial + place * SIZE
+                _store(room, exists, sum0, sum1, sum2, sum3, weights, SIZE, PART)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
