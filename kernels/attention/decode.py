@@ -18,7 +18,6 @@ causal attention.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.device import device_programs
 
 SPLIT_TOKENS = 512
 """Tokens of a split in a batch of few rows."""
@@ -49,8 +49,6 @@ _TILE_BYTES = 64 * 1024
 """Keys and values of the largest tile, in bytes."""
 _COMBINE_ELEMENTS = 4096
 """Elements of partial results that the combination loads at a time."""
-_INTERPRETED_PROGRAMS = 8
-"""Programs under Triton's interpreter, where there is no GPU to ask for multiprocessors."""
 UNIT_FIELDS = tl.constexpr(4)
 """Columns of `DecodePlan.units`."""
 
@@ -275,24 +273,6 @@ def _config(head_dim: int, itemsize: int, queries: int) -> DecodeConfig:
     if queries > 64:
         return DecodeConfig(block_n, num_warps=8 * more, num_stages=3, programs_per_sm=1)
     return DecodeConfig(block_n, num_warps=4 * more, num_stages=2, programs_per_sm=2)
-
-
-def device_programs(device: torch.device, per_multiprocessor: int) -> int:
-    """Return how many programs a persistent kernel is launched with."""
-    if device.type == "cpu":
-        return _INTERPRETED_PROGRAMS
-    return _multiprocessors(device) * per_multiprocessor
-
-
-@functools.cache
-def has_large_shared_memory(device: torch.device) -> bool:
-    """Whether a program may have 227 KiB of shared memory, as on Hopper and the large Blackwell."""
-    return torch.cuda.get_device_properties(device).major in (9, 10)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @triton.jit

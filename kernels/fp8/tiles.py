@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from batchgen.kernels.device import shared_bytes
 from batchgen.kernels.fp8.fp8_weight import BLOCK
 
 _ALIGNED = 16
@@ -121,6 +122,4 @@ def fitting_stages(stages: int, stage_rows: int, device: torch.device) -> int:
     """
     if device.type != "cuda":
         return stages
-    properties = torch.cuda.get_device_properties(device)
-    shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return max(1, min(stages, (shared - _RESERVED) // (stage_rows * BLOCK)))
+    return max(1, min(stages, (shared_bytes(device) - _RESERVED) // (stage_rows * BLOCK)))

@@ -25,10 +25,9 @@ from batchgen.kernels.attention.decode import (
     UNIT_FIELDS,
     DecodePlan,
     combine_splits,
-    device_programs,
-    has_large_shared_memory,
     partial_results,
 )
+from batchgen.kernels.device import device_programs, has_large_shared_memory
 
 _MOST_SPLITS = 16
 """The most splits of a row in a batch of few rows with one query each. A partial result has L

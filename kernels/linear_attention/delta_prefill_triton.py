@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.attention.decode import has_large_shared_memory
+from batchgen.kernels.device import has_large_shared_memory
 from batchgen.kernels.linear_attention.chunks_triton import row_of_chunk, tokens_of_chunk
 from batchgen.kernels.linear_attention.delta_inputs import NORM_EPS, DeltaInputs
 from batchgen.kernels.linear_attention.gates_triton import log_decay_of, strength_of

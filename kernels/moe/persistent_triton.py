@@ -8,12 +8,12 @@ side by side, and those past its end, which belong to another expert or are zero
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from batchgen.kernels.device import device_programs
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
 from batchgen.kernels.moe.slot_tile_triton import store_slots
 from batchgen.kernels.moe.tiles import ProductTiles
@@ -32,9 +32,7 @@ def persistent_down_product(
     """`grouped_product_triton.down_product`, if all rows begin at multiples of 16 bytes."""
     hidden, inner = out.shape[1], x.shape[1]
     rows = weight.view(-1, inner)
-    programs = _INTERPRETED_PROGRAMS
-    if x.is_cuda:
-        programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    programs = device_programs(x.device) if x.is_cuda else _INTERPRETED_PROGRAMS
     _down_tiles[(programs,)](
         TensorDescriptor.from_tensor(x, [alignment.block_m, tiles.block_k]),
         TensorDescriptor.from_tensor(rows, [tiles.block_n, tiles.block_k]),

@@ -1,0 +1,33 @@
+"""What kernels ask of the device that they are launched on."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+_INTERPRETED_PROGRAMS = 8
+"""Programs under Triton's interpreter, where there is no GPU to ask for multiprocessors."""
+
+
+def device_programs(device: torch.device, per_multiprocessor: int = 1) -> int:
+    """Return how many programs a persistent kernel is launched with."""
+    if device.type == "cpu":
+        return _INTERPRETED_PROGRAMS
+    return _multiprocessors(device) * per_multiprocessor
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Return the most shared memory that a program may have on a GPU, in bytes."""
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Whether a program may have 227 KiB of shared memory, as on Hopper and the large Blackwell."""
+    return shared_bytes(device) >= 227 * 1024
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
