@@ -64,8 +64,8 @@ class ResolvedConfig:
     Attributes:
         max_num_seqs: the most rows in flight.
         max_batched_tokens: the most tokens in one prefill batch.
-        chunk_tokens: the most prompt tokens that are read beside decoding rows in one step; 0 reads
-            prompts only in steps of their own.
+        chunk_tokens: the most prompt tokens that are read beside decoding rows in one step as long
+            as few rows can start; 0 reads prompts only in steps of their own.
         max_model_len: the most prompt and output tokens of a row together.
         is_len_asked_for: the user gave `max_model_len`, so the caches must hold one such row.
         block_size: the number of tokens in one block of the paged cache.
@@ -111,9 +111,9 @@ class EngineConfig:
         max_batched_tokens: the most tokens in one prefill batch; None means 2048 on a CPU, and 8192
             on a GPU; for a model with many experts, as above, 32768, or 16384 if it has recurrent
             layers.
-        chunk_tokens: the most prompt tokens that are read beside decoding rows in one step; 0 reads
-            prompts only in steps of their own. None means 256 on a GPU for models of at least 3 GB
-            of weights, else 0.
+        chunk_tokens: the most prompt tokens that are read beside decoding rows in one step as long
+            as few rows can start; 0 reads prompts only in steps of their own. None means 256 on a
+            GPU for models of at least 3 GB of weights, else 0.
         max_model_len: the most prompt and output tokens of a row together; None means as many as
             the model was made for.
         block_size: the number of tokens in one block of the paged cache.

@@ -180,6 +180,7 @@ class LLMEngine:
         self._runner = self._runners[TARGET]
         self._models = [use.model for use in uses.values()]
         reader = ContextReader(self._runner.caches.columns, config.block_size)
+        graph_shapes = uses[TARGET].graph_shapes(self.config)
         self.scheduler = Scheduler(
             self._block_manager,
             self.max_num_seqs,
@@ -187,6 +188,7 @@ class LLMEngine:
             # Prompts are read only beside decoding rows of one token each.
             self.config.chunk_tokens if 1 in strategy.models[TARGET].widths else 0,
             CHUNK_ROWS,
+            graph_shapes.prefill_tokens if self.config.cuda_graph else 0,
             strategy,
             chunk_multiple=multiple,
             counts=[count.name for count in strategy.counts],

@@ -167,15 +167,7 @@ class ModelRunner:
             return self._graphs.prefill(inputs, last, outputs)
         # The last layer computes at least one token, because kernels cannot run on none.
         missing = -max(len(rows), 1) % self._token_multiple + (not len(rows))
-        # The last query of a row sees the whole row, so its attention is causal for any
-        # block_length.
-        attention = AttentionMetadata(
-            F.pad(outputs.positions, (0, missing)),
-            (1,) * (len(rows) + missing),
-            (*outputs.context_lens.tolist(), *[1] * missing),
-            F.pad(outputs.block_tables, (0, 0, 0, missing)),
-        )
-        tokens = OutputTokens(F.pad(last, (0, missing)), [attention])
+        tokens = OutputTokens(F.pad(last, (0, missing)), [_last_queries(outputs, missing)])
         return self._forward([self._part(inputs.pad_tokens(self._token_multiple))], tokens)[
             : len(rows)
         ]
@@ -257,10 +249,17 @@ class ModelRunner:
         return self.model.compute_logits(hidden)[:rows]
 
     @torch.inference_mode()
-    def mixed(self, decode: ModelInputs, prefill: PrefillInputs) -> tuple[ModelOutput, ModelOutput]:
+    def mixed(
+        self, decode: ModelInputs, prefill: PrefillInputs, all_hidden: bool = False
+    ) -> tuple[ModelOutput, ModelOutput]:
         """Run a decode step of one token per row and a prefill in one forward.
 
         The forward reads the weights only once for both.
+
+        Args:
+            decode: the newest tokens of the decoding rows.
+            prefill: the tokens of the rows that are read, and the R rows that yield logits.
+            all_hidden: return the hidden states of all tokens of the prefill too.
 
         Returns:
             The output of the decoding rows, and that of the prefill.
@@ -268,17 +267,58 @@ class ModelRunner:
         inputs, rows = prefill
         last = self._last_tokens(inputs, rows)
         count = len(decode.input_ids)
+        hidden = None
         if self._graphs is not None and self._graphs.takes_chunk(inputs):
-            decoded, chunk = self._graphs.mixed(decode, inputs)
-        else:
+            decoded, hidden = self._graphs.mixed(decode, inputs)
+            ending = hidden[last]
+        elif all_hidden or self.caches.columns:
             padded = inputs.pad_tokens(self._token_multiple, beside=count)
-            hidden = self._forward([Part(decode, width=1), self._part(padded)])
-            decoded, chunk = hidden[:count], hidden[count:]
-        logits = self.compute_logits(torch.cat((decoded, chunk[last])))
+            both = self._forward([Part(decode, width=1), self._part(padded)])
+            decoded, hidden = both[:count], both[count:]
+            ending = hidden[last]
+        else:
+            decoded, ending = self._mixed_states(decode, inputs, last, rows)
+        logits = self.compute_logits(torch.cat((decoded, ending)))
+        if hidden is not None:
+            hidden = hidden[: len(inputs.input_ids)]
         return (
             ModelOutput(logits[:count], decode.positions, decoded),
-            ModelOutput(logits[count:], inputs.positions[last], chunk[: len(inputs.input_ids)]),
+            ModelOutput(logits[count:], inputs.positions[last], hidden),
         )
+
+    def _mixed_states(
+        self,
+        decode: ModelInputs,
+        inputs: ModelInputs,
+        last: Tensor,
+        rows: npt.NDArray[np.int64],
+    ) -> tuple[Tensor, Tensor]:
+        """Run a decode step and a prefill, of which the last layer computes only the last tokens
+        [R] int64 of R rows.
+
+        Returns:
+            The hidden states of the decoding rows, [B, hidden_size], and of these R tokens.
+        """
+        count, wanted = len(decode.input_ids), len(rows)
+        missing = -(count + wanted) % self._token_multiple
+        attention = AttentionMetadata(
+            decode.positions,
+            tuple(decode.query_lens.tolist()),
+            tuple(decode.context_lens.tolist()),
+            decode.block_tables,
+            decode_width=1,
+        )
+        parts = [attention]
+        if wanted + missing:
+            parts.append(_last_queries(self._output_rows(inputs, last, rows), missing))
+        index = torch.cat(
+            (torch.arange(count, device=self.device), F.pad(last, (0, missing)) + count)
+        )
+        padded = inputs.pad_tokens(self._token_multiple, beside=count)
+        hidden = self._forward(
+            [Part(decode, width=1), self._part(padded)], OutputTokens(index, parts)
+        )
+        return hidden[:count], hidden[count : count + wanted]
 
     def _last_tokens(self, inputs: ModelInputs, rows: npt.NDArray[np.int64]) -> Tensor:
         """Return the indices [R] int64 of the last tokens of these rows among all tokens."""
@@ -290,3 +330,21 @@ class ModelRunner:
             return Part(inputs)
         rows = np.repeat(np.arange(inputs.num_rows, dtype=np.int32), inputs.query_lens)
         return Part(inputs, upload(rows, torch.int32, self.device))
+
+
+def _last_queries(rows: ModelInputs, missing: int) -> AttentionMetadata:
+    """Return the attention metadata of the last tokens of rows, and of `missing` tokens behind them
+    that fill up their number.
+
+    The last query of a row sees the whole row, so its attention is causal for any block length.
+
+    Args:
+        rows: the R last tokens, as rows of one token each.
+        missing: how many queries to add, each of which sees one token of the scratch block.
+    """
+    return AttentionMetadata(
+        F.pad(rows.positions, (0, missing)),
+        (1,) * (rows.num_rows + missing),
+        (*rows.context_lens.tolist(), *[1] * missing),
+        F.pad(rows.block_tables, (0, 0, 0, missing)),
+    )

@@ -85,7 +85,7 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class MixedBatch:
-    """A decode batch and a small prefill batch that share one forward."""
+    """A decode batch and a prefill batch that share one forward."""
 
     decode: DecodeBatch
     prefill: PrefillBatch

@@ -26,8 +26,8 @@ from batchgen.engine.scheduling.scheduled_batch import (
 from batchgen.engine.sequence import Sequence, SequenceStatus
 
 _URGENT_CHUNKS = 8
-"""If the prompts that can start now fill this many chunks, they are prefilled in one batch of their
-own rather than chunk by chunk beside the decoding rows."""
+"""If the prompts that can start now fill this many chunks, they are prefilled in one batch rather
+than chunk by chunk beside the decoding rows."""
 _WORTHWHILE_TOKENS = 2048
 """The least tokens for which a prefill alone is worth its time. One of fewer tokens takes nearly as
 long, because it launches as many kernels: 35 ms for 28 layers on an H100, as long as several decode
@@ -40,26 +40,29 @@ their prompts have."""
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recomputation.
 
-    A step is a prefill batch, a decode batch, or a decode batch with a small prefill beside it,
-    which costs little more than the decode alone, because that reads all the weights anyway.
-    `schedule` plans on top of the steps that were launched and not read yet. `update` takes in the
-    results of these steps, in the order of their launch.
+    A step is a prefill batch, a decode batch, or both in one forward, which reads the weights only
+    once. `schedule` plans on top of the steps that were launched and not read yet. `update` takes
+    in the results of these steps, in the order of their launch.
 
-    Waiting rows are prefilled by themselves if many can start at once, otherwise beside the
-    decoding rows. A row gets the blocks of all its known tokens when it is admitted, and those of
-    its next tokens step by step. Rows are admitted as long as the predicted lengths say that the
-    cache can hold all of them until they end. If it cannot after all, the row that joined last
-    gives its blocks back and waits to be computed again. The row that joined first is never
-    preempted while others run, and each row alone fits the cache (`Requests` refuses those that do
-    not), so something always advances.
+    If few rows can start, their prompts are read in small chunks beside the decoding rows. If many
+    can, they are read in batches as large as allowed, and the decoding rows take part in those that
+    are too large for a CUDA graph. A row gets the blocks of all its known tokens when it is
+    admitted, and those of its next tokens step by step. Rows are admitted as long as the predicted
+    lengths say that the cache can hold all of them until they end. If it cannot after all, the row
+    that joined last gives its blocks back and waits to be computed again. The row that joined first
+    is never preempted while others run, and each row alone fits the cache (`Requests` refuses those
+    that do not), so something always advances.
 
     Args:
         block_manager: hands out the blocks of the paged cache and the state slots.
         max_num_seqs: the most rows that are prefilled or decode at once.
-        max_batched_tokens: the most tokens of a prefill batch.
-        chunk_tokens: the most tokens of a prefill beside decoding rows. With 0, prompts are only
-            prefilled alone.
-        chunk_rows: the most rows of a prefill beside decoding rows.
+        max_batched_tokens: the most tokens of a prefill batch, with those of decoding rows that
+            take part in it.
+        chunk_tokens: the most tokens of a chunk that is read beside decoding rows because few rows
+            can start. With 0, prompts are only prefilled alone.
+        chunk_rows: the most rows of such a chunk.
+        alone_tokens: the most tokens of a prefill, other than such a chunk, in which decoding rows
+            do not take part, because a CUDA graph holds it alone.
         pacing: how many tokens rows read and yield in a step.
         chunk_multiple: every chunk of a prefill but a row's last has a multiple of this many
             tokens, and of `pacing.prefill_multiple`.
@@ -82,6 +85,7 @@ class Scheduler:
         max_batched_tokens: int,
         chunk_tokens: int,
         chunk_rows: int,
+        alone_tokens: int,
         pacing: Pacing,
         *,
         chunk_multiple: int = 1,
@@ -96,6 +100,7 @@ class Scheduler:
         self.max_batched_tokens = max_batched_tokens
         self.chunk_tokens = min(chunk_tokens, max_batched_tokens)
         self.chunk_rows = chunk_rows
+        self.alone_tokens = alone_tokens
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self._pacing = pacing
@@ -171,24 +176,38 @@ class Scheduler:
         Returns:
             the batch, or None if there is nothing to run until the launched steps are read.
         """
-        width = self._pacing.step_width(int(self._staying().sum()))
+        decoding = int(self._staying().sum())
+        width = self._pacing.step_width(decoding)
         # Prompts are read only beside rows of one token. A step with drafts has so many tokens of
         # its own that more of them would cost time.
         chunk_tokens = self.chunk_tokens if width == 1 else 0
-        if self._is_prefill_urgent(chunk_tokens):
+        room = self.max_batched_tokens - decoding
+        urgent = self._is_prefill_urgent(chunk_tokens)
+        if urgent and chunk_tokens and decoding and self._is_large_prefill(room):
+            tokens, rows = room, self.max_num_seqs
+        elif urgent:
             prefill = self._prefill_batch(self.max_batched_tokens, self.max_num_seqs)
-            if prefill.seqs:
-                return prefill
+            return prefill if prefill.seqs else self._decode_batch(width)
+        elif chunk_tokens and self._is_worthwhile(chunk_tokens // 2):
+            tokens, rows = chunk_tokens, self.chunk_rows
+        else:
+            return self._decode_batch(width)
         decode = self._decode_batch(width)
-        if decode is None or not chunk_tokens or not self._is_worthwhile(chunk_tokens // 2):
-            return decode
-        prefill = self._prefill_batch(chunk_tokens, self.chunk_rows)
+        if decode is None:
+            return None
+        prefill = self._prefill_batch(tokens, rows)
         return MixedBatch(decode, prefill) if prefill.seqs else decode
 
+    def _is_large_prefill(self, most_tokens: int) -> bool:
+        """Whether a prefill that can start now, of at most `most_tokens` tokens, is larger than a
+        chunk and too large for a CUDA graph of its own."""
+        least = max(self.alone_tokens, self.chunk_tokens)
+        return min(self._startable_tokens(), most_tokens) > least
+
     def _is_prefill_urgent(self, chunk_tokens: int) -> bool:
-        """Whether to run a prefill alone: because nothing decodes, or because so many tokens can
-        start that reading them chunk by chunk would take long. In the last wave the waiting rows
-        are sorted as well."""
+        """Whether to run a prefill as large as allowed: because nothing decodes, or because so many
+        tokens can start that reading them chunk by chunk would take long. In the last wave the
+        waiting rows are sorted as well."""
         last_wave = self._is_last_wave()
         if last_wave:
             # The rows with the most tokens to come go first (Graham 1969, LPT), so that none is

@@ -56,7 +56,9 @@ class FreeRunner(ModelRunner):
         last = self._last_tokens(prefill.inputs, prefill.rows)
         return ModelOutput(torch.empty(0), prefill.inputs.positions[last])
 
-    def mixed(self, decode: ModelInputs, prefill: PrefillInputs) -> tuple[ModelOutput, ModelOutput]:
+    def mixed(
+        self, decode: ModelInputs, prefill: PrefillInputs, all_hidden: bool = False
+    ) -> tuple[ModelOutput, ModelOutput]:
         return self.decode(decode), self.prefill(prefill)
 
 

@@ -73,7 +73,9 @@ class BaseStrategy:
         self: Strategy, runner: ModelRunner, prefill: PrefillInputs | None
     ) -> tuple[ModelOutput, ModelOutput | None]:
         inputs = self.step_inputs.model_inputs
-        return (runner.decode(inputs), None) if prefill is None else runner.mixed(inputs, prefill)
+        if prefill is None:
+            return runner.decode(inputs), None
+        return runner.mixed(inputs, prefill, self.needs_hidden)
 
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         mask = None if rows.guide is None else rows.guide.mask(output.logits)

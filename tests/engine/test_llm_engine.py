@@ -137,11 +137,11 @@ def mixed_steps(monkeypatch: pytest.MonkeyPatch) -> list[MixedStep]:
     run_mixed, replay = ModelRunner.mixed, ForwardGraphs.mixed
 
     def record(
-        self: ModelRunner, decode: ModelInputs, prefill: PrefillInputs
+        self: ModelRunner, decode: ModelInputs, prefill: PrefillInputs, all_hidden: bool
     ) -> tuple[ModelOutput, ModelOutput]:
         inputs = prefill.inputs
         steps.append(MixedStep(decode.num_rows, inputs.num_rows, len(inputs.input_ids)))
-        return run_mixed(self, decode, prefill)
+        return run_mixed(self, decode, prefill, all_hidden)
 
     def record_replay(
         self: ForwardGraphs, decode: ModelInputs, prefill: ModelInputs
@@ -272,6 +272,7 @@ def test_chunking_preemption_and_caching_change_nothing(
     [
         (48, {}),
         (7, {}),
+        (7, {"alone_tokens": 0}),
         (7, {"chunk_tokens": 60, "chunk_rows": 3}),
         (250, {"chunk_tokens": 250, "chunk_rows": CHUNK_ROWS + 5}),
     ],
@@ -285,11 +286,12 @@ def test_prompts_that_are_read_beside_decoding_rows_change_nothing(
     chunk_tokens: int,
     used: dict[str, int],
 ) -> None:
-    """Rows come one after another; chunks are as configured, or as no graph was captured for."""
+    """Rows come one after another; chunks are as configured, or as no graph was captured for, or
+    decoding rows take part in larger prefills."""
     model, expected = one_by_one(device)
     requests = mixed_requests(NUM_ROWS)
     engine = make_engine(model, small_cache(model, 1500, chunk_tokens=chunk_tokens, **changes))
-    for name, value in used.items():
+    for name, value in ({"alone_tokens": 10**6} | used).items():
         assert hasattr(engine.scheduler, name)
         setattr(engine.scheduler, name, value)
     outputs: dict[str, RequestOutput] = {}
@@ -305,10 +307,14 @@ def test_prompts_that_are_read_beside_decoding_rows_change_nothing(
         assert_same(outputs[str(i)], other, tolerance(device))
     limit = engine.scheduler.chunk_tokens
     assert len(mixed_steps) > 3
-    assert limit // 2 < max(step.prefill_tokens for step in mixed_steps) <= limit
+    most_tokens = max(step.prefill_tokens for step in mixed_steps)
     most_rows = max(step.prefill_rows for step in mixed_steps)
-    assert most_rows <= engine.scheduler.chunk_rows
-    assert most_rows > CHUNK_ROWS or engine.scheduler.chunk_rows <= CHUNK_ROWS
+    if "alone_tokens" in used:
+        assert most_tokens > 3 * limit
+    else:
+        assert limit // 2 < most_tokens <= limit
+        assert most_rows <= engine.scheduler.chunk_rows
+        assert most_rows > CHUNK_ROWS or engine.scheduler.chunk_rows <= CHUNK_ROWS
     for step in mixed_steps:
         fits = step.prefill_tokens <= chunk_tokens and step.prefill_rows <= CHUNK_ROWS
         assert step.replayed == (bool(changes.get("cuda_graph")) and fits)

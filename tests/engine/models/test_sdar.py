@@ -203,7 +203,7 @@ def test_a_decode_step_beside_a_prefill_is_block_causal(tiny_model: TinyModel) -
     paged.prefill([(0, 0, 8)], [rows[0][:8]])
     decode = paged.inputs([(0, 8, 9)], [rows[0][8:]])
     prefill = paged.inputs([(1, 0, 14)], [rows[1]])
-    decoded, prefilled = paged.runner.mixed(decode, PrefillInputs(prefill, np.array([0])))
+    decoded, prefilled = paged.runner.mixed(decode, PrefillInputs(prefill, np.array([0])), True)
     assert prefilled.hidden is not None
     ours = torch.cat((decoded.logits, paged.runner.compute_logits(prefilled.hidden)))
     theirs = block_causal_logits(folder, rows, size)

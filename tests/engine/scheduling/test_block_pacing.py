@@ -89,9 +89,9 @@ def test_every_schedule_makes_progress_or_is_refused(
     manager = BlockManager(blocks, block_size, block_size % length == 0)
     if budget < length:
         with pytest.raises(ValueError, match=f"max_batched_tokens is {budget}, but .* {length}"):
-            Scheduler(manager, max_num_seqs, budget, 0, 8, strategy)
+            Scheduler(manager, max_num_seqs, budget, 0, 8, 0, strategy)
         return
-    scheduler = Scheduler(manager, max_num_seqs, budget, 0, 8, strategy)
+    scheduler = Scheduler(manager, max_num_seqs, budget, 0, 8, 0, strategy)
     waiting = 0
     for i, prompt in enumerate(prompts):
         seq = row(i, prompt, rng.randint(1, 40))

@@ -201,6 +201,7 @@ class Loop:
     max_batched_tokens: int = 16
     chunk_tokens: int = 8
     chunk_rows: int = 4
+    alone_tokens: int = 10**6
     most_drafts: int = 0
     prefix_caching: bool = False
     scheduler: Scheduler = field(init=False)
@@ -214,6 +215,7 @@ class Loop:
             self.max_batched_tokens,
             self.chunk_tokens,
             self.chunk_rows,
+            self.alone_tokens,
             self,
         )
         drafting = self.most_drafts > 0
@@ -297,9 +299,11 @@ class Loop:
         # All but the last reach their end; that one may be cut where the batch is full.
         assert len(prefill.completing) >= len(prefill.seqs) - 1
         assert prefill.completing == list(range(len(prefill.completing)))
-        if decode is not None:
+        if decode is not None and self.alone_tokens >= self.max_batched_tokens:
             assert sum(prefill.lengths) <= self.chunk_tokens
             assert len(prefill.seqs) <= self.chunk_rows
+        elif decode is not None and sum(prefill.lengths) > self.chunk_tokens:
+            assert sum(prefill.lengths) + len(decode.places) <= self.max_batched_tokens
         if any(not seq.num_preemptions for seq in prefill.seqs):
             waiting = [seq for seq in self.live if seq.status is SequenceStatus.WAITING]
             assert not any(seq.num_preemptions for seq in waiting), "overtook a preempted row"
@@ -340,6 +344,7 @@ LOOPS = st.builds(
     max_batched_tokens=st.integers(1, 60),
     chunk_tokens=st.integers(0, 30),
     chunk_rows=st.integers(1, 5),
+    alone_tokens=st.sampled_from([0, 0, 20, 10**6]),
     most_drafts=st.sampled_from([0, 0, 2, 7]),
     prefix_caching=st.booleans(),
 )
@@ -403,6 +408,7 @@ def test_rows_whose_lengths_were_guessed_wrong_are_preempted_and_come_back(
         max_batched_tokens=st.integers(1, 60),
         chunk_tokens=st.integers(0, 30),
         chunk_rows=st.integers(1, 5),
+        alone_tokens=st.sampled_from([0, 0, 20, 10**6]),
     ),
     seed=st.integers(0, 2**32),
     count=st.integers(1, 20),
@@ -499,11 +505,14 @@ def running_loop(
     max_batched_tokens: int = 2048,
     chunk_tokens: int = 64,
     chunk_rows: int = 8,
+    alone_tokens: int = 10**6,
 ) -> Loop:
     """A loop that launched one batch, the prefill of rows with these lengths, prompts of 1; its
     cache is never full.
     """
-    loop = Loop(depth, 200, 64, max_num_seqs, max_batched_tokens, chunk_tokens, chunk_rows)
+    loop = Loop(
+        depth, 200, 64, max_num_seqs, max_batched_tokens, chunk_tokens, chunk_rows, alone_tokens
+    )
     for i, length in enumerate(lengths):
         loop.add(Row.make(f"running{i}", [1], length, length + stopping, seed=i))
     loop.step()
@@ -619,6 +628,40 @@ def test_many_chunks_that_can_start_go_at_once(depth: int, first: int, alone: bo
     assert len(loop.run()) == 18
     assert kinds(loop).startswith("PPD" if alone else "PMMMMMMMMD")
     assert sum(prefills(loop)[1].lengths) == (512 if alone else 64)
+
+
+@both_depths
+@pytest.mark.parametrize(("alone_tokens", "rides"), [(511, True), (512, False)])
+def test_decoding_rows_take_part_in_a_prefill_that_no_graph_holds(
+    depth: int, alone_tokens: int, rides: bool
+) -> None:
+    """Eight places are free, for 512 tokens of prompts."""
+    loop = running_loop(depth, [20] * 8, alone_tokens=alone_tokens)
+    for row in waiting_rows([(64, 9)] * 10):
+        loop.add(row)
+    assert len(loop.run()) == 18
+    assert kinds(loop).startswith("PM" if rides else "PPD")
+    assert sum(prefills(loop)[1].lengths) == 512
+
+
+@both_depths
+def test_decoding_rows_count_among_the_tokens_of_a_prefill(depth: int) -> None:
+    loop = running_loop(depth, [20] * 8, max_num_seqs=32, max_batched_tokens=200, alone_tokens=64)
+    for row in waiting_rows([(64, 9)] * 20):
+        loop.add(row)
+    assert len(loop.run()) == 28
+    # Three and then two rows are complete after a step and decode in the next one.
+    assert kinds(loop).startswith("PMMM")
+    assert [sum(batch.lengths) for batch in prefills(loop)[1:4]] == [192, 189, 187]
+
+
+@both_depths
+def test_a_prefill_for_which_decoding_rows_leave_no_room_runs_alone(depth: int) -> None:
+    loop = running_loop(depth, [20] * 8, max_batched_tokens=71, alone_tokens=0)
+    for row in waiting_rows([(64, 9)] * 16):
+        loop.add(row)
+    assert len(loop.run()) == 24
+    assert kinds(loop).startswith("PP")
 
 
 @both_depths
