@@ -1,6 +1,6 @@
 """Run every Triton kernel a few times on a GPU, in engines of tiny random models.
 
-    python scripts/check/check_kernels.py
+    python scripts/check/check_kernels.py [--only experts,fp8,deepseek_v3]
 
 It is made for NVIDIA's memory checker, which slows kernels down by 20 to 50 times:
 
@@ -10,16 +10,20 @@ It is made for NVIDIA's memory checker, which slows kernels down by 20 to 50 tim
 Without PyTorch's caching every tensor is an allocation of its own, so a write past its end is
 noticed. CUDA graphs cannot be captured then, so they are off. The exit code is 1 if greedy rows in
 float32 differ from those of the PyTorch references on the CPU, or if a kernel was never launched.
+
+With --only, some parts run: masks, experts, linear_attention, ranks, fp8, and models by their
+`model_type`. Then kernels may stay without a launch.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -280,15 +284,30 @@ def check_masks() -> list[str]:
 
 
 def main() -> None:
+    checks: dict[str, Callable[[torch.device], list[str]]] = {
+        "masks": lambda _: check_masks(),
+        "experts": check_experts,
+        "linear_attention": check_linear_attention,
+        "ranks": check_ranks,
+        "fp8": check_fp8,
+    }
+    every = [*checks, *dict.fromkeys(sizes["model_type"] for sizes, _ in RUNS)]
+    parser = argparse.ArgumentParser(description="Run every Triton kernel on a GPU.")
+    parser.add_argument("--only", default="", help="comma separated, of " + ", ".join(every))
+    only = [name for name in parser.parse_args().only.split(",") if name]
+    if unknown := [name for name in only if name not in every]:
+        parser.error(f"there is no part {unknown[0]!r}: --only takes {', '.join(every)}")
     if not torch.cuda.is_available():
         sys.exit("needs a GPU: the kernels run on nothing else")
+    gpu, chosen = torch.device("cuda"), only or every
+    has_fp8 = has_fp8_units(gpu)
+    if not has_fp8:
+        del checks["fp8"]
     launches = count_launches()
-    problems = check_masks() + check_experts(torch.device("cuda"))
-    problems += check_linear_attention(torch.device("cuda")) + check_ranks(torch.device("cuda"))
-    has_fp8 = has_fp8_units(torch.device("cuda"))
-    if has_fp8:
-        problems += check_fp8(torch.device("cuda"))
+    problems = [found for name, check in checks.items() if name in chosen for found in check(gpu)]
     for sizes, dtype in RUNS:
+        if sizes["model_type"] not in chosen:
+            continue
         batches, diffusion = batches_of(sizes), sizes["model_type"] == "sdar"
         reference = DLLMStrategy() if diffusion else ARStrategy()
         expected = run(make_model(sizes, torch.float32, torch.device("cpu")), reference, batches)
@@ -311,7 +330,7 @@ def main() -> None:
     problems += [
         f"{name} was never launched"
         for name, count in launches.items()
-        if not count and (has_fp8 or not name.startswith("fp8."))
+        if not (count or only) and (has_fp8 or not name.startswith("fp8."))
     ]
     for problem in problems:
         print(problem)
