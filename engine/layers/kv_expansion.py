@@ -95,5 +95,10 @@ def _by_head(x: Tensor, products: ExpertProducts) -> Tensor:
 
 
 def _multiply_heads(x: Tensor, weights: Tensor) -> Tensor:
-    """Multiply each head of x [T, heads, K] by its matrix of weights [heads, K, N]."""
-    return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)
+    """Multiply each head of x [T, heads, K] by its matrix of weights [heads, K, N], to
+    [T, heads, N]; contiguous on a GPU, whose products write there themselves."""
+    if not x.is_cuda:
+        return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)
+    out = x.new_empty((len(x), len(weights), weights.shape[2]))
+    torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
+    return out
