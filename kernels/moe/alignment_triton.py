@@ -22,8 +22,6 @@ from torch import Tensor
 
 FEW_SLOTS = 4096
 """Up to so many slots are sorted in one launch."""
-_BLOCK = 2048
-"""Ids that a program of an expert reads at a time."""
 _CHUNK = 1024
 """Slots of a chunk."""
 _COUNTS = 4096
@@ -90,10 +88,10 @@ def align(
     found = Alignment(slots, tiles[0], tiles[1], tiles[2], num_tiles, block_m)
     block_e = triton.next_power_of_2(num_experts + some_elsewhere)
     if num_slots <= FEW_SLOTS:
+        block = max(128, triton.next_power_of_2(num_slots))
         _align_expert[(num_experts,)](
             ids, *found[:-1], num_slots,
-            BLOCK_M=block_m, BLOCK_E=block_e,
-            BLOCK=min(_BLOCK, max(128, triton.next_power_of_2(num_slots))), num_warps=4,
+            BLOCK_M=block_m, BLOCK_E=block_e, BLOCK=block, num_warps=4 if block <= 2048 else 8,
         )  # fmt: skip
         return found
     chunks = triton.cdiv(num_slots, _CHUNK)
@@ -115,33 +113,26 @@ def _align_expert(
     ids_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, num_slots,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes the slots and the tiles of one expert."""
+    """Each program writes the slots and the tiles of one expert; BLOCK is at least `num_slots`."""
+    MOST_TILES: tl.constexpr = (BLOCK + BLOCK_M - 1) // BLOCK_M
     own = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
-    offset = tl.arange(0, BLOCK)
-    counts = tl.zeros([BLOCK_E], tl.int32)
-    for start in tl.range(0, num_slots, BLOCK):
-        inside = start + offset < num_slots
-        ids = tl.load(ids_ptr + start + offset, mask=inside, other=0)
-        counts += tl.histogram(ids, BLOCK_E, mask=inside)
+    slot = tl.arange(0, BLOCK)
+    inside = slot < num_slots
+    ids = tl.load(ids_ptr + slot, mask=inside, other=0)
+    counts = tl.histogram(ids, BLOCK_E, mask=inside)
     first = tl.sum(tl.where(expert < own, counts, 0), axis=0)
     end = first + tl.sum(tl.where(expert == own, counts, 0), axis=0)
-    place = first
-    for start in tl.range(0, num_slots, BLOCK):
-        slot = start + offset
-        mine = (tl.load(ids_ptr + slot, mask=slot < num_slots, other=-1) == own).to(tl.int32)
-        before = tl.cumsum(mine, axis=0) - mine
-        tl.store(slots_ptr + place + before, slot, mask=mine != 0)
-        place += tl.sum(mine, axis=0)
+    mine = (inside & (ids == own)).to(tl.int32)
+    tl.store(slots_ptr + first + tl.cumsum(mine, axis=0) - mine, slot, mask=mine != 0)
     tile_counts = (counts + BLOCK_M - 1) // BLOCK_M
     tile = tl.sum(tl.where(expert < own, tile_counts, 0), axis=0)
     count = tl.cdiv(end - first, BLOCK_M)
-    for start in tl.range(0, count, BLOCK):
-        index = start + offset
-        begin = first + index * BLOCK_M
-        tl.store(tile_experts_ptr + tile + index, own, mask=index < count)
-        tl.store(tile_firsts_ptr + tile + index, begin, mask=index < count)
-        tl.store(tile_ends_ptr + tile + index, tl.minimum(begin + BLOCK_M, end), mask=index < count)
+    index = tl.arange(0, MOST_TILES)
+    begin = first + index * BLOCK_M
+    tl.store(tile_experts_ptr + tile + index, own, mask=index < count)
+    tl.store(tile_firsts_ptr + tile + index, begin, mask=index < count)
+    tl.store(tile_ends_ptr + tile + index, tl.minimum(begin + BLOCK_M, end), mask=index < count)
     if own == tl.num_programs(0) - 1:
         tl.store(num_tiles_ptr, tile + count)
 
