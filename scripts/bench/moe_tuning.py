@@ -29,7 +29,8 @@ def candidates(slots_per_expert: float) -> list[tuple[int, list[ProductTiles], l
     """The tiles worth trying for so many slots of an expert: (block_m, gate and up, down)."""
     lists = []
     for block_m in (16, 32, 64, 128):
-        if block_m <= 2 * max(8, slots_per_expert) and block_m * 16 >= slots_per_expert:
+        fills = block_m * 2 >= slots_per_expert or block_m == 128
+        if block_m <= 2 * max(8, slots_per_expert) and fills:
             few = block_m <= 32
             lists.append((block_m, *(_for_few(block_m) if few else _for_many(block_m))))
     return lists
@@ -63,8 +64,11 @@ def _for_many(block_m: int) -> tuple[list[ProductTiles], list[ProductTiles]]:
         for block_n, block_k, warps, stages in (
             (64, 64, 4, 3),
             (64, 64, 4, 4),
+            (64, 128, 4, 3),
+            (64, 128, 4, 4),
             (128, 64, 4, 3),
             (128, 64, 4, 4),
+            (128, 64, 4, 5),
             (128, 64, 8, 3),
             (128, 64, 8, 4),
             (128, 128, 8, 2),
