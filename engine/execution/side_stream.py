@@ -13,6 +13,7 @@ from torch import Tensor
 MOST_TOKENS = 1024
 """The most tokens of a forward whose kernels leave room on the device for others beside them."""
 
+S = TypeVar("S")
 T = TypeVar("T")
 _side: ContextVar[torch.cuda.Stream | None] = ContextVar("_side", default=None)
 """The second stream of the capture that this thread makes; None outside of captures."""
@@ -33,8 +34,11 @@ def with_side_stream(stream: torch.cuda.Stream) -> Iterator[None]:
         _side.reset(token)
 
 
-def beside(x: Tensor, work: Callable[[Tensor], T]) -> Callable[[], T]:
-    """Begin `work(x)`, to be done beside what is launched until its result is asked for.
+def beside(
+    x: Tensor, first: Callable[[Tensor], S], work: Callable[[Tensor], T]
+) -> tuple[S, Callable[[], T]]:
+    """Do `first(x)` and begin `work(x)`, to be done beside it and beside what is launched until its
+    result is asked for.
 
     That is so in the capture of a forward of few tokens. Anywhere else nothing is begun, and the
     work is done when its result is asked for. The kernels and their results are the same.
@@ -42,25 +46,30 @@ def beside(x: Tensor, work: Callable[[Tensor], T]) -> Callable[[], T]:
     Args:
         x: [T, ...], all that the work reads besides weights; the caller keeps it, and writes
             nothing to it, until the result is asked for.
+        first: launches the kernels that others wait for, few of them. The device gets them before
+            those of the work, which may leave no multiprocessor for what comes after them.
         work: launches kernels, and writes to new tensors only.
 
     Returns:
-        A function that returns the result of the work, to be called exactly once: a capture in
-        which it is not called cannot end. What is launched after it may read the result.
+        The result of `first`, and a function that returns the result of the work, to be called
+        exactly once: a capture in which it is not called cannot end. What is launched after it may
+        read the result.
     """
     side = _side.get()
     if side is None or len(x) > MOST_TOKENS:
-        return lambda: work(x)
+        return first(x), lambda: work(x)
     main = torch.cuda.current_stream(x.device)
-    side.wait_stream(main)
+    fork = main.record_event()
+    urgent = first(x)
+    side.wait_event(fork)
     with torch.cuda.stream(side):
         result = work(x)
 
     # No tensor needs `record_stream`: memory of those made here is given to this stream alone, and
-    # its next work waits for all that was launched before, so for what reads them. The caller holds
-    # x until the other stream waits for what reads it here.
+    # its next work waits for all that was launched before that, so for what reads them. The caller
+    # holds x until the other stream waits for what reads it here.
     def join() -> T:
         main.wait_stream(side)
         return result
 
-    return join
+    return urgent, join

@@ -29,12 +29,12 @@ from batchgen.engine.parallel.tensor_parallel import (
 )
 from batchgen.kernels.fp8.experts import fp8_grouped_mlp
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
-from batchgen.kernels.layers.activation import add_gated
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.moe.experts import grouped_mlp
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
 from batchgen.kernels.moe.router_form import SOFTMAX, RouterForm
 from batchgen.kernels.moe.routing import route
+from batchgen.kernels.moe.shared_part import SharedPart, add_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,12 @@ class Experts(nn.Module):
             self.down_proj, self.down_scales = empty_fp8(*self.down_proj.shape, device=device)
 
     def forward(
-        self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        residual: Tensor | None = None,
+        shared: Callable[[], SharedPart] | None = None,
     ) -> Tensor:
         """Compute the sum [T, H] of what each token's experts on this rank make of it.
 
@@ -146,22 +151,22 @@ class Experts(nn.Module):
             ids: [T, k] int32, the experts of each token.
             weights: [T, k] float32, the weight of each of them.
             residual: [T, H], to which the sum is added in place; None returns a new tensor.
+            shared: returns what the shared expert adds to it; called last, and once.
         """
         if self.gate_up_scales is not None and self.down_scales is not None:
             assert self.form is not None
             gate_up = FP8Weight(self.gate_up_proj, self.gate_up_scales)
             down = FP8Weight(self.down_proj, self.down_scales)
             powers = self.form.powers_of_two
-            return fp8_grouped_mlp(x, gate_up, down, ids, weights, residual, powers_of_two=powers)
+            return fp8_grouped_mlp(
+                x, gate_up, down, ids, weights, residual, shared=shared, powers_of_two=powers
+            )
         if self._parallel.size > 1:
             ids = self._own_ids(ids)
         if self._packed is None:
-            of = self._num_experts
-            return grouped_mlp(
-                x, self.gate_up_proj, self.down_proj, ids, weights, residual, num_routed=of
-            )
-        out = grouped_mlp_cpu(x, *self._packed, ids, weights)
-        return out if residual is None else residual.add_(out)
+            products, of = (self.gate_up_proj, self.down_proj), self._num_experts
+            return grouped_mlp(x, *products, ids, weights, residual, shared=shared, num_routed=of)
+        return add_up(grouped_mlp_cpu(x, *self._packed, ids, weights), residual, shared)
 
     def _own_ids(self, ids: Tensor) -> Tensor:
         """Turn the ids [T, k] of experts into indices among those of this rank; those of other
@@ -340,56 +345,47 @@ class SparseMoE(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> Stream:
         """Add the result for x [T, hidden_size] to `residual` [T, hidden_size] in place and return
         it."""
-        # Begun first, as the router and the sorting by experts leave the device almost idle.
-        add_shared = self._begin_shared(x)
+        logits, shared = self._begin(x)
         ids, weights = route(
-            self.gate(x),
+            logits,
             self.experts_per_token,
             renormalise=self.renormalise,
             form=self.form,
             bias=None if self.correction is None else self.correction.e_score_correction_bias,
         )
         ctx.record(self.column, ids, self.index)
+        out = residual if self._parallel.size == 1 else None
         own = _own_tokens(x, ctx)
-        if self._parallel.size > 1:
-            partial = self._partial_sum(x, ids, weights, own)
-            add_shared(partial)
-            return self._parallel.add_sum(residual, partial, FEED_FORWARD_LANE)
         if own is None:
-            residual = self.experts(x, ids, weights, residual)
+            out = self.experts(x, ids, weights, out, shared)
         else:
-            out = torch.zeros_like(x)
-            out[own] = self.experts(x[own], ids[own], weights[own])
-            residual.add_(out)
-        return add_shared(residual)
+            routed = torch.zeros_like(x)
+            routed[own] = self.experts(x[own], ids[own], weights[own])
+            out = add_up(routed, out, shared)
+        if self._parallel.size == 1:
+            return out
+        return self._parallel.add_sum(residual, out, FEED_FORWARD_LANE)
 
-    def _partial_sum(self, x: Tensor, ids: Tensor, weights: Tensor, own: Tensor | None) -> Tensor:
-        """Compute what the experts of this rank make of the tokens."""
-        partial = torch.zeros_like(x)
-        if own is None:
-            partial = self.experts(x, ids, weights, partial)
-        elif len(own):
-            partial[own] = self.experts(x[own], ids[own], weights[own])
-        return partial
+    def _begin(self, x: Tensor) -> tuple[Tensor, Callable[[], SharedPart] | None]:
+        """Compute the router's logits [T, E] for x [T, hidden_size], and begin what the shared
+        expert makes of it, `beside` what comes next.
 
-    def _begin_shared(self, x: Tensor) -> Callable[[Tensor], Stream]:
-        """Begin what the shared expert makes of x [T, hidden_size], `beside` what comes next.
+        The router is launched first, as all experts wait for it, and as the shared expert's first
+        product fills the device.
 
         Returns:
-            A function that adds this rank's part of it to a tensor [T, hidden_size] in place and
-            returns that; to be called exactly once.
+            The logits, and a function that returns this rank's part of the shared expert, to be
+            called exactly once; None if there is no shared expert.
         """
-        shared, gate = self.shared_expert, self.shared_expert_gate
-        if shared is None:
-            return lambda out: out
-        if gate is not None:
-            gated = beside(x, lambda x: (shared.compute(x), gate(x)))
-            return lambda out: add_gated(out, *gated())
-        activated = beside(x, shared.activated)
-        if self._parallel.size > 1:
-            return lambda out: out.add_(shared.down_proj(activated()))
-        # The product adds to the residual itself, which spares a pass over both.
-        return lambda out: shared.down_proj.add_to(out, activated())
+        if self.shared_expert is None:
+            return self.gate(x), None
+        return beside(x, self.gate, self._share)
+
+    def _share(self, x: Tensor) -> SharedPart:
+        """Compute what the shared expert of this rank makes of x [T, hidden_size]."""
+        assert self.shared_expert is not None
+        gate = self.shared_expert_gate
+        return SharedPart(self.shared_expert.compute(x), None if gate is None else gate(x))
 
 
 def _own_tokens(x: Tensor, ctx: ForwardContext) -> Tensor | None:

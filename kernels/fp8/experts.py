@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from batchgen.kernels.fp8.fp8_weight import FP8Weight
 from batchgen.kernels.fp8.linear import fp8_linear_reference
 from batchgen.kernels.fp8.quantise import quantise_rows
 from batchgen.kernels.layers.activation import silu_and_mul_reference
+from batchgen.kernels.moe.shared_part import SharedPart, add_up
 
 
 def fp8_grouped_mlp(
@@ -20,6 +23,7 @@ def fp8_grouped_mlp(
     weights: Tensor,
     residual: Tensor | None = None,
     *,
+    shared: Callable[[], SharedPart] | None = None,
     powers_of_two: bool = False,
 ) -> Tensor:
     """`moe/experts.grouped_mlp` with weights in FP8: x and what is between the two products are
@@ -34,6 +38,8 @@ def fp8_grouped_mlp(
         weights: [T, k] float32. A NaN here or in x stays in its own row.
         residual: [T, H], dtype of x, contiguous, to which the result is added in place; None adds
             it to nothing.
+        shared: returns what the shared expert adds besides; called last, and once. None adds
+            nothing. On a GPU all is summed in float32 and rounded once.
         powers_of_two: the scales of activations are powers of two.
 
     Returns:
@@ -41,10 +47,11 @@ def fp8_grouped_mlp(
     """
     if x.is_cuda:
         return fp8_grouped_mlp_triton(
-            x, gate_up, down, ids, weights, residual, powers_of_two=powers_of_two
-        )
+            x, gate_up, down, ids, weights, residual, shared=shared,
+            powers_of_two=powers_of_two,
+        )  # fmt: skip
     out = fp8_grouped_mlp_reference(x, gate_up, down, ids, weights, powers_of_two)
-    return out if residual is None else residual.add_(out)
+    return add_up(out, residual, shared)
 
 
 def fp8_grouped_mlp_reference(

@@ -4,6 +4,8 @@ quantised before the first product, and its result quantised by the product itse
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ from batchgen.kernels.fp8.tiles import ExpertTiles, copy_engine_reads, expert_ti
 from batchgen.kernels.layers.matrix_tile_triton import load_tile
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment, align
 from batchgen.kernels.moe.experts_triton import new_or_residual, sum_slots
+from batchgen.kernels.moe.shared_part import SharedPart
 from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
 
 
@@ -28,6 +31,7 @@ def fp8_grouped_mlp_triton(
     weights: Tensor,
     residual: Tensor | None = None,
     *,
+    shared: Callable[[], SharedPart] | None = None,
     powers_of_two: bool = False,
     tiles: ExpertTiles | None = None,
 ) -> Tensor:
@@ -41,6 +45,7 @@ def fp8_grouped_mlp_triton(
         ids: [T, k] int32, contiguous, each in [0, E). This is not checked on a GPU.
         weights: [T, k] float32, contiguous.
         residual: [T, H], contiguous, to which the result is added in place, rounded once.
+        shared: returns what the shared expert adds; called before the last launch, which adds it.
         powers_of_two: the scales of activations are powers of two.
         tiles: how the products are cut; None chooses from the table.
 
@@ -65,7 +70,8 @@ def fp8_grouped_mlp_triton(
     fp8_gate_up(values, scales, gate_up, alignment, tiles, k, activated, of_groups, powers_of_two)
     parts = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
     fp8_down(activated, of_groups, down, weights, alignment, tiles, parts)
-    sum_slots(parts, out, add=residual is not None)
+    del activated
+    sum_slots(parts, out, None, shared and shared(), add=residual is not None)
     return out
 
 

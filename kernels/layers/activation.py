@@ -1,4 +1,4 @@
-"""Gates: between the two projections of an MLP, of a shared expert, and of attention's output."""
+"""Gates: between the two projections of an MLP, and of attention's output."""
 
 from __future__ import annotations
 
@@ -35,25 +35,6 @@ def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
     wide = gate.float()
     silu = wide / torch.exp(-wide).add_(1)
     return silu.to(gate.dtype) * up
-
-
-def add_gated(out: Tensor, values: Tensor, gate: Tensor) -> Tensor:
-    """out += sigmoid(gate) · values, computed in float32 and rounded once; returns out.
-
-    Args:
-        out: [T, D], contiguous, overwritten.
-        values: [T, D], dtype of out, contiguous.
-        gate: [T, 1].
-    """
-    run = add_gated_triton if out.is_cuda else add_gated_reference
-    return run(out, values, gate)
-
-
-def add_gated_reference(out: Tensor, values: Tensor, gate: Tensor) -> Tensor:
-    """`add_gated` in PyTorch."""
-    # As with silu, torch.sigmoid may use two ways to compute exp.
-    sigmoid = 1 / torch.exp(-gate.float()).add_(1)
-    return out.add_(values * sigmoid)
 
 
 def mul_sigmoid(values: Tensor, gate: Tensor) -> Tensor:
@@ -113,33 +94,6 @@ def mul_sigmoid_triton(values: Tensor, gate: Tensor) -> Tensor:
         values, gate, out, gate.stride(0), size, CHUNKS=chunks, BLOCK=_CHUNK, num_warps=4
     )
     return out
-
-
-def add_gated_triton(out: Tensor, values: Tensor, gate: Tensor) -> Tensor:
-    """`add_gated` in one launch."""
-    rows, size = out.shape
-    assert out.is_contiguous() and values.is_contiguous() and values.shape == out.shape
-    chunks = triton.cdiv(size, _CHUNK)
-    _add_gated[(rows * chunks,)](
-        out, values, gate, gate.stride(0), size, CHUNKS=chunks, BLOCK=_CHUNK, num_warps=4
-    )
-    return out
-
-
-@triton.jit
-def _add_gated(
-    out_ptr, values_ptr, gate_ptr, stride, size, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Each program computes one chunk of columns of one row."""
-    row = (tl.program_id(0) // CHUNKS).to(tl.int64)
-    column = tl.program_id(0) % CHUNKS * BLOCK + tl.arange(0, BLOCK)
-    mask = column < size
-    gate = tl.load(gate_ptr + row * stride).to(tl.float32)
-    place = row * size + column
-    values = tl.load(values_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    out = tl.load(out_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    result = out + values * (1.0 / (1.0 + tl.exp(-gate)))
-    tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from batchgen.kernels.layers.activation import silu_and_mul_reference
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
+from batchgen.kernels.moe.shared_part import SharedPart, add_up
 
 
 def grouped_mlp(
@@ -18,6 +21,7 @@ def grouped_mlp(
     weights: Tensor,
     residual: Tensor | None = None,
     *,
+    shared: Callable[[], SharedPart] | None = None,
     num_routed: int | None = None,
 ) -> Tensor:
     """Compute y_t = Σ_j w_tj · down_e · (silu(gate_e · x_t) · (up_e · x_t)) with e = ids[t, j].
@@ -35,16 +39,19 @@ def grouped_mlp(
         weights: [T, k] float32. A NaN here or in x stays in its own row.
         residual: [T, H], dtype of x, contiguous, to which the result is added in place; None adds
             it to nothing.
+        shared: returns what the shared expert adds besides; called last, and once. None adds
+            nothing. On a GPU all is summed in float32 and rounded once.
         num_routed: from how many experts those of a token were chosen; None means E.
 
     Returns:
         [T, H], dtype of x: a new tensor, or `residual`.
     """
     if x.is_cuda:
-        return grouped_mlp_triton(x, gate_up, down, ids, weights, residual, num_routed=num_routed)
+        return grouped_mlp_triton(
+            x, gate_up, down, ids, weights, residual, shared=shared, num_routed=num_routed
+        )
     products = ExpertProducts(gate_up.unbind()), ExpertProducts(down.unbind())
-    out = grouped_mlp_cpu(x, *products, ids, weights)
-    return out if residual is None else residual.add_(out)
+    return add_up(grouped_mlp_cpu(x, *products, ids, weights), residual, shared)
 
 
 def grouped_mlp_reference(

@@ -5,6 +5,8 @@ Each sum has a fixed order and nothing is added atomically: the same tokens give
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from batchgen.kernels.moe.alignment_triton import align
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
+from batchgen.kernels.moe.shared_part import SharedPart
 from batchgen.kernels.moe.tiles import Tiles, choose_tiles
 
 _CHUNK = 1024
@@ -26,6 +29,7 @@ def grouped_mlp_triton(
     weights: Tensor,
     residual: Tensor | None = None,
     *,
+    shared: Callable[[], SharedPart] | None = None,
     num_routed: int | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -39,6 +43,7 @@ def grouped_mlp_triton(
             This is not checked on a GPU.
         weights: [T, k] float32, contiguous.
         residual: [T, H], contiguous, to which the result is added in place, rounded once.
+        shared: returns what the shared expert adds; called before the last launch, which adds it.
         num_routed: from how many experts those of a token were chosen; None means E.
         tiles: how the products are cut; None chooses from the table.
 
@@ -62,8 +67,9 @@ def grouped_mlp_triton(
     gate_up_product(x, gate_up, alignment, tiles.gate_up, k, activated)
     parts = torch.empty((tokens * k, hidden), dtype=x.dtype, device=x.device)
     down_product(activated, down, weights, alignment, tiles.down, parts)
+    del activated  # It is as large as what a shared expert that was not begun needs now.
     here = (ids, experts) if some_elsewhere else None
-    sum_slots(parts, out, here, add=residual is not None)
+    sum_slots(parts, out, here, shared and shared(), add=residual is not None)
     return out
 
 
@@ -77,31 +83,42 @@ def new_or_residual(x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def sum_slots(
-    parts: Tensor, out: Tensor, here: tuple[Tensor, int] | None = None, *, add: bool
+    parts: Tensor,
+    out: Tensor,
+    here: tuple[Tensor, int] | None = None,
+    shared: SharedPart | None = None,
+    *,
+    add: bool,
 ) -> None:
-    """Sum the k slots of each token in their order, in float32.
+    """Sum the k slots of each token in their order, in float32, and round the sum once.
 
     Args:
         parts: [T·k, H], contiguous.
         out: [T, H], contiguous; overwritten.
         here: the expert of each slot, [T, k] int32, contiguous, and E: slots whose expert is not
             below it are left out. None leaves out none.
+        shared: added to the sum; None adds nothing.
         add: to what `out` holds.
     """
     tokens, hidden = out.shape
+    values, gate = (None, None) if shared is None else shared
+    assert values is None or (values.shape == out.shape and values.is_contiguous())
+    assert gate is None or (gate.shape == (tokens, 1) and gate.is_contiguous())
     chunks = triton.cdiv(hidden, _CHUNK)
     ids, experts = (None, 0) if here is None else here
     _sum_slots[(tokens * chunks,)](
-        parts, out, ids, hidden, chunks, experts,
+        parts, out, ids, values, gate, hidden, chunks, experts,
         K=len(parts) // tokens, ADD=add, SOME_ELSEWHERE=here is not None,
+        SHARED=values is not None, GATED=gate is not None,
         BLOCK=min(_CHUNK, triton.next_power_of_2(hidden)), num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _sum_slots(
-    parts_ptr, out_ptr, ids_ptr, hidden, chunks, experts,
-    K: tl.constexpr, ADD: tl.constexpr, SOME_ELSEWHERE: tl.constexpr, BLOCK: tl.constexpr,
+    parts_ptr, out_ptr, ids_ptr, shared_ptr, gate_ptr, hidden, chunks, experts,
+    K: tl.constexpr, ADD: tl.constexpr, SOME_ELSEWHERE: tl.constexpr, SHARED: tl.constexpr,
+    GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program adds up one chunk of columns of one token, in the order of its slots."""
     token = (tl.program_id(0) // chunks).to(tl.int64)
@@ -114,6 +131,12 @@ def _sum_slots(
         if SOME_ELSEWHERE:
             end = tl.where(tl.load(ids_ptr + token * K + slot) < experts, hidden, 0)
         total += tl.load(source + slot * hidden, mask=column < end, other=0.0).to(tl.float32)
+    if SHARED:
+        shared = tl.load(shared_ptr + token * hidden + column, mask=mask, other=0.0)
+        shared = shared.to(tl.float32)
+        if GATED:
+            shared *= 1.0 / (1.0 + tl.exp(-tl.load(gate_ptr + token).to(tl.float32)))
+        total += shared
     target = out_ptr + token * hidden + column
     if ADD:
         total += tl.load(target, mask=mask, other=0.0).to(tl.float32)

@@ -21,6 +21,7 @@ from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.execution.side_stream import MOST_TOKENS, beside, with_side_stream
 from batchgen.engine.layers.moe import SparseMoE
 from batchgen.engine.loading.loader import load_model
+from batchgen.kernels.moe.experts_cpu import grouped_mlp_cpu
 from batchgen.kernels.moe.routing import route
 
 TinyModel = Callable[..., Path]
@@ -36,6 +37,13 @@ class FakeStream:
 
     def wait_stream(self, other: FakeStream) -> None:
         self._events.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        self._events.append(f"{self.name} forks")
+        return f"{self.name}'s fork"
+
+    def wait_event(self, event: str) -> None:
+        self._events.append(f"{self.name} waits for {event}")
 
 
 @pytest.fixture
@@ -58,58 +66,76 @@ def side_stream(events: list[str]) -> Any:
     return with_side_stream(FakeStream("side", events))  # type: ignore[arg-type]
 
 
-def doubled(events: list[str]) -> Callable[[Tensor], Tensor]:
-    def work(x: Tensor) -> Tensor:
-        events.append("work")
-        return 2 * x
+BEGUN = ["main forks", "first", "side waits for main's fork", "to side", "work", "back"]
 
-    return work
+
+def sums(events: list[str], x: Tensor) -> Callable[[], float]:
+    """The sum of x, first, beside that of its double."""
+
+    def first(x: Tensor) -> float:
+        events.append("first")
+        return float(x.sum())
+
+    def work(x: Tensor) -> float:
+        events.append("work")
+        return float(2 * x.sum())
+
+    found, later = beside(x, first, work)
+    assert found == x.sum()
+    return later
 
 
 def test_without_a_capture_work_is_done_when_it_is_asked_for(events: list[str]) -> None:
-    result = beside(torch.ones(3, 2), doubled(events))
-    assert events == []
-    assert result().tolist() == [[2, 2]] * 3
-    assert events == ["work"]
+    result = sums(events, torch.ones(3, 2))
+    assert events == ["first"]
+    assert result() == 12
+    assert events == ["first", "work"]
 
 
 def test_in_a_capture_work_is_begun_at_once_and_waited_for(events: list[str]) -> None:
     with side_stream(events):
-        result = beside(torch.ones(MOST_TOKENS, 1), doubled(events))
-        begun = ["side waits for main", "to side", "work", "back"]
-        assert events == begun
-        assert int(result().sum()) == 2 * MOST_TOKENS
-        assert events == [*begun, "main waits for side"]
+        result = sums(events, torch.ones(MOST_TOKENS, 1))
+        assert events == BEGUN
+        assert result() == 2 * MOST_TOKENS
+        assert events == [*BEGUN, "main waits for side"]
 
 
 def test_many_tokens_leave_no_room_beside_them(events: list[str]) -> None:
     with side_stream(events):
-        result = beside(torch.ones(MOST_TOKENS + 1, 1), doubled(events))
-        assert events == []
+        result = sums(events, torch.ones(MOST_TOKENS + 1, 1))
+        assert events == ["first"]
         result()
-    assert events == ["work"]
+    assert events == ["first", "work"]
 
 
 def test_captures_end(events: list[str]) -> None:
     with side_stream(events):
         pass
-    beside(torch.ones(3, 2), doubled(events))
-    assert events == []
+    sums(events, torch.ones(3, 2))
+    assert events == ["first"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_shared_expert_is_begun_before_the_router(
+def test_a_shared_expert_is_computed_beside_the_routed_ones(
     kind: str, tiny_model: TinyModel, events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And it adds the same bits as elsewhere."""
+    """All of it, and the router goes first. It adds the same bits as elsewhere."""
 
-    def routed(*args: Any, **options: Any) -> Any:
-        events.append("route")
-        return route(*args, **options)
+    def told(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def tell(*args: Any, **options: Any) -> Any:
+            events.append(name)
+            return run(*args, **options)
 
-    monkeypatch.setattr("batchgen.engine.layers.moe.route", routed)
+        return tell
+
+    monkeypatch.setattr("batchgen.engine.layers.moe.route", told("route", route))
+    routed = told("experts", grouped_mlp_cpu)
+    monkeypatch.setattr("batchgen.kernels.moe.experts.grouped_mlp_cpu", routed)
     model = load_model(tiny_model(kind), device=torch.device("cpu"))
     moe = next(module for module in model.modules() if isinstance(module, SparseMoE))
+    assert moe.shared_expert is not None
+    for name, part in (("router", moe.gate), ("shared", moe.shared_expert.down_proj)):
+        part.register_forward_hook(lambda *_, name=name: events.append(name))
     x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
     residual, context = x.flip(0), ForwardContext((), torch.ones(20, dtype=torch.int64), ())
     with torch.inference_mode():
@@ -118,8 +144,8 @@ def test_a_shared_expert_is_begun_before_the_router(
         with side_stream(events):
             found = moe(x, residual.clone(), context)
     assert torch.equal(found, expected)
-    begun = ["side waits for main", "to side", "back"]
-    assert events == [*begun, "route", "main waits for side"]
+    begun = ["main forks", "router", "side waits for main's fork", "to side", "shared", "back"]
+    assert events == [*begun, "route", "experts", "main waits for side"]
 
 
 @pytest.mark.gpu

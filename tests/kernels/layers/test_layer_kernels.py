@@ -14,8 +14,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from batchgen.kernels.attention.rotary import apply_rotary
 from batchgen.kernels.layers.activation import (
-    add_gated_reference,
-    add_gated_triton,
     mul_sigmoid_reference,
     mul_sigmoid_triton,
     silu_and_mul,
@@ -224,18 +222,6 @@ def test_embedding_of_a_table_of_more_than_2_31_elements() -> None:
     ids = torch.randint(590_000, 600_000, (3000,), device=DEVICE)
     weight[590_000:].normal_()
     assert torch.equal(embedding_triton(ids, weight), weight[ids])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_add_gated_adds_a_gated_share(dtype: torch.dtype) -> None:
-    out, values, gate = (_random(*shape, dtype=dtype) for shape in ((7, 33), (7, 33), (7, 1)))
-    expected = out.double() + torch.sigmoid(gate.double()) * values.double()
-    eps = torch.finfo(dtype).eps
-    for add in (add_gated_reference, add_gated_triton):
-        ours = out.clone().to(DEVICE)
-        found = add(ours, values.to(DEVICE), gate.to(DEVICE))
-        assert found is ours
-        torch.testing.assert_close(ours.cpu().double(), expected, rtol=2 * eps, atol=20 * eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_mlp_reference
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, sum_slots
+from batchgen.kernels.moe.shared_part import SharedPart
 from batchgen.kernels.moe.tiles import ProductTiles, Tiles, choose_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -171,6 +172,49 @@ def test_the_result_is_added_to_the_residual_in_place() -> None:
     out = case.run(FLOAT32[0], residual)
     assert out is residual
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("on_residual", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_shared_expert_made_is_added(
+    dtype: torch.dtype, on_residual: bool, gated: bool
+) -> None:
+    """By the kernel, which rounds once, and by the public function, one after another on a CPU."""
+    case = Case.make(5, 2, 3, 40, 24, dtype)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    normal = functools.partial(torch.randn, generator=generator, device=DEVICE)
+    values, residual = normal((2, 5, 40)).to(dtype)
+    gate = normal((5, 1)).to(dtype) if gated else None
+    expected, scale = case.reference()
+    added = values.double() * (1 if gate is None else torch.sigmoid(gate.double()))
+    expected = expected + added + (residual.double() if on_residual else 0)
+    scale = scale + added.norm(dim=-1) + residual.double().norm(dim=-1) * on_residual
+    arguments = case.x, case.gate_up, case.down, case.ids, case.weights
+    asked: list[int] = []
+
+    def shared() -> SharedPart:
+        asked.append(1)
+        return SharedPart(values, gate)
+
+    for run in (functools.partial(grouped_mlp_triton, tiles=FLOAT32[0]), grouped_mlp):
+        out = residual.clone() if on_residual else None
+        found = run(*arguments, out, shared=shared)
+        assert not on_residual or found is out
+        errors = (found.double() - expected).norm(dim=-1)
+        assert (errors <= 2 * case.tolerance() * scale).all(), (errors / scale).max()
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_sum_with_a_shared_part_is_rounded_once(gated: bool) -> None:
+    # In bfloat16 2⁻⁸ is lost beside 1, however that is rounded, and 2⁻⁷ is not.
+    parts = torch.full((2, 16), 2.0**-9, dtype=torch.bfloat16, device=DEVICE)
+    out = torch.ones((1, 16), dtype=torch.bfloat16, device=DEVICE)
+    values = torch.full_like(out, 2.0**-7 if gated else 2.0**-8)
+    gate = torch.zeros((1, 1), dtype=torch.bfloat16, device=DEVICE) if gated else None
+    sum_slots(parts, out, None, SharedPart(values, gate), add=True)
+    assert (out == 1 + 2.0**-7).all()
 
 
 def test_slots_are_added_in_their_order() -> None:
