@@ -55,11 +55,13 @@ class KVExpansion(nn.Module):
             return _by_head(q, self._packed[0])
         return _multiply_heads(q, self.weight[:, : self._key_size])
 
-    def values(self, mixed: Tensor) -> Tensor:
-        """Turn mixtures [T, heads, L] of latents into those [T, heads, V] of their values."""
-        if self._packed is not None:
-            return _by_head(mixed, self._packed[1])
-        return _multiply_heads(mixed, self.weight[:, self._key_size :].transpose(1, 2))
+    def values(self, mixed: Tensor, out: Tensor | None = None) -> Tensor:
+        """Turn mixtures [T, heads, L] of latents into those [T, heads, V] of their values, in `out`
+        if that is given, which is contiguous."""
+        if self._packed is None:
+            return _multiply_heads(mixed, self.weight[:, self._key_size :].transpose(1, 2), out)
+        found = _by_head(mixed, self._packed[1])
+        return found if out is None else out.copy_(found)
 
     def expand(self, latents: Tensor) -> Tensor:
         """Expand latents [S, L] to keys and values [S, heads, N + V]; not once it is packed."""
@@ -94,11 +96,13 @@ def _by_head(x: Tensor, products: ExpertProducts) -> Tensor:
     return torch.stack([products(rows, head) for head, rows in enumerate(x.unbind(1))], 1)
 
 
-def _multiply_heads(x: Tensor, weights: Tensor) -> Tensor:
+def _multiply_heads(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply each head of x [T, heads, K] by its matrix of weights [heads, K, N], to
-    [T, heads, N]; contiguous on a GPU, whose products write there themselves."""
-    if not x.is_cuda:
+    [T, heads, N], in `out` if that is given. On a GPU the result is contiguous: its products write
+    there themselves."""
+    if out is None and not x.is_cuda:
         return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)
-    out = x.new_empty((len(x), len(weights), weights.shape[2]))
+    if out is None:
+        out = x.new_empty((len(x), len(weights), weights.shape[2]))
     torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
     return out

@@ -74,13 +74,13 @@ def latent_attention(
     """
     if not q.is_cuda:
         return latent_attention_reference(q, plane, expansion, rotated, parts, scale)
-    results, start = [], 0
+    out = q.new_empty((*q.shape[:2], expansion.value_size))
+    start = 0
     for part in parts:
-        some = q[start : start + len(part.positions)]
-        results.append(attend_part(some, plane, expansion, rotated, part, scale))
-        start += len(some)
+        tokens = slice(start, start := start + len(part.positions))
+        attend_part(q[tokens], plane, expansion, rotated, part, scale, out[tokens])
     assert start == len(q)
-    return results[0] if len(results) == 1 else torch.cat(results)
+    return out
 
 
 def latent_attention_reference(
@@ -108,8 +108,9 @@ def attend_part(
     rotated: int,
     meta: AttentionMetadata,
     scale: float,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`latent_attention` of one part with Triton."""
+    """`latent_attention` of one part with Triton, in `out` [T, num_heads, V] if that is given."""
     assert meta.block_length == 1, "latent attention is causal"
     shape = (q.shape[1], q.shape[2], rotated, *plane.shape)
     if shape not in meta.plans:
@@ -121,12 +122,12 @@ def attend_part(
         latents = plane.flatten(0, 1).index_select(0, plan.slots)
         key_values = expansion.expand(latents[:, :size])
         keys = latents[:, size:]
-        return expanded_attention(q, key_values, keys, meta.positions, scale, plan)
+        return expanded_attention(q, key_values, keys, meta.positions, scale, plan, out)
     queries = expansion.absorb(fixed)
     arguments = (queries, turned, plane, meta.positions, meta.block_tables, scale)
     if isinstance(plan, DecodePlan):
-        return expansion.values(latent_decode(*arguments, plan))
-    return expansion.values(latent_prefill(*arguments, *plan))
+        return expansion.values(latent_decode(*arguments, plan), out)
+    return expansion.values(latent_prefill(*arguments, *plan), out)
 
 
 def _make_plan(

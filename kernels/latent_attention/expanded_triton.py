@@ -130,6 +130,7 @@ def expanded_attention(
     positions: Tensor,
     scale: float,
     plan: ExpandedPlan,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·v for rows of queries over their expanded contexts.
 
@@ -141,6 +142,8 @@ def expanded_attention(
         positions: [T] int64, in a row each at least as large as the one before.
         scale: the factor of the scores, above 0.
         plan: from `plan_expanded`.
+        out: [T, num_heads, V], in q's dtype, contiguous, which is overwritten with the result; None
+            makes a new tensor.
 
     Returns:
         [T, num_heads, V], in q's dtype, contiguous.
@@ -151,7 +154,9 @@ def expanded_attention(
     size = key_values.shape[2] - fixed
     assert q.stride()[1:] == (query_size, 1) and key_values.is_contiguous() and scale > 0
     assert keys.stride(1) == 1 and len(keys) == len(key_values) == len(plan.slots)
-    out = torch.empty((tokens, num_heads, size), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((tokens, num_heads, size), dtype=q.dtype, device=q.device)
+    assert out.shape == (tokens, num_heads, size) and out.is_contiguous() and out.dtype == q.dtype
     config = plan.config
     _expanded_attention[(len(plan.tiles) * num_heads,)](
         q, key_values, keys, positions, plan.places, plan.tiles, out, scale * math.log2(math.e),

@@ -20,8 +20,9 @@ class Expansion(Protocol):
         Their product with a latent is that of the given query with the latent's key.
         """
 
-    def values(self, mixed: Tensor) -> Tensor:
-        """Turn mixtures [T, heads, L] of latents into those [T, heads, V] of their values."""
+    def values(self, mixed: Tensor, out: Tensor | None = None) -> Tensor:
+        """Turn mixtures [T, heads, L] of latents into those [T, heads, V] of their values, in `out`
+        if that is given, which is contiguous."""
 
     def expand(self, latents: Tensor) -> Tensor:
         """Expand latents [S, L] to [S, heads, N + V], in each head the key and then the value."""

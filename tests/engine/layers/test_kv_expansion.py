@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.layers.kv_expansion import KVExpansion
+from batchgen.engine.layers.linear import CPUProducts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, LATENT, KEY, VALUE = 4, 64, 24, 32
@@ -38,6 +39,20 @@ def test_each_head_is_multiplied_by_its_own_weight(tokens: int, dtype: torch.dty
         assert found.dtype == dtype and found.shape == expected.shape
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(found.double(), expected, rtol=2 * eps, atol=100 * 2**-23)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_values_come_into_a_part_of_a_larger_result(packed: bool) -> None:
+    made = expansion(torch.device("cpu") if packed else DEVICE, torch.float32)
+    mixed = torch.randn((5, HEADS, LATENT)).to(made.weight)
+    expected = made.values(mixed)
+    if packed:
+        made.pack(CPUProducts())
+    whole = torch.full((9, HEADS, VALUE), -1.0, device=mixed.device)
+    found = made.values(mixed, whole[2:7])
+    assert found.data_ptr() == whole[2].data_ptr()
+    torch.testing.assert_close(whole[2:7], expected, rtol=1e-5, atol=1e-5)
+    assert (whole[:2] == -1).all() and (whole[7:] == -1).all()
 
 
 @pytest.mark.gpu

@@ -42,8 +42,9 @@ class PlainExpansion:
     def absorb(self, q: Tensor) -> Tensor:
         return torch.einsum("thn,hnl->thl", q, self.weight[:, : self.key_size])
 
-    def values(self, mixed: Tensor) -> Tensor:
-        return torch.einsum("thl,hvl->thv", mixed, self.weight[:, self.key_size :])
+    def values(self, mixed: Tensor, out: Tensor | None = None) -> Tensor:
+        found = torch.einsum("thl,hvl->thv", mixed, self.weight[:, self.key_size :])
+        return found if out is None else out.copy_(found)
 
     def expand(self, latents: Tensor) -> Tensor:
         return torch.einsum("sl,hnl->shn", latents, self.weight).contiguous()

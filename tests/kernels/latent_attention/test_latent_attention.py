@@ -12,6 +12,7 @@ from torch import Tensor
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.decode import plan_decode
 from batchgen.kernels.attention.prefill import cut_equal_tiles, cut_tiles
+from batchgen.kernels.latent_attention import expanded_triton
 from batchgen.kernels.latent_attention.absorbed_triton import (
     decode_span,
     latent_decode,
@@ -169,6 +170,21 @@ def test_every_kind_of_part_finds_its_form(rows: list[tuple[int, int]], width: i
     check(found, case)
 
 
+def test_parts_write_their_own_tokens_of_one_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step, an absorbed prefill and an expanded one."""
+    monkeypatch.setattr(expanded_triton, "_LEAST_TOKENS", 20)
+    kinds = set()
+    for rows, width in (([(1, 5), (1, 66)], 1), ([(5, 9), (2, 40)], None), ([(30, 30)], None)):
+        case = make_case(rows, width=width)
+        whole = case.q.new_full((len(case.q) + 3, case.q.shape[1], case.expansion.value_size), -1)
+        part = (case.q, case.plane, case.expansion, case.rotated, case.meta, SCALE)
+        found = attend_part(*part, whole[2:-1])
+        assert torch.equal(found, attend_part(*part)) and torch.equal(found, whole[2:-1])
+        assert (whole[:2] == -1).all() and (whole[-1] == -1).all()
+        kinds |= {type(plan) for plan in case.meta.plans.values()}
+    assert len(kinds) == 3
+
+
 def test_a_step_with_more_queries_than_a_program_takes_runs_in_tiles() -> None:
     assert decode_span(4, 20, 4) == 0 and decode_span(20, 1, 4) == 10 and decode_span(7, 3, 4) == 1
     case = make_case([(20, 50), (20, 20)], width=20)
@@ -212,7 +228,8 @@ class Loop:
     def absorb(self, q: Tensor) -> Tensor:
         return torch.cat([self._whole.absorb(token) for token in q.split(1)])
 
-    def values(self, mixed: Tensor) -> Tensor:
+    def values(self, mixed: Tensor, out: Tensor | None = None) -> Tensor:
+        assert out is None
         return torch.cat([self._whole.values(token) for token in mixed.split(1)])
 
     def expand(self, latents: Tensor) -> Tensor:
