@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from batchgen.kernels.fp8.down_columns_triton import fp8_down_columns
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
 from batchgen.kernels.fp8.linear_triton import block_product, scaled, weight_scales
 from batchgen.kernels.fp8.quantise_triton import quantise_groups, quantise_rows_triton
@@ -129,6 +130,9 @@ def fp8_down(
         out: [N, H], contiguous, in the order of slots; overwritten.
     """
     hidden, inner = out.shape[1], values.shape[1]
+    if tiles.down_columns > 1 and copy_engine_reads(inner, out.device):
+        fp8_down_columns(values, scales, weight, slot_weights, alignment, tiles, out)
+        return
     grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.down_n),)
     _down[grid](
         values, scales, _operand(weight, tiles.down_n), weight.scales, slot_weights, out,
@@ -226,17 +230,17 @@ def _gate_up_tile(
         start = step * BLOCK_K
         x = tl.load(x_source + start, mask=(start + k < hidden)[None, :], other=0.0)
         tile = load_tile(weight, gate_row, row, start, hidden, False, TMA, BLOCK_K)
-        gate_product = block_product(x, tile, SWAP, INTERPRETED)
+        product = block_product(x, tile, SWAP, INTERPRETED)
+        # Before the second product, which then finds the registers of this one free.
+        gate += scaled(product, x_scales, gate_scales, SWAP, SHARED)
         tile = load_tile(weight, up_row, row, start, hidden, False, TMA, BLOCK_K)
-        up_product = block_product(x, tile, SWAP, INTERPRETED)
+        product = block_product(x, tile, SWAP, INTERPRETED)
         ahead = tl.minimum(step + 1, steps - 1)
         next_x_scales = tl.load(x_scales_ptr + ahead * x_scales_stride + token)
-        next_gate_scales = weight_scales(of_expert, scale_row, ahead, steps, SCALE_ROWS)
+        gate_scales = weight_scales(of_expert, scale_row, ahead, steps, SCALE_ROWS)
         next_up_scales = weight_scales(of_expert, inner + scale_row, ahead, steps, SCALE_ROWS)
-        gate += scaled(gate_product, x_scales, gate_scales, SWAP, SHARED)
-        up += scaled(up_product, x_scales, up_scales, SWAP, SHARED)
+        up += scaled(product, x_scales, up_scales, SWAP, SHARED)
         x_scales = next_x_scales
-        gate_scales = next_gate_scales
         up_scales = next_up_scales
 
     result = gate / (1.0 + tl.exp(-gate)) * up

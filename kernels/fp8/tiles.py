@@ -75,8 +75,11 @@ class ExpertTiles(NamedTuple):
         block_m: slots of a tile.
         gate_up_warps, gate_up_stages, gate_up_swap: of the first product, whose tiles have 128
             columns of gate and of up, which are a group of the activations that it quantises.
-        down_n, down_warps, down_stages, down_swap: of the second product; down_n is 64 or 128.
-        halve: a tile that is at most half full is computed as half a one.
+        down_n, down_warps, down_stages, down_swap: of the second product.
+        halve: a tile that is at most half full is computed as half a one, but not by programs of
+            several tiles.
+        down_columns: tiles of columns that a program of the second product computes one after the
+            other; one where the copy engine cannot read the rows.
     """
 
     block_m: int
@@ -88,6 +91,7 @@ class ExpertTiles(NamedTuple):
     down_stages: int
     down_swap: bool
     halve: bool = False
+    down_columns: int = 1
 
 
 EXPERTS = (
@@ -112,14 +116,16 @@ def copy_engine_reads(depth: int, device: torch.device) -> bool:
     )
 
 
-def fitting_stages(stages: int, stage_rows: int, device: torch.device) -> int:
+def fitting_stages(stages: int, stage_rows: int, device: torch.device, beside: int = 0) -> int:
     """Return how deep a pipeline can be: as deep as wanted, if the shared memory holds the tiles.
 
     Args:
         stages: the wanted depth.
         stage_rows: the rows of all tiles of a stage, each of 128 bytes.
         device: where the kernel runs.
+        beside: bytes that a program needs besides the stages.
     """
     if device.type != "cuda":
         return stages
-    return max(1, min(stages, (shared_bytes(device) - _RESERVED) // (stage_rows * BLOCK)))
+    room = shared_bytes(device) - _RESERVED - beside
+    return max(1, min(stages, room // (stage_rows * BLOCK)))

@@ -30,8 +30,17 @@ def store_slots(
     Places from `end` on and columns from `width` on are not stored.
     """
     slot = tl.load(slots_ptr + tl.minimum(place, end - 1))
+    weight = tl.load(slot_weights_ptr + slot)
+    store_places(acc, out_ptr, slot, weight, place < end, column, width, SWAP)
+
+
+@triton.jit
+def store_places(
+    acc, out_ptr, slot, slot_weight, is_place, column, width, SWAP: tl.constexpr,
+):  # fmt: skip
+    """`store_slots` of places whose slots and slot weights are loaded already."""
     if SWAP:
         acc = tl.trans(acc)
-    result = (acc * tl.load(slot_weights_ptr + slot)[:, None]).to(out_ptr.dtype.element_ty)
+    result = (acc * slot_weight[:, None]).to(out_ptr.dtype.element_ty)
     target = out_ptr + slot.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(target, result, mask=(place < end)[:, None] & (column < width)[None, :])
+    tl.store(target, result, mask=is_place[:, None] & (column < width)[None, :])

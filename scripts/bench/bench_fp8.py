@@ -3,12 +3,12 @@
     python scripts/bench/bench_fp8.py [--tokens 1,16,64,256,2048,16384] [--expert-tokens 256,8192]
     python scripts/bench/bench_fp8.py --tune
 
-Needs a GPU that computes in FP8. The linear layers are those of Qwen3-8B, the experts those of a
-layer of Qwen3-30B-A3B, to which tokens are routed uniformly. Times are of launches in a CUDA graph,
-with weights that are not in the L2 cache; `FP8` is with the time to quantise the rows, `ours` and
-`cuBLAS` without. `--tune` tries the tiles of a list before, and prints the fastest for the table of
-batchgen/kernels/fp8/tiles.py; `--compile` only compiles what that will need, in as many processes
-as there are CPUs.
+Needs a GPU that computes in FP8. The linear layers are those of Qwen3-8B and Qwen3-30B-A3B, the
+experts those of a layer of Qwen3-30B-A3B, to which tokens are routed uniformly. Times are of
+launches in a CUDA graph, with weights that are not in the L2 cache; `FP8` is with the time to
+quantise the rows, `ours` and `cuBLAS` without. `--tune` tries the tiles of a list before, and
+prints the fastest for the table of batchgen/kernels/fp8/tiles.py; `--compile` only compiles what
+that will need, in as many processes as there are CPUs.
 """
 
 from __future__ import annotations

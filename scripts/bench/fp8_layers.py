@@ -31,8 +31,10 @@ LINEAR_SHAPES = (
     LinearShape("o", 4096, 4096),
     LinearShape("gate_up", 24576, 4096),
     LinearShape("down", 4096, 12288),
+    LinearShape("moe qkv", 5120, 2048),
+    LinearShape("moe o", 2048, 4096),
 )
-"""The linear layers of Qwen3-8B."""
+"""The linear layers of Qwen3-8B, and those of Qwen3-30B-A3B."""
 
 
 class LinearCase(NamedTuple):

@@ -24,6 +24,8 @@ from batchgen.kernels.fp8.tiles import ExpertTiles, LinearTiles
 from batchgen.kernels.moe.alignment_triton import align
 from batchgen.kernels.moe.tiles import choose_tiles
 
+_MANY = 512
+"""Slots of an expert from which more of them need no other tiles."""
 _WRONG = 0.02
 """How far the norm of a result may be from another one's, in units of that."""
 
@@ -44,24 +46,71 @@ def linear_candidates(tokens: int) -> list[LinearTiles]:
     return found
 
 
-def expert_candidates(slots: float) -> list[ExpertTiles]:
-    """The tiles worth trying for so many slots of an expert: in pairs of both products."""
-    found: list[ExpertTiles] = []
+def expert_candidates(slots: float) -> list[tuple[list[ExpertTiles], list[ExpertTiles]]]:
+    """The tiles worth trying for so many slots of an expert: for each block_m those of the first
+    product, and those of the second, of which the rest counts for nothing."""
+    found = []
     for block_m in (16, 32, 64, 128):
-        if block_m > 2 * max(8, slots) or block_m * 8 < slots:
+        if block_m > 2 * max(8, slots) or block_m * 8 < min(slots, _MANY):
             continue
+        # Of the second product: columns, warps, stages, swap, tiles of a program.
         if block_m <= 32:
-            first = [(4, 3, True), (4, 4, True), (8, 3, True), (8, 4, True)]
-            second = [(64, 4, 4, True), (64, 4, 6, True), (128, 4, 4, True), (128, 8, 4, True)]
+            first = [(4, 3, True), (4, 4, True), (8, 3, True), (8, 5, True)]
+            second = [
+                (128, 4, 4, True, 1),
+                (128, 4, 5, True, 2),
+                (128, 4, 5, True, 4),
+                (128, 4, 5, True, 8),
+                (128, 4, 9, True, 8),
+                (256, 4, 5, True, 2),
+                (256, 4, 5, True, 4),
+                (256, 8, 5, True, 4),
+                (64, 4, 8, True, 8),
+            ]
         elif block_m == 64:
             first = [(4, 3, False), (8, 3, False), (8, 4, False), (8, 3, True)]
-            second = [(128, 4, 4, False), (64, 4, 4, False), (128, 8, 4, False), (128, 4, 4, True)]
+            second = [
+                (128, 4, 4, False, 1),
+                (128, 4, 4, True, 2),
+                (128, 4, 4, True, 4),
+                (128, 4, 4, True, 8),
+                (128, 4, 4, False, 4),
+                (128, 8, 4, False, 8),
+                (256, 8, 4, True, 4),
+                (256, 8, 4, False, 4),
+            ]
         else:
-            first = [(8, 3, False), (8, 4, False), (8, 3, True), (4, 3, False)]
-            second = [(128, 8, 4, False), (128, 8, 3, False), (64, 4, 4, False), (128, 4, 3, False)]
-        for (warps, stages, swap), second_product in zip(first, second, strict=True):
-            halve = block_m == 128
-            found.append(ExpertTiles(block_m, warps, stages, swap, *second_product, halve))
+            first = [(8, 3, False), (8, 4, False), (16, 3, False), (16, 4, False)]
+            second = [
+                (128, 8, 4, False, 1),
+                (128, 8, 4, False, 4),
+                (128, 8, 5, False, 8),
+                (128, 8, 5, False, 16),
+                (128, 16, 5, False, 8),
+                (256, 8, 3, False, 8),
+                (256, 16, 3, False, 8),
+                (64, 4, 4, False, 16),
+            ]
+        halve = block_m == 128
+        base = ExpertTiles(block_m, *first[0], *second[0][:-1], halve)
+        found.append(
+            (
+                [
+                    base._replace(gate_up_warps=warps, gate_up_stages=stages, gate_up_swap=swap)
+                    for warps, stages, swap in first
+                ],
+                [
+                    base._replace(
+                        down_n=n,
+                        down_warps=warps,
+                        down_stages=stages,
+                        down_swap=swap,
+                        down_columns=columns,
+                    )
+                    for n, warps, stages, swap, columns in second
+                ],
+            )
+        )
     return found
 
 
@@ -74,12 +123,11 @@ def _compile_linear(tiles: LinearTiles, split: bool) -> None:
     torch.cuda.synchronize()
 
 
-def _compile_experts(tiles: ExpertTiles) -> None:
-    weight = quantise_weight(torch.zeros(1, 512, 256, device="cuda"))
-    x = torch.zeros(1, 256, device="cuda", dtype=torch.bfloat16)
+def _compile_experts(tiles: ExpertTiles, which: int) -> None:
+    weight = quantise_weight(torch.zeros(1, 1024, 512, device="cuda"))
+    x = torch.zeros(1, 512, device="cuda", dtype=torch.bfloat16)
     launch = _expert_launches(x, FP8Layer(weight, weight), torch.zeros_like(x)[:, :1].int(), tiles)
-    for run in launch:
-        run(torch.ones((1, 1), device="cuda"))
+    launch[which](torch.ones((1, 1), device="cuda"))
     torch.cuda.synchronize()
 
 
@@ -91,15 +139,17 @@ def compile_all(tokens: Iterable[int], expert_tokens: Iterable[int]) -> None:
     )
     linear = {tiles for count in tokens for tiles in linear_candidates(count)}
     experts = {
-        tiles
+        (tiles, which)
         for count in expert_tokens
-        for tiles in expert_candidates(count * shape.k / shape.experts)
+        for both in expert_candidates(count * shape.k / shape.experts)
+        for which, many in enumerate(both)
+        for tiles in many
     }
     workers = min(14, os.cpu_count() or 1)
     plain = {choose_tiles(count * shape.k, plain_weights) for count in expert_tokens}
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         jobs: dict[Future[None], object] = {
-            pool.submit(_compile_experts, tiles): tiles for tiles in experts
+            pool.submit(_compile_experts, *job): job for job in experts
         }
         jobs |= {
             pool.submit(compile_product, which, tiles.block_m, getattr(tiles, which)): tiles
@@ -123,7 +173,7 @@ def tune_linear(tokens: Iterable[int]) -> None:
         cases = [LinearCase.make(shape, count) for shape in LINEAR_SHAPES]
         found = []
         for tiles in linear_candidates(count):
-            for programs in (0, 264) if count <= 1024 else (0,):
+            for programs in (0, 132, 264) if count <= 1024 else (0,):
                 times = [_linear_time(case, tiles._replace(programs=programs)) for case in cases]
                 found.append((sum(times), tiles._replace(programs=programs), times))
         for total, tiles, times in sorted(found, key=lambda each: each[0])[:4]:
@@ -147,32 +197,48 @@ def _linear_time(case: LinearCase, tiles: LinearTiles) -> float:
 
 
 def tune_experts(layer: FP8Layer, tokens: Iterable[int]) -> None:
-    """Print the time of both products for each number of tokens and each of the tiles."""
+    """Print the time of each product for each number of tokens and each of the tiles, the fastest
+    first, and the block_m with which both together are fastest."""
     shape = SHAPES["30b-a3b"]
     for count in tokens:
-        batch = Batch.make(shape, count)
-        expected: Tensor | None = None
-        for tiles in expert_candidates(count * shape.k / shape.experts):
-            try:
-                first, second, result = _expert_times(layer, batch, tiles)
-            except RuntimeError as error:  # too much shared memory, or too many registers
-                print(f"  {tuple(tiles)}: {str(error).splitlines()[0]}", flush=True)
-                continue
-            expected = result if expected is None else expected
-            wrong = float((result - expected).norm() / expected.norm())
-            note = "" if wrong < _WRONG else f" WRONG by {wrong:.3f}"
-            print(
-                f"{count:6} tokens: {first:7.1f} + {second:7.1f} µs {tuple(tiles)}{note}",
-                flush=True,
-            )
+        batch, sums = Batch.make(shape, count), []
+        expected: list[Tensor | None] = [None, None]
+        for both in expert_candidates(count * shape.k / shape.experts):
+            block_m, total = both[0][0].block_m, 0.0
+            for which, many in enumerate(both):
+                tried = []
+                for tiles in many:
+                    try:
+                        time, result = _expert_time(layer, batch, tiles, which)
+                    except RuntimeError as error:  # too much shared memory, or too many registers
+                        print(f"  {tuple(tiles)}: {str(error).splitlines()[0]}", flush=True)
+                        continue
+                    reference = result if expected[which] is None else expected[which]
+                    expected[which] = reference
+                    wrong = float((result - reference).norm() / reference.norm())
+                    note = "" if wrong < _WRONG else f" WRONG by {wrong:.3f}"
+                    short = (*tiles[4:8], tiles.down_columns) if which else tiles[1:4]
+                    tried.append((time, f"{time:.1f} {short}{note}"))
+                tried.sort()
+                total += tried[0][0] if tried else float("inf")
+                name = ("gate_up", "down")[which]
+                lines = "; ".join(line for _, line in tried)
+                print(f"{count:6} tokens, {block_m:3} {name:7}: {lines}", flush=True)
+            sums.append((total, block_m))
+        print(f"{count:6} tokens: {min(sums)[0]:.1f} µs with block_m {min(sums)[1]}", flush=True)
 
 
-def _expert_times(layer: FP8Layer, batch: Batch, tiles: ExpertTiles) -> tuple[float, float, Tensor]:
-    """The microseconds of both products, and what they compute with the first routing."""
+def _expert_time(
+    layer: FP8Layer, batch: Batch, tiles: ExpertTiles, which: int
+) -> tuple[float, Tensor]:
+    """The microseconds of a product, and the values that it computes with the first routing, in
+    the order of slots."""
     launches = [_expert_launches(batch.x, layer, ids, tiles) for ids in batch.ids]
-    first = timed(lambda i: launches[i][0](batch.weights[i]))
-    second = timed(lambda i: launches[i][1](batch.weights[i]))
-    return first, second, launches[0][1](batch.weights[0]).float()
+    for launch, weights in zip(launches, batch.weights, strict=True):
+        launch[0](weights)  # makes what the second product reads
+    result = launches[0][which](batch.weights[0]).float()
+    time = timed(lambda i: launches[i][which](batch.weights[i]))
+    return time, result
 
 
 def _expert_launches(

@@ -20,6 +20,8 @@ from batchgen.kernels.moe.alignment_triton import align
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SWAPPED = ExpertTiles(16, 4, 3, True, 64, 4, 3, True)
 HALVED = ExpertTiles(32, 4, 3, False, 128, 4, 3, False, halve=True)
+COLUMNS = ExpertTiles(16, 4, 3, True, 64, 4, 3, True, down_columns=2)
+WIDE_COLUMNS = ExpertTiles(32, 4, 3, False, 256, 8, 3, False, down_columns=2)
 
 
 class Case:
@@ -50,10 +52,11 @@ CASES = [
     (9, 3, 4, 200, 136, False),  # no rows that a copy engine reads, and a scale for each row
     (40, 2, 3, 144, 128, False),
     (12, 2, 3, 144, 256, True),
+    (12, 2, 3, 592, 272, False),
 ]
 
 
-@pytest.mark.parametrize("tiles", [SWAPPED, HALVED])
+@pytest.mark.parametrize("tiles", [SWAPPED, HALVED, COLUMNS, WIDE_COLUMNS])
 @pytest.mark.parametrize("sizes", CASES)
 def test_both_products_are_near_float64(
     sizes: tuple[int, int, int, int, int, bool], tiles: ExpertTiles
