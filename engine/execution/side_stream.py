@@ -44,8 +44,8 @@ def beside(
     work is done when its result is asked for. The kernels and their results are the same.
 
     Args:
-        x: [T, ...], all that the work reads besides weights; the caller keeps it, and writes
-            nothing to it, until the result is asked for.
+        x: [T, ...], the tokens. The caller keeps all that the work reads, and writes nothing to
+            it, until the result is asked for.
         first: launches the kernels that others wait for, few of them. The device gets them before
             those of the work, which may leave no multiprocessor for what comes after them.
         work: launches kernels, and writes to new tensors only.
@@ -67,7 +67,7 @@ def beside(
 
     # No tensor needs `record_stream`: memory of those made here is given to this stream alone, and
     # its next work waits for all that was launched before that, so for what reads them. The caller
-    # holds x until the other stream waits for what reads it here.
+    # holds what the work reads until the other stream waits for it.
     def join() -> T:
         main.wait_stream(side)
         return result

@@ -74,7 +74,7 @@ class GatedMLP(nn.Module):
         it."""
         return self.down_proj.add_to(residual, self.activated(x))
 
-    def compute(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor | FP8Rows) -> Tensor:
         """Compute this rank's part of the result for x [T, hidden_size]; the sum over all ranks is
         the whole."""
         result: Tensor = self.down_proj(self.activated(x))

@@ -29,6 +29,7 @@ from batchgen.engine.parallel.tensor_parallel import (
 )
 from batchgen.kernels.fp8.experts import fp8_grouped_mlp
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
+from batchgen.kernels.fp8.quantise import BothRows, FP8Rows
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.moe.experts import grouped_mlp
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
@@ -136,9 +137,14 @@ class Experts(nn.Module):
             )
             self.down_proj, self.down_scales = empty_fp8(*self.down_proj.shape, device=device)
 
+    @property
+    def computes_in_fp8(self) -> bool:
+        """Whether tokens may come as `BothRows`."""
+        return self.gate_up_scales is not None
+
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | BothRows,
         ids: Tensor,
         weights: Tensor,
         residual: Tensor | None = None,
@@ -161,6 +167,7 @@ class Experts(nn.Module):
             return fp8_grouped_mlp(
                 x, gate_up, down, ids, weights, residual, shared=shared, powers_of_two=powers
             )
+        assert isinstance(x, Tensor)
         if self._parallel.size > 1:
             ids = self._own_ids(ids)
         if self._packed is None:
@@ -342,10 +349,11 @@ class SparseMoE(nn.Module):
             else:
                 self.checkpoint_names["shared_expert"] = "shared_experts"
 
-    def forward(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> Stream:
-        """Add the result for x [T, hidden_size] to `residual` [T, hidden_size] in place and return
-        it."""
-        logits, shared = self._begin(x)
+    def forward(self, tokens: Tensor | BothRows, residual: Tensor, ctx: ForwardContext) -> Stream:
+        """Add the result for tokens [T, hidden_size] to `residual` [T, hidden_size] in place and
+        return it."""
+        x = tokens.plain if isinstance(tokens, BothRows) else tokens
+        logits, shared = self._begin(tokens)
         ids, weights = route(
             logits,
             self.experts_per_token,
@@ -357,7 +365,7 @@ class SparseMoE(nn.Module):
         out = residual if self._parallel.size == 1 else None
         own = _own_tokens(x, ctx)
         if own is None:
-            out = self.experts(x, ids, weights, out, shared)
+            out = self.experts(tokens, ids, weights, out, shared)
         else:
             routed = torch.zeros_like(x)
             routed[own] = self.experts(x[own], ids[own], weights[own])
@@ -366,9 +374,9 @@ class SparseMoE(nn.Module):
             return out
         return self._parallel.add_sum(residual, out, FEED_FORWARD_LANE)
 
-    def _begin(self, x: Tensor) -> tuple[Tensor, Callable[[], SharedPart] | None]:
-        """Compute the router's logits [T, E] for x [T, hidden_size], and begin what the shared
-        expert makes of it, `beside` what comes next.
+    def _begin(self, tokens: Tensor | BothRows) -> tuple[Tensor, Callable[[], SharedPart] | None]:
+        """Compute the router's logits [T, E] for tokens [T, hidden_size], and begin what the shared
+        expert makes of them, `beside` what comes next.
 
         The router is launched first, as all experts wait for it, and as the shared expert's first
         product fills the device.
@@ -377,15 +385,20 @@ class SparseMoE(nn.Module):
             The logits, and a function that returns this rank's part of the shared expert, to be
             called exactly once; None if there is no shared expert.
         """
+        x = tokens.plain if isinstance(tokens, BothRows) else tokens
         if self.shared_expert is None:
             return self.gate(x), None
-        return beside(x, self.gate, self._share)
+        return beside(x, self.gate, lambda _: self._share(tokens))
 
-    def _share(self, x: Tensor) -> SharedPart:
-        """Compute what the shared expert of this rank makes of x [T, hidden_size]."""
-        assert self.shared_expert is not None
-        gate = self.shared_expert_gate
-        return SharedPart(self.shared_expert.compute(x), None if gate is None else gate(x))
+    def _share(self, tokens: Tensor | BothRows) -> SharedPart:
+        """Compute what the shared expert of this rank makes of tokens [T, hidden_size]."""
+        shared, gate = self.shared_expert, self.shared_expert_gate
+        assert shared is not None
+        x = tokens.plain if isinstance(tokens, BothRows) else tokens
+        rows: Tensor | FP8Rows = x
+        if isinstance(tokens, BothRows) and shared.input_projection.computes_in_fp8:
+            rows = tokens.in_fp8
+        return SharedPart(shared.compute(rows), None if gate is None else gate(x))
 
 
 def _own_tokens(x: Tensor, ctx: ForwardContext) -> Tensor | None:

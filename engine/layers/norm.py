@@ -12,7 +12,7 @@ from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.tensor_parallel import Stream
-from batchgen.kernels.fp8.quantise import FP8Rows, rms_norm_quantised
+from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, rms_norm_both, rms_norm_quantised
 from batchgen.kernels.layers.rms_norm import rms_norm
 
 
@@ -45,17 +45,19 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self._shift, self._order = int(zero_centred), order
         self._form: FP8Format | None = None
+        self._keeps = False
         self.weight = empty_parameter(
             size, device=device, dtype=torch.float32 if zero_centred else dtype
         )
 
-    def forward(self, x: Tensor) -> Tensor | FP8Rows:
-        """Normalise x [..., size]; the result has the same shape and dtype, or is in FP8 if
-        `quantise_result` was called."""
+    def forward(self, x: Tensor) -> Tensor | FP8Rows | BothRows:
+        """Normalise x [..., size]; the result has the same shape and dtype, or is in FP8, or both,
+        if `quantise_result` was called."""
         if self._form is None:
             return rms_norm(x, self.weight, self.eps)
         powers = self._form.powers_of_two
-        return rms_norm_quantised(x, self.weight, self.eps, powers_of_two=powers)
+        run = rms_norm_both if self._keeps else rms_norm_quantised
+        return run(x, self.weight, self.eps, powers_of_two=powers)
 
     def of_stream(self, stream: Stream) -> tuple[Any, Tensor]:
         """Normalise a residual stream [T, size].
@@ -68,9 +70,14 @@ class RMSNorm(nn.Module):
         assert self._form is None, "FP8 is refused with several ranks"
         return stream.normed(self.weight, self.eps)
 
-    def quantise_result(self, form: FP8Format) -> None:
-        """Quantise results [T, size] from now on, for a projection that computes in FP8."""
-        self._form = form
+    def quantise_result(self, form: FP8Format, *, keep: bool = False) -> None:
+        """Quantise results [T, size] from now on, for what computes with them in FP8.
+
+        Args:
+            form: how.
+            keep: results are `BothRows`, because others read them as they are.
+        """
+        self._form, self._keeps = form, keep
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slot of the weight, which is 1 in a model without a checkpoint."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from batchgen.engine.layers.decoder_layer import DecoderLayer, HasInputProjection
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import Linear
-from batchgen.engine.layers.moe import Experts
+from batchgen.engine.layers.moe import Experts, SparseMoE
 from batchgen.engine.layers.weight_slot import named_parts
 
 
 def quantise_layer(layer: DecoderLayer, path: str, form: FP8Format) -> None:
     """Keep the weights of a layer's projections and experts in FP8, as `FP8Format` says.
 
-    Norms whose result only a projection in FP8 reads quantise it.
+    Norms whose result a projection or experts in FP8 read quantise it.
 
     Args:
         layer: a layer of a decoder, whose weights are not loaded yet.
@@ -31,3 +31,5 @@ def quantise_layer(layer: DecoderLayer, path: str, form: FP8Format) -> None:
     ):
         if isinstance(reader, HasInputProjection) and reader.input_projection.computes_in_fp8:
             norm.quantise_result(form)
+        if isinstance(reader, SparseMoE) and reader.experts.computes_in_fp8:
+            norm.quantise_result(form, keep=True)

@@ -10,13 +10,13 @@ from torch import Tensor
 from batchgen.kernels.fp8.experts_triton import fp8_grouped_mlp_triton
 from batchgen.kernels.fp8.fp8_weight import FP8Weight
 from batchgen.kernels.fp8.linear import fp8_linear_reference
-from batchgen.kernels.fp8.quantise import quantise_rows
+from batchgen.kernels.fp8.quantise import BothRows, quantise_rows
 from batchgen.kernels.layers.activation import silu_and_mul_reference
 from batchgen.kernels.moe.shared_part import SharedPart, add_up
 
 
 def fp8_grouped_mlp(
-    x: Tensor,
+    x: Tensor | BothRows,
     gate_up: FP8Weight,
     down: FP8Weight,
     ids: Tensor,
@@ -30,7 +30,7 @@ def fp8_grouped_mlp(
     quantised, in groups of 128 values.
 
     Args:
-        x: [T, H], the tokens.
+        x: [T, H], the tokens; quantised by `powers_of_two` if they come as `BothRows`.
         gate_up: [E, 2·I, H], the weights of each expert: the I rows of gate and then those of up.
             If 128 rows share a scale, I is a multiple of 128.
         down: [E, H, I].
@@ -45,12 +45,13 @@ def fp8_grouped_mlp(
     Returns:
         [T, H], dtype of x: a new tensor, or `residual`.
     """
-    if x.is_cuda:
+    plain = x.plain if isinstance(x, BothRows) else x
+    if plain.is_cuda:
         return fp8_grouped_mlp_triton(
             x, gate_up, down, ids, weights, residual, shared=shared,
             powers_of_two=powers_of_two,
         )  # fmt: skip
-    out = fp8_grouped_mlp_reference(x, gate_up, down, ids, weights, powers_of_two)
+    out = fp8_grouped_mlp_reference(plain, gate_up, down, ids, weights, powers_of_two)
     return add_up(out, residual, shared)
 
 

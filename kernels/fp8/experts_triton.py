@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchgen.kernels.fp8.down_columns_triton import fp8_down_columns
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
 from batchgen.kernels.fp8.linear_triton import block_product, scaled, weight_scales
+from batchgen.kernels.fp8.quantise import BothRows
 from batchgen.kernels.fp8.quantise_triton import quantise_groups, quantise_rows_triton
 from batchgen.kernels.fp8.tiles import ExpertTiles, copy_engine_reads, expert_tiles, fitting_stages
 from batchgen.kernels.layers.matrix_tile_triton import load_tile
@@ -25,7 +26,7 @@ from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
 
 
 def fp8_grouped_mlp_triton(
-    x: Tensor,
+    x: Tensor | BothRows,
     gate_up: FP8Weight,
     down: FP8Weight,
     ids: Tensor,
@@ -36,7 +37,8 @@ def fp8_grouped_mlp_triton(
     powers_of_two: bool = False,
     tiles: ExpertTiles | None = None,
 ) -> Tensor:
-    """`fp8/experts.fp8_grouped_mlp` in five launches, seven if there are many tokens.
+    """`fp8/experts.fp8_grouped_mlp` in five launches, seven if there are many tokens; one less if
+    the tokens are quantised already.
 
     Args:
         x: [T, H], the last axis contiguous.
@@ -53,23 +55,27 @@ def fp8_grouped_mlp_triton(
     Returns:
         [T, H], dtype of x: a new tensor, or `residual`.
     """
-    tokens, hidden = x.shape
+    plain = x.plain if isinstance(x, BothRows) else x
+    tokens, hidden = plain.shape
     experts, inner, k = len(gate_up.values), down.values.shape[2], ids.shape[1]
     assert gate_up.values.shape == (experts, 2 * inner, hidden)
     assert down.values.shape == (experts, hidden, inner)
     assert gate_up.scale_rows == 1 or inner % BLOCK == 0
     assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
-    out = new_or_residual(x, residual)
+    out = new_or_residual(plain, residual)
     if not tokens:
         return out
     tiles = tiles or expert_tiles(ids.numel(), experts)
     alignment = align(ids, experts, tiles.block_m)
-    values, scales = quantise_rows_triton(x, powers_of_two)
+    if isinstance(x, BothRows):
+        values, scales, _ = x.in_fp8
+    else:
+        values, scales = quantise_rows_triton(x, powers_of_two)
     slots = tokens * k
-    activated = torch.empty((slots, inner), dtype=FP8, device=x.device)
-    of_groups = torch.empty((triton.cdiv(inner, BLOCK), slots), device=x.device)
+    activated = torch.empty((slots, inner), dtype=FP8, device=out.device)
+    of_groups = torch.empty((triton.cdiv(inner, BLOCK), slots), device=out.device)
     fp8_gate_up(values, scales, gate_up, alignment, tiles, k, activated, of_groups, powers_of_two)
-    parts = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
+    parts = torch.empty((slots, hidden), dtype=out.dtype, device=out.device)
     fp8_down(activated, of_groups, down, weights, alignment, tiles, parts)
     del activated
     sum_slots(parts, out, None, shared and shared(), add=residual is not None)

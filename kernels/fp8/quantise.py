@@ -38,6 +38,18 @@ class FP8Rows(NamedTuple):
         return values * scales[:, : values.shape[1]]
 
 
+class BothRows(NamedTuple):
+    """Rows of activations before and after they are rounded to FP8.
+
+    Attributes:
+        plain: [M, K], contiguous.
+        in_fp8: the same M rows.
+    """
+
+    plain: Tensor
+    in_fp8: FP8Rows
+
+
 def quantise_rows(x: Tensor, *, powers_of_two: bool = False) -> FP8Rows:
     """Round rows to FP8, so that the largest value of each group becomes 448.
 
@@ -93,3 +105,15 @@ def rms_norm_quantised(
     if x.is_cuda:
         return FP8Rows(*rms_norm_quantised_triton(x, weight, eps, powers_of_two), len(x))
     return quantise_rows(rms_norm_reference(x, weight, eps), powers_of_two=powers_of_two)
+
+
+def rms_norm_both(
+    x: Tensor, weight: Tensor, eps: float, *, powers_of_two: bool = False
+) -> BothRows:
+    """Normalise rows as `rms_norm_quantised` does, and keep them as they were before rounding."""
+    if not x.is_cuda:
+        plain = rms_norm_reference(x, weight, eps)
+        return BothRows(plain, quantise_rows(plain, powers_of_two=powers_of_two))
+    plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    found = rms_norm_quantised_triton(x, weight, eps, powers_of_two, plain)
+    return BothRows(plain, FP8Rows(*found, len(x)))

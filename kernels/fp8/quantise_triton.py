@@ -32,18 +32,24 @@ def silu_and_mul_quantised_triton(
 
 
 def rms_norm_quantised_triton(
-    x: Tensor, weight: Tensor, eps: float, powers_of_two: bool = False
+    x: Tensor, weight: Tensor, eps: float, powers_of_two: bool = False, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm_quantised` in one launch: as `quantise_rows_triton`."""
+    """`rms_norm_quantised` in one launch: as `quantise_rows_triton`.
+
+    Args:
+        x, weight, eps, powers_of_two: as there.
+        out: [M, K], dtype of x, contiguous: overwritten with the rows before they are rounded to
+            FP8. None leaves them out.
+    """
     rows, size = x.shape
     assert x.stride(1) == 1
     values, scales = _empty(rows, size, x.device)
     groups = triton.next_power_of_2(len(scales))
     if rows:
         _rms_norm_quantised[(rows,)](
-            x, weight, values, scales, x.stride(0), size, scales.stride(0), eps,
-            POWERS=powers_of_two, GROUPS=groups, BLOCK=BLOCK, INTERPRETED=not x.is_cuda,
-            num_warps=min(16, max(2, groups * BLOCK // 512)),
+            x, weight, out, values, scales, x.stride(0), size, scales.stride(0), eps,
+            KEEP=out is not None, POWERS=powers_of_two, GROUPS=groups, BLOCK=BLOCK,
+            INTERPRETED=not x.is_cuda, num_warps=min(16, max(2, groups * BLOCK // 512)),
         )  # fmt: skip
     return values, scales
 
@@ -123,8 +129,9 @@ def _quantise_rows(
 
 @triton.jit(do_not_specialize=["scales_stride"])
 def _rms_norm_quantised(
-    x_ptr, weight_ptr, values_ptr, scales_ptr, x_stride, size, scales_stride, eps,
-    POWERS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, values_ptr, scales_ptr, x_stride, size, scales_stride, eps,
+    KEEP: tl.constexpr, POWERS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Each program normalises one row, rounding as `rms_norm` does, and quantises it."""
     row = tl.program_id(0).to(tl.int64)
@@ -135,7 +142,10 @@ def _rms_norm_quantised(
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / size + eps)
     normed = (x * scale).to(weight_ptr.dtype.element_ty).to(tl.float32)
-    result = (normed * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
+    result = (normed * weight).to(x_ptr.dtype.element_ty)
+    if KEEP:
+        tl.store(out_ptr + row * size + column, result, mask=mask)
+    result = result.to(tl.float32)
     values, scales = quantise_groups(result, 1, POWERS, INTERPRETED)
     tl.store(values_ptr + row * size + column, values, mask=mask)
     tl.store(scales_ptr + group * scales_stride + row, scales, mask=group * BLOCK < size)

@@ -12,7 +12,7 @@ from torch import Tensor
 from batchgen.kernels.fp8.experts import fp8_grouped_mlp, fp8_grouped_mlp_reference
 from batchgen.kernels.fp8.experts_triton import fp8_down, fp8_gate_up, fp8_grouped_mlp_triton
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_weight
-from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
+from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, quantise_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
 from batchgen.kernels.fp8.tiles import EXPERTS, ExpertTiles, expert_tiles
 from batchgen.kernels.moe.alignment_triton import align
@@ -108,6 +108,18 @@ def test_the_whole_is_near_the_reference(powers_of_two: bool) -> None:
         assert found is out
         # A value between the products may be rounded to the other neighbour, 2**-3 apart.
         assert float((found - expected).norm() / expected.norm()) < 2**-6
+
+
+def test_tokens_that_are_quantised_already() -> None:
+    case = Case(9, 2, 3, 144, 128, False)
+    arguments = case.gate_up, case.down, case.ids, case.weights
+    rows = FP8Rows(*quantise_rows_triton(case.x), 9)
+    # Nothing but the dtype and the shape is read of what they were before.
+    both = BothRows(torch.full_like(case.x, torch.nan), rows)
+    found = fp8_grouped_mlp_triton(both, *arguments, tiles=COLUMNS)
+    assert torch.equal(found, fp8_grouped_mlp_triton(case.x, *arguments, tiles=COLUMNS))
+    again = fp8_grouped_mlp(BothRows(case.x, rows), *arguments)
+    assert torch.equal(again, fp8_grouped_mlp(case.x, *arguments))
 
 
 def test_no_tokens() -> None:

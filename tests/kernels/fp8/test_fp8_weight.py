@@ -12,6 +12,7 @@ from batchgen.kernels.fp8.quantise import (
     FP8Rows,
     quantise_rows,
     quantise_rows_reference,
+    rms_norm_both,
     rms_norm_quantised,
     silu_and_mul_quantised,
 )
@@ -140,6 +141,17 @@ def test_a_norm_is_quantised_in_one_launch(
     on_cpu = rms_norm_quantised(x.cpu(), weight.cpu(), 1e-5, powers_of_two=powers_of_two)
     expected = quantise_rows(rms_norm(x.cpu(), weight.cpu(), 1e-5), powers_of_two=powers_of_two)
     assert torch.equal(on_cpu.dequantise(), expected.dequantise())
+
+
+def test_a_norm_keeps_the_rows_that_it_quantises() -> None:
+    x = torch.randn((7, 200), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    weight, plain = torch.rand(200, device=DEVICE), torch.empty_like(x)
+    found = FP8Rows(*rms_norm_quantised_triton(x, weight, 1e-5, out=plain), 7).dequantise()
+    torch.testing.assert_close(plain, rms_norm(x, weight, 1e-5), rtol=2**-20, atol=0)
+    assert torch.equal(found, quantise_rows(plain).dequantise())
+    both = rms_norm_both(x, weight, 1e-5)
+    torch.testing.assert_close(both.plain, plain, rtol=2**-20, atol=0)
+    assert torch.equal(both.in_fp8.dequantise(), quantise_rows(both.plain).dequantise())
 
 
 def test_no_rows() -> None:
