@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.weight_slot import WeightSlot
-from batchgen.engine.parallel.tensor_parallel import Stream, TensorParallel
+from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream, TensorParallel
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, scales_shape
-from batchgen.kernels.fp8.linear import fp8_linear
+from batchgen.kernels.fp8.linear import fp8_linear, fp8_linear_parts
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.layers.cpu_product import CPUProduct, choose_product, few_keep_bits
 from batchgen.kernels.layers.linear import MOST_ROWS, add_linear_, linear, pack_weight
@@ -122,18 +122,25 @@ class Linear(nn.Module):
         return self._compute_fp8(x)
 
     def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Stream:
-        """Add x Wᵀ + b to `residual` [T, out_features] in place and return it."""
+        """Add x Wᵀ + b to `residual` [T, out_features] in place, now or when it is read, and return
+        it."""
         if isinstance(x, Tensor) and self.scales is None:
             return add_linear_(residual, x, self.weight, self.bias, self._most_rows)
-        return self._compute_fp8(x, residual)
+        x, weight = self._fp8_operands(x)
+        parts = fp8_linear_parts(x, weight, self._dtype) if self.bias is None else None
+        if parts is not None:
+            return PendingParts(residual, parts)
+        return fp8_linear(x, weight, self.bias, dtype=self._dtype, out=residual, add=True)
 
-    def _compute_fp8(self, x: Tensor | FP8Rows, residual: Tensor | None = None) -> Tensor:
-        """Compute x Wᵀ + b, or add it to `residual` [T, out_features] in place and return that."""
+    def _compute_fp8(self, x: Tensor | FP8Rows) -> Tensor:
+        x, weight = self._fp8_operands(x)
+        return fp8_linear(x, weight, self.bias, dtype=self._dtype)
+
+    def _fp8_operands(self, x: Tensor | FP8Rows) -> tuple[FP8Rows, FP8Weight]:
         assert self.scales is not None and self.form is not None
         if isinstance(x, Tensor):
             x = quantise_rows(x, powers_of_two=self.form.powers_of_two)
-        weight, add = FP8Weight(self.weight, self.scales), residual is not None
-        return fp8_linear(x, weight, self.bias, dtype=self._dtype, out=residual, add=add)
+        return x, FP8Weight(self.weight, self.scales)
 
     def quantise(self, form: FP8Format, path: str) -> None:
         """Keep the weight in FP8 from now on; it must not be loaded yet.

@@ -98,11 +98,11 @@ class MergedLinear(Linear):
         excluded = form.excludes(path) or form.excludes(_beside(path, name))
         return excluded or name in self._unquantised
 
-    def _compute_fp8(self, x: Tensor | FP8Rows, residual: Tensor | None = None) -> Tensor:
+    def _compute_fp8(self, x: Tensor | FP8Rows) -> Tensor:
         if self.tail is None:
-            return super()._compute_fp8(x, residual)
+            return super()._compute_fp8(x)
         assert isinstance(x, Tensor) and self.scales is not None and self.form is not None
-        assert self.bias is None and residual is None, "no layer with a tail needs either"
+        assert self.bias is None, "no layer with a tail needs one"
         rows = quantise_rows(x, powers_of_two=self.form.powers_of_two)
         out = torch.empty((len(x), self.out_features), dtype=self._dtype, device=x.device)
         first, last = out.tensor_split([len(self.weight)], dim=1)

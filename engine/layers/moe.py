@@ -24,10 +24,11 @@ from batchgen.engine.outputs import OutputColumn
 from batchgen.engine.parallel.tensor_parallel import (
     ALONE,
     FEED_FORWARD_LANE,
+    PendingParts,
     Stream,
     TensorParallel,
 )
-from batchgen.kernels.fp8.experts import fp8_grouped_mlp
+from batchgen.kernels.fp8.experts import fp8_grouped_mlp, fp8_grouped_parts
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.fp8.quantise import BothRows, FP8Rows
 from batchgen.kernels.layers.linear import pack_weight
@@ -174,6 +175,21 @@ class Experts(nn.Module):
             products, of = (self.gate_up_proj, self.down_proj), self._num_experts
             return grouped_mlp(x, *products, ids, weights, residual, shared=shared, num_routed=of)
         return add_up(grouped_mlp_cpu(x, *self._packed, ids, weights), residual, shared)
+
+    def add_to(
+        self, residual: Tensor, x: Tensor | BothRows, ids: Tensor, weights: Tensor
+    ) -> Stream:
+        """Add the sum to `residual` [T, H] in place, now or when it is read, and return it."""
+        if self.gate_up_scales is not None and self.down_scales is not None:
+            assert self.form is not None
+            gate_up = FP8Weight(self.gate_up_proj, self.gate_up_scales)
+            down = FP8Weight(self.down_proj, self.down_scales)
+            powers = self.form.powers_of_two
+            parts = fp8_grouped_parts(x, gate_up, down, ids, weights, powers_of_two=powers)
+            if parts is not None:
+                return PendingParts(residual, parts)
+        stream: Tensor = self(x, ids, weights, residual)
+        return stream
 
     def _own_ids(self, ids: Tensor) -> Tensor:
         """Turn the ids [T, k] of experts into indices among those of this rank; those of other
@@ -364,6 +380,8 @@ class SparseMoE(nn.Module):
         ctx.record(self.column, ids, self.index)
         out = residual if self._parallel.size == 1 else None
         own = _own_tokens(x, ctx)
+        if own is None and shared is None and out is not None:
+            return self.experts.add_to(out, tokens, ids, weights)
         if own is None:
             out = self.experts(tokens, ids, weights, out, shared)
         else:

@@ -11,8 +11,14 @@ from torch import Tensor, nn
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
-from batchgen.engine.parallel.tensor_parallel import Stream
-from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, rms_norm_both, rms_norm_quantised
+from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream
+from batchgen.kernels.fp8.quantise import (
+    BothRows,
+    FP8Rows,
+    rms_norm_both,
+    rms_norm_of_sum,
+    rms_norm_quantised,
+)
 from batchgen.kernels.layers.rms_norm import rms_norm
 
 
@@ -55,18 +61,27 @@ class RMSNorm(nn.Module):
         if `quantise_result` was called."""
         if self._form is None:
             return rms_norm(x, self.weight, self.eps)
-        powers = self._form.powers_of_two
+        return self._quantised(x, self._form.powers_of_two)
+
+    def _quantised(
+        self, x: Tensor, powers_of_two: bool, parts: Tensor | None = None
+    ) -> FP8Rows | BothRows:
         run = rms_norm_both if self._keeps else rms_norm_quantised
-        return run(x, self.weight, self.eps, powers_of_two=powers)
+        return run(x, self.weight, self.eps, powers_of_two=powers_of_two, parts=parts)
 
     def of_stream(self, stream: Stream) -> tuple[Any, Tensor]:
         """Normalise a residual stream [T, size].
 
         Returns:
-            The result, as of `forward`, and the stream, to which a pending sum was added.
+            The result, as of `forward`, and the stream, to which what was pending was added.
         """
         if isinstance(stream, Tensor):
             return self(stream), stream
+        if isinstance(stream, PendingParts):
+            x, parts = stream
+            if self._form is None:
+                return rms_norm_of_sum(x, parts, self.weight, self.eps), x
+            return self._quantised(x, self._form.powers_of_two, parts), x
         assert self._form is None, "FP8 is refused with several ranks"
         return stream.normed(self.weight, self.eps)
 

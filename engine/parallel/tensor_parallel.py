@@ -65,7 +65,22 @@ class PendingSum(NamedTuple):
         return self.collectives.add_sum_norm(self.residual, self.partial, self.lane, weight, eps)
 
 
-Stream = Tensor | PendingSum
+class PendingParts(NamedTuple):
+    """A residual stream to which parts of a sum are still to be added.
+
+    The norm that reads the stream adds them (`RMSNorm.of_stream`), in the launch in which it reads
+    the stream anyway.
+
+    Attributes:
+        residual: [T, H], contiguous; overwritten with the sum then.
+        parts: [P, T, H], the last axis contiguous.
+    """
+
+    residual: Tensor
+    parts: Tensor
+
+
+Stream = Tensor | PendingSum | PendingParts
 """A residual stream [T, H] between the parts of a model."""
 
 

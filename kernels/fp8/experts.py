@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from batchgen.kernels.fp8.experts_triton import fp8_grouped_mlp_triton
+from batchgen.kernels.fp8.experts_triton import fp8_grouped_mlp_triton, fp8_grouped_parts_triton
 from batchgen.kernels.fp8.fp8_weight import FP8Weight
 from batchgen.kernels.fp8.linear import fp8_linear_reference
 from batchgen.kernels.fp8.quantise import BothRows, quantise_rows
@@ -53,6 +53,23 @@ def fp8_grouped_mlp(
         )  # fmt: skip
     out = fp8_grouped_mlp_reference(plain, gate_up, down, ids, weights, powers_of_two)
     return add_up(out, residual, shared)
+
+
+def fp8_grouped_parts(
+    x: Tensor | BothRows,
+    gate_up: FP8Weight,
+    down: FP8Weight,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    powers_of_two: bool = False,
+) -> Tensor | None:
+    """Compute what `fp8_grouped_mlp` adds up: [k, T, H], dtype of x, the last axis contiguous; None
+    where parts are not computed, which is on a CPU and without tokens."""
+    if not weights.is_cuda or not len(weights):
+        return None
+    parts = fp8_grouped_parts_triton(x, gate_up, down, ids, weights, powers_of_two=powers_of_two)
+    return parts.view(*weights.shape, -1).transpose(0, 1)
 
 
 def fp8_grouped_mlp_reference(

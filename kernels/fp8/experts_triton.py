@@ -56,30 +56,47 @@ def fp8_grouped_mlp_triton(
         [T, H], dtype of x: a new tensor, or `residual`.
     """
     plain = x.plain if isinstance(x, BothRows) else x
+    out = new_or_residual(plain, residual)
+    if len(plain):
+        parts = fp8_grouped_parts_triton(
+            x, gate_up, down, ids, weights, powers_of_two=powers_of_two, tiles=tiles
+        )
+        sum_slots(parts, out, None, shared and shared(), add=residual is not None)
+    return out
+
+
+def fp8_grouped_parts_triton(
+    x: Tensor | BothRows,
+    gate_up: FP8Weight,
+    down: FP8Weight,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    powers_of_two: bool = False,
+    tiles: ExpertTiles | None = None,
+) -> Tensor:
+    """Compute what `fp8_grouped_mlp_triton` adds up: [T·k, H], dtype of x, the slots' results times
+    their weights. There must be tokens."""
+    plain = x.plain if isinstance(x, BothRows) else x
     tokens, hidden = plain.shape
     experts, inner, k = len(gate_up.values), down.values.shape[2], ids.shape[1]
     assert gate_up.values.shape == (experts, 2 * inner, hidden)
     assert down.values.shape == (experts, hidden, inner)
     assert gate_up.scale_rows == 1 or inner % BLOCK == 0
     assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
-    out = new_or_residual(plain, residual)
-    if not tokens:
-        return out
     tiles = tiles or expert_tiles(ids.numel(), experts)
     alignment = align(ids, experts, tiles.block_m)
     if isinstance(x, BothRows):
         values, scales, _ = x.in_fp8
     else:
         values, scales = quantise_rows_triton(x, powers_of_two)
-    slots = tokens * k
-    activated = torch.empty((slots, inner), dtype=FP8, device=out.device)
-    of_groups = torch.empty((triton.cdiv(inner, BLOCK), slots), device=out.device)
+    slots, device = tokens * k, plain.device
+    activated = torch.empty((slots, inner), dtype=FP8, device=device)
+    of_groups = torch.empty((triton.cdiv(inner, BLOCK), slots), device=device)
     fp8_gate_up(values, scales, gate_up, alignment, tiles, k, activated, of_groups, powers_of_two)
-    parts = torch.empty((slots, hidden), dtype=out.dtype, device=out.device)
+    parts = torch.empty((slots, hidden), dtype=plain.dtype, device=device)
     fp8_down(activated, of_groups, down, weights, alignment, tiles, parts)
-    del activated
-    sum_slots(parts, out, None, shared and shared(), add=residual is not None)
-    return out
+    return parts
 
 
 def fp8_gate_up(

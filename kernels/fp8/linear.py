@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
-from batchgen.kernels.fp8.linear_triton import fp8_linear_triton
+from batchgen.kernels.fp8.linear_triton import fp8_linear_parts_triton, fp8_linear_triton
 from batchgen.kernels.fp8.quantise import FP8Rows
 
 _LIBRARY_ROWS = 384
@@ -53,6 +53,25 @@ def fp8_linear(
         out = torch.empty(shape, dtype=dtype, device=x.values.device)
     fp8_linear_triton(x.values, x.scales, weight, out, bias, add=add)
     return out
+
+
+def fp8_linear_parts(x: FP8Rows, weight: FP8Weight, dtype: torch.dtype) -> Tensor | None:
+    """Compute x·Wᵀ in parts that are still to be added up, if it is computed so that adding it to a
+    residual takes a launch of its own.
+
+    Args:
+        x: M rows of K values.
+        weight: [N, K].
+        dtype: of what they are added to.
+
+    Returns:
+        [P, M, N] in float32, or one part in `dtype`; None if `fp8_linear` is to compute it.
+    """
+    if not x.values.is_cuda:
+        return None
+    if library_multiplies(x, weight, dtype):
+        return fp8_linear_library(x, weight).unsqueeze(0)
+    return fp8_linear_parts_triton(x.values, x.scales, weight, x.num_rows)
 
 
 def fp8_linear_reference(x: FP8Rows, weight: FP8Weight, bias: Tensor | None = None) -> Tensor:

@@ -53,28 +53,69 @@ def fp8_linear_triton(
         return
     tiles = tiles or linear_tiles(rows)
     splits = tiles.num_splits(rows, width, depth)
-    parts = out
-    if splits > 1:
-        parts = torch.empty((splits, rows, width), dtype=torch.float32, device=out.device)
+    if splits == 1:
+        _multiply(values, scales, weight, out, 1, tiles, bias, add)
+        return
+    parts = torch.empty((splits, rows, width), dtype=torch.float32, device=out.device)
+    _multiply(values, scales, weight, parts, splits, tiles)
+    chunks = triton.cdiv(width, _CHUNK)
+    _add_splits[(rows * chunks,)](
+        parts, bias, out, splits, rows, width, out.stride(0), ADD=add, BIAS=bias is not None,
+        BLOCK=_CHUNK, num_warps=4,
+    )  # fmt: skip
+
+
+def fp8_linear_parts_triton(
+    values: Tensor,
+    scales: Tensor,
+    weight: FP8Weight,
+    rows: int,
+    tiles: LinearTiles | None = None,
+) -> Tensor | None:
+    """Compute x·Wᵀ in one launch, in parts whose sum it is, if the sums are cut.
+
+    Args:
+        values, scales, weight, tiles: as of `fp8_linear_triton`.
+        rows: M.
+
+    Returns:
+        [P, M, N] float32 with P > 1, or None if the sums are not cut.
+    """
+    width, depth = weight.values.shape
+    tiles = tiles or linear_tiles(rows)
+    splits = tiles.num_splits(rows, width, depth) if rows else 1
+    if splits == 1:
+        return None
+    parts = torch.empty((splits, rows, width), dtype=torch.float32, device=values.device)
+    _multiply(values, scales, weight, parts, splits, tiles)
+    return parts
+
+
+def _multiply(
+    values: Tensor,
+    scales: Tensor,
+    weight: FP8Weight,
+    out: Tensor,
+    splits: int,
+    tiles: LinearTiles,
+    bias: Tensor | None = None,
+    add: bool = False,
+) -> None:
+    """Compute the product, or its parts [splits, M, N] without a bias."""
+    (rows, width), depth = out.shape[-2:], values.shape[1]
     grid = (triton.cdiv(rows, tiles.block_m) * triton.cdiv(width, tiles.block_n), splits)
     x, w, tma = values, weight.values, copy_engine_reads(depth, out.device)
     if tma:
         x = TensorDescriptor.from_tensor(values, [tiles.block_m, BLOCK])
         w = TensorDescriptor.from_tensor(weight.values, [tiles.block_n, BLOCK])
     _linear[grid](
-        x, w, scales, weight.scales, bias, parts, rows, width, depth, scales.stride(0),
-        parts.stride(-2), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=BLOCK,
+        x, w, scales, weight.scales, bias, out, rows, width, depth, scales.stride(0),
+        out.stride(-2), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=BLOCK,
         GROUP=_GROUP, SPLIT=splits > 1, SCALE_ROWS=weight.scale_rows, SWAP=tiles.swap, TMA=tma,
         ADD=add, BIAS=bias is not None, INTERPRETED=not out.is_cuda,
         num_warps=tiles.num_warps,
         num_stages=fitting_stages(tiles.num_stages, tiles.block_m + tiles.block_n, out.device),
     )  # fmt: skip
-    if splits > 1:
-        chunks = triton.cdiv(width, _CHUNK)
-        _add_splits[(rows * chunks,)](
-            parts, bias, out, splits, rows, width, out.stride(0), ADD=add, BIAS=bias is not None,
-            BLOCK=_CHUNK, num_warps=4,
-        )  # fmt: skip
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from torch import Tensor
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, LARGEST, LEAST
 from batchgen.kernels.fp8.quantise_triton import (
     quantise_rows_triton,
+    rms_norm_of_sum_triton,
     rms_norm_quantised_triton,
     silu_and_mul_quantised_triton,
 )
@@ -92,7 +93,12 @@ def silu_and_mul_quantised(gate_up: Tensor, *, powers_of_two: bool = False) -> F
 
 
 def rms_norm_quantised(
-    x: Tensor, weight: Tensor, eps: float, *, powers_of_two: bool = False
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    powers_of_two: bool = False,
+    parts: Tensor | None = None,
 ) -> FP8Rows:
     """Normalise rows, as `rms_norm` does, and round them to FP8.
 
@@ -101,19 +107,39 @@ def rms_norm_quantised(
         weight: [K], dtype of x or float32.
         eps: added to the mean square.
         powers_of_two: as of `quantise_rows`.
+        parts: [P, M, K], the last axis contiguous, which are added to x in place before, in
+            float32 and rounded once; None adds nothing.
     """
     if x.is_cuda:
-        return FP8Rows(*rms_norm_quantised_triton(x, weight, eps, powers_of_two), len(x))
-    return quantise_rows(rms_norm_reference(x, weight, eps), powers_of_two=powers_of_two)
+        found = rms_norm_quantised_triton(x, weight, eps, powers_of_two, parts=parts)
+        return FP8Rows(*found, len(x))
+    return quantise_rows(_norm_of_sum(x, parts, weight, eps), powers_of_two=powers_of_two)
 
 
 def rms_norm_both(
-    x: Tensor, weight: Tensor, eps: float, *, powers_of_two: bool = False
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    powers_of_two: bool = False,
+    parts: Tensor | None = None,
 ) -> BothRows:
     """Normalise rows as `rms_norm_quantised` does, and keep them as they were before rounding."""
     if not x.is_cuda:
-        plain = rms_norm_reference(x, weight, eps)
+        plain = _norm_of_sum(x, parts, weight, eps)
         return BothRows(plain, quantise_rows(plain, powers_of_two=powers_of_two))
     plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    found = rms_norm_quantised_triton(x, weight, eps, powers_of_two, plain)
+    found = rms_norm_quantised_triton(x, weight, eps, powers_of_two, parts=parts, out=plain)
     return BothRows(plain, FP8Rows(*found, len(x)))
+
+
+def rms_norm_of_sum(x: Tensor, parts: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add parts to x and normalise it, as `rms_norm_quantised` does, without rounding to FP8."""
+    run = rms_norm_of_sum_triton if x.is_cuda else _norm_of_sum
+    return run(x, parts, weight, eps)
+
+
+def _norm_of_sum(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    if parts is not None:
+        x.copy_(parts.sum(0, dtype=torch.float32) + x.float())
+    return rms_norm_reference(x, weight, eps)

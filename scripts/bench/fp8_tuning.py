@@ -92,7 +92,7 @@ def expert_candidates(slots: float) -> list[tuple[list[ExpertTiles], list[Expert
                 (64, 4, 4, False, 16),
             ]
         halve = block_m == 128
-        base = ExpertTiles(block_m, *first[0], *second[0][:-1], halve)
+        base = ExpertTiles(block_m, *first[0], 128, 4, 4, block_m <= 32, halve)
         found.append(
             (
                 [
@@ -202,19 +202,19 @@ def tune_experts(layer: FP8Layer, tokens: Iterable[int]) -> None:
     shape = SHAPES["30b-a3b"]
     for count in tokens:
         batch, sums = Batch.make(shape, count), []
-        expected: list[Tensor | None] = [None, None]
+        references: list[Tensor | None] = [None, None]
         for both in expert_candidates(count * shape.k / shape.experts):
             block_m, total = both[0][0].block_m, 0.0
             for which, many in enumerate(both):
-                tried = []
+                tried: list[tuple[float, str]] = []
+                reference: Tensor | None = references[which]
                 for tiles in many:
                     try:
                         time, result = _expert_time(layer, batch, tiles, which)
                     except RuntimeError as error:  # too much shared memory, or too many registers
                         print(f"  {tuple(tiles)}: {str(error).splitlines()[0]}", flush=True)
                         continue
-                    reference = result if expected[which] is None else expected[which]
-                    expected[which] = reference
+                    reference = references[which] = result if reference is None else reference
                     wrong = float((result - reference).norm() / reference.norm())
                     note = "" if wrong < _WRONG else f" WRONG by {wrong:.3f}"
                     short = (*tiles[4:8], tiles.down_columns) if which else tiles[1:4]

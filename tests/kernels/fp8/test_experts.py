@@ -9,7 +9,11 @@ import torch
 from product_bounds import product_bound
 from torch import Tensor
 
-from batchgen.kernels.fp8.experts import fp8_grouped_mlp, fp8_grouped_mlp_reference
+from batchgen.kernels.fp8.experts import (
+    fp8_grouped_mlp,
+    fp8_grouped_mlp_reference,
+    fp8_grouped_parts,
+)
 from batchgen.kernels.fp8.experts_triton import fp8_down, fp8_gate_up, fp8_grouped_mlp_triton
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_weight
 from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, quantise_rows
@@ -120,6 +124,15 @@ def test_tokens_that_are_quantised_already() -> None:
     assert torch.equal(found, fp8_grouped_mlp_triton(case.x, *arguments, tiles=COLUMNS))
     again = fp8_grouped_mlp(BothRows(case.x, rows), *arguments)
     assert torch.equal(again, fp8_grouped_mlp(case.x, *arguments))
+
+
+@pytest.mark.gpu
+def test_parts_lie_by_choice_of_the_token() -> None:
+    case = Case(9, 3, 4, 144, 128, False)
+    arguments = case.x, case.gate_up, case.down, case.ids, case.weights
+    parts = fp8_grouped_parts(*arguments)
+    assert parts is not None and parts.shape == (3, 9, 144)
+    torch.testing.assert_close(parts.sum(0), fp8_grouped_mlp(*arguments), rtol=1e-5, atol=1e-6)
 
 
 def test_no_tokens() -> None:

@@ -13,11 +13,13 @@ from batchgen.kernels.fp8.quantise import (
     quantise_rows,
     quantise_rows_reference,
     rms_norm_both,
+    rms_norm_of_sum,
     rms_norm_quantised,
     silu_and_mul_quantised,
 )
 from batchgen.kernels.fp8.quantise_triton import (
     quantise_rows_triton,
+    rms_norm_of_sum_triton,
     rms_norm_quantised_triton,
     silu_and_mul_quantised_triton,
 )
@@ -152,6 +154,26 @@ def test_a_norm_keeps_the_rows_that_it_quantises() -> None:
     both = rms_norm_both(x, weight, 1e-5)
     torch.testing.assert_close(both.plain, plain, rtol=2**-20, atol=0)
     assert torch.equal(both.in_fp8.dequantise(), quantise_rows(both.plain).dequantise())
+
+
+@pytest.mark.parametrize("parts_dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_adds_parts_to_the_rows_that_it_reads(parts_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn((7, 200), generator=generator).to(DEVICE)
+    # Parts that lie as those of experts do: of each row side by side.
+    parts = torch.randn((7, 3, 200), generator=generator).to(DEVICE, parts_dtype).transpose(0, 1)
+    weight = torch.rand(200, generator=generator).to(DEVICE)
+    total = parts[0].float() + parts[1].float() + parts[2].float() + x
+    normed = rms_norm(total, weight, 1e-5)
+    stream, plain = x.clone(), torch.empty_like(x)
+    found = rms_norm_quantised_triton(stream, weight, 1e-5, parts=parts, out=plain)
+    torch.testing.assert_close(stream, total, rtol=2**-20, atol=2**-22)
+    torch.testing.assert_close(plain, normed, rtol=2**-18, atol=2**-20)
+    assert torch.equal(FP8Rows(*found, 7).dequantise(), quantise_rows(plain).dequantise())
+    for run in (rms_norm_of_sum_triton, rms_norm_of_sum):
+        stream = x.clone()
+        torch.testing.assert_close(run(stream, parts, weight, 1e-5), normed, rtol=2**-18, atol=1e-6)
+        torch.testing.assert_close(stream, total, rtol=2**-20, atol=2**-22)
 
 
 def test_no_rows() -> None:

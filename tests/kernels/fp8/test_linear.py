@@ -11,10 +11,11 @@ from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_weight
 from batchgen.kernels.fp8.linear import (
     fp8_linear,
     fp8_linear_library,
+    fp8_linear_parts,
     fp8_linear_reference,
     library_multiplies,
 )
-from batchgen.kernels.fp8.linear_triton import fp8_linear_triton
+from batchgen.kernels.fp8.linear_triton import fp8_linear_parts_triton, fp8_linear_triton
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.fp8.tiles import LINEAR, LinearTiles, fitting_stages, linear_tiles
 
@@ -80,6 +81,14 @@ def test_bias_and_residual(tiles: LinearTiles) -> None:
     assert ((again - expected).abs() <= bound).all()
 
 
+def test_parts_add_up_to_the_product() -> None:
+    x, weight = operands(6, 200, 1152)
+    parts = fp8_linear_parts_triton(x.values, x.scales, weight, 6, SWAPPED)
+    assert parts is not None and parts.shape == (2, 6, 200)
+    assert_near(parts.sum(0), x, weight, torch.float32)
+    assert fp8_linear_parts_triton(x.values, x.scales, weight, 6, SWAPPED_WIDE) is None
+
+
 def test_a_row_that_is_not_finite_leaves_others_alone() -> None:
     x, weight = operands(20, 192, 640)
     clean, out = (torch.empty((20, 192), device=DEVICE) for _ in range(2))
@@ -117,6 +126,15 @@ def test_the_library_is_near_float64(rows: int) -> None:
     assert_near(found, x, weight, torch.bfloat16)
     with_bias = fp8_linear(x, weight, bias, dtype=torch.bfloat16)
     torch.testing.assert_close(with_bias, found + bias, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [7, 64, 1024])
+def test_parts_are_of_what_would_be_added(rows: int) -> None:
+    x, weight = operands(rows, 512, 4096)
+    parts = fp8_linear_parts(x, weight, torch.bfloat16)
+    assert parts is not None
+    assert_near(parts.float().sum(0), x, weight, torch.bfloat16)
 
 
 @pytest.mark.gpu
