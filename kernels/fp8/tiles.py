@@ -96,7 +96,7 @@ class ExpertTiles(NamedTuple):
 
 EXPERTS = (
     (11.3, ExpertTiles(16, 4, 3, True, 128, 4, 4, True)),
-    (45, ExpertTiles(32, 4, 3, True, 128, 4, 4, True)),
+    (45, ExpertTiles(32, 4, 3, True, 128, 4, 5, True, down_columns=4)),
     (math.inf, ExpertTiles(64, 8, 3, False, 128, 4, 4, False)),
 )
 """For Hopper: (the most slots of an expert, on average, tiles). Measured with
