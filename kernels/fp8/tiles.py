@@ -56,11 +56,11 @@ class LinearTiles(NamedTuple):
 LINEAR = (
     (16, LinearTiles(16, 64, 4, 4, swap=True, programs=264)),
     (32, LinearTiles(32, 64, 4, 4, swap=True, programs=264)),
-    (512, LinearTiles(64, 128, 4, 3, programs=264)),
+    (512, LinearTiles(64, 128, 4, 4, programs=264)),
     (math.inf, LinearTiles(128, 128, 8, 4)),
 )
 """For Hopper: (the most rows, tiles). Measured with `scripts/bench/bench_fp8.py --tune` on an H200,
-the layers of Qwen3-8B with 16, 64, 256, 512 and 8192 rows."""
+the layers of Qwen3-8B and Qwen3-30B-A3B with 16, 64, 256, 512 and 8192 rows."""
 
 
 def linear_tiles(rows: int) -> LinearTiles:
@@ -95,13 +95,15 @@ class ExpertTiles(NamedTuple):
 
 
 EXPERTS = (
-    (11.3, ExpertTiles(16, 4, 3, True, 128, 4, 4, True)),
+    (2, ExpertTiles(16, 4, 3, True, 128, 4, 4, True)),
+    (11.3, ExpertTiles(16, 4, 3, True, 128, 4, 5, True, down_columns=4)),
     (45, ExpertTiles(32, 4, 3, True, 128, 4, 5, True, down_columns=4)),
-    (math.inf, ExpertTiles(64, 8, 3, False, 128, 4, 4, False)),
+    (90, ExpertTiles(64, 8, 4, False, 128, 4, 4, False, down_columns=4)),
+    (math.inf, ExpertTiles(64, 8, 3, False, 128, 4, 4, False, down_columns=4)),
 )
 """For Hopper: (the most slots of an expert, on average, tiles). Measured with
-`scripts/bench/bench_fp8.py --tune` on an H200, 128 experts of 2048 × 768 with 16, 32 and 512 slots
-each."""
+`scripts/bench/bench_fp8.py --tune` on an H200, 128 experts of 2048 × 768 with 16, 32, 64 and 512
+slots each."""
 
 
 def expert_tiles(num_slots: int, num_experts: int) -> ExpertTiles:

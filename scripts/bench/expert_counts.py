@@ -25,31 +25,66 @@ Routing = Literal["model", "uniform", "same"]
 same ones. The last is what becomes of routers with tiny weights that round scores to bfloat16: all
 scores are equal then, as with the dummy weights of other engines."""
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
+_MOST_DRAWN = 2048
+"""The most tokens of a forward for which the logits of all layers are drawn at once."""
 _PROMPT_TOKENS = 64
 _DECODE_STEPS = 16
 
 
-class ForcedRouter(nn.Module):
-    """Takes the place of a router; its logits are all equal, or random ones, others at each call.
+class Chance:
+    """Random logits for the routers of all layers, others in each forward.
 
-    The random ones come from torch's generator of the device, whose state a CUDA graph advances at
-    each replay. The router's own product is computed all the same, since its time counts.
+    They come from torch's generator of the device, whose state a CUDA graph advances at each
+    replay. In a forward of few tokens those of all layers are drawn by one launch, since one in
+    each layer would take time that no router takes.
+
+    Args:
+        num_layers: how many routers ask for logits in a forward, always in the same order.
+        num_experts: E.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self._num_layers, self._num_experts = num_layers, num_experts
+        self._drawn: Tensor | None = None
+        self._last = num_layers
+
+    def logits(self, layer: int, tokens: int, device: torch.device) -> Tensor:
+        """Return [tokens, E] float32 for the router of this index."""
+        if tokens > _MOST_DRAWN:
+            return torch.rand((tokens, self._num_experts), device=device)
+        # The logits of a layer are used once; the last layer may have fewer tokens than the others.
+        if layer <= self._last or self._drawn is None or self._drawn.shape[1] != tokens:
+            shape = (self._num_layers, tokens, self._num_experts)
+            self._drawn = torch.rand(shape, device=device)
+        self._last = layer
+        return self._drawn[layer]
+
+
+class ForcedRouter(nn.Module):
+    """Takes the place of a router; its logits are all equal, or those of chance.
+
+    The router's own product is computed all the same, since its time counts.
 
     Args:
         router: the model's own.
         num_experts: E.
-        uniform: logits are random.
+        layer: the index of this router among all.
+        chance: draws the logits; None makes them all equal.
     """
 
-    def __init__(self, router: nn.Module, num_experts: int, *, uniform: bool) -> None:
+    def __init__(
+        self, router: nn.Module, num_experts: int, layer: int, chance: Chance | None
+    ) -> None:
         super().__init__()
-        self.router, self.num_experts, self.uniform = router, num_experts, uniform
+        self.router, self.num_experts = router, num_experts
+        self._layer, self._chance = layer, chance
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [T, num_experts] float32 for x [T, hidden_size]."""
         self.router(x)
-        make = torch.rand if self.uniform else torch.zeros
-        return make((len(x), self.num_experts), device=x.device)
+        if self._chance is None:
+            return torch.zeros((len(x), self.num_experts), device=x.device)
+        return self._chance.logits(self._layer, len(x), x.device)
 
 
 def expert_layers(model: nn.Module) -> list[SparseMoE]:
@@ -73,9 +108,9 @@ def set_routing(model: CausalLM, routing: Routing) -> None:
         raise ValueError(f"{routing} routing is for models with experts, and this one has none")
     torch.manual_seed(0)
     num_experts = model.config.family_as(MoEConfig).num_experts
-    for layer in layers:
-        router = ForcedRouter(layer.gate, num_experts, uniform=routing == "uniform")
-        layer.add_module("gate", router)
+    chance = Chance(len(layers), num_experts) if routing == "uniform" else None
+    for index, layer in enumerate(layers):
+        layer.add_module("gate", ForcedRouter(layer.gate, num_experts, index, chance))
 
 
 @dataclass(frozen=True, slots=True)
