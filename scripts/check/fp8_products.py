@@ -38,7 +38,7 @@ def linear_rows() -> list[int]:
 
 def expert_tokens() -> list[int]:
     """A number of tokens for each line of the table."""
-    return [math.floor(min(most, 60) * _EXPERTS / _K) for most, _ in EXPERTS]
+    return [math.floor(min(most, 100) * _EXPERTS / _K) for most, _ in EXPERTS]
 
 
 def check_fp8(device: torch.device) -> list[str]:
