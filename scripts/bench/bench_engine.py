@@ -317,9 +317,11 @@ class Bench:
             tokens = sum(len(r.prompt) for r in load)
             full_prefills = max(1, tokens // self.max_batched_tokens)
             self._profile("prefill", min(PROFILED_PREFILLS, full_prefills), path, name)
-            # Rows that fit are prefilled first, so the first decode step has all of them.
-            decodes = self.engine.stats.decode_steps
-            while self.engine.stats.decode_steps == decodes:
+            # All rows that fit have been prefilled when a step reads no prompt any more.
+            stats = self.engine.stats
+            prefills = -1
+            while stats.prefill_steps != prefills:
+                prefills = stats.prefill_steps
                 self.engine.step()
             for _ in range(after):
                 self.engine.step()
