@@ -32,7 +32,7 @@ from batchgen.kernels.fp8.experts import fp8_grouped_mlp, fp8_grouped_parts
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.fp8.quantise import BothRows, FP8Rows
 from batchgen.kernels.layers.linear import pack_weight
-from batchgen.kernels.moe.experts import grouped_mlp
+from batchgen.kernels.moe.experts import grouped_mlp, grouped_parts
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
 from batchgen.kernels.moe.router_form import SOFTMAX, RouterForm
 from batchgen.kernels.moe.routing import route
@@ -160,11 +160,8 @@ class Experts(nn.Module):
             residual: [T, H], to which the sum is added in place; None returns a new tensor.
             shared: returns what the shared expert adds to it; called last, and once.
         """
-        if self.gate_up_scales is not None and self.down_scales is not None:
-            assert self.form is not None
-            gate_up = FP8Weight(self.gate_up_proj, self.gate_up_scales)
-            down = FP8Weight(self.down_proj, self.down_scales)
-            powers = self.form.powers_of_two
+        if (in_fp8 := self._in_fp8()) is not None:
+            gate_up, down, powers = in_fp8
             return fp8_grouped_mlp(
                 x, gate_up, down, ids, weights, residual, shared=shared, powers_of_two=powers
             )
@@ -177,19 +174,44 @@ class Experts(nn.Module):
         return add_up(grouped_mlp_cpu(x, *self._packed, ids, weights), residual, shared)
 
     def add_to(
-        self, residual: Tensor, x: Tensor | BothRows, ids: Tensor, weights: Tensor
+        self,
+        residual: Tensor,
+        x: Tensor | BothRows,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Callable[[], SharedPart] | None = None,
     ) -> Stream:
-        """Add the sum to `residual` [T, H] in place, now or when it is read, and return it."""
-        if self.gate_up_scales is not None and self.down_scales is not None:
-            assert self.form is not None
-            gate_up = FP8Weight(self.gate_up_proj, self.gate_up_scales)
-            down = FP8Weight(self.down_proj, self.down_scales)
-            powers = self.form.powers_of_two
-            parts = fp8_grouped_parts(x, gate_up, down, ids, weights, powers_of_two=powers)
-            if parts is not None:
-                return PendingParts(residual, parts)
-        stream: Tensor = self(x, ids, weights, residual)
-        return stream
+        """Add the sum to `residual` [T, H] in place, now or when it is read, and return it. All
+        experts must be on this rank.
+
+        Args:
+            residual, x, ids, weights, shared: as of `forward`.
+        """
+        parts = self._parts(x, ids, weights)
+        if parts is not None:
+            return PendingParts(residual, parts, shared and shared())
+        self(x, ids, weights, residual, shared)
+        return residual
+
+    def _parts(self, x: Tensor | BothRows, ids: Tensor, weights: Tensor) -> Tensor | None:
+        """Compute the results [k, T, H] of each token's experts times their weights; None where
+        they are added up right away."""
+        if (in_fp8 := self._in_fp8()) is not None:
+            gate_up, down, powers = in_fp8
+            return fp8_grouped_parts(x, gate_up, down, ids, weights, powers_of_two=powers)
+        assert isinstance(x, Tensor)
+        if self._packed is not None:
+            return None
+        return grouped_parts(x, self.gate_up_proj, self.down_proj, ids, weights)
+
+    def _in_fp8(self) -> tuple[FP8Weight, FP8Weight, bool] | None:
+        """Return the weights of both products, and whether tokens are scaled by powers of two; None
+        if the weights are not kept in FP8."""
+        if self.gate_up_scales is None or self.down_scales is None:
+            return None
+        assert self.form is not None
+        gate_up = FP8Weight(self.gate_up_proj, self.gate_up_scales)
+        return gate_up, FP8Weight(self.down_proj, self.down_scales), self.form.powers_of_two
 
     def _own_ids(self, ids: Tensor) -> Tensor:
         """Turn the ids [T, k] of experts into indices among those of this rank; those of other
@@ -378,17 +400,17 @@ class SparseMoE(nn.Module):
             bias=None if self.correction is None else self.correction.e_score_correction_bias,
         )
         ctx.record(self.column, ids, self.index)
-        out = residual if self._parallel.size == 1 else None
-        own = _own_tokens(x, ctx)
-        if own is None and shared is None and out is not None:
-            return self.experts.add_to(out, tokens, ids, weights)
+        alone, own = self._parallel.size == 1, _own_tokens(x, ctx)
+        if own is None and alone:
+            return self.experts.add_to(residual, tokens, ids, weights, shared)
+        out: Tensor
         if own is None:
-            out = self.experts(tokens, ids, weights, out, shared)
+            out = self.experts(tokens, ids, weights, None, shared)
         else:
             routed = torch.zeros_like(x)
             routed[own] = self.experts(x[own], ids[own], weights[own])
-            out = add_up(routed, out, shared)
-        if self._parallel.size == 1:
+            out = add_up(routed, residual if alone else None, shared)
+        if alone:
             return out
         return self._parallel.add_sum(residual, out, FEED_FORWARD_LANE)
 

@@ -16,10 +16,10 @@ from batchgen.kernels.fp8.quantise import (
     BothRows,
     FP8Rows,
     rms_norm_both,
-    rms_norm_of_sum,
     rms_norm_quantised,
 )
-from batchgen.kernels.layers.rms_norm import rms_norm
+from batchgen.kernels.layers.rms_norm import rms_norm, rms_norm_of_sum
+from batchgen.kernels.moe.shared_part import SharedPart
 
 
 class RMSNorm(nn.Module):
@@ -64,10 +64,16 @@ class RMSNorm(nn.Module):
         return self._quantised(x, self._form.powers_of_two)
 
     def _quantised(
-        self, x: Tensor, powers_of_two: bool, parts: Tensor | None = None
+        self,
+        x: Tensor,
+        powers_of_two: bool,
+        parts: Tensor | None = None,
+        shared: SharedPart | None = None,
     ) -> FP8Rows | BothRows:
         run = rms_norm_both if self._keeps else rms_norm_quantised
-        return run(x, self.weight, self.eps, powers_of_two=powers_of_two, parts=parts)
+        return run(
+            x, self.weight, self.eps, powers_of_two=powers_of_two, parts=parts, shared=shared
+        )
 
     def of_stream(self, stream: Stream) -> tuple[Any, Tensor]:
         """Normalise a residual stream [T, size].
@@ -78,10 +84,10 @@ class RMSNorm(nn.Module):
         if isinstance(stream, Tensor):
             return self(stream), stream
         if isinstance(stream, PendingParts):
-            x, parts = stream
+            x, (parts, shared) = stream.residual, stream.take()
             if self._form is None:
-                return rms_norm_of_sum(x, parts, self.weight, self.eps), x
-            return self._quantised(x, self._form.powers_of_two, parts), x
+                return rms_norm_of_sum(x, parts, shared, self.weight, self.eps), x
+            return self._quantised(x, self._form.powers_of_two, parts, shared), x
         assert self._form is None, "FP8 is refused with several ranks"
         return stream.normed(self.weight, self.eps)
 

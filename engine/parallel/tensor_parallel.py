@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from batchgen.engine.parallel.shard import Shard
+from batchgen.kernels.moe.shared_part import SharedPart
 
 T = TypeVar("T")
 
@@ -65,19 +66,33 @@ class PendingSum(NamedTuple):
         return self.collectives.add_sum_norm(self.residual, self.partial, self.lane, weight, eps)
 
 
-class PendingParts(NamedTuple):
+class PendingParts:
     """A residual stream to which parts of a sum are still to be added.
 
     The norm that reads the stream adds them (`RMSNorm.of_stream`), in the launch in which it reads
     the stream anyway.
 
-    Attributes:
+    Args:
         residual: [T, H], contiguous; overwritten with the sum then.
-        parts: [P, T, H], the last axis contiguous.
+        parts: [P, T, H], the last axis contiguous; as large as a prefill's largest tensors.
+        shared: what a shared expert adds besides, which is computed already; None adds nothing.
+
+    Attributes:
+        residual: as given.
     """
 
-    residual: Tensor
-    parts: Tensor
+    def __init__(self, residual: Tensor, parts: Tensor, shared: SharedPart | None = None) -> None:
+        self.residual = residual
+        self._added: tuple[Tensor, SharedPart | None] | None = (parts, shared)
+
+    def take(self) -> tuple[Tensor, SharedPart | None]:
+        """Return the parts and what is added besides, once, and hold them no longer.
+
+        Whoever called a layer with this stream holds the stream until the layer has returned.
+        """
+        assert self._added is not None, "the parts have been added already"
+        added, self._added = self._added, None
+        return added
 
 
 Stream = Tensor | PendingSum | PendingParts

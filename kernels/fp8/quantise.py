@@ -11,12 +11,12 @@ from torch import Tensor
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, LARGEST, LEAST
 from batchgen.kernels.fp8.quantise_triton import (
     quantise_rows_triton,
-    rms_norm_of_sum_triton,
     rms_norm_quantised_triton,
     silu_and_mul_quantised_triton,
 )
 from batchgen.kernels.layers.activation import silu_and_mul_reference
-from batchgen.kernels.layers.rms_norm import rms_norm_reference
+from batchgen.kernels.layers.rms_norm import add_parts_reference, rms_norm_reference
+from batchgen.kernels.moe.shared_part import SharedPart
 
 
 class FP8Rows(NamedTuple):
@@ -99,6 +99,7 @@ def rms_norm_quantised(
     *,
     powers_of_two: bool = False,
     parts: Tensor | None = None,
+    shared: SharedPart | None = None,
 ) -> FP8Rows:
     """Normalise rows, as `rms_norm` does, and round them to FP8.
 
@@ -107,13 +108,14 @@ def rms_norm_quantised(
         weight: [K], dtype of x or float32.
         eps: added to the mean square.
         powers_of_two: as of `quantise_rows`.
-        parts: [P, M, K], the last axis contiguous, which are added to x in place before, in
-            float32 and rounded once; None adds nothing.
+        parts, shared: added to x in place before, as by `rms_norm_of_sum`; None adds nothing.
     """
     if x.is_cuda:
-        found = rms_norm_quantised_triton(x, weight, eps, powers_of_two, parts=parts)
+        found = rms_norm_quantised_triton(x, weight, eps, powers_of_two, parts=parts, shared=shared)
         return FP8Rows(*found, len(x))
-    return quantise_rows(_norm_of_sum(x, parts, weight, eps), powers_of_two=powers_of_two)
+    return rms_norm_both(
+        x, weight, eps, powers_of_two=powers_of_two, parts=parts, shared=shared
+    ).in_fp8
 
 
 def rms_norm_both(
@@ -123,23 +125,16 @@ def rms_norm_both(
     *,
     powers_of_two: bool = False,
     parts: Tensor | None = None,
+    shared: SharedPart | None = None,
 ) -> BothRows:
     """Normalise rows as `rms_norm_quantised` does, and keep them as they were before rounding."""
     if not x.is_cuda:
-        plain = _norm_of_sum(x, parts, weight, eps)
+        if parts is not None:
+            add_parts_reference(x, parts, shared)
+        plain = rms_norm_reference(x, weight, eps)
         return BothRows(plain, quantise_rows(plain, powers_of_two=powers_of_two))
     plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    found = rms_norm_quantised_triton(x, weight, eps, powers_of_two, parts=parts, out=plain)
+    found = rms_norm_quantised_triton(
+        x, weight, eps, powers_of_two, parts=parts, shared=shared, out=plain
+    )
     return BothRows(plain, FP8Rows(*found, len(x)))
-
-
-def rms_norm_of_sum(x: Tensor, parts: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add parts to x and normalise it, as `rms_norm_quantised` does, without rounding to FP8."""
-    run = rms_norm_of_sum_triton if x.is_cuda else _norm_of_sum
-    return run(x, parts, weight, eps)
-
-
-def _norm_of_sum(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    if parts is not None:
-        x.copy_(parts.sum(0, dtype=torch.float32) + x.float())
-    return rms_norm_reference(x, weight, eps)

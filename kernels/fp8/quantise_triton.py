@@ -8,6 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, LARGEST, LEAST
+from batchgen.kernels.layers.parts_triton import sum_parts
+from batchgen.kernels.layers.rms_norm import sizes_of_parts
+from batchgen.kernels.moe.shared_part import SharedPart
 
 ROW_MULTIPLE = 16
 """Rows are allocated in such numbers: cuBLAS reads the scales of a group in whole vectors."""
@@ -38,52 +41,30 @@ def rms_norm_quantised_triton(
     powers_of_two: bool = False,
     *,
     parts: Tensor | None = None,
+    shared: SharedPart | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm_quantised` in one launch: as `quantise_rows_triton`.
 
     Args:
-        x, weight, eps, powers_of_two, parts: as there.
+        x, weight, eps, powers_of_two, parts, shared: as there.
         out: [M, K], dtype of x, contiguous: overwritten with the rows before they are rounded to
             FP8. None leaves them out.
     """
-    values, scales = _empty(len(x), x.shape[1], x.device)
-    _launch_norm(x, weight, eps, parts, out, (values, scales), powers_of_two)
-    return values, scales
-
-
-def rms_norm_of_sum_triton(x: Tensor, parts: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm_of_sum` in one launch."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, weight, eps, parts, out, None, False)
-    return out
-
-
-def _launch_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    parts: Tensor | None,
-    out: Tensor | None,
-    quantised: tuple[Tensor, Tensor] | None,
-    powers_of_two: bool,
-) -> None:
     rows, size = x.shape
-    assert x.stride(1) == 1 and (parts is None or parts.stride(2) == 1)
-    if not rows:
-        return
-    num_parts, part_stride, parts_row = 0, 0, 0
-    if parts is not None:
-        assert parts.shape[1:] == x.shape
-        num_parts, (part_stride, parts_row, _) = len(parts), parts.stride()
-    values, scales = quantised or (None, None)
+    assert x.stride(1) == 1
+    num_parts, part_stride, parts_row = sizes_of_parts(x, parts, shared)
+    added, gate = shared or (None, None)
+    values, scales = _empty(rows, size, x.device)
     groups = triton.next_power_of_2(triton.cdiv(size, BLOCK))
-    _rms_norm_quantised[(rows,)](
-        x, parts, weight, out, values, scales, x.stride(0), part_stride, parts_row, size,
-        0 if scales is None else scales.stride(0), eps, PARTS=num_parts, KEEP=out is not None,
-        QUANTISE=quantised is not None, POWERS=powers_of_two, GROUPS=groups, BLOCK=BLOCK,
-        INTERPRETED=not x.is_cuda, num_warps=min(16, max(2, groups * BLOCK // 512)),
-    )  # fmt: skip
+    if rows:
+        _rms_norm_quantised[(rows,)](
+            x, parts, added, gate, weight, out, values, scales, x.stride(0), part_stride, parts_row,
+            size, scales.stride(0), eps, PARTS=num_parts, KEEP=out is not None,
+            POWERS=powers_of_two, GROUPS=groups, BLOCK=BLOCK, INTERPRETED=not x.is_cuda,
+            num_warps=min(16, max(2, groups * BLOCK // 512)),
+        )  # fmt: skip
+    return values, scales
 
 
 def _quantised(x: Tensor, depth: int, powers_of_two: bool, *, silu: bool) -> tuple[Tensor, Tensor]:
@@ -161,34 +142,32 @@ def _quantise_rows(
 
 @triton.jit(do_not_specialize=["scales_stride"])
 def _rms_norm_quantised(
-    x_ptr, parts_ptr, weight_ptr, out_ptr, values_ptr, scales_ptr, x_stride, part_stride, parts_row,
-    size, scales_stride, eps,
-    PARTS: tl.constexpr, KEEP: tl.constexpr, QUANTISE: tl.constexpr, POWERS: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    x_ptr, parts_ptr, shared_ptr, gate_ptr, weight_ptr, out_ptr, values_ptr, scales_ptr, x_stride,
+    part_stride, parts_row, size, scales_stride, eps,
+    PARTS: tl.constexpr, KEEP: tl.constexpr, POWERS: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program normalises one row, rounding as `rms_norm` does, and quantises it. Parts are
-    added up in their order and then to the row, which is written back."""
+    """Each program normalises one row, rounding as `rms_norm` does, and quantises it. If there are
+    parts, the row is overwritten with their sum and itself before."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = column < size
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     if PARTS:
-        source = parts_ptr + row * parts_row + column
-        total = tl.zeros([GROUPS, BLOCK], tl.float32)
-        for part in tl.static_range(PARTS):
-            some = tl.load(source + part * part_stride, mask=mask, other=0.0)
-            total += some.to(tl.float32)
+        total = sum_parts(
+            parts_ptr, part_stride, parts_row, None, 0, shared_ptr, gate_ptr, row, None, column,
+            mask, size, PARTS,
+        )  # fmt: skip
         x = (total + x.to(tl.float32)).to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row * x_stride + column, x, mask=mask)
     x = x.to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / size + eps)
     normed = (x * scale).to(weight_ptr.dtype.element_ty).to(tl.float32)
     result = (normed * weight).to(x_ptr.dtype.element_ty)
     if KEEP:
         tl.store(out_ptr + row * size + column, result, mask=mask)
-    if QUANTISE:
-        values, scales = quantise_groups(result.to(tl.float32), 1, POWERS, INTERPRETED)
-        tl.store(values_ptr + row * size + column, values, mask=mask)
-        tl.store(scales_ptr + group * scales_stride + row, scales, mask=group * BLOCK < size)
+    values, scales = quantise_groups(result.to(tl.float32), 1, POWERS, INTERPRETED)
+    tl.store(values_ptr + row * size + column, values, mask=mask)
+    tl.store(scales_ptr + group * scales_stride + row, scales, mask=group * BLOCK < size)

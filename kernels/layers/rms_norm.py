@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.kernels.layers.parts_triton import sum_parts
+from batchgen.kernels.moe.shared_part import SharedPart
+
 _TILE = 1024
 """Elements per program: a program takes several rows if they are shorter than this."""
 
@@ -35,20 +38,72 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` in one launch."""
+def rms_norm_of_sum(
+    x: Tensor, parts: Tensor, shared: SharedPart | None, weight: Tensor, eps: float
+) -> Tensor:
+    """Add parts of a sum to rows, and normalise these as `rms_norm` does.
+
+    Args:
+        x: [T, D], the last axis contiguous; overwritten with x + Σ_p parts_p + shared, which is
+            computed in float32 and rounded once.
+        parts: [P, T, D], the last axis contiguous; added in their order.
+        shared: added behind them; None adds nothing.
+        weight: [D], dtype of x or float32.
+        eps: added to the mean square.
+
+    Returns:
+        [T, D], contiguous, dtype of x.
+    """
+    if x.is_cuda:
+        return rms_norm_triton(x, weight, eps, parts, shared)
+    add_parts_reference(x, parts, shared)
+    return rms_norm_reference(x, weight, eps)
+
+
+def add_parts_reference(x: Tensor, parts: Tensor, shared: SharedPart | None) -> None:
+    """Add to rows what `rms_norm_of_sum` adds, in PyTorch."""
+    total = parts.sum(0, dtype=torch.float32)
+    if shared is not None:
+        total += shared.gated()
+    x.copy_(total + x.float())
+
+
+def rms_norm_triton(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    parts: Tensor | None = None,
+    shared: SharedPart | None = None,
+) -> Tensor:
+    """`rms_norm` in one launch, or `rms_norm_of_sum` if there are parts."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_parts, *strides = sizes_of_parts(x, parts, shared)
+    values, gate = shared or (None, None)
     x = _three_axes(x)
     outer, inner, size = x.shape
     block = triton.next_power_of_2(size)
     rows = max(1, _TILE // block)
     _rms_norm[(triton.cdiv(outer * inner, rows),)](
-        x, weight, out, x.stride(0), x.stride(1), outer * inner, inner, size, eps,
-        ROWS=rows, BLOCK=block,
+        x, parts, values, gate, weight, out, x.stride(0), x.stride(1), *strides, outer * inner,
+        inner, size, eps, PARTS=num_parts, ROWS=rows, BLOCK=block,
         # A thread makes two 16-byte accesses of 2-byte elements; in rows over 8192, more than two.
         num_warps=min(16, max(2, rows * block // 512)),
     )  # fmt: skip
     return out
+
+
+def sizes_of_parts(
+    x: Tensor, parts: Tensor | None, shared: SharedPart | None
+) -> tuple[int, int, int]:
+    """Return the number of parts [P, T, D] of rows x [T, D] and their strides from part to part and
+    from row to row; zeros if there are none."""
+    if parts is None:
+        assert shared is None
+        return 0, 0, 0
+    assert parts.shape[1:] == x.shape and parts.stride(2) == 1
+    if shared is not None:
+        shared.check(*x.shape)
+    return len(parts), parts.stride(0), parts.stride(1)
 
 
 def _three_axes(x: Tensor) -> Tensor:
@@ -60,16 +115,26 @@ def _three_axes(x: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
-    x_ptr, weight_ptr, out_ptr, x_outer, x_inner, num_rows, inner, size, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, parts_ptr, shared_ptr, gate_ptr, weight_ptr, out_ptr, x_outer, x_inner, part_stride,
+    parts_row, num_rows, inner, size, eps,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes ROWS rows of `size` elements. Row r is x[r // inner, r % inner]."""
+    """Each program computes ROWS rows of `size` elements. Row r is x[r // inner, r % inner]; if
+    there are parts, it is overwritten with their sum and itself."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (column < size)
     source = x_ptr + row // inner * x_outer + row % inner * x_inner + column
-    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(source, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
+    if PARTS:
+        total = sum_parts(
+            parts_ptr, part_stride, parts_row, None, 0, shared_ptr, gate_ptr, row, row < num_rows,
+            column, mask, size, PARTS,
+        )  # fmt: skip
+        x = (total + x.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(source, x, mask=mask)
+    x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)
     normed = (x * scale[:, None]).to(weight_ptr.dtype.element_ty).to(tl.float32)
     result = (normed * weight).to(out_ptr.dtype.element_ty)

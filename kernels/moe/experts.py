@@ -9,7 +9,7 @@ from torch import Tensor
 
 from batchgen.kernels.layers.activation import silu_and_mul_reference
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
-from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
+from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, grouped_parts_triton
 from batchgen.kernels.moe.shared_part import SharedPart, add_up
 
 
@@ -52,6 +52,17 @@ def grouped_mlp(
         )
     products = ExpertProducts(gate_up.unbind()), ExpertProducts(down.unbind())
     return add_up(grouped_mlp_cpu(x, *products, ids, weights), residual, shared)
+
+
+def grouped_parts(
+    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor | None:
+    """Compute what `grouped_mlp` adds up: [k, T, H], dtype of x, the last axis contiguous; None
+    where parts are not computed, which is on a CPU and without tokens."""
+    if not x.is_cuda or not len(x):
+        return None
+    parts = grouped_parts_triton(x, gate_up, down, ids, weights)
+    return parts.view(*weights.shape, -1).transpose(0, 1)
 
 
 def grouped_mlp_reference(

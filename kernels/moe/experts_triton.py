@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.kernels.layers.parts_triton import sum_parts
 from batchgen.kernels.moe.alignment_triton import align
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
 from batchgen.kernels.moe.shared_part import SharedPart
@@ -50,27 +51,43 @@ def grouped_mlp_triton(
     Returns:
         [T, H], dtype of x: a new tensor, or `residual`.
     """
+    out = new_or_residual(x, residual)
+    if len(x):
+        parts = grouped_parts_triton(
+            x, gate_up, down, ids, weights, num_routed=num_routed, tiles=tiles
+        )
+        experts = len(gate_up)
+        here = (ids, experts) if (num_routed or experts) > experts else None
+        sum_slots(parts, out, here, shared and shared(), add=residual is not None)
+    return out
+
+
+def grouped_parts_triton(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    num_routed: int | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Compute what `grouped_mlp_triton` adds up: [T·k, H], dtype of x, the slots' results times
+    their weights. There must be tokens. Nothing is written for slots whose expert is elsewhere."""
     tokens, hidden = x.shape
     experts, inner, k = len(gate_up), down.shape[2], ids.shape[1]
     assert gate_up.shape == (experts, 2 * inner, hidden) and gate_up.is_contiguous()
     assert down.shape == (experts, hidden, inner) and down.is_contiguous()
     assert x.dtype == gate_up.dtype == down.dtype and x.stride(1) == 1
     assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
-    out = new_or_residual(x, residual)
-    if not tokens:
-        return out
     num_routed = num_routed or experts
     tiles = tiles or choose_tiles(ids.numel() * experts // num_routed, gate_up)
-    some_elsewhere = num_routed > experts
-    alignment = align(ids, experts, tiles.block_m, some_elsewhere=some_elsewhere)
+    alignment = align(ids, experts, tiles.block_m, some_elsewhere=num_routed > experts)
     activated = torch.empty((tokens * k, inner), dtype=x.dtype, device=x.device)
     gate_up_product(x, gate_up, alignment, tiles.gate_up, k, activated)
     parts = torch.empty((tokens * k, hidden), dtype=x.dtype, device=x.device)
     down_product(activated, down, weights, alignment, tiles.down, parts)
-    del activated  # It is as large as what a shared expert that was not begun needs now.
-    here = (ids, experts) if some_elsewhere else None
-    sum_slots(parts, out, here, shared and shared(), add=residual is not None)
-    return out
+    return parts
 
 
 def new_or_residual(x: Tensor, residual: Tensor | None) -> Tensor:
@@ -101,15 +118,14 @@ def sum_slots(
         add: to what `out` holds.
     """
     tokens, hidden = out.shape
-    values, gate = (None, None) if shared is None else shared
-    assert values is None or (values.shape == out.shape and values.is_contiguous())
-    assert gate is None or (gate.shape == (tokens, 1) and gate.is_contiguous())
+    values, gate = shared or (None, None)
+    if shared is not None:
+        shared.check(tokens, hidden)
     chunks = triton.cdiv(hidden, _CHUNK)
     ids, experts = (None, 0) if here is None else here
     _sum_slots[(tokens * chunks,)](
         parts, out, ids, values, gate, hidden, chunks, experts,
-        K=len(parts) // tokens, ADD=add, SOME_ELSEWHERE=here is not None,
-        SHARED=values is not None, GATED=gate is not None,
+        K=len(parts) // tokens, ADD=add,
         BLOCK=min(_CHUNK, triton.next_power_of_2(hidden)), num_warps=4,
     )  # fmt: skip
 
@@ -117,26 +133,16 @@ def sum_slots(
 @triton.jit
 def _sum_slots(
     parts_ptr, out_ptr, ids_ptr, shared_ptr, gate_ptr, hidden, chunks, experts,
-    K: tl.constexpr, ADD: tl.constexpr, SOME_ELSEWHERE: tl.constexpr, SHARED: tl.constexpr,
-    GATED: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program adds up one chunk of columns of one token, in the order of its slots."""
     token = (tl.program_id(0) // chunks).to(tl.int64)
     column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
     mask = column < hidden
-    source = parts_ptr + token * K * hidden + column
-    total = tl.zeros([BLOCK], tl.float32)
-    for slot in tl.static_range(K):
-        end = hidden
-        if SOME_ELSEWHERE:
-            end = tl.where(tl.load(ids_ptr + token * K + slot) < experts, hidden, 0)
-        total += tl.load(source + slot * hidden, mask=column < end, other=0.0).to(tl.float32)
-    if SHARED:
-        shared = tl.load(shared_ptr + token * hidden + column, mask=mask, other=0.0)
-        shared = shared.to(tl.float32)
-        if GATED:
-            shared *= 1.0 / (1.0 + tl.exp(-tl.load(gate_ptr + token).to(tl.float32)))
-        total += shared
+    total = sum_parts(
+        parts_ptr, hidden, K * hidden, ids_ptr, experts, shared_ptr, gate_ptr, token, None, column,
+        mask, hidden, K,
+    )  # fmt: skip
     target = out_ptr + token * hidden + column
     if ADD:
         total += tl.load(target, mask=mask, other=0.0).to(tl.float32)

@@ -21,13 +21,23 @@ class SharedPart(NamedTuple):
     values: Tensor
     gate: Tensor | None = None
 
-    def add_to(self, out: Tensor) -> Tensor:
-        """Add it to `out` [T, H] in place, in PyTorch, and return that."""
+    def gated(self) -> Tensor:
+        """Compute what is added [T, H] in PyTorch: in float32, or without a gate as it is."""
         if self.gate is None:
-            return out.add_(self.values)
+            return self.values
         # torch.sigmoid is no option: on a CPU it may compute the last elements with another exp.
         sigmoid = 1 / torch.exp(-self.gate.float()).add_(1)
-        return out.add_(self.values * sigmoid)
+        return self.values * sigmoid
+
+    def add_to(self, out: Tensor) -> Tensor:
+        """Add it to `out` [T, H] in place, in PyTorch, and return that."""
+        return out.add_(self.gated())
+
+    def check(self, rows: int, size: int) -> None:
+        """Check that it is what kernels take for a sum [rows, size]."""
+        assert self.values.shape == (rows, size) and self.values.is_contiguous()
+        gate = self.gate
+        assert gate is None or (gate.shape == (rows, 1) and gate.is_contiguous())
 
 
 def add_up(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -9,19 +11,32 @@ from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.parallel.tensor_parallel import PendingParts
 from batchgen.kernels.fp8.quantise import BothRows, FP8Rows
+from batchgen.kernels.moe.shared_part import SharedPart
 
 
-@pytest.mark.parametrize(("quantised", "keep"), [(False, False), (True, False), (True, True)])
-def test_parts_are_added_before_the_norm(quantised: bool, keep: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    residual = torch.randn((5, 144), generator=generator)
-    parts = torch.randn((3, 5, 144), generator=generator)
+def _norm(generator: torch.Generator) -> RMSNorm:
     norm = RMSNorm(144, 1e-6, device=torch.device("cpu"), dtype=torch.float32)
     norm.weight.copy_(torch.rand(144, generator=generator))
+    return norm
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("gated", [None, False, True])
+@pytest.mark.parametrize(("quantised", "keep"), [(False, False), (True, False), (True, True)])
+def test_parts_are_added_before_the_norm(
+    quantised: bool, keep: bool, gated: bool | None, tokens: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    residual, values = torch.randn((2, tokens, 144), generator=generator)
+    parts = torch.randn((3, tokens, 144), generator=generator)
+    gate = torch.randn((tokens, 1), generator=generator) if gated else None
+    shared = None if gated is None else SharedPart(values, gate)
+    norm = _norm(generator)
     if quantised:
         norm.quantise_result(FP8Format(), keep=keep)
-    expected, total = norm.of_stream(residual + parts.sum(0))
-    found, stream = norm.of_stream(PendingParts(residual, parts))
+    added = 0 if shared is None else values * (1 if gate is None else torch.sigmoid(gate))
+    expected, total = norm.of_stream(residual + parts.sum(0) + added)
+    found, stream = norm.of_stream(PendingParts(residual, parts, shared))
     assert stream is residual
     torch.testing.assert_close(stream, total)
     if keep:
@@ -33,3 +48,16 @@ def test_parts_are_added_before_the_norm(quantised: bool, keep: bool) -> None:
         found, expected = found.dequantise(), expected.dequantise()
     # A value may be rounded to the other neighbour.
     torch.testing.assert_close(found, expected, rtol=2**-3 if quantised else 1e-6, atol=1e-3)
+
+
+def test_parts_are_held_until_they_are_added_and_no_longer() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn((3, 5, 144), generator=generator)
+    held, stream = weakref.ref(parts), PendingParts(torch.zeros(5, 144), parts)
+    del parts
+    assert held() is not None
+    norm = _norm(generator)
+    norm.of_stream(stream)
+    assert held() is None
+    with pytest.raises(AssertionError, match="added already"):
+        norm.of_stream(stream)

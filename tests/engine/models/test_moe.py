@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,17 @@ from transformers import AutoModelForCausalLM
 
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.forward_context import ForwardContext
+from batchgen.engine.layers import moe as moe_layers
+from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.moe import Experts, SparseMoE
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_config, load_model
 from batchgen.engine.models.config import Diffusion
 from batchgen.engine.models.moe import MoEConfig
 from batchgen.engine.outputs import RequestOutput
+from batchgen.engine.parallel.tensor_parallel import PendingParts
 from batchgen.engine.sampling.params import SamplingParams
+from batchgen.kernels.moe.experts_triton import grouped_parts_triton
 from batchgen.strategies.ar.strategy import ARStrategy
 
 TinyModel = Callable[..., Path]
@@ -250,6 +255,61 @@ def test_experts_add_to_a_residual_in_place(packed: bool, tiny_model: TinyModel)
         expected = residual + experts(x, ids, weights)
         assert experts(x, ids, weights, residual) is residual
     assert torch.equal(residual, expected)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "deepseek_v3", "qwen3_next"])
+def test_the_next_norm_adds_the_results_of_experts(
+    kind: str,
+    tiny_model: TinyModel,
+    run_paged: Callable[..., Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU. A prefill's results are large: they are gone before anything else is made."""
+    model = load_model(tiny_model(kind), device=CPU)
+    expected = run_paged(model, IDS[:70], [64, 1, 5])
+    held: list[weakref.ref[Tensor]] = []
+
+    def parts(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        found = grouped_parts_triton(x, gate_up, down, ids, weights)
+        found = found.view(*weights.shape, -1).transpose(0, 1)
+        held.append(weakref.ref(found))
+        return found
+
+    def check(*_: object) -> None:
+        assert all(parts() is None for parts in held)
+
+    monkeypatch.setattr(moe_layers, "grouped_parts", parts)
+    for layer in model.modules():
+        if isinstance(layer, DecoderLayer):
+            assert isinstance(layer.mixer, torch.nn.Module)
+            layer.mixer.register_forward_pre_hook(check)
+    found = run_paged(model, IDS[:70], [64, 1, 5])
+    assert len(held) == 3 * sum(isinstance(module, SparseMoE) for module in model.modules())
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_what_a_shared_expert_adds_is_asked_for_before_the_stream_goes_on(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the routed experts. A capture could not end otherwise."""
+    model = load_model(tiny_model("qwen2_moe"), device=CPU)
+    moe = next(module for module in model.modules() if isinstance(module, SparseMoE))
+    assert moe.shared_expert is not None
+    events: list[str] = []
+    moe.shared_expert.down_proj.register_forward_hook(lambda *_: events.append("shared"))
+
+    def parts(x: Tensor, *_: Tensor) -> Tensor:
+        events.append("experts")
+        return torch.zeros((2, *x.shape))
+
+    monkeypatch.setattr(moe_layers, "grouped_parts", parts)
+    x = torch.randn(5, 64)
+    with torch.inference_mode():
+        stream = moe(x, x.clone(), ForwardContext((), torch.ones(5, dtype=torch.int64), ()))
+    assert isinstance(stream, PendingParts)
+    assert events == ["experts", "shared"]
+    added, shared = stream.take()
+    assert len(added) == 2 and shared is not None and shared.gate is not None
 
 
 @pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe"])

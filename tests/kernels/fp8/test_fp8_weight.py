@@ -9,22 +9,23 @@ from hypothesis import strategies as st
 
 from batchgen.kernels.fp8.fp8_weight import BLOCK, LARGEST, FP8Weight, quantise_weight
 from batchgen.kernels.fp8.quantise import (
+    BothRows,
     FP8Rows,
     quantise_rows,
     quantise_rows_reference,
     rms_norm_both,
-    rms_norm_of_sum,
     rms_norm_quantised,
     silu_and_mul_quantised,
 )
 from batchgen.kernels.fp8.quantise_triton import (
     quantise_rows_triton,
-    rms_norm_of_sum_triton,
     rms_norm_quantised_triton,
     silu_and_mul_quantised_triton,
 )
 from batchgen.kernels.layers.activation import silu_and_mul
 from batchgen.kernels.layers.rms_norm import rms_norm
+from batchgen.kernels.moe.experts_triton import sum_slots
+from batchgen.kernels.moe.shared_part import SharedPart
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP = 2.0**-4
@@ -170,10 +171,47 @@ def test_a_norm_adds_parts_to_the_rows_that_it_reads(parts_dtype: torch.dtype) -
     torch.testing.assert_close(stream, total, rtol=2**-20, atol=2**-22)
     torch.testing.assert_close(plain, normed, rtol=2**-18, atol=2**-20)
     assert torch.equal(FP8Rows(*found, 7).dequantise(), quantise_rows(plain).dequantise())
-    for run in (rms_norm_of_sum_triton, rms_norm_of_sum):
-        stream = x.clone()
-        torch.testing.assert_close(run(stream, parts, weight, 1e-5), normed, rtol=2**-18, atol=1e-6)
-        torch.testing.assert_close(stream, total, rtol=2**-20, atol=2**-22)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("gated", [None, False, True])
+@pytest.mark.parametrize(("rows", "size"), [(1, 2048), (7, 200)])
+def test_a_quantised_norm_adds_the_bits_of_a_sum_of_slots(
+    rows: int, size: int, gated: bool | None, keep: bool
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, torch.bfloat16)
+
+    x, slots, values, gate = (
+        normal(*shape) for shape in ((rows, size), (rows * 3, size), (rows, size), (rows, 1))
+    )
+    shared = None if gated is None else SharedPart(values, gate if gated else None)
+    weight = normal(size)
+    total, plain, kept = x.clone(), torch.empty_like(x), torch.empty_like(x)
+    sum_slots(slots, total, None, shared, add=True)
+    apart = FP8Rows(*rms_norm_quantised_triton(total, weight, 1e-5, out=plain), rows)
+    parts = slots.view(rows, 3, size).transpose(0, 1)
+    stream = x.clone()
+    found = FP8Rows(
+        *rms_norm_quantised_triton(
+            stream, weight, 1e-5, parts=parts, shared=shared, out=kept if keep else None
+        ),
+        rows,
+    )
+    assert torch.equal(stream, total)
+    assert torch.equal(found.dequantise(), apart.dequantise())
+    assert not keep or torch.equal(kept, plain)
+    for run in (rms_norm_quantised, rms_norm_both):
+        on_cpu, of_shared = x.cpu().clone(), None
+        if gated is not None:
+            of_shared = SharedPart(values.cpu(), gate.cpu() if gated else None)
+        result = run(on_cpu, weight.cpu(), 1e-5, parts=parts.cpu(), shared=of_shared)
+        # The interpreter rounds to bfloat16 by cutting off.
+        torch.testing.assert_close(on_cpu, total.cpu(), rtol=2**-7, atol=2**-7)
+        if isinstance(result, BothRows):
+            torch.testing.assert_close(result.plain, plain.cpu(), rtol=2**-5, atol=2**-5)
 
 
 def test_no_rows() -> None:

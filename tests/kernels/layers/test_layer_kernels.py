@@ -30,9 +30,12 @@ from batchgen.kernels.layers.linear import add_linear_, pack_weight
 from batchgen.kernels.layers.plane import write_plane_reference, write_plane_triton
 from batchgen.kernels.layers.rms_norm import (
     rms_norm,
+    rms_norm_of_sum,
     rms_norm_reference,
     rms_norm_triton,
 )
+from batchgen.kernels.moe.experts_triton import sum_slots
+from batchgen.kernels.moe.shared_part import SharedPart
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -141,6 +144,74 @@ def _check_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     _assert_near(rms_norm_triton(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
 
 
+def _check_norm_of_sum(
+    rows: int, k: int, size: int, gated: bool | None, dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    """The bits of a sum over slots and a norm behind it; near the reference; NaN keeps its row."""
+    x, slots = _random(rows, size, dtype=dtype), _random(rows * k, size, dtype=dtype)
+    values, gate = _random(rows, 1, size, dtype=dtype)[:, 0], _random(rows, 1, dtype=dtype)
+    weight = _random(size, dtype=weight_dtype)
+    x, slots, values, gate, weight = (v.to(DEVICE) for v in (x, slots, values, gate, weight))
+    shared = None if gated is None else SharedPart(values, gate if gated else None)
+    parts = slots.view(rows, k, size).transpose(0, 1)
+
+    total = x.clone()
+    sum_slots(slots, total, None, shared, add=True)
+    expected = rms_norm_triton(total, weight, 1e-5)
+    stream = x.clone()
+    found = rms_norm_triton(stream, weight, 1e-5, parts, shared)
+    assert torch.equal(stream, total) and torch.equal(found, expected)
+
+    # The interpreter rounds to less precise dtypes by cutting off.
+    eps = torch.finfo(dtype).eps
+    reference, on_cpu = x.cpu().clone(), None
+    if gated is not None:
+        on_cpu = SharedPart(values.cpu(), gate.cpu() if gated else None)
+    normed = rms_norm_of_sum(reference, parts.cpu(), on_cpu, weight.cpu(), 1e-5)
+    torch.testing.assert_close(stream.cpu(), reference, rtol=2 * eps, atol=32 * 2**-20)
+    torch.testing.assert_close(found.cpu(), normed, rtol=8 * eps, atol=1e-5)
+
+    broken = rows // 2
+    slots[broken * k] = float("nan")
+    stream = x.clone()
+    found = rms_norm_triton(stream, weight, 1e-5, parts, shared)
+    others = [row for row in range(rows) if row != broken]
+    assert torch.equal(found[others], expected[others]) and found[broken].isnan().all()
+    assert torch.equal(stream[others], total[others]) and stream[broken].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [None, False, True])
+@pytest.mark.parametrize(("rows", "k", "size"), [(1, 8, 2048), (7, 3, 200), (5, 1, 1500)])
+def test_a_norm_adds_the_bits_of_a_sum_of_slots(
+    rows: int, k: int, size: int, gated: bool | None, dtype: torch.dtype
+) -> None:
+    _check_norm_of_sum(rows, k, size, gated, dtype, dtype)
+
+
+def test_a_norm_with_a_wide_weight_adds_parts() -> None:
+    _check_norm_of_sum(3, 4, 200, True, torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("run", [rms_norm_of_sum, rms_norm_triton])
+def test_a_norm_adds_parts_that_are_wider_than_the_rows(run: Callable[..., torch.Tensor]) -> None:
+    x, parts = _view(7, 200, dtype=torch.bfloat16), _random(2, 7, 200).to(DEVICE)
+    weight = _random(200, dtype=torch.bfloat16).to(DEVICE)
+    total = (parts.sum(0) + x.float()).to(torch.bfloat16)
+    arguments = (
+        (x, weight, 1e-5, parts) if run is rms_norm_triton else (x, parts, None, weight, 1e-5)
+    )
+    found = run(*arguments)
+    torch.testing.assert_close(x, total, rtol=2**-7, atol=0)
+    _assert_near(found, rms_norm_reference(x, weight, 1e-5))
+
+
+def test_a_norm_adds_parts_to_no_rows() -> None:
+    x, parts = torch.empty((0, 64), device=DEVICE), torch.empty((3, 0, 64), device=DEVICE)
+    weight = torch.ones(64, device=DEVICE)
+    assert rms_norm_of_sum(x, parts, None, weight, 1e-5).shape == (0, 64)
+
+
 def _check_silu(gate_up: torch.Tensor) -> None:
     # The GPU's exp is that of 2 after a product, which rounds the exponent: float32 shows it.
     ulps = 32 if gate_up.dtype == torch.float32 else 4
@@ -206,6 +277,20 @@ def test_shares_of_a_table_add_up_to_it(
 )
 def test_norm_kernels_at_real_sizes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     _check_norms(shape, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [None, False, True])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "k", "size"),
+    [(1, 8, 2048), (64, 8, 2048), (513, 6, 2048), (65, 9, 5120), (4096, 4, 512)],
+)
+def test_a_norm_of_a_sum_at_real_sizes(
+    rows: int, k: int, size: int, wide: bool, gated: bool | None, dtype: torch.dtype
+) -> None:
+    _check_norm_of_sum(rows, k, size, gated, dtype, torch.float32 if wide else dtype)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels.moe.experts import grouped_mlp, grouped_mlp_reference
+from batchgen.kernels.moe.experts import grouped_mlp, grouped_mlp_reference, grouped_parts
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, sum_slots
 from batchgen.kernels.moe.shared_part import SharedPart
 from batchgen.kernels.moe.tiles import ProductTiles, Tiles, choose_tiles
@@ -250,6 +250,15 @@ REAL = [(128, 8, 2048, 768), (256, 8, 2048, 512), (64, 6, 2048, 1408)]
 def test_every_line_of_the_table(shape: tuple[int, int, int, int], tokens: int, used: int) -> None:
     case = Case.make(tokens, shape[1], shape[0], *shape[2:], torch.bfloat16, used=used)
     _assert_near(case.run(None), case)
+
+
+@pytest.mark.gpu
+def test_parts_lie_by_choice_of_the_token() -> None:
+    case = Case.make(9, 3, 4, 144, 128, torch.float32)
+    arguments = case.x, case.gate_up, case.down, case.ids, case.weights
+    parts = grouped_parts(*arguments)
+    assert parts is not None and parts.shape == (3, 9, 144)
+    torch.testing.assert_close(parts.sum(0), grouped_mlp(*arguments), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu
