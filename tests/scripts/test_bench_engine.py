@@ -105,7 +105,8 @@ def test_uniform_routing_touches_as_many_experts_as_chance() -> None:
     bench.free()
     prefill, decode = bench.touched("smoke")
     assert (prefill.kind, decode.kind, decode.of) == ("prefill", "decode", 8)
-    assert prefill.experts == 8 and decode.rows <= 4
+    # The last layer of a prefill computes the last tokens of the 4 rows and their padding only.
+    assert 7 <= prefill.experts <= 8 and decode.rows <= 4
     # 15 steps of 2 layers, of which each draws 2 of 8 for 16 tokens: padding is routed as well.
     assert 7 < decode.experts <= 8
 

@@ -157,7 +157,7 @@ def test_chunking_preemption_and_caching_change_nothing(
     assert (engine.stats.cached_tokens > 0) == engine.config.prefix_caching
     if changes.get("max_num_seqs") not in (3, 17):
         preempted = [output for output in outputs if output.num_preemptions]
-        assert sum(output.constraint_satisfied is not None for output in preempted) > 3
+        assert sum(output.constraint_satisfied is not None for output in preempted) > 2
 
 
 # Shrinking an example of so many steps takes minutes and tells little more.

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchgen.kernels.moe import alignment_triton
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_mlp_reference, grouped_parts
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, sum_slots
 from batchgen.kernels.moe.shared_part import SharedPart
@@ -325,9 +326,13 @@ def test_only_slots_whose_expert_is_here_are_added(add: bool) -> None:
     torch.testing.assert_close(of_some, kept.view(5, 3, 40).sum(1) + before * add)
 
 
-@pytest.mark.parametrize("tokens", [7, 1500])
-def test_experts_of_other_ranks_are_left_out(tokens: int) -> None:
+@pytest.mark.parametrize("few_slots", [alignment_triton.FEW_SLOTS, 32])
+def test_experts_of_other_ranks_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, few_slots: int
+) -> None:
     """What ranks with half of the experts each compute adds up to what all of them compute."""
+    monkeypatch.setattr(alignment_triton, "FEW_SLOTS", few_slots)
+    tokens = 40
     experts, k = 6, 3
     case = Case.make(tokens, k, experts, 16, 16, torch.float32)
     whole = grouped_mlp_reference(case.x, case.gate_up, case.down, case.ids, case.weights)
