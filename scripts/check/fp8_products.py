@@ -21,7 +21,8 @@ from batchgen.kernels.fp8.quantise_triton import (
 )
 from batchgen.kernels.fp8.tiles import EXPERTS, LINEAR
 from batchgen.kernels.layers.activation import silu_and_mul_reference
-from batchgen.kernels.layers.rms_norm import rms_norm_reference
+from batchgen.kernels.layers.rms_norm import rms_norm_of_sum, rms_norm_reference
+from batchgen.kernels.moe.shared_part import SharedPart
 
 WIDTHS = ((200, 1168), (200, 1203))
 """Sizes that no tile divides; the copy engine reads rows of the first only."""
@@ -57,16 +58,30 @@ def rounding_differences(device: torch.device) -> Iterator[str]:
     on = x.to(device)
     activated = silu_and_mul_reference(x)
     normed = rms_norm_reference(x, weight, 1e-6)
+    parts, shared = _normal(8, 3, 7, 400), SharedPart(_normal(9, 7, 400), _normal(10, 7, 1))
+    of_sum = rms_norm_of_sum(x.clone(), parts, shared, weight, 1e-6)
+    there = parts.to(device), SharedPart(shared.values.to(device), _normal(10, 7, 1).to(device))
     for powers in (False, True):
+        added = _norm_of_sum(on.clone(), weight.to(device), powers, *there)
         for what, found, expected in (
             ("rows", quantise_rows_triton(on, powers), x),
             ("SiLU·up", silu_and_mul_quantised_triton(on, powers), activated),
             ("norm", rms_norm_quantised_triton(on, weight.to(device), 1e-6, powers), normed),
+            ("norm of a sum", added, of_sum),
         ):
             rows = FP8Rows(*found, 7).dequantise().cpu()
             exact = quantise_rows(expected, powers_of_two=powers).dequantise()
             if not _error(rows, exact) < _CLOSE:
                 yield f"quantised {what} differ by {_error(rows, exact):.2g}"
+
+
+def _norm_of_sum(
+    x: Tensor, weight: Tensor, powers: bool, parts: Tensor, shared: SharedPart
+) -> tuple[Tensor, Tensor]:
+    """Return the quantised norm of x, parts and what is shared, of which the kernel writes the rows
+    before they are rounded as well."""
+    plain = torch.empty_like(x)
+    return rms_norm_quantised_triton(x, weight, 1e-6, powers, parts=parts, shared=shared, out=plain)
 
 
 def linear_differences(rows: int, device: torch.device) -> Iterator[str]:
