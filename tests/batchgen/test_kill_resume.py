@@ -22,7 +22,9 @@ def _run(job: FakeJob) -> None:
     os._exit(job.run().exit_code)
 
 
-@pytest.mark.parametrize(("rows_per_shard", "seed"), [(16, 0), (3, 1), (1000, 2)])
+@pytest.mark.parametrize(
+    ("rows_per_shard", "seed"), [(16, 0), (3, 1), pytest.param(1000, 2, marks=pytest.mark.slow)]
+)
 def test_killed_again_and_again(tmp_path: Path, rows_per_shard: int, seed: int) -> None:
     rng = random.Random(seed)
     whole = FakeJob(str(tmp_path / "whole"), rows=240, rows_per_shard=rows_per_shard)

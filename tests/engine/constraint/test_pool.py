@@ -151,7 +151,7 @@ futures = [compiler.prepare(Constraint("regex", "a" * n)) for n in range(1, 201)
     [
         pytest.param(POOL, "", 0, marks=pytest.mark.slow),
         (POOL, "raise SystemExit(3)", 3),
-        (POOL, "pool.close()", 0),
+        pytest.param(POOL, "pool.close()", 0, marks=pytest.mark.slow),
         (POOL, "futures[-1].result()", -signal.SIGINT),
         (COMPILER, "futures[-1].result()", -signal.SIGINT),
     ],
