@@ -150,7 +150,7 @@ futures = [compiler.prepare(Constraint("regex", "a" * n)) for n in range(1, 201)
     ("made", "end", "code"),
     [
         pytest.param(POOL, "", 0, marks=pytest.mark.slow),
-        (POOL, "raise SystemExit(3)", 3),
+        pytest.param(POOL, "raise SystemExit(3)", 3, marks=pytest.mark.slow),
         pytest.param(POOL, "pool.close()", 0, marks=pytest.mark.slow),
         (POOL, "futures[-1].result()", -signal.SIGINT),
         (COMPILER, "futures[-1].result()", -signal.SIGINT),

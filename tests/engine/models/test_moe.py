@@ -257,7 +257,10 @@ def test_experts_add_to_a_residual_in_place(packed: bool, tiny_model: TinyModel)
     assert torch.equal(residual, expected)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen2_moe", "qwen3_moe", "deepseek_v3", pytest.param("qwen3_next", marks=pytest.mark.slow)],
+)
 def test_the_next_norm_adds_the_results_of_experts(
     kind: str,
     tiny_model: TinyModel,
