@@ -30,7 +30,7 @@ from batchgen.engine.parallel.tensor_parallel import (
 )
 from batchgen.kernels.fp8.experts import fp8_grouped_mlp, fp8_grouped_parts
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
-from batchgen.kernels.fp8.quantise import BothRows, FP8Rows
+from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, plain_rows
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_parts
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
@@ -390,7 +390,7 @@ class SparseMoE(nn.Module):
     def forward(self, tokens: Tensor | BothRows, residual: Tensor, ctx: ForwardContext) -> Stream:
         """Add the result for tokens [T, hidden_size] to `residual` [T, hidden_size] in place and
         return it."""
-        x = tokens.plain if isinstance(tokens, BothRows) else tokens
+        x = plain_rows(tokens)
         logits, shared = self._begin(tokens)
         ids, weights = route(
             logits,
@@ -425,7 +425,7 @@ class SparseMoE(nn.Module):
             The logits, and a function that returns this rank's part of the shared expert, to be
             called exactly once; None if there is no shared expert.
         """
-        x = tokens.plain if isinstance(tokens, BothRows) else tokens
+        x = plain_rows(tokens)
         if self.shared_expert is None:
             return self.gate(x), None
         return beside(x, self.gate, lambda _: self._share(tokens))
@@ -434,7 +434,7 @@ class SparseMoE(nn.Module):
         """Compute what the shared expert of this rank makes of tokens [T, hidden_size]."""
         shared, gate = self.shared_expert, self.shared_expert_gate
         assert shared is not None
-        x = tokens.plain if isinstance(tokens, BothRows) else tokens
+        x = plain_rows(tokens)
         rows: Tensor | FP8Rows = x
         if isinstance(tokens, BothRows) and shared.input_projection.computes_in_fp8:
             rows = tokens.in_fp8

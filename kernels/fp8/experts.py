@@ -10,7 +10,7 @@ from torch import Tensor
 from batchgen.kernels.fp8.experts_triton import fp8_grouped_mlp_triton, fp8_grouped_parts_triton
 from batchgen.kernels.fp8.fp8_weight import FP8Weight
 from batchgen.kernels.fp8.linear import fp8_linear_reference
-from batchgen.kernels.fp8.quantise import BothRows, quantise_rows
+from batchgen.kernels.fp8.quantise import BothRows, plain_rows, quantise_rows
 from batchgen.kernels.layers.activation import silu_and_mul_reference
 from batchgen.kernels.moe.shared_part import SharedPart, add_up
 
@@ -45,12 +45,11 @@ def fp8_grouped_mlp(
     Returns:
         [T, H], dtype of x: a new tensor, or `residual`.
     """
-    plain = x.plain if isinstance(x, BothRows) else x
+    plain = plain_rows(x)
     if plain.is_cuda:
         return fp8_grouped_mlp_triton(
-            x, gate_up, down, ids, weights, residual, shared=shared,
-            powers_of_two=powers_of_two,
-        )  # fmt: skip
+            x, gate_up, down, ids, weights, residual, shared=shared, powers_of_two=powers_of_two
+        )
     out = fp8_grouped_mlp_reference(plain, gate_up, down, ids, weights, powers_of_two)
     return add_up(out, residual, shared)
 

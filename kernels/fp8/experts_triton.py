@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchgen.kernels.fp8.down_columns_triton import fp8_down_columns
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
 from batchgen.kernels.fp8.linear_triton import block_product, scaled, weight_scales
-from batchgen.kernels.fp8.quantise import BothRows
+from batchgen.kernels.fp8.quantise import BothRows, plain_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_groups, quantise_rows_triton
 from batchgen.kernels.fp8.tiles import ExpertTiles, copy_engine_reads, expert_tiles, fitting_stages
 from batchgen.kernels.layers.matrix_tile_triton import load_tile
@@ -55,7 +55,7 @@ def fp8_grouped_mlp_triton(
     Returns:
         [T, H], dtype of x: a new tensor, or `residual`.
     """
-    plain = x.plain if isinstance(x, BothRows) else x
+    plain = plain_rows(x)
     out = new_or_residual(plain, residual)
     if len(plain):
         parts = fp8_grouped_parts_triton(
@@ -77,7 +77,7 @@ def fp8_grouped_parts_triton(
 ) -> Tensor:
     """Compute what `fp8_grouped_mlp_triton` adds up: [T·k, H], dtype of x, the slots' results times
     their weights. There must be tokens."""
-    plain = x.plain if isinstance(x, BothRows) else x
+    plain = plain_rows(x)
     tokens, hidden = plain.shape
     experts, inner, k = len(gate_up.values), down.values.shape[2], ids.shape[1]
     assert gate_up.values.shape == (experts, 2 * inner, hidden)

@@ -51,6 +51,11 @@ class BothRows(NamedTuple):
     in_fp8: FP8Rows
 
 
+def plain_rows(x: Tensor | BothRows) -> Tensor:
+    """Return rows of activations as they are before they are rounded to FP8, [M, K]."""
+    return x.plain if isinstance(x, BothRows) else x
+
+
 def quantise_rows(x: Tensor, *, powers_of_two: bool = False) -> FP8Rows:
     """Round rows to FP8, so that the largest value of each group becomes 448.
 
@@ -100,6 +105,7 @@ def rms_norm_quantised(
     powers_of_two: bool = False,
     parts: Tensor | None = None,
     shared: SharedPart | None = None,
+    out: Tensor | None = None,
 ) -> FP8Rows:
     """Normalise rows, as `rms_norm` does, and round them to FP8.
 
@@ -109,13 +115,20 @@ def rms_norm_quantised(
         eps: added to the mean square.
         powers_of_two: as of `quantise_rows`.
         parts, shared: added to x in place before, as by `rms_norm_of_sum`; None adds nothing.
+        out: [M, K], dtype of x, contiguous: overwritten with the rows before they are rounded to
+            FP8. None leaves them out.
     """
     if x.is_cuda:
-        found = rms_norm_quantised_triton(x, weight, eps, powers_of_two, parts=parts, shared=shared)
+        found = rms_norm_quantised_triton(
+            x, weight, eps, powers_of_two, parts=parts, shared=shared, out=out
+        )
         return FP8Rows(*found, len(x))
-    return rms_norm_both(
-        x, weight, eps, powers_of_two=powers_of_two, parts=parts, shared=shared
-    ).in_fp8
+    if parts is not None:
+        add_parts_reference(x, parts, shared)
+    plain = rms_norm_reference(x, weight, eps)
+    if out is not None:
+        out.copy_(plain)
+    return quantise_rows(plain, powers_of_two=powers_of_two)
 
 
 def rms_norm_both(
@@ -128,13 +141,8 @@ def rms_norm_both(
     shared: SharedPart | None = None,
 ) -> BothRows:
     """Normalise rows as `rms_norm_quantised` does, and keep them as they were before rounding."""
-    if not x.is_cuda:
-        if parts is not None:
-            add_parts_reference(x, parts, shared)
-        plain = rms_norm_reference(x, weight, eps)
-        return BothRows(plain, quantise_rows(plain, powers_of_two=powers_of_two))
     plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    found = rms_norm_quantised_triton(
-        x, weight, eps, powers_of_two, parts=parts, shared=shared, out=plain
+    rows = rms_norm_quantised(
+        x, weight, eps, powers_of_two=powers_of_two, parts=parts, shared=shared, out=plain
     )
-    return BothRows(plain, FP8Rows(*found, len(x)))
+    return BothRows(plain, rows)

@@ -47,9 +47,7 @@ def rms_norm_quantised_triton(
     """`rms_norm_quantised` in one launch: as `quantise_rows_triton`.
 
     Args:
-        x, weight, eps, powers_of_two, parts, shared: as there.
-        out: [M, K], dtype of x, contiguous: overwritten with the rows before they are rounded to
-            FP8. None leaves them out.
+        x, weight, eps, powers_of_two, parts, shared, out: as there.
     """
     rows, size = x.shape
     assert x.stride(1) == 1

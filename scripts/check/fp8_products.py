@@ -58,9 +58,9 @@ def rounding_differences(device: torch.device) -> Iterator[str]:
     on = x.to(device)
     activated = silu_and_mul_reference(x)
     normed = rms_norm_reference(x, weight, 1e-6)
-    parts, shared = _normal(8, 3, 7, 400), SharedPart(_normal(9, 7, 400), _normal(10, 7, 1))
-    of_sum = rms_norm_of_sum(x.clone(), parts, shared, weight, 1e-6)
-    there = parts.to(device), SharedPart(shared.values.to(device), _normal(10, 7, 1).to(device))
+    parts, values, gate = _normal(8, 3, 7, 400), _normal(9, 7, 400), _normal(10, 7, 1)
+    of_sum = rms_norm_of_sum(x.clone(), parts, SharedPart(values, gate), weight, 1e-6)
+    there = parts.to(device), SharedPart(values.to(device), gate.to(device))
     for powers in (False, True):
         added = _norm_of_sum(on.clone(), weight.to(device), powers, *there)
         for what, found, expected in (
