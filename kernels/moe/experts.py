@@ -33,6 +33,7 @@ def grouped_mlp(
     Args:
         x: [T, H], the tokens.
         gate_up: [E, 2·I, H], the weights of each expert: the I rows of gate and then those of up.
+            On a GPU they may be in panels (`panels.py`), as those of down then are.
         down: [E, H, I].
         ids: [T, k] int32, the experts of each token, all in [0, E), or in [0, E] if `num_routed` is
             more than E: then the id E stands for an expert that is elsewhere, and is left out.

@@ -15,6 +15,7 @@ from torch import Tensor
 from batchgen.kernels.layers.parts_triton import sum_parts
 from batchgen.kernels.moe.alignment_triton import align
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
+from batchgen.kernels.moe.panels import matrix_sizes
 from batchgen.kernels.moe.shared_part import SharedPart
 from batchgen.kernels.moe.tiles import Tiles, choose_tiles
 
@@ -38,8 +39,9 @@ def grouped_mlp_triton(
 
     Args:
         x: [T, H], the last axis contiguous.
-        gate_up: [E, 2·I, H], contiguous: the I rows of gate, then those of up.
-        down: [E, H, I], contiguous.
+        gate_up: [E, 2·I, H] or its panels (`panels.py`), contiguous: the I rows of gate, then those
+            of up.
+        down: [E, H, I], or its panels if those of gate_up are given, contiguous.
         ids: [T, k] int32, contiguous, each in [0, E), or in [0, E] if `num_routed` is more than E.
             This is not checked on a GPU.
         weights: [T, k] float32, contiguous.
@@ -75,9 +77,10 @@ def grouped_parts_triton(
     """Compute what `grouped_mlp_triton` adds up: [T·k, H], dtype of x, the slots' results times
     their weights. There must be tokens. Nothing is written for slots whose expert is elsewhere."""
     tokens, hidden = x.shape
-    experts, inner, k = len(gate_up), down.shape[2], ids.shape[1]
-    assert gate_up.shape == (experts, 2 * inner, hidden) and gate_up.is_contiguous()
-    assert down.shape == (experts, hidden, inner) and down.is_contiguous()
+    (experts, _, inner), k = matrix_sizes(down), ids.shape[1]
+    assert matrix_sizes(gate_up) == (experts, 2 * inner, hidden) and gate_up.is_contiguous()
+    assert matrix_sizes(down) == (experts, hidden, inner) and down.is_contiguous()
+    assert gate_up.ndim == down.ndim
     assert x.dtype == gate_up.dtype == down.dtype and x.stride(1) == 1
     assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
     num_routed = num_routed or experts

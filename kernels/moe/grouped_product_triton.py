@@ -6,9 +6,10 @@ writes in the order of slots, in which a token's results lie side by side for th
 
 A program computes BLOCK_M places times BLOCK_N columns. With few tokens the time is that of reading
 the weights. Then SWAP makes the weights the left operand: Hopper's matrix instructions take at
-least 64 rows on the left, but as few as 8 columns on the right. With TMA the weights are read by
-the copy engine, through a tensor descriptor. With HALVE a tile that at most half of its rows are
-for, which only the last one of an expert can be, is computed as one of half the rows.
+least 64 rows on the left, but as few as 8 columns on the right. With HALVE a tile that at most half
+of its rows are for, which only the last one of an expert can be, is computed as one of half the
+rows. Weights in panels (`panels.py`) are read by the copy engine, through a tensor descriptor: then
+a step of the sum is one of several products, of a panel each.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.layers.matrix_tile_triton import load_tile
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
+from batchgen.kernels.moe.panels import PANEL
 from batchgen.kernels.moe.persistent_triton import persistent_down_product
 from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
 from batchgen.kernels.moe.tiles import ProductTiles
+
+_PANEL = tl.constexpr(PANEL)
 
 
 def gate_up_product(
@@ -32,7 +36,8 @@ def gate_up_product(
 
     Args:
         x: [T, H], the last axis contiguous.
-        weight: [E, 2·I, H], contiguous: the I rows of an expert's gate, then those of its up.
+        weight: [E, 2·I, H] or its panels, contiguous: the I rows of an expert's gate, then those of
+            its up.
         alignment: of the T·k slots.
         tiles: how the product is cut.
         k: slots of a token.
@@ -42,7 +47,7 @@ def gate_up_product(
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
     _gate_up[grid](
         x, _operand(weight, tiles), out, *alignment[:-1],
-        x.stride(0), k, inner, hidden, **_options(alignment, tiles, hidden, x),
+        x.stride(0), k, inner, hidden, **_options(alignment, tiles, weight, hidden),
     )  # fmt: skip
 
 
@@ -58,7 +63,7 @@ def down_product(
 
     Args:
         x: [N, I], contiguous, in the order of places.
-        weight: [E, H, I], contiguous.
+        weight: [E, H, I] or its panels, contiguous.
         slot_weights: [N] float32, in the order of slots.
         alignment: of the N slots.
         tiles: how the product is cut.
@@ -71,46 +76,88 @@ def down_product(
     grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.block_n),)
     _down[grid](
         x, _operand(weight, tiles), slot_weights, out, *alignment[:-1],
-        hidden, inner, **_options(alignment, tiles, inner, x),
+        hidden, inner, **_options(alignment, tiles, weight, inner),
     )  # fmt: skip
 
 
 def _operand(weight: Tensor, tiles: ProductTiles) -> Tensor | TensorDescriptor:
-    """The weights of all experts, one below another."""
-    rows = weight.view(-1, weight.shape[-1])
-    if not tiles.tma:
-        return rows
-    block = [tiles.block_n, tiles.block_k]
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), block)
+    """What kernels take for the weights of all experts."""
+    if weight.ndim == 4:
+        return TensorDescriptor.from_tensor(weight, [1, 1, tiles.block_n, PANEL])
+    return weight
 
 
 def _options(
-    alignment: Alignment, tiles: ProductTiles, depth: int, x: Tensor
+    alignment: Alignment, tiles: ProductTiles, weight: Tensor, depth: int
 ) -> dict[str, int | bool]:
+    in_panels = weight.ndim == 4
+    assert not in_panels or tiles.block_k % PANEL == 0
     return {
         "BLOCK_M": alignment.block_m,
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
         "EVEN_K": depth % tiles.block_k == 0,
         "SWAP": tiles.swap,
-        "TMA": tiles.tma,
+        "PANELS": in_panels,
         "HALVE": tiles.halve,
-        "INTERPRETED": not x.is_cuda,
+        "INTERPRETED": not weight.is_cuda,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
 
 
 @triton.jit
-def _add_product(acc, x, weight, SWAP: tl.constexpr, INTERPRETED: tl.constexpr):
-    """acc + x·weightᵀ, or the transpose of all that if SWAP."""
-    if INTERPRETED:  # which multiplies the bits of bfloat16 as integers
-        x = x.to(tl.float32)
-        weight = weight.to(tl.float32)
-    if SWAP:
-        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+def _load_values(
+    source, k, start, depth, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr, PART_K: tl.constexpr
+):
+    """Load BLOCK_K values of tokens from the value `start` on, zeros past the last one, in parts
+    [BLOCK_M, PART_K]."""
+    parts: tl.tuple = ()
+    for offset in tl.static_range(0, BLOCK_K, PART_K):
+        if EVEN_K:
+            values = tl.load(source + start + offset)
+        else:
+            is_value = (start + offset + k < depth)[None, :]
+            values = tl.load(source + start + offset, mask=is_value, other=0.0)
+        parts += (values,)
+    return parts
+
+
+@triton.jit
+def _load_weights(
+    weight, expert, first_row, row, start, depth,
+    PANELS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PART_K: tl.constexpr,
+):  # fmt: skip
+    """Load BLOCK_K columns of the weights from the column `start` on, zeros past the last one, in
+    parts [BLOCK_N, PART_K].
+
+    Their rows are those of the expert from `first_row` on if PANELS, of which PART_K is the width,
+    else first_row + row, which counts the rows of all experts.
+    """
+    parts: tl.tuple = ()
+    for offset in tl.static_range(0, BLOCK_K, PART_K):
+        if PANELS:
+            tile = weight.load([expert, (start + offset) // PART_K, first_row, 0])
+            tile = tile.reshape([BLOCK_N, PART_K])
+        else:
+            tile = load_tile(weight, first_row, row, start + offset, depth, EVEN_K, False, PART_K)
+        parts += (tile,)
+    return parts
+
+
+@triton.jit
+def _add_products(acc, values, weights, SWAP: tl.constexpr, INTERPRETED: tl.constexpr):
+    """acc + Σ values·weightsᵀ over the parts of both, or the transpose of all that if SWAP."""
+    for part in tl.static_range(len(values)):
+        x, weight = values[part], weights[part]
+        if INTERPRETED:  # which multiplies the bits of bfloat16 as integers
+            x = x.to(tl.float32)
+            weight = weight.to(tl.float32)
+        if SWAP:
+            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
     return acc
 
 
@@ -119,7 +166,7 @@ def _gate_up(
     x_ptr, weight, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr,
     num_tiles_ptr, x_stride, slots_per_token, inner, hidden,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
+    SWAP: tl.constexpr, PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(inner, BLOCK_N)
     is_past, expert, first, end = tile_of_program(
@@ -131,13 +178,13 @@ def _gate_up(
     if HALVE and end - first <= BLOCK_M // 2:
         _gate_up_tile(
             x_ptr, weight, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
-            slots_per_token, inner, hidden, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN_K, SWAP, TMA,
+            slots_per_token, inner, hidden, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN_K, SWAP, PANELS,
             INTERPRETED,
         )  # fmt: skip
     else:
         _gate_up_tile(
             x_ptr, weight, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
-            slots_per_token, inner, hidden, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP, TMA,
+            slots_per_token, inner, hidden, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP, PANELS,
             INTERPRETED,
         )  # fmt: skip
 
@@ -147,31 +194,31 @@ def _gate_up_tile(
     x_ptr, weight, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
     slots_per_token, inner, hidden,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+    SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     place = first + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
     # Rows past the end repeat the last one, and columns past the last one others: without masks.
     slot = tl.load(slots_ptr + tl.minimum(place, end - 1))
     row = column % inner
-    k = tl.arange(0, BLOCK_K)
+    PART_K: tl.constexpr = _PANEL if PANELS else BLOCK_K
+    k = tl.arange(0, PART_K)
     x_source = x_ptr + (slot // slots_per_token).to(tl.int64)[:, None] * x_stride + k[None, :]
-    gate_row = expert * (2 * inner)
-    if TMA:
-        gate_row += first_column
+    gate_row = first_column if PANELS else expert * (2 * inner)
     up_row = gate_row + inner
 
     gate = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, hidden, BLOCK_K):
-        if EVEN_K:
-            x = tl.load(x_source + start)
-        else:
-            x = tl.load(x_source + start, mask=(start + k < hidden)[None, :], other=0.0)
-        weights = load_tile(weight, gate_row, row, start, hidden, EVEN_K, TMA, BLOCK_K)
-        gate = _add_product(gate, x, weights, SWAP, INTERPRETED)
-        weights = load_tile(weight, up_row, row, start, hidden, EVEN_K, TMA, BLOCK_K)
-        up = _add_product(up, x, weights, SWAP, INTERPRETED)
+        x = _load_values(x_source, k, start, hidden, EVEN_K, BLOCK_K, PART_K)
+        weights = _load_weights(
+            weight, expert, gate_row, row, start, hidden, PANELS, EVEN_K, BLOCK_N, BLOCK_K, PART_K
+        )
+        gate = _add_products(gate, x, weights, SWAP, INTERPRETED)
+        weights = _load_weights(
+            weight, expert, up_row, row, start, hidden, PANELS, EVEN_K, BLOCK_N, BLOCK_K, PART_K
+        )
+        up = _add_products(up, x, weights, SWAP, INTERPRETED)
 
     result = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
     if SWAP:
@@ -185,7 +232,7 @@ def _down(
     x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
     tile_ends_ptr, num_tiles_ptr, hidden, inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
+    SWAP: tl.constexpr, PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(hidden, BLOCK_N)
     is_past, expert, first, end = tile_of_program(
@@ -197,12 +244,12 @@ def _down(
     if HALVE and end - first <= BLOCK_M // 2:
         _down_tile(
             x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
-            hidden, inner, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN_K, SWAP, TMA, INTERPRETED,
+            hidden, inner, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN_K, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
     else:
         _down_tile(
             x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
-            hidden, inner, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP, TMA, INTERPRETED,
+            hidden, inner, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
 
 
@@ -211,25 +258,23 @@ def _down_tile(
     x_ptr, weight, slot_weights_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
     hidden, inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+    SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     place = first + tl.arange(0, BLOCK_M)
     last = tl.minimum(place, end - 1)
     column = first_column + tl.arange(0, BLOCK_N)
     row = column % hidden
-    k = tl.arange(0, BLOCK_K)
+    PART_K: tl.constexpr = _PANEL if PANELS else BLOCK_K
+    k = tl.arange(0, PART_K)
     x_source = x_ptr + last.to(tl.int64)[:, None] * inner + k[None, :]
-    first_row = expert * hidden
-    if TMA:
-        first_row += first_column
+    first_row = first_column if PANELS else expert * hidden
 
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, inner, BLOCK_K):
-        if EVEN_K:
-            x = tl.load(x_source + start)
-        else:
-            x = tl.load(x_source + start, mask=(start + k < inner)[None, :], other=0.0)
-        weights = load_tile(weight, first_row, row, start, inner, EVEN_K, TMA, BLOCK_K)
-        acc = _add_product(acc, x, weights, SWAP, INTERPRETED)
+        x = _load_values(x_source, k, start, inner, EVEN_K, BLOCK_K, PART_K)
+        weights = _load_weights(
+            weight, expert, first_row, row, start, inner, PANELS, EVEN_K, BLOCK_N, BLOCK_K, PART_K
+        )
+        acc = _add_products(acc, x, weights, SWAP, INTERPRETED)
 
     store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, hidden, SWAP)

@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.device import device_programs
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
+from batchgen.kernels.moe.panels import PANEL
 from batchgen.kernels.moe.slot_tile_triton import store_slots
 from batchgen.kernels.moe.tiles import ProductTiles
 
@@ -29,15 +30,15 @@ def persistent_down_product(
     tiles: ProductTiles,
     out: Tensor,
 ) -> None:
-    """`grouped_product_triton.down_product`, if all rows begin at multiples of 16 bytes."""
+    """`grouped_product_triton.down_product` of weights in panels."""
+    assert weight.ndim == 4 and tiles.block_k == PANEL
     hidden, inner = out.shape[1], x.shape[1]
-    rows = weight.view(-1, inner)
     programs = device_programs(x.device) if x.is_cuda else _INTERPRETED_PROGRAMS
     _down_tiles[(programs,)](
-        TensorDescriptor.from_tensor(x, [alignment.block_m, tiles.block_k]),
-        TensorDescriptor.from_tensor(rows, [tiles.block_n, tiles.block_k]),
+        TensorDescriptor.from_tensor(x, [alignment.block_m, PANEL]),
+        TensorDescriptor.from_tensor(weight, [1, 1, tiles.block_n, PANEL]),
         slot_weights, out, *alignment[:-1], hidden, inner,
-        BLOCK_M=alignment.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
+        BLOCK_M=alignment.block_m, BLOCK_N=tiles.block_n, BLOCK_K=PANEL,
         INTERPRETED=not x.is_cuda, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
@@ -53,13 +54,14 @@ def _down_tiles(
     for index in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=True):
         tile = index // columns
         first_column = index % columns * BLOCK_N
-        first_row = tl.load(tile_experts_ptr + tile) * hidden + first_column
+        expert = tl.load(tile_experts_ptr + tile)
         first = tl.load(tile_firsts_ptr + tile)
         end = tl.load(tile_ends_ptr + tile)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in tl.range(0, inner, BLOCK_K):
             values = x.load([first, start])
-            weights = weight.load([first_row, start])
+            weights = weight.load([expert, start // BLOCK_K, first_column, 0])
+            weights = weights.reshape([BLOCK_N, BLOCK_K])
             if INTERPRETED:  # which multiplies the bits of bfloat16 as integers
                 values = values.to(tl.float32)
                 weights = weights.to(tl.float32)

@@ -8,23 +8,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ALIGNED = 8
-"""Rows of 16-bit values that the copy engine reads begin at multiples of 16 bytes."""
-
 
 class ProductTiles(NamedTuple):
     """How one of the two products is cut, and what the kernel is compiled with.
 
     Attributes:
         block_n: columns of a tile; the first product computes as many of gate and of up.
-        block_k: values of the sum that a step adds.
+        block_k: values of the sum that a step adds; several panels, or one, of weights in panels.
         num_warps: warps of a program.
         num_stages: depth of the pipeline of loads.
         swap: the weights are the left operand of the matrix instruction.
-        tma: the weights are read through a tensor descriptor.
         halve: a tile that is at most half full is computed as half a one, which saves multiplying.
-        persistent: the second product alone, neither swapped nor halved: as many programs as the
-            GPU has multiprocessors compute tile after tile, both operands read by the copy engine.
+        persistent: the second product alone, neither swapped nor halved, with weights in panels of
+            which a step takes one: as many programs as the GPU has multiprocessors compute tile
+            after tile, both operands read by the copy engine.
     """
 
     block_n: int
@@ -32,7 +29,6 @@ class ProductTiles(NamedTuple):
     num_warps: int
     num_stages: int
     swap: bool = False
-    tma: bool = False
     halve: bool = False
     persistent: bool = False
 
@@ -54,56 +50,26 @@ FLOAT32 = Tiles(16, ProductTiles(32, 32, 4, 2), ProductTiles(64, 32, 4, 2))
 """For float32, which the matrix units do not take, so that its operands need registers."""
 
 TABLE = (
-    (
-        0.7,
-        Tiles(
-            16,
-            ProductTiles(64, 128, 4, 4, swap=True, tma=True),
-            ProductTiles(64, 128, 4, 3, tma=True),
-        ),
-    ),
+    (0.7, Tiles(16, ProductTiles(64, 128, 4, 4, swap=True), ProductTiles(64, 128, 4, 3))),
     (
         5.7,
-        Tiles(
-            16,
-            ProductTiles(64, 128, 4, 3, swap=True, tma=True),
-            ProductTiles(128, 128, 8, 3, swap=True, tma=True),
-        ),
+        Tiles(16, ProductTiles(64, 128, 4, 3, swap=True), ProductTiles(128, 128, 8, 3, swap=True)),
     ),
-    (
-        11.3,
-        Tiles(
-            16,
-            ProductTiles(64, 128, 4, 3, swap=True, tma=True),
-            ProductTiles(64, 128, 4, 3, tma=True),
-        ),
-    ),
-    (
-        26,
-        Tiles(
-            32,
-            ProductTiles(128, 128, 8, 3, swap=True, tma=True),
-            ProductTiles(128, 128, 8, 3, tma=True),
-        ),
-    ),
-    (
-        56,
-        Tiles(64, ProductTiles(128, 64, 4, 4, tma=True), ProductTiles(128, 64, 4, 3, tma=True)),
-    ),
+    (11.3, Tiles(16, ProductTiles(64, 128, 4, 3, swap=True), ProductTiles(64, 128, 4, 3))),
+    (26, Tiles(32, ProductTiles(128, 128, 8, 3, swap=True), ProductTiles(128, 128, 8, 3))),
+    (56, Tiles(64, ProductTiles(128, 64, 4, 4), ProductTiles(128, 64, 4, 3))),
     (
         128,
         Tiles(
-            128,
-            ProductTiles(128, 64, 8, 4, tma=True, halve=True),
-            ProductTiles(256, 64, 8, 4, tma=True, halve=True),
+            128, ProductTiles(128, 64, 8, 4, halve=True), ProductTiles(256, 64, 8, 4, halve=True)
         ),
     ),
     (
         math.inf,
         Tiles(
             128,
-            ProductTiles(128, 64, 8, 3, tma=True, halve=True),
-            ProductTiles(256, 64, 8, 4, tma=True, persistent=True),
+            ProductTiles(128, 64, 8, 3, halve=True),
+            ProductTiles(256, 64, 8, 4, persistent=True),
         ),
     ),
 )
@@ -120,15 +86,11 @@ def choose_tiles(num_slots: int, gate_up: Tensor) -> Tiles:
 
     Args:
         num_slots: T·k.
-        gate_up: [E, 2·I, H], the weights of the first product.
+        gate_up: the weights of the first product, [E, 2·I, H] or their panels.
     """
-    experts, twice_inner, hidden = gate_up.shape
     if gate_up.dtype == torch.float32:
         return FLOAT32
-    tiles = next(tiles for most, tiles in TABLE if num_slots <= most * experts)
-    if hidden % _ALIGNED == 0 and twice_inner // 2 % _ALIGNED == 0:
+    tiles = next(tiles for most, tiles in TABLE if num_slots <= most * len(gate_up))
+    if gate_up.ndim == 4:
         return tiles
-    gate_up_tiles, down_tiles = (
-        product._replace(tma=False, persistent=False) for product in tiles[1:]
-    )
-    return Tiles(tiles.block_m, gate_up_tiles, down_tiles)
+    return tiles._replace(down=tiles.down._replace(persistent=False))

@@ -22,6 +22,7 @@ from batchgen.kernels.fp8.linear_triton import fp8_linear_triton
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
 from batchgen.kernels.fp8.tiles import ExpertTiles, LinearTiles
 from batchgen.kernels.moe.alignment_triton import align
+from batchgen.kernels.moe.panels import panels_shape
 from batchgen.kernels.moe.tiles import choose_tiles
 
 _MANY = 512
@@ -134,9 +135,8 @@ def _compile_experts(tiles: ExpertTiles, which: int) -> None:
 def compile_all(tokens: Iterable[int], expert_tokens: Iterable[int]) -> None:
     """Compile what will be tried, in parallel."""
     shape = SHAPES["30b-a3b"]
-    plain_weights = torch.empty(
-        (shape.experts, 2 * shape.inner, shape.hidden), dtype=torch.bfloat16, device="meta"
-    )
+    panels = panels_shape(shape.experts, 2 * shape.inner, shape.hidden)
+    plain_weights = torch.empty(panels, dtype=torch.bfloat16, device="meta")
     linear = {tiles for count in tokens for tiles in linear_candidates(count)}
     experts = {
         (tiles, which)

@@ -11,6 +11,7 @@ from bench_layers import microseconds
 from device_rates import Rates
 from torch import Tensor
 
+from batchgen.kernels.moe.panels import panels_shape
 from batchgen.kernels.moe.routing_triton import route_triton
 
 DTYPE = torch.bfloat16
@@ -44,17 +45,16 @@ SHAPES = {
 
 
 class Layer(NamedTuple):
-    """Random weights of one layer: gate_up [E, 2·I, H] and down [E, H, I]."""
+    """Random weights of one layer: the panels of gate_up [E, 2·I, H] and of down [E, H, I]."""
 
     gate_up: Tensor
     down: Tensor
 
     @classmethod
     def make(cls, shape: Shape) -> Layer:
-        return cls(
-            random(shape.experts, 2 * shape.inner, shape.hidden).mul_(shape.hidden**-0.5),
-            random(shape.experts, shape.hidden, shape.inner).mul_(shape.inner**-0.5),
-        )
+        gate_up = panels_shape(shape.experts, 2 * shape.inner, shape.hidden)
+        down = panels_shape(shape.experts, shape.hidden, shape.inner)
+        return cls(random(*gate_up).mul_(shape.hidden**-0.5), random(*down).mul_(shape.inner**-0.5))
 
 
 def random(*shape: int) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from batchgen.kernels.moe.alignment_triton import Alignment, align
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
+from batchgen.kernels.moe.panels import PANEL
 from batchgen.kernels.moe.tiles import ProductTiles, Tiles
 
 _WRONG = 0.02
@@ -39,8 +40,8 @@ def candidates(slots_per_expert: float) -> list[tuple[int, list[ProductTiles], l
 def _for_few(block_m: int) -> tuple[list[ProductTiles], list[ProductTiles]]:
     """Tiles for products whose time is that of reading the weights."""
     pairs = [
-        (block_n, block_k, warps, stages, swap, tma)
-        for swap, tma in ((False, False), (False, True), (True, True))
+        (block_n, block_k, warps, stages, swap)
+        for swap in (False, True)
         for block_n, block_k, warps, stages in (
             (32, 128, 4, 4),
             (32, 256, 4, 3),
@@ -60,7 +61,7 @@ def _for_few(block_m: int) -> tuple[list[ProductTiles], list[ProductTiles]]:
 def _for_many(block_m: int) -> tuple[list[ProductTiles], list[ProductTiles]]:
     """Tiles for products whose time is that of multiplying."""
     gate_up, down = [], []
-    for tma, halve in ((False, False), (True, False), (True, True)):
+    for halve in (False, True):
         for block_n, block_k, warps, stages in (
             (64, 64, 4, 3),
             (64, 64, 4, 4),
@@ -75,7 +76,7 @@ def _for_many(block_m: int) -> tuple[list[ProductTiles], list[ProductTiles]]:
             (256, 64, 8, 3),
             (256, 64, 8, 4),
         ):
-            tiles = ProductTiles(block_n, block_k, warps, stages, False, tma, halve)
+            tiles = ProductTiles(block_n, block_k, warps, stages, False, halve)
             # Sums of more values than a warp has registers for.
             registers = block_m * block_n // warps
             if halve and block_m < 128:
@@ -86,7 +87,8 @@ def _for_many(block_m: int) -> tuple[list[ProductTiles], list[ProductTiles]]:
                 down.append(tiles)
                 # One program of a multiprocessor: what it writes has shared memory of its own.
                 beside = block_m * block_n // 2
-                if tma and not halve and _fits(block_m, block_n, block_k, stages, 1, beside):
+                fits = _fits(block_m, block_n, block_k, stages, 1, beside)
+                if fits and block_k == PANEL and not halve:
                     down.append(tiles._replace(persistent=True))
     return gate_up, down
 

@@ -9,12 +9,13 @@ import pytest
 import rank_sums
 import torch
 from check_kernels import KERNELS, launched_kernels
-from expert_products import EXPERTS, HIDDEN, INNER, K, differences, token_counts
+from expert_products import EXPERTS, IN_PANELS, IN_ROWS, K, differences, token_counts
 from fp8_products import expert_tokens, linear_rows
 
 from batchgen.kernels.fp8.tiles import EXPERTS as FP8_EXPERTS
 from batchgen.kernels.fp8.tiles import LINEAR, expert_tiles, linear_tiles
 from batchgen.kernels.moe.alignment_triton import FEW_SLOTS
+from batchgen.kernels.moe.panels import keeps_panels, panels_shape
 from batchgen.kernels.moe.tiles import TABLE, choose_tiles
 
 
@@ -40,10 +41,14 @@ def test_kernels_are_found_in_every_file_that_launches_some() -> None:
 
 
 def test_the_checked_experts_take_every_line_of_the_table_and_both_sorts() -> None:
-    weight = torch.empty((EXPERTS, 2 * INNER, HIDDEN), dtype=torch.bfloat16, device="meta")
+    hidden, inner = IN_PANELS
+    panels = panels_shape(EXPERTS, 2 * inner, hidden)
+    weight = torch.empty(panels, dtype=torch.bfloat16, device="meta")
     slots = [tokens * K for tokens in token_counts()]
     assert {choose_tiles(n, weight) for n in slots} == {tiles for _, tiles in TABLE}
     assert min(slots) <= FEW_SLOTS < max(slots)
+    kept = [keeps_panels(torch.device("cuda"), weight.dtype, *of) for of in (IN_PANELS, IN_ROWS)]
+    assert kept == [True, False]
 
 
 @pytest.mark.slow
@@ -72,6 +77,6 @@ def test_a_wrong_product_in_fp8_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_wrong_experts_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    assert not list(differences(2, torch.float32, device))
+    assert not list(differences(2, torch.float32, IN_ROWS, device))
     monkeypatch.setattr(expert_products, "grouped_mlp_triton", lambda x, *_, tiles: x)
-    assert list(differences(2, torch.float32, device))
+    assert list(differences(2, torch.float32, IN_ROWS, device))

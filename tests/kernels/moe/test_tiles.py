@@ -7,11 +7,14 @@ import itertools
 import pytest
 import torch
 
+from batchgen.kernels.moe.panels import PANEL, panels_shape
 from batchgen.kernels.moe.tiles import TABLE, Tiles, choose_tiles
 
 
 def _weight(experts: int, inner: int, hidden: int) -> torch.Tensor:
-    return torch.empty((experts, 2 * inner, hidden), dtype=torch.bfloat16, device="meta")
+    """The panels of a first product."""
+    shape = panels_shape(experts, 2 * inner, hidden)
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
 def test_the_mean_number_of_slots_decides() -> None:
@@ -23,12 +26,12 @@ def test_the_mean_number_of_slots_decides() -> None:
     assert choose_tiles(2**20, weight) == TABLE[-1][1]
 
 
-@pytest.mark.parametrize(("inner", "hidden"), [(20, 64), (64, 20)])
-def test_rows_that_are_not_aligned_are_not_for_the_copy_engine(inner: int, hidden: int) -> None:
+def test_weights_in_rows_are_not_for_the_copy_engine() -> None:
+    rows = torch.empty((8, 40, 64), dtype=torch.bfloat16, device="meta")
     for slots in (1, 100, 100_000):
-        tiles = choose_tiles(slots, _weight(8, inner, hidden))
-        assert not (tiles.gate_up.tma or tiles.down.tma or tiles.down.persistent)
-        assert tiles.block_m == choose_tiles(slots, _weight(8, 64, 64)).block_m
+        tiles, of_panels = choose_tiles(slots, rows), choose_tiles(slots, _weight(8, 64, 64))
+        assert not tiles.down.persistent
+        assert tiles.gate_up == of_panels.gate_up and tiles.block_m == of_panels.block_m
 
 
 @pytest.mark.parametrize("tiles", [tiles for _, tiles in TABLE])
@@ -41,6 +44,8 @@ def test_each_line_fits_a_program(tiles: Tiles) -> None:
         assert 2 * values * product.num_stages <= 225 * 1024
         assert not product.swap or product.block_n >= 64
         assert not product.halve or tiles.block_m >= 32
-        assert not product.persistent or (product.tma and not product.swap and not product.halve)
+        assert product.block_k % PANEL == 0
+        assert not product.persistent or not (product.swap or product.halve)
+        assert not product.persistent or product.block_k == PANEL
         sums = weights * tiles.block_m * product.block_n
         assert sums / (32 * product.num_warps) <= 128
