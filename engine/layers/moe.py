@@ -34,6 +34,7 @@ from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, plain_rows
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_parts
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
+from batchgen.kernels.moe.panels import keeps_panels, matrix_sizes, panels_shape, rows_of_panels
 from batchgen.kernels.moe.router_form import SOFTMAX, RouterForm
 from batchgen.kernels.moe.routing import route
 from batchgen.kernels.moe.shared_part import SharedPart, add_up
@@ -80,7 +81,7 @@ class Experts(nn.Module):
         dtype: the dtype of the parameters.
 
     Attributes:
-        gate_up_proj, down_proj: the weights.
+        gate_up_proj, down_proj: the weights, in panels where `keeps_panels` says so.
         gate_up_scales, down_scales: their scales, if they are kept in FP8.
     """
 
@@ -102,9 +103,11 @@ class Experts(nn.Module):
         self._num_experts, self._parallel = num_experts, parallel
         own = parallel.share("num_experts", num_experts)
         self._first = parallel.rank * own
-        wide, narrow = (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
-        self.gate_up_proj = empty_parameter(own, *wide, device=device, dtype=dtype)
-        self.down_proj = empty_parameter(own, *narrow, device=device, dtype=dtype)
+        shapes = (own, 2 * intermediate_size, hidden_size), (own, hidden_size, intermediate_size)
+        in_panels = keeps_panels(device, dtype, hidden_size, intermediate_size)
+        wide, narrow = (panels_shape(*shape) if in_panels else shape for shape in shapes)
+        self.gate_up_proj = empty_parameter(*wide, device=device, dtype=dtype)
+        self.down_proj = empty_parameter(*narrow, device=device, dtype=dtype)
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
         self.form: FP8Format | None = None
@@ -134,9 +137,11 @@ class Experts(nn.Module):
         if form.native:
             rows, device = BLOCK if self._inner % BLOCK == 0 else 1, self.gate_up_proj.device
             self.gate_up_proj, self.gate_up_scales = empty_fp8(
-                *self.gate_up_proj.shape, device=device, scale_rows=rows
+                *matrix_sizes(self.gate_up_proj), device=device, scale_rows=rows
             )
-            self.down_proj, self.down_scales = empty_fp8(*self.down_proj.shape, device=device)
+            self.down_proj, self.down_scales = empty_fp8(
+                *matrix_sizes(self.down_proj), device=device
+            )
 
     @property
     def computes_in_fp8(self) -> bool:
@@ -227,11 +232,13 @@ class Experts(nn.Module):
             ("gate_up_proj", self.gate_up_proj, self.gate_up_scales, ("gate_proj", "up_proj")),
             ("down_proj", self.down_proj, self.down_scales, ("down_proj",)),
         ):
+            in_panels = parameter.ndim == 4
+            weights = rows_of_panels(parameter) if in_panels else parameter
             pieces: list[str] = []
             for expert in range(self._num_experts):
                 place = expert - self._first
                 elsewhere = not 0 <= place < len(parameter)
-                weight = parameter.new_empty(0) if elsewhere else parameter[place]
+                weight = parameter.new_empty(0) if elsewhere else weights[place]
                 slices: Sequence[Tensor] = [weight] * len(parts)
                 scales: Sequence[Tensor | None] = [None] * len(parts)
                 if not elsewhere:
@@ -248,15 +255,17 @@ class Experts(nn.Module):
                         form=self.form,
                         scales=its_scales,
                         elsewhere=elsewhere,
+                        in_panels=in_panels,
                     )
             for source in (f"{path}.{whole}", f"{path}.{whole}.weight"):
                 yield WeightSlot(
-                    parameter,
+                    weights,
                     tuple(pieces),
                     (source,),
                     form=self.form,
                     scales=all_scales,
                     shard=shard,
+                    in_panels=in_panels,
                 )
 
     def pack(self, products: CPUProducts) -> None:

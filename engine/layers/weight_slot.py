@@ -36,6 +36,8 @@ class WeightSlot:
         scales: for a parameter in FP8, its scales: of each row if `combine` is given.
         shard: which part of the checkpoint's tensor this rank holds; None means all of it.
         elsewhere: other ranks hold the whole piece, and `parameter` has no elements.
+        in_panels: `parameter` is a view of panels, from `rows_of_panels`, whose last two axes are
+            the last one of the checkpoint's tensor.
     """
 
     parameter: Tensor
@@ -47,6 +49,7 @@ class WeightSlot:
     scales: Tensor | None = None
     shard: Shard | None = None
     elsewhere: bool = False
+    in_panels: bool = False
 
     @classmethod
     def plain(
@@ -64,7 +67,7 @@ class WeightSlot:
     def source_shape(self) -> list[int]:
         """The shape of the checkpoint's tensor, if it is a single one and none of its axes is left
         out in the parameter."""
-        shape = list(self.parameter.shape)
+        shape = self._shape_of(self.parameter)
         return shape if self.shard is None else self.shard.whole_shape(shape)
 
     def fill(self, tensors: Mapping[str, Tensor | FP8Weight]) -> None:
@@ -113,12 +116,12 @@ class WeightSlot:
             self.fill(dict.fromkeys(self.sources, whole))
             return
         drawn = torch.empty(
-            self.parameter.shape, device=self.parameter.device, dtype=torch.bfloat16
+            self._shape_of(self.parameter), device=self.parameter.device, dtype=torch.bfloat16
         )
         values(drawn)
         rounded = quantise_weight(drawn)
         if self.scales is None:
-            self.parameter.copy_(rounded.dequantise())
+            self._write(self.parameter, rounded.dequantise())
             return
         self.parameter.copy_(rounded.values)
         of_rows = self.scales.shape[-2] == self.parameter.shape[-2]
@@ -129,12 +132,27 @@ class WeightSlot:
         if self.shard is not None:
             tensors = {name: self._own(name, tensor) for name, tensor in tensors.items()}
         values = tensors[self.sources[0]] if self.combine is None else self.combine(tensors)
-        if values.shape != target.shape:
+        if list(values.shape) != self._shape_of(target):
             raise ValueError(
                 f"tensor {self.sources[0]} has shape {list(values.shape)}, the configuration says "
-                f"{list(target.shape)}"
+                f"{self._shape_of(target)}"
             )
-        target.copy_(values)
+        self._write(target, values)
+
+    def _shape_of(self, target: Tensor) -> list[int]:
+        """The shape that checkpoints give the parameter, or its scales."""
+        shape = list(target.shape)
+        return [*shape[:-2], shape[-2] * shape[-1]] if self.in_panels else shape
+
+    def _write(self, target: Tensor, values: Tensor) -> None:
+        """Copy values of the shape that checkpoints give them."""
+        if not self.in_panels:
+            target.copy_(values)
+            return
+        rows = values.unflatten(-1, target.shape[-2:])
+        # One expert after another: a copy to a GPU in another layout takes as much memory again.
+        for own, given in [(target, rows)] if target.ndim == 3 else zip(target, rows, strict=True):
+            own.copy_(given)
 
     def _in_fp8(self, name: str, tensor: Tensor | FP8Weight) -> FP8Weight:
         """Round a source to FP8, if that is to be done while loading."""

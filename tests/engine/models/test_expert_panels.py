@@ -1,0 +1,137 @@
+"""Experts that are kept in panels, as on a GPU, against the same ones in rows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from qwen_mtp import TheirHead
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from batchgen.engine.layers import moe as moe_layers
+from batchgen.engine.layers.moe import Experts
+from batchgen.engine.loading.loader import load_model
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.parallel.tensor_parallel import TensorParallel
+from batchgen.kernels.moe.experts_triton import grouped_parts_triton
+from batchgen.kernels.moe.panels import keeps_panels, rows_of_panels
+
+TinyModel = Callable[..., Path]
+Load = Callable[..., CausalLM]
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SIZES = {"moe_intermediate_size": 128}
+"""Those of a tiny model whose experts fit panels."""
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+@pytest.fixture
+def load_panels(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """`load_rows` with experts in the layout of a GPU."""
+
+    def load(folder: Path, **options: Any) -> CausalLM:
+        with monkeypatch.context() as patch:
+            patch.setattr(moe_layers, "keeps_panels", lambda _, *of: keeps_panels(GPU, *of))
+            return load_rows(folder, **options)
+
+    return load
+
+
+def load_rows(folder: Path, **options: Any) -> CausalLM:
+    return load_model(folder, device=CPU, dtype=torch.bfloat16, **options)
+
+
+def expect_panels(count: int, ours: nn.Module, in_rows: nn.Module) -> None:
+    """All parameters are the same, and so many of ours are panels."""
+    for name, parameter in ours.named_parameters():
+        expected, values = in_rows.get_parameter(name).float(), parameter.float().cpu()
+        if parameter.ndim == 4:
+            assert parameter.is_contiguous()
+            values, count = rows_of_panels(values).flatten(2), count - 1
+        assert values.shape == expected.shape and torch.equal(values, expected), name
+    assert count == 0
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("split", [True, False])
+def test_panels_are_filled_from_checkpoints_with_rows(
+    split: bool, load_format: str, tiny_model: TinyModel, load_panels: Load
+) -> None:
+    folder = tiny_model("qwen3_moe", split_experts=split, **SIZES)
+    options = {"load_format": load_format}
+    expect_panels(6, load_panels(folder, **options), load_rows(folder, **options))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("split", [True, False])
+def test_ranks_have_panels_of_their_own_experts(
+    split: bool, load_format: str, tiny_model: TinyModel, load_panels: Load
+) -> None:
+    folder = tiny_model("qwen2_moe", split_experts=split, **SIZES)
+    for rank in range(2):
+        options = {"parallel": TensorParallel(rank, 2), "load_format": load_format}
+        expect_panels(6, load_panels(folder, **options), load_rows(folder, **options))
+
+
+def test_experts_of_a_head_are_in_panels(tmp_path: Path, load_panels: Load) -> None:
+    folder = TheirHead("deepseek_v3", **SIZES).save(tmp_path, split_experts=True)
+    ours, in_rows = (load(folder, heads=("mtp",)).heads["mtp"] for load in (load_panels, load_rows))
+    expect_panels(2, ours, in_rows)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_rounding_to_fp8_while_loading(
+    load_format: str, tiny_model: TinyModel, load_panels: Load
+) -> None:
+    """Without units for FP8 the rounded weights are in panels; weights in FP8 never are."""
+    folder = tiny_model("qwen3_moe", **SIZES)
+    for native, count in ((False, 6), (True, 0)):
+        options = {"load_format": load_format, "quantization": "fp8", "native_fp8": native}
+        expect_panels(count, load_panels(folder, **options), load_rows(folder, **options))
+
+
+@pytest.mark.parametrize(("split", "which"), [(True, "3.down_proj.weight"), (False, "down_proj")])
+def test_a_tensor_of_another_shape_is_refused(
+    split: bool, which: str, tiny_model: TinyModel, tmp_path: Path, load_panels: Load
+) -> None:
+    """Even of as many values, and the message has the shapes of checkpoints."""
+    source = tiny_model("qwen3_moe", split_experts=split, **SIZES)
+    folder = shutil.copytree(source, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{EXPERTS}.{which}"] = tensors[f"{EXPERTS}.{which}"].mT.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"128, 64\], the configuration says \[.*64, 128\]"):
+        load_panels(folder)
+
+
+def test_sizes_that_do_not_fit_stay_in_rows(tiny_model: TinyModel, load_panels: Load) -> None:
+    folder = tiny_model("qwen3_moe")
+    assert json.loads((folder / "config.json").read_text())["moe_intermediate_size"] % 64
+    expect_panels(0, load_panels(folder), load_rows(folder))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [True, False])
+def test_a_gpu_keeps_panels(split: bool, tiny_model: TinyModel) -> None:
+    folder = tiny_model("qwen3_moe", split_experts=split, **SIZES)
+    expect_panels(6, load_model(folder, device=GPU, dtype=torch.bfloat16), load_rows(folder))
+
+
+def test_the_kernels_read_them(tiny_model: TinyModel, load_panels: Load) -> None:
+    folder = tiny_model("qwen3_moe", **SIZES)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((9, 64), generator=generator).bfloat16()
+    ids = torch.rand((9, 8), generator=generator).topk(2).indices.int()
+    weights = torch.rand((9, 2), generator=generator)
+    found: list[Tensor] = []
+    for load in (load_panels, load_rows):
+        experts = next(m for m in load(folder).modules() if isinstance(m, Experts))
+        with torch.inference_mode():
+            products = experts.gate_up_proj, experts.down_proj
+            found.append(grouped_parts_triton(x, *products, ids, weights))
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.01)
