@@ -29,8 +29,9 @@ from batchgen.engine.parallel.tensor_parallel import (
     TensorParallel,
 )
 from batchgen.kernels.fp8.experts import fp8_grouped_mlp, fp8_grouped_parts
-from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
 from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, plain_rows
+from batchgen.kernels.fp8.tiles import copy_engine_reads
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_parts
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
@@ -105,7 +106,7 @@ class Experts(nn.Module):
         self._first = parallel.rank * own
         shapes = (own, 2 * intermediate_size, hidden_size), (own, hidden_size, intermediate_size)
         in_panels = keeps_panels(device, dtype, hidden_size, intermediate_size)
-        wide, narrow = (panels_shape(*shape) if in_panels else shape for shape in shapes)
+        wide, narrow = (panels_shape(*shape, dtype) if in_panels else shape for shape in shapes)
         self.gate_up_proj = empty_parameter(*wide, device=device, dtype=dtype)
         self.down_proj = empty_parameter(*narrow, device=device, dtype=dtype)
         self.gate_up_scales: nn.Parameter | None = None
@@ -135,13 +136,9 @@ class Experts(nn.Module):
             )
         self.form = form
         if form.native:
-            rows, device = BLOCK if self._inner % BLOCK == 0 else 1, self.gate_up_proj.device
-            self.gate_up_proj, self.gate_up_scales = empty_fp8(
-                *matrix_sizes(self.gate_up_proj), device=device, scale_rows=rows
-            )
-            self.down_proj, self.down_scales = empty_fp8(
-                *matrix_sizes(self.down_proj), device=device
-            )
+            rows = BLOCK if self._inner % BLOCK == 0 else 1
+            self.gate_up_proj, self.gate_up_scales = _empty_fp8(self.gate_up_proj, rows)
+            self.down_proj, self.down_scales = _empty_fp8(self.down_proj, BLOCK)
 
     @property
     def computes_in_fp8(self) -> bool:
@@ -285,6 +282,17 @@ class Experts(nn.Module):
             packed_products(self.down_proj, products),
         )
         del self.gate_up_proj, self.down_proj
+
+
+def _empty_fp8(weights: Tensor, scale_rows: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return room in FP8 for weights [E, N, K] or panels that are not loaded yet, the values in
+    panels where `keeps_panels` says so, and for their scales."""
+    (experts, rows, columns), device = matrix_sizes(weights), weights.device
+    shape = experts, rows, columns
+    values, scales = empty_fp8(*shape, device=device, scale_rows=scale_rows)
+    if keeps_panels(device, FP8, columns) and copy_engine_reads(columns, device):
+        values = nn.Parameter(values.view(panels_shape(*shape, FP8)), requires_grad=False)
+    return values, scales
 
 
 def packed_products(weights: Tensor, products: CPUProducts) -> ExpertProducts:

@@ -87,7 +87,7 @@ class WeightSlot:
         if self.scales is None:
             self._copy(self.parameter, {name: self._plain(t) for name, t in tensors.items()})
             return
-        of_rows = self.scales.shape[-2] == self.parameter.shape[-2]
+        of_rows = self._has_scales_of_rows()
         values, scales = {}, {}
         for name, tensor in tensors.items():
             assert isinstance(tensor, FP8Weight)
@@ -123,9 +123,14 @@ class WeightSlot:
         if self.scales is None:
             self._write(self.parameter, rounded.dequantise())
             return
-        self.parameter.copy_(rounded.values)
-        of_rows = self.scales.shape[-2] == self.parameter.shape[-2]
-        self.scales.copy_(rounded.by_row().scales if of_rows else rounded.scales)
+        self._write(self.parameter, rounded.values)
+        by_row = self._has_scales_of_rows()
+        self.scales.copy_(rounded.by_row().scales if by_row else rounded.scales)
+
+    def _has_scales_of_rows(self) -> bool:
+        """Whether each row of a parameter in FP8 has scales of its own."""
+        assert self.scales is not None
+        return self.scales.shape[-2] == self._shape_of(self.parameter)[-2]
 
     def _copy(self, target: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Combine the sources and copy the result to the parameter, or to its scales."""
@@ -142,11 +147,14 @@ class WeightSlot:
     def _shape_of(self, target: Tensor) -> list[int]:
         """The shape that checkpoints give the parameter, or its scales."""
         shape = list(target.shape)
-        return [*shape[:-2], shape[-2] * shape[-1]] if self.in_panels else shape
+        return [*shape[:-2], shape[-2] * shape[-1]] if self._is_panels(target) else shape
+
+    def _is_panels(self, target: Tensor) -> bool:
+        return self.in_panels and target is self.parameter
 
     def _write(self, target: Tensor, values: Tensor) -> None:
         """Copy values of the shape that checkpoints give them."""
-        if not self.in_panels:
+        if not self._is_panels(target):
             target.copy_(values)
             return
         rows = values.unflatten(-1, target.shape[-2:])

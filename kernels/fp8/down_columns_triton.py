@@ -31,7 +31,7 @@ def fp8_down_columns(
     tiles: ExpertTiles,
     out: Tensor,
 ) -> None:
-    """`experts_triton.fp8_down`, if all rows begin at multiples of 16 bytes."""
+    """`experts_triton.fp8_down` of weights in panels."""
     hidden, inner = out.shape[1], values.shape[1]
     block_m, block_n = alignment.block_m, tiles.down_n
     grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.down_columns * block_n),)
@@ -39,7 +39,7 @@ def fp8_down_columns(
     written = block_m * block_n * out.element_size()
     _down_columns[grid](
         TensorDescriptor.from_tensor(values, [block_m, BLOCK]), scales,
-        TensorDescriptor.from_tensor(weight.values.view(-1, inner), [block_n, BLOCK]),
+        TensorDescriptor.from_tensor(weight.values, [1, 1, block_n, BLOCK]),
         weight.scales, slot_weights, out, *alignment[:-1], scales.stride(0),
         weight.scales.stride(0), hidden, inner,
         COLUMNS=tiles.down_columns, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK,
@@ -70,7 +70,6 @@ def _down_columns(
     slot = tl.load(slots_ptr + last)
     slot_weight = tl.load(slot_weights_ptr + slot)
     n = tl.arange(0, BLOCK_N)
-    first_row = expert * hidden
     of_expert = w_scales_ptr + expert.to(tl.int64) * expert_scales
     steps = tl.cdiv(inner, BLOCK_K)
     columns = tl.minimum(tl.cdiv(hidden - start, BLOCK_N), COLUMNS)
@@ -85,7 +84,7 @@ def _down_columns(
     )
     for _ in tl.range(0, columns * steps):
         values = x.load([first, step * BLOCK_K])
-        tile = weight.load([first_row + column, step * BLOCK_K])
+        tile = weight.load([expert, step, column, 0]).reshape([BLOCK_N, BLOCK_K])
         product = block_product(values, tile, SWAP, INTERPRETED)
         is_last = step == steps - 1
         next_step = tl.where(is_last, 0, step + 1)

@@ -32,8 +32,9 @@ def fp8_grouped_mlp(
     Args:
         x: [T, H], the tokens; quantised by `powers_of_two` if they come as `BothRows`.
         gate_up: [E, 2·I, H], the weights of each expert: the I rows of gate and then those of up.
-            If 128 rows share a scale, I is a multiple of 128.
-        down: [E, H, I].
+            If 128 rows share a scale, I is a multiple of 128. On a GPU they may be in panels
+            (`moe/panels.py`).
+        down: [E, H, I], or panels.
         ids: [T, k] int32, the experts of each token, all in [0, E).
         weights: [T, k] float32. A NaN here or in x stays in its own row.
         residual: [T, H], dtype of x, contiguous, to which the result is added in place; None adds

@@ -17,10 +17,11 @@ from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
 from batchgen.kernels.fp8.linear_triton import block_product, scaled, weight_scales
 from batchgen.kernels.fp8.quantise import BothRows, plain_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_groups, quantise_rows_triton
-from batchgen.kernels.fp8.tiles import ExpertTiles, copy_engine_reads, expert_tiles, fitting_stages
+from batchgen.kernels.fp8.tiles import ExpertTiles, expert_tiles, fitting_stages
 from batchgen.kernels.layers.matrix_tile_triton import load_tile
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment, align
 from batchgen.kernels.moe.experts_triton import new_or_residual, sum_slots
+from batchgen.kernels.moe.panels import matrix_sizes
 from batchgen.kernels.moe.shared_part import SharedPart
 from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
 
@@ -42,9 +43,9 @@ def fp8_grouped_mlp_triton(
 
     Args:
         x: [T, H], the last axis contiguous.
-        gate_up: [E, 2·I, H], contiguous: the I rows of gate, then those of up. If 128 rows share a
-            scale, I is a multiple of 128.
-        down: [E, H, I], contiguous.
+        gate_up: [E, 2·I, H] or its panels (`moe/panels.py`), contiguous: the I rows of gate, then
+            those of up. If 128 rows share a scale, I is a multiple of 128.
+        down: [E, H, I] or its panels, contiguous.
         ids: [T, k] int32, contiguous, each in [0, E). This is not checked on a GPU.
         weights: [T, k] float32, contiguous.
         residual: [T, H], contiguous, to which the result is added in place, rounded once.
@@ -79,9 +80,9 @@ def fp8_grouped_parts_triton(
     their weights. There must be tokens."""
     plain = plain_rows(x)
     tokens, hidden = plain.shape
-    experts, inner, k = len(gate_up.values), down.values.shape[2], ids.shape[1]
-    assert gate_up.values.shape == (experts, 2 * inner, hidden)
-    assert down.values.shape == (experts, hidden, inner)
+    (experts, _, inner), k = matrix_sizes(down.values), ids.shape[1]
+    assert matrix_sizes(gate_up.values) == (experts, 2 * inner, hidden)
+    assert matrix_sizes(down.values) == (experts, hidden, inner)
     assert gate_up.scale_rows == 1 or inner % BLOCK == 0
     assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
     tiles = tiles or expert_tiles(ids.numel(), experts)
@@ -153,7 +154,7 @@ def fp8_down(
         out: [N, H], contiguous, in the order of slots; overwritten.
     """
     hidden, inner = out.shape[1], values.shape[1]
-    if tiles.down_columns > 1 and copy_engine_reads(inner, out.device):
+    if tiles.down_columns > 1 and weight.values.ndim == 4:
         fp8_down_columns(values, scales, weight, slot_weights, alignment, tiles, out)
         return
     grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.down_n),)
@@ -167,11 +168,10 @@ def fp8_down(
 
 
 def _operand(weight: FP8Weight, block_n: int) -> Tensor | TensorDescriptor:
-    """The values of all experts, one below another."""
-    rows = weight.values.view(-1, weight.values.shape[-1])
-    if not copy_engine_reads(rows.shape[1], rows.device):
-        return rows
-    return TensorDescriptor.from_tensor(rows, [block_n, BLOCK])
+    """What kernels take for the values of all experts: panels are read by the copy engine."""
+    if weight.values.ndim == 4:
+        return TensorDescriptor.from_tensor(weight.values, [1, 1, block_n, BLOCK])
+    return weight.values
 
 
 def _options(alignment: Alignment, tiles: ExpertTiles, weight: FP8Weight) -> dict[str, int | bool]:
@@ -179,10 +179,24 @@ def _options(alignment: Alignment, tiles: ExpertTiles, weight: FP8Weight) -> dic
         "BLOCK_M": alignment.block_m,
         "BLOCK_K": BLOCK,
         "SCALE_ROWS": weight.scale_rows,
-        "TMA": copy_engine_reads(weight.values.shape[-1], weight.values.device),
+        "PANELS": weight.values.ndim == 4,
         "HALVE": tiles.halve,
         "INTERPRETED": not weight.values.is_cuda,
     }
+
+
+@triton.jit
+def _load_block(
+    weight, expert, first_row, row, step, depth,
+    PANELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Load the weights [BLOCK_N, BLOCK_K] of one step, zeros past the last column: the expert's
+    rows from `first_row` on if PANELS, else first_row + row, which counts those of all experts."""
+    if PANELS:
+        tile = weight.load([expert, step, first_row, 0]).reshape([BLOCK_N, BLOCK_K])
+    else:
+        tile = load_tile(weight, first_row, row, step * BLOCK_K, depth, False, False, BLOCK_K)
+    return tile
 
 
 _PLAIN = ["x_scales_stride", "out_scales_stride", "slots_per_token"]
@@ -195,7 +209,7 @@ def _gate_up(
     tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, x_scales_stride,
     out_scales_stride, expert_scales, slots_per_token, inner, hidden, POWERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
+    SWAP: tl.constexpr, PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(inner, BLOCK_N)
     is_past, expert, first, end = tile_of_program(
@@ -208,14 +222,14 @@ def _gate_up(
         _gate_up_tile(
             x_ptr, x_scales_ptr, weight, w_scales_ptr, out_ptr, out_scales_ptr, slots_ptr, expert,
             first, end, group, x_scales_stride, out_scales_stride, expert_scales, slots_per_token,
-            inner, hidden, POWERS, BLOCK_M // 2, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, TMA,
+            inner, hidden, POWERS, BLOCK_M // 2, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS,
             INTERPRETED,
         )  # fmt: skip
     else:
         _gate_up_tile(
             x_ptr, x_scales_ptr, weight, w_scales_ptr, out_ptr, out_scales_ptr, slots_ptr, expert,
             first, end, group, x_scales_stride, out_scales_stride, expert_scales, slots_per_token,
-            inner, hidden, POWERS, BLOCK_M, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, TMA, INTERPRETED,
+            inner, hidden, POWERS, BLOCK_M, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
 
 
@@ -225,7 +239,7 @@ def _gate_up_tile(
     first, end, group, x_scales_stride, out_scales_stride, expert_scales, slots_per_token,
     inner, hidden, POWERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+    SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     SHARED: tl.constexpr = SCALE_ROWS % BLOCK_N == 0
     place = first + tl.arange(0, BLOCK_M)
@@ -235,9 +249,7 @@ def _gate_up_tile(
     row = column % inner
     k = tl.arange(0, BLOCK_K)
     x_source = x_ptr + token.to(tl.int64)[:, None] * hidden + k[None, :]
-    gate_row = expert * (2 * inner)
-    if TMA:
-        gate_row += group * BLOCK_N
+    gate_row = group * BLOCK_N if PANELS else expert * (2 * inner)
     up_row = gate_row + inner
     scale_row = group * BLOCK_N if SHARED else row
     of_expert = w_scales_ptr + expert.to(tl.int64) * expert_scales
@@ -252,11 +264,11 @@ def _gate_up_tile(
     for step in tl.range(0, steps):
         start = step * BLOCK_K
         x = tl.load(x_source + start, mask=(start + k < hidden)[None, :], other=0.0)
-        tile = load_tile(weight, gate_row, row, start, hidden, False, TMA, BLOCK_K)
+        tile = _load_block(weight, expert, gate_row, row, step, hidden, PANELS, BLOCK_N, BLOCK_K)
         product = block_product(x, tile, SWAP, INTERPRETED)
         # Before the second product, which then finds the registers of this one free.
         gate += scaled(product, x_scales, gate_scales, SWAP, SHARED)
-        tile = load_tile(weight, up_row, row, start, hidden, False, TMA, BLOCK_K)
+        tile = _load_block(weight, expert, up_row, row, step, hidden, PANELS, BLOCK_N, BLOCK_K)
         product = block_product(x, tile, SWAP, INTERPRETED)
         ahead = tl.minimum(step + 1, steps - 1)
         next_x_scales = tl.load(x_scales_ptr + ahead * x_scales_stride + token)
@@ -282,7 +294,7 @@ def _down(
     tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, x_scales_stride,
     expert_scales, hidden, inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
+    SWAP: tl.constexpr, PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(hidden, BLOCK_N)
     is_past, expert, first, end = tile_of_program(
@@ -295,13 +307,13 @@ def _down(
         _down_tile(
             x_ptr, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
             expert, first, end, first_column, x_scales_stride, expert_scales, hidden, inner,
-            BLOCK_M // 2, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, TMA, INTERPRETED,
+            BLOCK_M // 2, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
     else:
         _down_tile(
             x_ptr, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
             expert, first, end, first_column, x_scales_stride, expert_scales, hidden, inner,
-            BLOCK_M, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, TMA, INTERPRETED,
+            BLOCK_M, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
 
 
@@ -310,7 +322,7 @@ def _down_tile(
     x_ptr, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
     expert, first, end, first_column, x_scales_stride, expert_scales, hidden, inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+    SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     SHARED: tl.constexpr = SCALE_ROWS % BLOCK_N == 0
     place = first + tl.arange(0, BLOCK_M)
@@ -319,9 +331,7 @@ def _down_tile(
     row = column % hidden
     k = tl.arange(0, BLOCK_K)
     x_source = x_ptr + last.to(tl.int64)[:, None] * inner + k[None, :]
-    first_row = expert * hidden
-    if TMA:
-        first_row += first_column
+    first_row = first_column if PANELS else expert * hidden
     scale_row = first_column if SHARED else row
     of_expert = w_scales_ptr + expert.to(tl.int64) * expert_scales
     steps = tl.cdiv(inner, BLOCK_K)
@@ -332,7 +342,7 @@ def _down_tile(
     for step in tl.range(0, steps):
         start = step * BLOCK_K
         x = tl.load(x_source + start, mask=(start + k < inner)[None, :], other=0.0)
-        tile = load_tile(weight, first_row, row, start, inner, False, TMA, BLOCK_K)
+        tile = _load_block(weight, expert, first_row, row, step, inner, PANELS, BLOCK_N, BLOCK_K)
         product = block_product(x, tile, SWAP, INTERPRETED)
         ahead = tl.minimum(step + 1, steps - 1)
         next_x_scales = tl.load(x_scales_ptr + ahead * x_scales_stride + last)

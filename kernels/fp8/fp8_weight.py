@@ -25,7 +25,8 @@ class FP8Weight(NamedTuple):
     """A weight in FP8, or several of one shape.
 
     Attributes:
-        values: [..., N, K] e4m3.
+        values: [..., N, K] e4m3; of experts [E, N, K] also panels (`moe/panels.py`), which only
+            kernels for GPUs take.
         scales: [..., R, ⌈K/128⌉] float32, with R = ⌈N/128⌉ for a scale that 128 rows share, or
             R = N for a scale of each row: where rows of several weights follow each other that are
             no multiples of 128, or where rows stand in another order than they were scaled in.

@@ -1,9 +1,9 @@
 """Panels: how weights of experts lie in memory where the copy engine of a GPU reads them.
 
-A matrix [N, K] of 16-bit values is kept as [K / 64, N, 64]: one panel of 64 columns after another.
-So the tile that the copy engine reads at once, some rows of 64 columns, is one stretch of memory
-instead of 128 bytes of each row, which DRAM yields faster. Of experts [E, N, K] that makes
-[E, K / 64, N, 64]: a kernel knows panels by their four axes.
+A matrix [N, K] is kept as [K / P, N, P]: one panel of P columns after another. P columns are 128
+bytes of a row, 64 values of 16 bits or 128 of FP8. So the tile that the copy engine reads at once,
+some rows of a panel, is one stretch of memory instead of 128 bytes of each row, which DRAM yields
+faster. Of experts [E, N, K] that makes [E, K / P, N, P]: a kernel knows panels by their four axes.
 """
 
 from __future__ import annotations
@@ -11,32 +11,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_PANEL_BYTES = 128
+"""The widest row that the copy engine swizzles."""
 PANEL = 64
-"""Columns of a panel: 128 bytes, the widest row that the copy engine swizzles."""
+"""Columns of a panel of 16-bit values."""
+
+
+def panel_columns(dtype: torch.dtype) -> int:
+    """Return the columns of a panel of values of this dtype: 64 of 16 bits, 128 of FP8."""
+    return _PANEL_BYTES // dtype.itemsize
 
 
 def keeps_panels(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
     """Whether matrices of these widths K are kept as panels: on GPUs, if panels divide them all.
 
-    The matrix units do not take float32, whose operands need registers. FP8 has kernels of its own.
+    The matrix units do not take float32, whose operands need registers.
     """
-    fits = dtype.itemsize == 2 and all(width % PANEL == 0 for width in widths)
+    fits = dtype.itemsize <= 2 and all(width % panel_columns(dtype) == 0 for width in widths)
     return device.type == "cuda" and fits
 
 
-def panels_shape(experts: int, rows: int, columns: int) -> tuple[int, int, int, int]:
+def panels_shape(
+    experts: int, rows: int, columns: int, dtype: torch.dtype
+) -> tuple[int, int, int, int]:
     """Return the shape of the panels of matrices [E, N, K]."""
-    return experts, columns // PANEL, rows, PANEL
+    width = panel_columns(dtype)
+    return experts, columns // width, rows, width
 
 
 def to_panels(weights: Tensor) -> Tensor:
-    """Copy matrices [E, N, K] into panels [E, K / 64, N, 64]."""
-    rows: Tensor = weights.unflatten(2, (-1, PANEL))
+    """Copy matrices [E, N, K] into panels [E, K / P, N, P]."""
+    rows: Tensor = weights.unflatten(2, (-1, panel_columns(weights.dtype)))
     return rows.transpose(1, 2).contiguous()
 
 
 def rows_of_panels(panels: Tensor) -> Tensor:
-    """View panels [E, K / 64, N, 64] as rows [E, N, K / 64, 64]."""
+    """View panels [E, K / P, N, P] as rows [E, N, K / P, P]."""
     return panels.transpose(1, 2)
 
 

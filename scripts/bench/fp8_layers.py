@@ -11,9 +11,9 @@ from bench_layers import microseconds
 from moe_layers import Layer
 from torch import Tensor
 
-from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_weight
+from batchgen.kernels.fp8.fp8_weight import FP8, FP8Weight, quantise_weight
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
-from batchgen.kernels.moe.panels import rows_of_panels
+from batchgen.kernels.moe.panels import rows_of_panels, to_panels
 
 _COLD_BYTES = 160 * 2**20
 """Weights that are read before one is read again, which is more than an L2 cache holds."""
@@ -68,9 +68,9 @@ class FP8Layer(NamedTuple):
 def _quantised(panels: Tensor) -> FP8Weight:
     """Round expert by expert, as all at once need too much memory."""
     each = [quantise_weight(rows.flatten(1)) for rows in rows_of_panels(panels)]
-    values = torch.stack([weight.values.view(torch.uint8) for weight in each])
+    values = torch.cat([to_panels(weight.values[None]).view(torch.uint8) for weight in each])
     scales = torch.stack([weight.scales for weight in each])
-    return FP8Weight(values.view(each[0].values.dtype), scales)
+    return FP8Weight(values.view(FP8), scales)
 
 
 def timed_each(run: Callable[[int], object], count: int) -> float:

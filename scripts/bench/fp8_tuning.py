@@ -17,12 +17,12 @@ from moe_tuning import compile_product
 from torch import Tensor
 
 from batchgen.kernels.fp8.experts_triton import fp8_down, fp8_gate_up
-from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, quantise_weight
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_weight
 from batchgen.kernels.fp8.linear_triton import fp8_linear_triton
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
 from batchgen.kernels.fp8.tiles import ExpertTiles, LinearTiles
 from batchgen.kernels.moe.alignment_triton import align
-from batchgen.kernels.moe.panels import panels_shape
+from batchgen.kernels.moe.panels import matrix_sizes, panels_shape, to_panels
 from batchgen.kernels.moe.tiles import choose_tiles
 
 _MANY = 512
@@ -125,7 +125,8 @@ def _compile_linear(tiles: LinearTiles, split: bool) -> None:
 
 
 def _compile_experts(tiles: ExpertTiles, which: int) -> None:
-    weight = quantise_weight(torch.zeros(1, 1024, 512, device="cuda"))
+    rows = quantise_weight(torch.zeros(1, 1024, 512, device="cuda"))
+    weight = FP8Weight(to_panels(rows.values), rows.scales)
     x = torch.zeros(1, 512, device="cuda", dtype=torch.bfloat16)
     launch = _expert_launches(x, FP8Layer(weight, weight), torch.zeros_like(x)[:, :1].int(), tiles)
     launch[which](torch.ones((1, 1), device="cuda"))
@@ -135,7 +136,7 @@ def _compile_experts(tiles: ExpertTiles, which: int) -> None:
 def compile_all(tokens: Iterable[int], expert_tokens: Iterable[int]) -> None:
     """Compile what will be tried, in parallel."""
     shape = SHAPES["30b-a3b"]
-    panels = panels_shape(shape.experts, 2 * shape.inner, shape.hidden)
+    panels = panels_shape(shape.experts, 2 * shape.inner, shape.hidden, torch.bfloat16)
     plain_weights = torch.empty(panels, dtype=torch.bfloat16, device="meta")
     linear = {tiles for count in tokens for tiles in linear_candidates(count)}
     experts = {
@@ -246,7 +247,7 @@ def _expert_launches(
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """The two products; each takes the slots' weights and returns what it has written."""
     (tokens, hidden), k, experts = x.shape, ids.shape[1], len(layer.gate_up.values)
-    inner, slots = layer.down.values.shape[2], tokens * k
+    inner, slots = matrix_sizes(layer.down.values)[2], tokens * k
     alignment = align(ids, experts, tiles.block_m)
     values, scales = quantise_rows_triton(x)
     activated = torch.empty((slots, inner), dtype=FP8, device="cuda")

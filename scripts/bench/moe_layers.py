@@ -52,8 +52,8 @@ class Layer(NamedTuple):
 
     @classmethod
     def make(cls, shape: Shape) -> Layer:
-        gate_up = panels_shape(shape.experts, 2 * shape.inner, shape.hidden)
-        down = panels_shape(shape.experts, shape.hidden, shape.inner)
+        gate_up = panels_shape(shape.experts, 2 * shape.inner, shape.hidden, DTYPE)
+        down = panels_shape(shape.experts, shape.hidden, shape.inner, DTYPE)
         return cls(random(*gate_up).mul_(shape.hidden**-0.5), random(*down).mul_(shape.inner**-0.5))
 
 

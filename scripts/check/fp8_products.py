@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchgen.kernels.fp8.experts import fp8_grouped_mlp_reference
 from batchgen.kernels.fp8.experts_triton import fp8_grouped_mlp_triton
-from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_weight
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_weight
 from batchgen.kernels.fp8.linear import fp8_linear_reference
 from batchgen.kernels.fp8.linear_triton import fp8_linear_triton
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
@@ -22,11 +22,14 @@ from batchgen.kernels.fp8.quantise_triton import (
 from batchgen.kernels.fp8.tiles import EXPERTS, LINEAR
 from batchgen.kernels.layers.activation import silu_and_mul_reference
 from batchgen.kernels.layers.rms_norm import rms_norm_of_sum, rms_norm_reference
+from batchgen.kernels.moe.panels import panel_columns, to_panels
 from batchgen.kernels.moe.shared_part import SharedPart
 
 WIDTHS = ((200, 1168), (200, 1203))
 """Sizes that no tile divides; the copy engine reads rows of the first only."""
-_EXPERTS, _K, _HIDDEN, _INNER = 6, 3, 272, 144
+_EXPERTS, _K = 6, 3
+IN_PANELS, IN_ROWS = (640, 384), (272, 144)
+"""H and I of experts whose weights fit panels, and of others. No tile divides them."""
 _CLOSE = 2.0**-6
 """How far the norm of a result may be from the reference's, in units of that. The matrix units keep
 about 14 bits of a sum, and what is quantised may be rounded to the other neighbour, 2**-3 apart."""
@@ -48,7 +51,8 @@ def check_fp8(device: torch.device) -> list[str]:
     for rows in linear_rows():
         problems += linear_differences(rows, device)
     for tokens in expert_tokens():
-        problems += expert_differences(tokens, device)
+        for sizes in (IN_PANELS, IN_ROWS):
+            problems += expert_differences(tokens, sizes, device)
     return [f"FP8, {problem}" for problem in problems]
 
 
@@ -101,19 +105,27 @@ def linear_differences(rows: int, device: torch.device) -> Iterator[str]:
                 yield f"{rows} rows × {depth}, {form.scale_rows} rows to a scale: {error:.2g} apart"
 
 
-def expert_differences(tokens: int, device: torch.device) -> Iterator[str]:
-    """Yield how experts' results for so many tokens differ from those of the reference."""
-    x = _normal(tokens, tokens, _HIDDEN)
-    gate_up = quantise_weight(_normal(2, _EXPERTS, 2 * _INNER, _HIDDEN) / _HIDDEN**0.5).by_row()
-    down = quantise_weight(_normal(3, _EXPERTS, _HIDDEN, _INNER) / _INNER**0.5)
+def expert_differences(tokens: int, sizes: tuple[int, int], device: torch.device) -> Iterator[str]:
+    """Yield how experts' results for so many tokens differ from those of the reference.
+
+    `sizes` are H and I.
+    """
+    hidden, inner = sizes
+    x = _normal(tokens, tokens, hidden)
+    gate_up = quantise_weight(_normal(2, _EXPERTS, 2 * inner, hidden) / hidden**0.5)
+    if inner % BLOCK:
+        gate_up = gate_up.by_row()
+    down = quantise_weight(_normal(3, _EXPERTS, hidden, inner) / inner**0.5)
     ids = _normal(4, tokens, _EXPERTS).topk(_K).indices.int()
     weights = _normal(5, tokens, _K).abs()
     expected = fp8_grouped_mlp_reference(x, gate_up, down, ids, weights)
+    if all(size % panel_columns(FP8) == 0 for size in sizes):
+        gate_up, down = (w._replace(values=to_panels(w.values)) for w in (gate_up, down))
     wide, narrow = (FP8Weight(*(part.to(device) for part in w)) for w in (gate_up, down))
     moved = x.to(device), wide, narrow, ids.to(device), weights.to(device)
     error = _error(fp8_grouped_mlp_triton(*moved).cpu(), expected)
     if not error < _CLOSE:
-        yield f"experts, {tokens} tokens: {error:.2g} apart"
+        yield f"experts, {sizes}, {tokens} tokens: {error:.2g} apart"
 
 
 def _normal(seed: int, *shape: int) -> Tensor:

@@ -42,7 +42,7 @@ def test_kernels_are_found_in_every_file_that_launches_some() -> None:
 
 def test_the_checked_experts_take_every_line_of_the_table_and_both_sorts() -> None:
     hidden, inner = IN_PANELS
-    panels = panels_shape(EXPERTS, 2 * inner, hidden)
+    panels = panels_shape(EXPERTS, 2 * inner, hidden, torch.bfloat16)
     weight = torch.empty(panels, dtype=torch.bfloat16, device="meta")
     slots = [tokens * K for tokens in token_counts()]
     assert {choose_tiles(n, weight) for n in slots} == {tiles for _, tiles in TABLE}
@@ -60,7 +60,8 @@ def test_kernels_in_fp8_are_checked_at_every_line_of_their_tables() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     assert not list(fp8_products.rounding_differences(device))
     assert not list(fp8_products.linear_differences(40, device))
-    assert not list(fp8_products.expert_differences(8, device))
+    for sizes in (fp8_products.IN_PANELS, fp8_products.IN_ROWS):
+        assert not list(fp8_products.expert_differences(8, sizes, device))
 
 
 def test_ranks_are_checked_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:

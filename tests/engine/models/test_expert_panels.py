@@ -88,9 +88,14 @@ def test_experts_of_a_head_are_in_panels(tmp_path: Path, load_panels: Load) -> N
 def test_rounding_to_fp8_while_loading(
     load_format: str, tiny_model: TinyModel, load_panels: Load
 ) -> None:
-    """Without units for FP8 the rounded weights are in panels; weights in FP8 never are."""
-    folder = tiny_model("qwen3_moe", **SIZES)
-    for native, count in ((False, 6), (True, 0)):
+    """Panels of FP8 are twice as wide as those of the rounded weights without units for it."""
+    for hidden, inner, native, count in (
+        (64, 128, False, 6),
+        (64, 128, True, 3),
+        (128, 128, True, 6),
+        (128, 192, True, 3),  # with a scale for each row of gate and up
+    ):
+        folder = tiny_model("qwen3_moe", hidden_size=hidden, moe_intermediate_size=inner)
         options = {"load_format": load_format, "quantization": "fp8", "native_fp8": native}
         expect_panels(count, load_panels(folder, **options), load_rows(folder, **options))
 

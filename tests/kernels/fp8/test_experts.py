@@ -20,6 +20,7 @@ from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, quantise_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
 from batchgen.kernels.fp8.tiles import EXPERTS, ExpertTiles, expert_tiles
 from batchgen.kernels.moe.alignment_triton import align
+from batchgen.kernels.moe.panels import to_panels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SWAPPED = ExpertTiles(16, 4, 3, True, 64, 4, 3, True)
@@ -32,7 +33,14 @@ class Case:
     """What the kernels take, on DEVICE."""
 
     def __init__(
-        self, tokens: int, k: int, experts: int, hidden: int, inner: int, by_row: bool
+        self,
+        tokens: int,
+        k: int,
+        experts: int,
+        hidden: int,
+        inner: int,
+        by_row: bool,
+        in_panels: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
 
@@ -46,6 +54,12 @@ class Case:
             self.gate_up = self.gate_up.by_row()
         if by_row:
             self.down = self.down.by_row()
+        self.weights_in_rows = self.gate_up, self.down
+        if in_panels:
+            self.gate_up, self.down = (
+                FP8Weight(to_panels(weight.values), weight.scales)
+                for weight in self.weights_in_rows
+            )
         scores = torch.rand((tokens, experts), generator=generator)
         self.ids = scores.topk(k).indices.int().to(DEVICE)
         self.weights = torch.rand((tokens, k), generator=generator).to(DEVICE)
@@ -53,10 +67,13 @@ class Case:
 
 CASES = [
     (1, 2, 4, 128, 64, False),
-    (9, 3, 4, 200, 136, False),  # no rows that a copy engine reads, and a scale for each row
+    (9, 3, 4, 200, 136, False),  # and a scale for each row
     (40, 2, 3, 144, 128, False),
     (12, 2, 3, 144, 256, True),
     (12, 2, 3, 592, 272, False),
+    (9, 3, 4, 128, 128, False, True),
+    (40, 2, 3, 384, 256, False, True),
+    (12, 2, 3, 640, 128, True, True),
 ]
 
 
@@ -66,7 +83,7 @@ def test_both_products_are_near_float64(
     sizes: tuple[int, int, int, int, int, bool], tiles: ExpertTiles
 ) -> None:
     case = Case(*sizes)
-    tokens, k, experts, hidden, inner, _ = sizes
+    tokens, k, experts, hidden, inner = sizes[:5]
     alignment = align(case.ids, experts, tiles.block_m)
     values, scales = quantise_rows_triton(case.x)
     x = FP8Rows(values, scales, tokens).dequantise().double()
@@ -83,7 +100,7 @@ def test_both_products_are_near_float64(
         row = x[slot // k : slot // k + 1]
         wide, narrow = (
             FP8Weight(w.values[expert], w.scales[expert]).dequantise().double()
-            for w in (case.gate_up, case.down)
+            for w in case.weights_in_rows
         )
         gate, up = (row @ wide.t()).chunk(2, 1)
         off_gate, off_up = product_bound(row, wide, torch.float32).chunk(2, 1)
@@ -115,15 +132,16 @@ def test_the_whole_is_near_the_reference(powers_of_two: bool) -> None:
 
 
 def test_tokens_that_are_quantised_already() -> None:
-    case = Case(9, 2, 3, 144, 128, False)
+    case = Case(9, 2, 3, 128, 128, False, in_panels=True)
     arguments = case.gate_up, case.down, case.ids, case.weights
     rows = FP8Rows(*quantise_rows_triton(case.x), 9)
     # Nothing but the dtype and the shape is read of what they were before.
     both = BothRows(torch.full_like(case.x, torch.nan), rows)
     found = fp8_grouped_mlp_triton(both, *arguments, tiles=COLUMNS)
     assert torch.equal(found, fp8_grouped_mlp_triton(case.x, *arguments, tiles=COLUMNS))
-    again = fp8_grouped_mlp(BothRows(case.x, rows), *arguments)
-    assert torch.equal(again, fp8_grouped_mlp(case.x, *arguments))
+    in_rows = *case.weights_in_rows, case.ids, case.weights
+    again = fp8_grouped_mlp(BothRows(case.x, rows), *in_rows)
+    assert torch.equal(again, fp8_grouped_mlp(case.x, *in_rows))
 
 
 @pytest.mark.gpu

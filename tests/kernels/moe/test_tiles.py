@@ -13,7 +13,7 @@ from batchgen.kernels.moe.tiles import TABLE, Tiles, choose_tiles
 
 def _weight(experts: int, inner: int, hidden: int) -> torch.Tensor:
     """The panels of a first product."""
-    shape = panels_shape(experts, 2 * inner, hidden)
+    shape = panels_shape(experts, 2 * inner, hidden, torch.bfloat16)
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
