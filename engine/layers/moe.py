@@ -287,10 +287,9 @@ class Experts(nn.Module):
 def _empty_fp8(weights: Tensor, scale_rows: int) -> tuple[nn.Parameter, nn.Parameter]:
     """Return room in FP8 for weights [E, N, K] or panels that are not loaded yet, the values in
     panels where `keeps_panels` says so, and for their scales."""
-    (experts, rows, columns), device = matrix_sizes(weights), weights.device
-    shape = experts, rows, columns
+    shape, device = matrix_sizes(weights), weights.device
     values, scales = empty_fp8(*shape, device=device, scale_rows=scale_rows)
-    if keeps_panels(device, FP8, columns) and copy_engine_reads(columns, device):
+    if keeps_panels(device, FP8, shape[2]) and copy_engine_reads(shape[2], device):
         values = nn.Parameter(values.view(panels_shape(*shape, FP8)), requires_grad=False)
     return values, scales
 

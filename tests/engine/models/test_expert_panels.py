@@ -19,6 +19,8 @@ from batchgen.engine.layers.moe import Experts
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
+from batchgen.kernels.fp8.experts_triton import fp8_grouped_parts_triton
+from batchgen.kernels.fp8.fp8_weight import FP8Weight
 from batchgen.kernels.moe.experts_triton import grouped_parts_triton
 from batchgen.kernels.moe.panels import keeps_panels, rows_of_panels
 
@@ -127,16 +129,54 @@ def test_a_gpu_keeps_panels(split: bool, tiny_model: TinyModel) -> None:
     expect_panels(6, load_model(folder, device=GPU, dtype=torch.bfloat16), load_rows(folder))
 
 
-def test_the_kernels_read_them(tiny_model: TinyModel, load_panels: Load) -> None:
-    folder = tiny_model("qwen3_moe", **SIZES)
+def first_experts(model: CausalLM) -> Experts:
+    return next(module for module in model.modules() if isinstance(module, Experts))
+
+
+def tokens_and_choices(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random tokens [T, 128], and two of 8 experts for each with their weights."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn((9, 64), generator=generator).bfloat16()
-    ids = torch.rand((9, 8), generator=generator).topk(2).indices.int()
-    weights = torch.rand((9, 2), generator=generator)
+    x = torch.randn((tokens, 128), generator=generator).bfloat16()
+    ids = torch.rand((tokens, 8), generator=generator).topk(2).indices.int()
+    return x, ids, torch.rand((tokens, 2), generator=generator)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_the_kernels_read_them(
+    quantization: str | None, tiny_model: TinyModel, load_panels: Load
+) -> None:
+    folder = tiny_model("qwen3_moe", hidden_size=128, **SIZES)
+    options = {"quantization": quantization, "native_fp8": True}
+    x, ids, weights = tokens_and_choices(9)
     found: list[Tensor] = []
     for load in (load_panels, load_rows):
-        experts = next(m for m in load(folder).modules() if isinstance(m, Experts))
+        experts = first_experts(load(folder, **options))
+        gate_up, down = experts.gate_up_proj, experts.down_proj
         with torch.inference_mode():
-            products = experts.gate_up_proj, experts.down_proj
-            found.append(grouped_parts_triton(x, *products, ids, weights))
+            if experts.gate_up_scales is None or experts.down_scales is None:
+                assert quantization is None
+                found.append(grouped_parts_triton(x, gate_up, down, ids, weights))
+            else:
+                wide = FP8Weight(gate_up, experts.gate_up_scales)
+                narrow = FP8Weight(down, experts.down_scales)
+                found.append(fp8_grouped_parts_triton(x, wide, narrow, ids, weights))
     torch.testing.assert_close(*found, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("tokens", [1, 30, 400])
+def test_a_gpu_computes_what_a_cpu_does(
+    quantization: str | None, tokens: int, tiny_model: TinyModel
+) -> None:
+    """In panels what that does in rows."""
+    folder = tiny_model("qwen3_moe", hidden_size=128, **SIZES)
+    options: dict[str, Any] = {"quantization": quantization, "native_fp8": True}
+    inputs, results = tokens_and_choices(tokens), list[Tensor]()
+    for device in (CPU, GPU):
+        experts = first_experts(load_model(folder, device=device, dtype=torch.bfloat16, **options))
+        assert experts.gate_up_proj.ndim == experts.down_proj.ndim == (3 if device == CPU else 4)
+        with torch.inference_mode():
+            results.append(experts(*(part.to(device) for part in inputs)).float().cpu())
+    expected, found = results
+    assert float((found - expected).norm() / expected.norm()) < 2**-5
