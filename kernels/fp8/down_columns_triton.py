@@ -19,6 +19,7 @@ from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.fp8.linear_triton import block_product, scaled, weight_scales
 from batchgen.kernels.fp8.tiles import ExpertTiles, fitting_stages
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
+from batchgen.kernels.moe.panels_triton import describe_panels, load_panel
 from batchgen.kernels.moe.slot_tile_triton import store_places, tile_of_program
 
 
@@ -39,7 +40,7 @@ def fp8_down_columns(
     written = block_m * block_n * out.element_size()
     _down_columns[grid](
         TensorDescriptor.from_tensor(values, [block_m, BLOCK]), scales,
-        TensorDescriptor.from_tensor(weight.values, [1, 1, block_n, BLOCK]),
+        describe_panels(weight.values, block_n),
         weight.scales, slot_weights, out, *alignment[:-1], scales.stride(0),
         weight.scales.stride(0), hidden, inner,
         COLUMNS=tiles.down_columns, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK,
@@ -84,7 +85,7 @@ def _down_columns(
     )
     for _ in tl.range(0, columns * steps):
         values = x.load([first, step * BLOCK_K])
-        tile = weight.load([expert, step, column, 0]).reshape([BLOCK_N, BLOCK_K])
+        tile = load_panel(weight, expert, step, column, BLOCK_N, BLOCK_K)
         product = block_product(values, tile, SWAP, INTERPRETED)
         is_last = step == steps - 1
         next_step = tl.where(is_last, 0, step + 1)

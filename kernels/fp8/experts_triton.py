@@ -22,6 +22,7 @@ from batchgen.kernels.layers.matrix_tile_triton import load_tile
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment, align
 from batchgen.kernels.moe.experts_triton import new_or_residual, sum_slots
 from batchgen.kernels.moe.panels import matrix_sizes
+from batchgen.kernels.moe.panels_triton import describe_panels, load_panel
 from batchgen.kernels.moe.shared_part import SharedPart
 from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
 
@@ -168,10 +169,9 @@ def fp8_down(
 
 
 def _operand(weight: FP8Weight, block_n: int) -> Tensor | TensorDescriptor:
-    """What kernels take for the values of all experts: panels are read by the copy engine."""
-    if weight.values.ndim == 4:
-        return TensorDescriptor.from_tensor(weight.values, [1, 1, block_n, BLOCK])
-    return weight.values
+    """What kernels take for the values of all experts."""
+    in_panels = weight.values.ndim == 4
+    return describe_panels(weight.values, block_n) if in_panels else weight.values
 
 
 def _options(alignment: Alignment, tiles: ExpertTiles, weight: FP8Weight) -> dict[str, int | bool]:
@@ -193,7 +193,7 @@ def _load_block(
     """Load the weights [BLOCK_N, BLOCK_K] of one step, zeros past the last column: the expert's
     rows from `first_row` on if PANELS, else first_row + row, which counts those of all experts."""
     if PANELS:
-        tile = weight.load([expert, step, first_row, 0]).reshape([BLOCK_N, BLOCK_K])
+        tile = load_panel(weight, expert, step, first_row, BLOCK_N, BLOCK_K)
     else:
         tile = load_tile(weight, first_row, row, step * BLOCK_K, depth, False, False, BLOCK_K)
     return tile

@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchgen.kernels.layers.matrix_tile_triton import load_tile
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
 from batchgen.kernels.moe.panels import PANEL
+from batchgen.kernels.moe.panels_triton import describe_panels, load_panel
 from batchgen.kernels.moe.persistent_triton import persistent_down_product
 from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
 from batchgen.kernels.moe.tiles import ProductTiles
@@ -82,9 +83,7 @@ def down_product(
 
 def _operand(weight: Tensor, tiles: ProductTiles) -> Tensor | TensorDescriptor:
     """What kernels take for the weights of all experts."""
-    if weight.ndim == 4:
-        return TensorDescriptor.from_tensor(weight, [1, 1, tiles.block_n, PANEL])
-    return weight
+    return describe_panels(weight, tiles.block_n) if weight.ndim == 4 else weight
 
 
 def _options(
@@ -138,8 +137,8 @@ def _load_weights(
     parts: tl.tuple = ()
     for offset in tl.static_range(0, BLOCK_K, PART_K):
         if PANELS:
-            tile = weight.load([expert, (start + offset) // PART_K, first_row, 0])
-            tile = tile.reshape([BLOCK_N, PART_K])
+            panel = (start + offset) // PART_K
+            tile = load_panel(weight, expert, panel, first_row, BLOCK_N, PART_K)
         else:
             tile = load_tile(weight, first_row, row, start + offset, depth, EVEN_K, False, PART_K)
         parts += (tile,)

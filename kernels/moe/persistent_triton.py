@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchgen.kernels.device import device_programs
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
 from batchgen.kernels.moe.panels import PANEL
+from batchgen.kernels.moe.panels_triton import describe_panels, load_panel
 from batchgen.kernels.moe.slot_tile_triton import store_slots
 from batchgen.kernels.moe.tiles import ProductTiles
 
@@ -36,7 +37,7 @@ def persistent_down_product(
     programs = device_programs(x.device) if x.is_cuda else _INTERPRETED_PROGRAMS
     _down_tiles[(programs,)](
         TensorDescriptor.from_tensor(x, [alignment.block_m, PANEL]),
-        TensorDescriptor.from_tensor(weight, [1, 1, tiles.block_n, PANEL]),
+        describe_panels(weight, tiles.block_n),
         slot_weights, out, *alignment[:-1], hidden, inner,
         BLOCK_M=alignment.block_m, BLOCK_N=tiles.block_n, BLOCK_K=PANEL,
         INTERPRETED=not x.is_cuda, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -60,8 +61,8 @@ def _down_tiles(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in tl.range(0, inner, BLOCK_K):
             values = x.load([first, start])
-            weights = weight.load([expert, start // BLOCK_K, first_column, 0])
-            weights = weights.reshape([BLOCK_N, BLOCK_K])
+            panel = start // BLOCK_K
+            weights = load_panel(weight, expert, panel, first_column, BLOCK_N, BLOCK_K)
             if INTERPRETED:  # which multiplies the bits of bfloat16 as integers
                 values = values.to(tl.float32)
                 weights = weights.to(tl.float32)
