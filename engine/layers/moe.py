@@ -35,7 +35,13 @@ from batchgen.kernels.fp8.tiles import copy_engine_reads
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_parts
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
-from batchgen.kernels.moe.panels import keeps_panels, matrix_sizes, panels_shape, rows_of_panels
+from batchgen.kernels.moe.panels import (
+    are_panels,
+    keeps_panels,
+    matrix_sizes,
+    panels_shape,
+    rows_of_panels,
+)
 from batchgen.kernels.moe.router_form import SOFTMAX, RouterForm
 from batchgen.kernels.moe.routing import route
 from batchgen.kernels.moe.shared_part import SharedPart, add_up
@@ -229,7 +235,7 @@ class Experts(nn.Module):
             ("gate_up_proj", self.gate_up_proj, self.gate_up_scales, ("gate_proj", "up_proj")),
             ("down_proj", self.down_proj, self.down_scales, ("down_proj",)),
         ):
-            in_panels = parameter.ndim == 4
+            in_panels = are_panels(parameter)
             weights = rows_of_panels(parameter) if in_panels else parameter
             pieces: list[str] = []
             for expert in range(self._num_experts):
@@ -285,8 +291,9 @@ class Experts(nn.Module):
 
 
 def _empty_fp8(weights: Tensor, scale_rows: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return room in FP8 for weights [E, N, K] or panels that are not loaded yet, the values in
-    panels where `keeps_panels` says so, and for their scales."""
+    """Return room in FP8 for weights [E, N, K] or panels that are not loaded yet, and for their
+    scales. The values are in panels where `keeps_panels` says so and there is a copy engine, which
+    some GPUs with units for FP8 lack."""
     shape, device = matrix_sizes(weights), weights.device
     values, scales = empty_fp8(*shape, device=device, scale_rows=scale_rows)
     if keeps_panels(device, FP8, shape[2]) and copy_engine_reads(shape[2], device):

@@ -158,8 +158,11 @@ class WeightSlot:
             target.copy_(values)
             return
         rows = values.unflatten(-1, target.shape[-2:])
+        if target.ndim == 3:
+            target.copy_(rows)
+            return
         # One expert after another: a copy to a GPU in another layout takes as much memory again.
-        for own, given in [(target, rows)] if target.ndim == 3 else zip(target, rows, strict=True):
+        for own, given in zip(target, rows, strict=True):
             own.copy_(given)
 
     def _in_fp8(self, name: str, tensor: Tensor | FP8Weight) -> FP8Weight:

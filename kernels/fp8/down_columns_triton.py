@@ -19,7 +19,7 @@ from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.fp8.linear_triton import block_product, scaled, weight_scales
 from batchgen.kernels.fp8.tiles import ExpertTiles, fitting_stages
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
-from batchgen.kernels.moe.panels_triton import describe_panels, load_panel
+from batchgen.kernels.moe.panels_triton import load_panel, weights_operand
 from batchgen.kernels.moe.slot_tile_triton import store_places, tile_of_program
 
 
@@ -40,7 +40,7 @@ def fp8_down_columns(
     written = block_m * block_n * out.element_size()
     _down_columns[grid](
         TensorDescriptor.from_tensor(values, [block_m, BLOCK]), scales,
-        describe_panels(weight.values, block_n),
+        weights_operand(weight.values, block_n),
         weight.scales, slot_weights, out, *alignment[:-1], scales.stride(0),
         weight.scales.stride(0), hidden, inner,
         COLUMNS=tiles.down_columns, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK,

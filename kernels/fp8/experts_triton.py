@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.fp8.down_columns_triton import fp8_down_columns
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
@@ -18,11 +17,10 @@ from batchgen.kernels.fp8.linear_triton import block_product, scaled, weight_sca
 from batchgen.kernels.fp8.quantise import BothRows, plain_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_groups, quantise_rows_triton
 from batchgen.kernels.fp8.tiles import ExpertTiles, expert_tiles, fitting_stages
-from batchgen.kernels.layers.matrix_tile_triton import load_tile
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment, align
 from batchgen.kernels.moe.experts_triton import new_or_residual, sum_slots
-from batchgen.kernels.moe.panels import matrix_sizes
-from batchgen.kernels.moe.panels_triton import describe_panels, load_panel
+from batchgen.kernels.moe.panels import are_panels, matrix_sizes
+from batchgen.kernels.moe.panels_triton import load_weights, weights_operand
 from batchgen.kernels.moe.shared_part import SharedPart
 from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
 
@@ -127,7 +125,8 @@ def fp8_gate_up(
     inner, hidden = out.shape[1], values.shape[1]
     grid = (alignment.most_tiles * triton.cdiv(inner, BLOCK),)
     _gate_up[grid](
-        values, scales, _operand(weight, BLOCK), weight.scales, out, out_scales, *alignment[:-1],
+        values, scales, weights_operand(weight.values, BLOCK), weight.scales, out, out_scales,
+        *alignment[:-1],
         scales.stride(0), out_scales.stride(0), weight.scales.stride(0), k, inner, hidden,
         POWERS=powers_of_two, BLOCK_N=BLOCK, SWAP=tiles.gate_up_swap,
         **_options(alignment, tiles, weight), num_warps=tiles.gate_up_warps,
@@ -155,23 +154,17 @@ def fp8_down(
         out: [N, H], contiguous, in the order of slots; overwritten.
     """
     hidden, inner = out.shape[1], values.shape[1]
-    if tiles.down_columns > 1 and weight.values.ndim == 4:
+    if tiles.down_columns > 1 and are_panels(weight.values):
         fp8_down_columns(values, scales, weight, slot_weights, alignment, tiles, out)
         return
     grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.down_n),)
     _down[grid](
-        values, scales, _operand(weight, tiles.down_n), weight.scales, slot_weights, out,
-        *alignment[:-1], scales.stride(0), weight.scales.stride(0), hidden, inner,
+        values, scales, weights_operand(weight.values, tiles.down_n), weight.scales, slot_weights,
+        out, *alignment[:-1], scales.stride(0), weight.scales.stride(0), hidden, inner,
         BLOCK_N=tiles.down_n, SWAP=tiles.down_swap, **_options(alignment, tiles, weight),
         num_warps=tiles.down_warps,
         num_stages=fitting_stages(tiles.down_stages, tiles.block_m + tiles.down_n, out.device),
     )  # fmt: skip
-
-
-def _operand(weight: FP8Weight, block_n: int) -> Tensor | TensorDescriptor:
-    """What kernels take for the values of all experts."""
-    in_panels = weight.values.ndim == 4
-    return describe_panels(weight.values, block_n) if in_panels else weight.values
 
 
 def _options(alignment: Alignment, tiles: ExpertTiles, weight: FP8Weight) -> dict[str, int | bool]:
@@ -179,24 +172,10 @@ def _options(alignment: Alignment, tiles: ExpertTiles, weight: FP8Weight) -> dic
         "BLOCK_M": alignment.block_m,
         "BLOCK_K": BLOCK,
         "SCALE_ROWS": weight.scale_rows,
-        "PANELS": weight.values.ndim == 4,
+        "PANELS": are_panels(weight.values),
         "HALVE": tiles.halve,
         "INTERPRETED": not weight.values.is_cuda,
     }
-
-
-@triton.jit
-def _load_block(
-    weight, expert, first_row, row, step, depth,
-    PANELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Load the weights [BLOCK_N, BLOCK_K] of one step, zeros past the last column: the expert's
-    rows from `first_row` on if PANELS, else first_row + row, which counts those of all experts."""
-    if PANELS:
-        tile = load_panel(weight, expert, step, first_row, BLOCK_N, BLOCK_K)
-    else:
-        tile = load_tile(weight, first_row, row, step * BLOCK_K, depth, False, False, BLOCK_K)
-    return tile
 
 
 _PLAIN = ["x_scales_stride", "out_scales_stride", "slots_per_token"]
@@ -264,11 +243,15 @@ def _gate_up_tile(
     for step in tl.range(0, steps):
         start = step * BLOCK_K
         x = tl.load(x_source + start, mask=(start + k < hidden)[None, :], other=0.0)
-        tile = _load_block(weight, expert, gate_row, row, step, hidden, PANELS, BLOCK_N, BLOCK_K)
+        tile = load_weights(
+            weight, expert, gate_row, row, step, hidden, PANELS, False, BLOCK_N, BLOCK_K
+        )
         product = block_product(x, tile, SWAP, INTERPRETED)
         # Before the second product, which then finds the registers of this one free.
         gate += scaled(product, x_scales, gate_scales, SWAP, SHARED)
-        tile = _load_block(weight, expert, up_row, row, step, hidden, PANELS, BLOCK_N, BLOCK_K)
+        tile = load_weights(
+            weight, expert, up_row, row, step, hidden, PANELS, False, BLOCK_N, BLOCK_K
+        )
         product = block_product(x, tile, SWAP, INTERPRETED)
         ahead = tl.minimum(step + 1, steps - 1)
         next_x_scales = tl.load(x_scales_ptr + ahead * x_scales_stride + token)
@@ -342,7 +325,9 @@ def _down_tile(
     for step in tl.range(0, steps):
         start = step * BLOCK_K
         x = tl.load(x_source + start, mask=(start + k < inner)[None, :], other=0.0)
-        tile = _load_block(weight, expert, first_row, row, step, inner, PANELS, BLOCK_N, BLOCK_K)
+        tile = load_weights(
+            weight, expert, first_row, row, step, inner, PANELS, False, BLOCK_N, BLOCK_K
+        )
         product = block_product(x, tile, SWAP, INTERPRETED)
         ahead = tl.minimum(step + 1, steps - 1)
         next_x_scales = tl.load(x_scales_ptr + ahead * x_scales_stride + last)

@@ -79,7 +79,7 @@ class ExpertTiles(NamedTuple):
         halve: a tile that is at most half full is computed as half a one, but not by programs of
             several tiles.
         down_columns: tiles of columns that a program of the second product computes one after the
-            other; one where the copy engine cannot read the rows.
+            other; one if its weights are in rows (`moe/panels.py`).
     """
 
     block_m: int

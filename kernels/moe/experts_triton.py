@@ -15,7 +15,7 @@ from torch import Tensor
 from batchgen.kernels.layers.parts_triton import sum_parts
 from batchgen.kernels.moe.alignment_triton import align
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
-from batchgen.kernels.moe.panels import matrix_sizes
+from batchgen.kernels.moe.panels import are_panels, matrix_sizes
 from batchgen.kernels.moe.shared_part import SharedPart
 from batchgen.kernels.moe.tiles import Tiles, choose_tiles
 
@@ -80,7 +80,7 @@ def grouped_parts_triton(
     (experts, _, inner), k = matrix_sizes(down), ids.shape[1]
     assert matrix_sizes(gate_up) == (experts, 2 * inner, hidden) and gate_up.is_contiguous()
     assert matrix_sizes(down) == (experts, hidden, inner) and down.is_contiguous()
-    assert gate_up.ndim == down.ndim
+    assert are_panels(gate_up) == are_panels(down)
     assert x.dtype == gate_up.dtype == down.dtype and x.stride(1) == 1
     assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
     num_routed = num_routed or experts

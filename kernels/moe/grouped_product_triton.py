@@ -17,12 +17,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from batchgen.kernels.layers.matrix_tile_triton import load_tile
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
-from batchgen.kernels.moe.panels import PANEL
-from batchgen.kernels.moe.panels_triton import describe_panels, load_panel
+from batchgen.kernels.moe.panels import PANEL, are_panels
+from batchgen.kernels.moe.panels_triton import load_weights, weights_operand
 from batchgen.kernels.moe.persistent_triton import persistent_down_product
 from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
 from batchgen.kernels.moe.tiles import ProductTiles
@@ -47,7 +45,7 @@ def gate_up_product(
     inner, hidden = out.shape[1], x.shape[1]
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
     _gate_up[grid](
-        x, _operand(weight, tiles), out, *alignment[:-1],
+        x, weights_operand(weight, tiles.block_n), out, *alignment[:-1],
         x.stride(0), k, inner, hidden, **_options(alignment, tiles, weight, hidden),
     )  # fmt: skip
 
@@ -76,20 +74,15 @@ def down_product(
     hidden, inner = out.shape[1], x.shape[1]
     grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.block_n),)
     _down[grid](
-        x, _operand(weight, tiles), slot_weights, out, *alignment[:-1],
+        x, weights_operand(weight, tiles.block_n), slot_weights, out, *alignment[:-1],
         hidden, inner, **_options(alignment, tiles, weight, inner),
     )  # fmt: skip
-
-
-def _operand(weight: Tensor, tiles: ProductTiles) -> Tensor | TensorDescriptor:
-    """What kernels take for the weights of all experts."""
-    return describe_panels(weight, tiles.block_n) if weight.ndim == 4 else weight
 
 
 def _options(
     alignment: Alignment, tiles: ProductTiles, weight: Tensor, depth: int
 ) -> dict[str, int | bool]:
-    in_panels = weight.ndim == 4
+    in_panels = are_panels(weight)
     assert not in_panels or tiles.block_k % PANEL == 0
     return {
         "BLOCK_M": alignment.block_m,
@@ -123,24 +116,19 @@ def _load_values(
 
 
 @triton.jit
-def _load_weights(
+def _load_parts(
     weight, expert, first_row, row, start, depth,
     PANELS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PART_K: tl.constexpr,
 ):  # fmt: skip
     """Load BLOCK_K columns of the weights from the column `start` on, zeros past the last one, in
-    parts [BLOCK_N, PART_K].
-
-    Their rows are those of the expert from `first_row` on if PANELS, of which PART_K is the width,
-    else first_row + row, which counts the rows of all experts.
-    """
+    parts [BLOCK_N, PART_K] of the rows that `load_weights` says."""
     parts: tl.tuple = ()
     for offset in tl.static_range(0, BLOCK_K, PART_K):
-        if PANELS:
-            panel = (start + offset) // PART_K
-            tile = load_panel(weight, expert, panel, first_row, BLOCK_N, PART_K)
-        else:
-            tile = load_tile(weight, first_row, row, start + offset, depth, EVEN_K, False, PART_K)
+        panel = (start + offset) // PART_K
+        tile = load_weights(
+            weight, expert, first_row, row, panel, depth, PANELS, EVEN_K, BLOCK_N, PART_K
+        )
         parts += (tile,)
     return parts
 
@@ -210,11 +198,11 @@ def _gate_up_tile(
     up = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, hidden, BLOCK_K):
         x = _load_values(x_source, k, start, hidden, EVEN_K, BLOCK_K, PART_K)
-        weights = _load_weights(
+        weights = _load_parts(
             weight, expert, gate_row, row, start, hidden, PANELS, EVEN_K, BLOCK_N, BLOCK_K, PART_K
         )
         gate = _add_products(gate, x, weights, SWAP, INTERPRETED)
-        weights = _load_weights(
+        weights = _load_parts(
             weight, expert, up_row, row, start, hidden, PANELS, EVEN_K, BLOCK_N, BLOCK_K, PART_K
         )
         up = _add_products(up, x, weights, SWAP, INTERPRETED)
@@ -271,7 +259,7 @@ def _down_tile(
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, inner, BLOCK_K):
         x = _load_values(x_source, k, start, inner, EVEN_K, BLOCK_K, PART_K)
-        weights = _load_weights(
+        weights = _load_parts(
             weight, expert, first_row, row, start, inner, PANELS, EVEN_K, BLOCK_N, BLOCK_K, PART_K
         )
         acc = _add_products(acc, x, weights, SWAP, INTERPRETED)

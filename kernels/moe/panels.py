@@ -50,9 +50,14 @@ def rows_of_panels(panels: Tensor) -> Tensor:
     return panels.transpose(1, 2)
 
 
+def are_panels(weights: Tensor) -> bool:
+    """Whether these are panels [E, K / P, N, P], and not matrices [E, N, K]."""
+    return weights.ndim == 4
+
+
 def matrix_sizes(weights: Tensor) -> tuple[int, int, int]:
     """Return E, N and K of matrices [E, N, K], or of their panels."""
-    if weights.ndim == 4:
+    if are_panels(weights):
         experts, panels, rows, width = weights.shape
         return experts, rows, panels * width
     experts, rows, columns = weights.shape

@@ -15,8 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.device import device_programs
 from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
-from batchgen.kernels.moe.panels import PANEL
-from batchgen.kernels.moe.panels_triton import describe_panels, load_panel
+from batchgen.kernels.moe.panels import PANEL, are_panels
+from batchgen.kernels.moe.panels_triton import load_panel, weights_operand
 from batchgen.kernels.moe.slot_tile_triton import store_slots
 from batchgen.kernels.moe.tiles import ProductTiles
 
@@ -32,12 +32,12 @@ def persistent_down_product(
     out: Tensor,
 ) -> None:
     """`grouped_product_triton.down_product` of weights in panels."""
-    assert weight.ndim == 4 and tiles.block_k == PANEL
+    assert are_panels(weight) and tiles.block_k == PANEL
     hidden, inner = out.shape[1], x.shape[1]
     programs = device_programs(x.device) if x.is_cuda else _INTERPRETED_PROGRAMS
     _down_tiles[(programs,)](
         TensorDescriptor.from_tensor(x, [alignment.block_m, PANEL]),
-        describe_panels(weight, tiles.block_n),
+        weights_operand(weight, tiles.block_n),
         slot_weights, out, *alignment[:-1], hidden, inner,
         BLOCK_M=alignment.block_m, BLOCK_N=tiles.block_n, BLOCK_K=PANEL,
         INTERPRETED=not x.is_cuda, num_warps=tiles.num_warps, num_stages=tiles.num_stages,

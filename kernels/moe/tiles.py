@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from batchgen.kernels.moe.panels import are_panels
+
 
 class ProductTiles(NamedTuple):
     """How one of the two products is cut, and what the kernel is compiled with.
@@ -91,6 +93,6 @@ def choose_tiles(num_slots: int, gate_up: Tensor) -> Tiles:
     if gate_up.dtype == torch.float32:
         return FLOAT32
     tiles = next(tiles for most, tiles in TABLE if num_slots <= most * len(gate_up))
-    if gate_up.ndim == 4:
+    if are_panels(gate_up):
         return tiles
     return tiles._replace(down=tiles.down._replace(persistent=False))

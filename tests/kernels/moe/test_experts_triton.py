@@ -17,7 +17,13 @@ from torch import Tensor
 from batchgen.kernels.moe import alignment_triton
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_mlp_reference, grouped_parts
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, sum_slots
-from batchgen.kernels.moe.panels import keeps_panels, matrix_sizes, rows_of_panels, to_panels
+from batchgen.kernels.moe.panels import (
+    are_panels,
+    keeps_panels,
+    matrix_sizes,
+    rows_of_panels,
+    to_panels,
+)
 from batchgen.kernels.moe.shared_part import SharedPart
 from batchgen.kernels.moe.tiles import ProductTiles, Tiles
 
@@ -107,8 +113,9 @@ class Case:
 
 def _matrix(weights: Tensor, expert: int) -> Tensor:
     """The matrix [N, K] of an expert."""
-    in_panels = weights.ndim == 4
-    return rows_of_panels(weights)[expert].flatten(1) if in_panels else weights[expert]
+    if are_panels(weights):
+        return rows_of_panels(weights)[expert].flatten(1)
+    return weights[expert]
 
 
 def _assert_near(found: Tensor, case: Case) -> None:
