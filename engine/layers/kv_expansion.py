@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from batchgen.engine.layers.experts import packed_products
 from batchgen.engine.layers.linear import CPUProducts, empty_parameter
-from batchgen.engine.layers.moe import packed_products
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.kernels.moe.experts_cpu import ExpertProducts

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from batchgen.engine.cache.specs import AttentionSpec
+from batchgen.engine.layers.experts import Experts
 from batchgen.engine.layers.kv_expansion import KVExpansion
 from batchgen.engine.layers.linear import CPUProducts, Linear
-from batchgen.engine.layers.moe import Experts
 from batchgen.kernels.attention.attention import cpu_row_multiple
 
 

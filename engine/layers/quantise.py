@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from batchgen.engine.layers.decoder_layer import DecoderLayer, HasInputProjection
+from batchgen.engine.layers.experts import Experts
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import Linear
-from batchgen.engine.layers.moe import Experts, SparseMoE
+from batchgen.engine.layers.moe import SparseMoE
 from batchgen.engine.layers.weight_slot import named_parts
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from batchgen.engine.layers.experts import Experts
 from batchgen.engine.layers.linear import CPUProducts
-from batchgen.engine.layers.moe import Experts
 
 
 def make_both(arguments: argparse.Namespace) -> tuple[Experts, Qwen3MoeExperts]:

@@ -15,9 +15,9 @@ from fp8_checkpoints import QUANTIZATION, change_tensors, write_fp8
 from torch import Tensor
 
 from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.layers.experts import Experts
 from batchgen.engine.layers.fp8_format import FP8Format, checkpoint_format
 from batchgen.engine.layers.linear import Linear
-from batchgen.engine.layers.moe import Experts
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_config, load_model
 from batchgen.engine.models.causal_lm import CausalLM

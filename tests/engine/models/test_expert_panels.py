@@ -14,8 +14,8 @@ from qwen_mtp import TheirHead
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from batchgen.engine.layers import moe as moe_layers
-from batchgen.engine.layers.moe import Experts
+from batchgen.engine.layers import experts as expert_layers
+from batchgen.engine.layers.experts import Experts
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
@@ -38,7 +38,7 @@ def load_panels(monkeypatch: pytest.MonkeyPatch) -> Load:
 
     def load(folder: Path, **options: Any) -> CausalLM:
         with monkeypatch.context() as patch:
-            patch.setattr(moe_layers, "keeps_panels", lambda _, *of: keeps_panels(GPU, *of))
+            patch.setattr(expert_layers, "keeps_panels", lambda _, *of: keeps_panels(GPU, *of))
             return load_rows(folder, **options)
 
     return load

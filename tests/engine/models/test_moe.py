@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.forward_context import ForwardContext
-from batchgen.engine.layers import moe as moe_layers
+from batchgen.engine.layers import experts as expert_layers
 from batchgen.engine.layers.decoder_layer import DecoderLayer
-from batchgen.engine.layers.moe import Experts, SparseMoE
+from batchgen.engine.layers.experts import Experts
+from batchgen.engine.layers.moe import SparseMoE
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_config, load_model
 from batchgen.engine.models.config import Diffusion
@@ -281,7 +282,7 @@ def test_the_next_norm_adds_the_results_of_experts(
     def check(*_: object) -> None:
         assert all(parts() is None for parts in held)
 
-    monkeypatch.setattr(moe_layers, "grouped_parts", parts)
+    monkeypatch.setattr(expert_layers, "grouped_parts", parts)
     for layer in model.modules():
         if isinstance(layer, DecoderLayer):
             assert isinstance(layer.mixer, torch.nn.Module)
@@ -305,7 +306,7 @@ def test_what_a_shared_expert_adds_is_asked_for_before_the_stream_goes_on(
         events.append("experts")
         return torch.zeros((2, *x.shape))
 
-    monkeypatch.setattr(moe_layers, "grouped_parts", parts)
+    monkeypatch.setattr(expert_layers, "grouped_parts", parts)
     x = torch.randn(5, 64)
     with torch.inference_mode():
         stream = moe(x, x.clone(), ForwardContext((), torch.ones(5, dtype=torch.int64), ()))

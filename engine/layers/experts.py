@@ -1,0 +1,266 @@
+"""The experts of a mixture as one module: their weights, how these are loaded, and the products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.engine.layers.linear import CPUProducts, empty_fp8, empty_parameter
+from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.tensor_parallel import ALONE, PendingParts, Stream, TensorParallel
+from batchgen.kernels.fp8.experts import fp8_grouped_mlp, fp8_grouped_parts
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
+from batchgen.kernels.fp8.quantise import BothRows
+from batchgen.kernels.fp8.tiles import copy_engine_reads
+from batchgen.kernels.layers.linear import pack_weight
+from batchgen.kernels.moe.experts import grouped_mlp, grouped_parts
+from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
+from batchgen.kernels.moe.panels import (
+    are_panels,
+    keeps_panels,
+    matrix_sizes,
+    panels_shape,
+    rows_of_panels,
+)
+from batchgen.kernels.moe.shared_part import SharedPart, add_up
+
+
+class Experts(nn.Module):
+    """E gated MLPs without biases, whose weights stand in one tensor for each kind of projection.
+
+    A checkpoint may hold each projection of each expert in a tensor of its own
+    (`experts.3.gate_proj.weight`), or those of all experts in one (`experts.gate_up_proj`
+    [E, 2·I, H] and `experts.down_proj` [E, H, I], with or without `.weight`).
+
+    Each rank of tensor parallelism has consecutive experts as a whole.
+
+    Args:
+        num_experts: E, over all ranks.
+        hidden_size: H, the width of the hidden states.
+        intermediate_size: I, the width of one expert.
+        parallel: the ranks.
+        device: where the parameters are created.
+        dtype: the dtype of the parameters.
+
+    Attributes:
+        gate_up_proj, down_proj: the weights, in panels where `keeps_panels` says so.
+        gate_up_scales, down_scales: their scales, if they are kept in FP8.
+    """
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        parallel: TensorParallel = ALONE,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self._inner = intermediate_size
+        self._num_experts, self._parallel = num_experts, parallel
+        own = parallel.share("num_experts", num_experts)
+        self._first = parallel.rank * own
+        shapes = (own, 2 * intermediate_size, hidden_size), (own, hidden_size, intermediate_size)
+        in_panels = keeps_panels(device, dtype, hidden_size, intermediate_size)
+        wide, narrow = (panels_shape(*shape, dtype) if in_panels else shape for shape in shapes)
+        self.gate_up_proj = empty_parameter(*wide, device=device, dtype=dtype)
+        self.down_proj = empty_parameter(*narrow, device=device, dtype=dtype)
+        self.gate_up_scales: nn.Parameter | None = None
+        self.down_scales: nn.Parameter | None = None
+        self.form: FP8Format | None = None
+        self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
+
+    def quantise(self, form: FP8Format, path: str) -> None:
+        """Keep the weights in FP8 from now on; they must not be loaded yet.
+
+        If I is a multiple of 128, so many rows share a scale; else each row of gate and up has
+        scales of its own.
+
+        Args:
+            form: how, and which modules are not.
+            path: this module's name in checkpoints.
+
+        Raises:
+            ValueError: only some of the experts are excluded.
+        """
+        if form.excludes(path):
+            return
+        if some := [name for name in form.excluded if f".{name}.".find(f".{path}.") >= 0]:
+            raise ValueError(
+                f"modules_to_not_convert excludes {some[0]} and not {path}, whose experts are "
+                "computed together: exclude all of them or none"
+            )
+        self.form = form
+        if form.native:
+            rows = BLOCK if self._inner % BLOCK == 0 else 1
+            self.gate_up_proj, self.gate_up_scales = _empty_fp8(self.gate_up_proj, rows)
+            self.down_proj, self.down_scales = _empty_fp8(self.down_proj, BLOCK)
+
+    @property
+    def computes_in_fp8(self) -> bool:
+        """Whether tokens may come as `BothRows`."""
+        return self.gate_up_scales is not None
+
+    def forward(
+        self,
+        x: Tensor | BothRows,
+        ids: Tensor,
+        weights: Tensor,
+        residual: Tensor | None = None,
+        shared: Callable[[], SharedPart] | None = None,
+    ) -> Tensor:
+        """Compute the sum [T, H] of what each token's experts on this rank make of it.
+
+        Args:
+            x: [T, H], the tokens.
+            ids: [T, k] int32, the experts of each token.
+            weights: [T, k] float32, the weight of each of them.
+            residual: [T, H], to which the sum is added in place; None returns a new tensor.
+            shared: returns what the shared expert adds to it; called last, and once.
+        """
+        if (in_fp8 := self._in_fp8()) is not None:
+            gate_up, down, powers = in_fp8
+            return fp8_grouped_mlp(
+                x, gate_up, down, ids, weights, residual, shared=shared, powers_of_two=powers
+            )
+        assert isinstance(x, Tensor)
+        if self._parallel.size > 1:
+            ids = self._own_ids(ids)
+        if self._packed is None:
+            products, of = (self.gate_up_proj, self.down_proj), self._num_experts
+            return grouped_mlp(x, *products, ids, weights, residual, shared=shared, num_routed=of)
+        return add_up(grouped_mlp_cpu(x, *self._packed, ids, weights), residual, shared)
+
+    def add_to(
+        self,
+        residual: Tensor,
+        x: Tensor | BothRows,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Callable[[], SharedPart] | None = None,
+    ) -> Stream:
+        """Add the sum to `residual` [T, H] in place, now or when it is read, and return it. All
+        experts must be on this rank.
+
+        Args:
+            residual, x, ids, weights, shared: as of `forward`.
+        """
+        parts = self._parts(x, ids, weights)
+        if parts is not None:
+            return PendingParts(residual, parts, shared and shared())
+        self(x, ids, weights, residual, shared)
+        return residual
+
+    def _parts(self, x: Tensor | BothRows, ids: Tensor, weights: Tensor) -> Tensor | None:
+        """Compute the results [k, T, H] of each token's experts times their weights; None where
+        they are added up right away."""
+        if (in_fp8 := self._in_fp8()) is not None:
+            gate_up, down, powers = in_fp8
+            return fp8_grouped_parts(x, gate_up, down, ids, weights, powers_of_two=powers)
+        assert isinstance(x, Tensor)
+        if self._packed is not None:
+            return None
+        return grouped_parts(x, self.gate_up_proj, self.down_proj, ids, weights)
+
+    def _in_fp8(self) -> tuple[FP8Weight, FP8Weight, bool] | None:
+        """Return the weights of both products, and whether tokens are scaled by powers of two; None
+        if the weights are not kept in FP8."""
+        if self.gate_up_scales is None or self.down_scales is None:
+            return None
+        assert self.form is not None
+        gate_up = FP8Weight(self.gate_up_proj, self.gate_up_scales)
+        return gate_up, FP8Weight(self.down_proj, self.down_scales), self.form.powers_of_two
+
+    def _own_ids(self, ids: Tensor) -> Tensor:
+        """Turn the ids [T, k] of experts into indices among those of this rank; those of other
+        ranks become the number of this rank's experts, which stands for none."""
+        own = self._num_experts // self._parallel.size
+        places = ids - self._first
+        return places.masked_fill_((places < 0) | (places >= own), own)
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield a slot for each projection of each expert, and those of all experts together."""
+        shard = self._parallel.shard(0, self._num_experts) if self._parallel.size > 1 else None
+        for whole, parameter, all_scales, parts in (
+            ("gate_up_proj", self.gate_up_proj, self.gate_up_scales, ("gate_proj", "up_proj")),
+            ("down_proj", self.down_proj, self.down_scales, ("down_proj",)),
+        ):
+            in_panels = are_panels(parameter)
+            weights = rows_of_panels(parameter) if in_panels else parameter
+            pieces: list[str] = []
+            for expert in range(self._num_experts):
+                place = expert - self._first
+                elsewhere = not 0 <= place < len(parameter)
+                weight = parameter.new_empty(0) if elsewhere else weights[place]
+                slices: Sequence[Tensor] = [weight] * len(parts)
+                scales: Sequence[Tensor | None] = [None] * len(parts)
+                if not elsewhere:
+                    slices = weight.chunk(len(parts))
+                    if all_scales is not None:
+                        scales = all_scales[place].chunk(len(parts))
+                for part, values, its_scales in zip(parts, slices, scales, strict=True):
+                    name = f"{path}.{expert}.{part}.weight"
+                    pieces.append(name)
+                    yield WeightSlot(
+                        values,
+                        (name,),
+                        (name,),
+                        form=self.form,
+                        scales=its_scales,
+                        elsewhere=elsewhere,
+                        in_panels=in_panels,
+                    )
+            for source in (f"{path}.{whole}", f"{path}.{whole}.weight"):
+                yield WeightSlot(
+                    weights,
+                    tuple(pieces),
+                    (source,),
+                    form=self.form,
+                    scales=all_scales,
+                    shard=shard,
+                    in_panels=in_panels,
+                )
+
+    def pack(self, products: CPUProducts) -> None:
+        """Convert the loaded weights to the layout that was chosen for this CPU.
+
+        After that they cannot be loaded again. On a GPU they stay as they are.
+
+        Args:
+            products: chooses how to compute; shared by all layers of a model.
+        """
+        if self._packed is not None or self.gate_up_scales is not None:
+            return
+        if self.gate_up_proj.device.type != "cpu":
+            return
+        self._packed = (
+            packed_products(self.gate_up_proj, products),
+            packed_products(self.down_proj, products),
+        )
+        del self.gate_up_proj, self.down_proj
+
+
+def _empty_fp8(weights: Tensor, scale_rows: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return room in FP8 for weights [E, N, K] or panels that are not loaded yet, and for their
+    scales. The values are in panels where `keeps_panels` says so and there is a copy engine, which
+    some GPUs with units for FP8 lack."""
+    shape, device = matrix_sizes(weights), weights.device
+    values, scales = empty_fp8(*shape, device=device, scale_rows=scale_rows)
+    if keeps_panels(device, FP8, shape[2]) and copy_engine_reads(shape[2], device):
+        values = nn.Parameter(values.view(panels_shape(*shape, FP8)), requires_grad=False)
+    return values, scales
+
+
+def packed_products(weights: Tensor, products: CPUProducts) -> ExpertProducts:
+    """Lay out the weights [E, N, K] of all experts, or heads, as it was chosen for one of them."""
+    product = products.choose(weights[0], None)
+    laid_out = [pack_weight(weight) if product.packed else weight for weight in weights]
+    return ExpertProducts(laid_out, product.most_rows, not products.takes_few(weights[0]))
