@@ -30,7 +30,8 @@ _LEAST_BINS, _BINS = 8, 30
 _MOST_COLUMNS = 64
 LINE = 24
 """Height of a line of bars."""
-_LABEL = 26  # characters of a label beside a bar
+LABEL = 26
+"""Characters of a label beside a bar."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,11 @@ class Chart:
     rows: Sequence[tuple[str, ...]] = ()
 
 
-def label(name: str) -> str:
-    """A name as it stands beside a bar."""
-    return name if len(name) <= _LABEL else name[: _LABEL - 1] + "…"
+def label(name: str, most: int = LABEL) -> str:
+    """A name as it stands beside a bar. A long one keeps its beginning and its end, which tell
+    names of one family apart."""
+    end = most // 2 - 1
+    return name if len(name) <= most else f"{name[: most - end - 1]}…{name[-end:]}"
 
 
 def bars(title: str, counts: Mapping[str, int], name: str, note: str = "") -> Chart:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
-from batchgen.report.charts import LINE, Chart, label
+from batchgen.report.charts import LABEL, LINE, Chart, label
 from batchgen.report.collect import Lengths, Question
 from batchgen.report.safe_text import visible
 from batchgen.report.svg import (
@@ -69,19 +69,32 @@ class Estimate:
     kind: str = ""
 
 
+_TWO_LINES = 40
+"""Height of an interval with its name above it."""
+_ABOVE = 60  # characters of a name above an interval
+
+
 def intervals(title: str, estimates: Sequence[Estimate], note: str) -> Chart:
-    """Estimates below each other, with their intervals."""
-    start, end = 14 + 6.8 * max(len(label(e.name)) for e in estimates), WIDTH - 56
+    """Estimates below each other, with their intervals.
+
+    Names stand beside the intervals, or above them where one of them is too long for that.
+    """
+    above = any(len(e.name) > LABEL for e in estimates)
+    start = 14.0 if above else 14 + 6.8 * max(len(e.name) for e in estimates)
+    end, line = WIDTH - 56, _TWO_LINES if above else LINE
     low, high = _range([v for e in estimates for v in (e.low, e.value, e.high) if v is not None])
-    scale, bottom = Scale(low, high, start, end), 8 + LINE * len(estimates)
+    scale, bottom = Scale(low, high, start, end), 8 + line * len(estimates)
     parts = []
     for share in ticks(low, high, 4):
         x = scale(share)
         parts.append(tag("line", x1=x, x2=x, y1=2, y2=bottom, class_="grid"))
         parts.append(text(percent(share), x, bottom + 15, "tick", text_anchor="middle"))
     for place, found in enumerate(estimates):
-        y = 4 + place * LINE + LINE / 2
-        parts.append(text(label(found.name), start - 8, y + 4, "label", text_anchor="end"))
+        y = 4 + (place + 1) * line - LINE / 2
+        if above:
+            parts.append(text(label(found.name, _ABOVE), 0, y - LINE / 2, "label"))
+        else:
+            parts.append(text(found.name, start - 8, y + 4, "label", text_anchor="end"))
         if found.value is None:
             continue
         if found.low is not None and found.high is not None:

@@ -23,11 +23,13 @@ _SMALL = 10_000  # characters of a row that need not become fewer
 _LONGEST_ID = 100
 _GIST = 110  # characters of an answer in the heading
 _KINDS = {
-    "wrong": "wrong", "right": "right", "partly": "partly right", "none": "no answer",
-    "ungraded": "not graded", "error": "errors", "cut": "cut", "constraint": "constraint not kept",
+    "error": "errors", "ungraded": "not graded", "none": "no answer", "wrong": "wrong",
+    "partly": "partly right", "cut": "cut", "constraint": "constraint not kept", "right": "right",
     "disagreeing": "samples disagree", "longest": "longest", "random": "at random",
 }  # fmt: skip
 """Kinds of rows, by class; the switches at the top of the rows choose among them."""
+_FAULTS = tuple(_KINDS)[:7]
+"""Kinds of rows with which something is wrong; the page shows these first, in this order."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,47 @@ class ShownRows:
         some = {kind: count for kind, count in counts.items() if count < len(self.rows)}
         return [(kind, name, some[kind]) for kind, name in _KINDS.items() if kind in some]
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether rows have several samples, so that each needs its number."""
+        return any(row.sample for row in self.rows)
+
+    def first(self, kind: str) -> str | None:
+        """The id in the page of the first row of a kind; None if there is none."""
+        return next((row.anchor for row in self.rows if kind in row.kinds), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """How many answers of a job have something wrong with them.
+
+    Attributes:
+        kind: the key of _KINDS that they belong to.
+        text: the number and what is wrong, as in "3 could not be graded".
+    """
+
+    kind: str
+    text: str
+
+
+def faults(found: Collected) -> list[Fault]:
+    """What is wrong with the answers of a job, the kinds that come first in its page first."""
+    seen = {reason: rows.seen for reason, rows in found.picked.items()}
+    said = {
+        "error": (sum(found.errors.values()), "ended with an error"),
+        "ungraded": (sum(found.grade_errors.values()), "could not be graded"),
+        "none": (seen.get("no answer", 0), "without an answer that was found"),
+        "wrong": (seen.get("wrong", 0), "wrong or partly wrong"),
+        "cut": (found.reasons["length"], "cut at their longest length"),
+        "constraint": (seen.get("constraint", 0), "not within their constraint"),
+    }
+    return [Fault(kind, f"{count:,} {text}") for kind, (count, text) in said.items() if count]
+
+
+def _order(kinds: Sequence[str]) -> int:
+    """The place of a row among the others: the worse, the earlier."""
+    return next((place for place, kind in enumerate(_FAULTS) if kind in kinds), len(_FAULTS))
+
 
 def anchor(key: int) -> str:
     """The id of a row in the page, given its key as of `row_keys`."""
@@ -102,6 +145,7 @@ def shown_rows(data: JobData, page: RowPage, found: Collected, room: int) -> Sho
         for (heading, made), level in zip(variants, levels, strict=True)
         if level is not None
     ]
+    rows.sort(key=lambda row: _order(row.kinds))
     return ShownRows(rows, dropped, sum(bool(level) for level in levels))
 
 

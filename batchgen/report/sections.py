@@ -14,7 +14,7 @@ from batchgen.report.collect import MOST_QUESTIONS, Collected
 from batchgen.report.eval_charts import Estimate, intervals, question_dots, score_by_length
 from batchgen.report.token_facts import TokenFacts
 
-_MOST_SUBSETS = 30
+_MOST_SUBSETS = 100
 _MOST_TEXT = 300  # characters of a message or a name
 _TARGETS = {"DLLMStrategy": "denoise step", "ARSpecStrategy": "forward"}
 

@@ -19,7 +19,7 @@ from batchgen.report.collect import collect
 from batchgen.report.decode import job_decode
 from batchgen.report.job_data import JobData
 from batchgen.report.row_page import CSS, RowPage
-from batchgen.report.rows import ShownRows, anchor, shown_rows
+from batchgen.report.rows import ShownRows, anchor, faults, shown_rows
 from batchgen.report.safe_text import environment, visible
 from batchgen.report.sections import headline, sections
 from batchgen.report.token_facts import token_facts
@@ -91,6 +91,8 @@ def report_html(reader: JobFolderReader, decode: Decode | None = None) -> str:
         "facts": headline(metrics, found),
         "sections": sections(metrics, config, found, tokens, links),
         "total_rows": found.rows,
+        "faults": faults(found),
+        "is_graded": data.grades is not None and "mark" in data.grades.names,
     }
     frame = _page(values, ShownRows((), 0, 0))
     room = MOST_BYTES - len(frame.encode()) - _HEADING * len(links)

@@ -19,6 +19,7 @@ from batchgen.output.read_job import JobFolderReader
 from batchgen.output.storage import FolderStorage
 from batchgen.report import write_report
 from batchgen.report.collect import MOST_QUESTIONS, MOST_ROWS, Collected, Lengths, collect
+from batchgen.report.eval_charts import Estimate, intervals
 from batchgen.report.job_data import JobData
 from batchgen.report.token_facts import token_facts
 from batchgen.report.write_report import MOST_BYTES, is_up_to_date, make_report, try_report
@@ -320,3 +321,37 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_verb("report", [str(tmp_path)]) == 2
     with pytest.raises(ConfigError):
         make_report(tmp_path)
+
+
+def test_the_page_opens_on_what_is_wrong(tmp_path: Path) -> None:
+    rows = [row(i, k, "yes") for i in range(4) for k in range(2)]
+    rows[3] = row(1, 1, text=None)
+    rows[4] = row(2, 0, text="no", finish_reason="length")
+    rows[7] = row(3, 1, text="yes", finish_reason="length")
+    html, page = read(finished_job(tmp_path / "job", rows, graded=True))
+    said = " ".join(page.text.split())
+    assert (
+        "Of 8 answers: 1 ended with an error, 1 wrong or partly wrong, 2 cut at their longest "
+        "length." in said
+    )
+    order = re.findall(r'class="row" id="row-(\d-\d)"', html)
+    assert order == ["1-1", "2-0", "3-1", "0-0", "0-1", "1-0", "2-1", "3-0"]
+    assert said.count("sample 0") == said.count("sample 1") == 4
+    assert {"#row-1-1", "#row-2-0"} <= page.links
+
+
+def test_a_job_without_faults_says_so_and_a_job_of_one_sample_numbers_none(tmp_path: Path) -> None:
+    _, page = read(finished_job(tmp_path / "graded", [row(0)], graded=True))
+    assert "No answer failed, is wrong or was cut." in page.text and "sample 0" not in page.text
+    _, page = read(finished_job(tmp_path / "bare", [row(0)]))
+    assert "No answer failed or was cut. Nothing here is graded." in page.text
+
+
+def test_long_names_of_subsets_stand_above_their_intervals_and_stay_apart() -> None:
+    names = [f"a subject with a very long name that goes on and on and on, part {i}" for i in "123"]
+    chart = intervals("Subsets", [Estimate(name, 0.5, 0.4, 0.6) for name in names], "")
+    labels = re.findall(r'class="label">([^<]*)<', chart.svg)
+    assert len(set(labels)) == 3 and all(len(name) <= 60 for name in labels)
+    assert [name for name, *_ in chart.rows] == names
+    short = intervals("Subsets", [Estimate("one", 0.5, None, None)], "")
+    assert 'text-anchor="end">one<' in short.svg
