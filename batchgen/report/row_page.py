@@ -15,6 +15,7 @@ from batchgen.command.row_json import json_readers, plain_text
 from batchgen.output.metrics import OUTCOMES, constraint_outcome
 from batchgen.report.prompt_text import PromptText
 from batchgen.report.safe_text import Span, environment, shortened
+from batchgen.report.texts.rich_text import rich_text
 from batchgen.report.tokens import Decode, TokenView
 
 CSS = (Path(__file__).parent / "base.css", Path(__file__).parent / "row.css")
@@ -126,6 +127,7 @@ class RowPage:
             values = {
                 **self._texts(row, text, reasoning_end(grades, text), spans, limit),
                 **self._columns(row, grades, limit),
+                "key": key,
                 "tokens": tokens.html(limit.tokens),
                 "num_tokens": row["num_generated_tokens"],
             }
@@ -152,12 +154,12 @@ class RowPage:
             for span in spans
             if span.start >= behind
         ]
-        prompt = [(name, shortened(part, limits.text)) for name, part in self.prompt.parts(row)]
+        prompt = [(name, _shown(part, limits)) for name, part in self.prompt.parts(row)]
         return {
             "prompt": prompt,
-            "reasoning": shortened(text[:behind], limits.text) if text and behind else None,
+            "reasoning": _shown(text[:behind], limits) if text and behind else None,
             "reasoning_length": behind,
-            "answer": None if text is None else shortened(text[behind:], limits.text, moved),
+            "answer": None if text is None else _shown(text[behind:], limits, moved),
         }
 
     def _columns(
@@ -196,6 +198,18 @@ class RowPage:
             for name, value in counts
             if value is not None
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A text as it is written and, if it has Markdown or formulas, with these rendered."""
+
+    plain: Markup
+    rich: Markup | None
+
+
+def _shown(text: str, limits: Limits, spans: Sequence[Span] = ()) -> _Shown:
+    return _Shown(shortened(text, limits.text, spans), rich_text(text, limits.text, spans))
 
 
 def verdict(row: Mapping[str, Any], grades: Mapping[str, Any] | None) -> Verdict | None:

@@ -83,26 +83,26 @@ def shortened(text: str, most: int | None, spans: Sequence[Span] = ()) -> Markup
             spans. Where something is left out, the text says how much. None shows all.
         spans: inside the text; they may overlap.
     """
-    kept = _kept(len(text), most, spans)
+    ranges = kept(len(text), most, spans)
     cuts = {0, len(text)} | {at for span in spans for at in (span.start, span.end)}
     parts, shown = [], 0
-    for start, end in kept:
+    for start, end in ranges:
         if start > shown:
-            parts.append(_GAP.format(f"{start - shown:,}"))
+            parts.append(GAP.format(f"{start - shown:,}"))
         inside = sorted(at for at in cuts if start < at < end)
         for left, right in zip([start, *inside], [*inside, end], strict=True):
             piece = marked(text[left:right])
             names = [span.name for span in spans if span.start <= left and right <= span.end]
-            parts.append(_SPAN.format(", ".join(names), piece) if names and piece else piece)
+            parts.append(SPAN.format(", ".join(names), piece) if names and piece else piece)
         shown = end
     return Markup("").join(parts)
 
 
-_GAP = Markup(' <span class="gap">… {} characters left out …</span> ')
-_SPAN = Markup('<mark title="{}">{}</mark>')
+GAP = Markup(' <span class="gap">… {} characters left out …</span> ')
+SPAN = Markup('<mark title="{}">{}</mark>')
 
 
-def _kept(length: int, most: int | None, spans: Sequence[Span]) -> list[tuple[int, int]]:
+def kept(length: int, most: int | None, spans: Sequence[Span]) -> list[tuple[int, int]]:
     """The ranges of a text that are shown, in order and apart from each other."""
     if most is None or length <= most:
         return [(0, length)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+from markupsafe import Markup
 
 _HEAT = (0.05, 0.2, 0.5, 1.0, 2.0, 3.0, 5.0)
 """Bounds of the classes p0 to p7, in nats below certainty."""
@@ -32,11 +34,22 @@ class Mode:
     legend: str
 
 
-_LOGPROB = Mode("p", "log-probability", "The redder, the less likely the token was.")
-_DRAFT = Mode("d", "drafts", "Green tokens were drafts that held; the others are the model's own.")
+def _heat_legend() -> Markup:
+    """A sample of each colour of _HEAT with the probabilities that it stands for."""
+    shares = [f"{100 * math.exp(-bound):.2g}%" for bound in _HEAT]
+    names = [f"over {shares[0]}", *(f"to {share}" for share in shares[1:]), "less"]
+    keys = (_KEY.format(f"p{i}", name) for i, name in enumerate(names))
+    return Markup("How likely the token was: ") + Markup(" ").join(keys)
+
+
+_KEY = Markup('<span class="key {}">{}</span>')
+_LOGPROB = Mode("p", "log-probability", _heat_legend())
+_DRAFT = Mode(
+    "d", "drafts", _KEY.format("d1", "a draft that held") + " The others are the model's own."
+)
 _STEP = Mode("s", "steps", "Neighbours of one colour came in one step.")
 _EXPERTS = "The colour is that of the token's first expert; colours repeat."
-_NONE = Mode("n", "none", "Titles tell what is known about a token.")
+_NONE = Mode("n", "none", "No colours.")
 
 
 @dataclass(frozen=True)

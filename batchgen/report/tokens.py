@@ -107,7 +107,7 @@ class RowTokens:
             answer = " a" if place in self._inside else ""
             classes = f"t{self.facts.classes(place)}{answer}"
             shown = f"{id} " if text is None else _shown(text)
-            made = f'<span class="{classes}" title="{self._title(place)}">{shown}</span>'
+            made = f'<span class="{classes}" tabindex=0 title="{self._title(place)}">{shown}</span>'
             self._made[place] = made
         return made
 
