@@ -40,7 +40,7 @@ def _export(arguments: Sequence[str]) -> int:
     parser = Parser("export", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument(
-        "--format", choices=[*_WRITERS], help="default: by the file's name, or jsonl"
+        "--format", choices=[*WRITERS], help="default: by the file's name, or jsonl"
     )
     parser.add_argument("--columns", metavar="A,B", type=column_list, help="default: all")
     parser.add_argument(
@@ -59,7 +59,7 @@ def _export(arguments: Sequence[str]) -> int:
         shown = reader.storage.shown
         raise ConfigError(f"no row of {shown} is finished yet: there is nothing to export")
     with _opened(path) as file:
-        count = _write(reader, schema, _WRITERS[form], file)
+        count = _write(reader, schema, WRITERS[form], file)
     if path is not None:
         print(f"{count:,} rows in {given.file}", file=sys.stderr)
     return 0
@@ -111,11 +111,12 @@ def _txt(file: TextIO, columns: Sequence[str]) -> _Write:
     return write
 
 
-_WRITERS: dict[str, Callable[[TextIO, Sequence[str]], _Write]] = {
+WRITERS: dict[str, Callable[[TextIO, Sequence[str]], _Write]] = {
     "jsonl": _jsonl,
     "csv": _csv,
     "txt": _txt,
 }
+"""For each format, what makes a function that writes a row to a text file."""
 
 
 def _format_of(path: Path | None) -> str:
@@ -128,7 +129,7 @@ def _format_of(path: Path | None) -> str:
         return "jsonl"
     suffix = Path(path.name.removesuffix(".gz")).suffix
     name = {".json": "jsonl"}.get(suffix, suffix.removeprefix("."))
-    if name not in _WRITERS:
+    if name not in WRITERS:
         raise ConfigError(
             f"--out {path.name}: its name does not say the format: add --format jsonl, csv or txt"
         )

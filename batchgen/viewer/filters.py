@@ -45,6 +45,9 @@ class Filter:
         least, most: the number of generated tokens.
         disagree: `yes` for rows whose samples do not all give the same answer (where there are no
             answers, the same mark; where there are no marks either, the same text).
+        subset: the value of `subset_column`, as text.
+        subset_column: the column that says which part of the exam a question belongs to; it is the
+            job's, and no key of a URL.
     """
 
     text: str = ""
@@ -55,6 +58,8 @@ class Filter:
     least: str = ""
     most: str = ""
     disagree: str = ""
+    subset: str = ""
+    subset_column: str = ""
 
     def __post_init__(self) -> None:
         for name, known in (("mark", MARKS), ("reason", REASONS), ("disagree", ("yes",))):
@@ -68,19 +73,24 @@ class Filter:
             raise ConfigError(f"text must have at most {LONGEST:,} characters")
 
     @classmethod
-    def of(cls, query: Mapping[str, str]) -> Filter:
+    def of(cls, query: Mapping[str, str], subset_column: str = "") -> Filter:
         """The filter that the query of a URL describes.
+
+        Args:
+            subset_column: of the job; empty if it has no subsets.
 
         Raises:
             ConfigError: a value is none that the key may have.
         """
-        names = {field.name for field in fields(cls)}
-        return cls(**{key: value for key, value in query.items() if key in names})
+        names = {field.name for field in fields(cls)} - {"subset_column"}
+        given = {key: value for key, value in query.items() if key in names}
+        return cls(**given, subset_column=subset_column)
 
     @property
     def query(self) -> dict[str, str]:
         """The keys of a URL that describe it."""
-        return {key: value for key, value in asdict(self).items() if value}
+        given = asdict(self).items()
+        return {key: value for key, value in given if value and key != "subset_column"}
 
     def __bool__(self) -> bool:
         return any(value for key, value in self.query.items() if key != "column")
@@ -104,6 +114,10 @@ class Filter:
             raise ConfigError("this job has no grades: mark needs some")
         if self.disagree:
             names += _answers(schema, text_column)
+        if self.subset:
+            if self.subset_column not in schema.names:
+                raise ConfigError("this job has no subsets: score.subset names a column of them")
+            names.append(self.subset_column)
         names += [MARK, ANSWER_KEY, GRADE_ERROR] if self.mark else ()
         names += ["finish_reason"] if self.reason or self.mark else ()
         names += ["error"] if self.error else ()
@@ -128,6 +142,12 @@ class Filter:
             found &= _bools(pc.less_equal(table["num_generated_tokens"], int(self.most)))
         if self.mark:
             found &= marks(table) == self.mark
+        if self.subset:
+            values = table[self.subset_column]
+            if values.type not in TEXT_TYPES:  # named as the scores name them
+                names = [None if v is None else str(v) for v in values.to_pylist()]
+                values = pa.chunked_array([pa.array(names, pa.string())])
+            found &= _bools(pc.equal(values, self.subset))
         if self.disagree and found.any():
             found &= _disagreeing(table, text_column)
         if self.text and found.any():

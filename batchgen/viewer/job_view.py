@@ -18,6 +18,7 @@ from batchgen.report.row_page import Limits, RowPage, Verdict, answer_spans, ver
 from batchgen.scoring.table import score_lines
 from batchgen.viewer.grades import PREFIX
 from batchgen.viewer.job_rows import JobRows
+from batchgen.viewer.ranking import Rankings
 from batchgen.viewer.row_ids import RowIds
 
 if TYPE_CHECKING:
@@ -59,11 +60,13 @@ class JobView:
         name: the folder as the user named it.
         rows: of the job.
         ids: where its rows are.
+        rankings: its rows in other orders than that of the data set.
     """
 
     def __init__(self, reader: JobFolderReader, name: str) -> None:
         self.name, self.rows = name, JobRows(reader)
         self.ids = RowIds(self.rows)
+        self.rankings = Rankings(self.rows)
         self._lock = Lock()
         self._decode: tuple[Decode | None] | None = None
         self._config: tuple[tuple[int, int], dict[str, Any]] | None = None
@@ -115,9 +118,23 @@ class JobView:
 
     @property
     def scores(self) -> list[tuple[str, str]]:
-        """A name and a value for each line that tells the scores; empty without scores."""
+        """A name and a value for each line that tells the scores of the whole job; empty without
+        scores."""
         scores = self.metrics.get("score")
-        return [] if scores is None else score_lines(scores)
+        return [] if scores is None else score_lines({**scores, "subsets": {}})
+
+    @property
+    def subsets(self) -> dict[str, dict[str, Any]]:
+        """The scores of the subsets, by name; empty without."""
+        found: dict[str, dict[str, Any]] = (self.metrics.get("score") or {}).get("subsets", {})
+        return found
+
+    @property
+    def subset_column(self) -> str:
+        """The column of the rows that names their subset; empty if there is none."""
+        name: str = (self.config.get("score") or {}).get("subset") or ""
+        schema = self.rows.row_schema
+        return name if schema is not None and name in schema.names else ""
 
     def inputs(self) -> list[str]:
         """The columns that say what a row was asked."""
@@ -137,11 +154,19 @@ class JobView:
     def row(self, row_index: int, *, tokens: bool) -> list[Sample]:
         """The finished samples of a row with all columns, those with a value per token only with
         `tokens`: they can be most of a file."""
-        schema = self.rows.schema
-        if schema is None:
+        if self.rows.schema is None:
             return []
-        names = [f.name for f in schema if tokens or not _is_per_token(f)]
-        return self.samples(self.rows.samples(row_index, names))
+        return self.samples(self.rows.samples(row_index, self.columns(per_token=tokens)))
+
+    def columns(self, *, per_token: bool) -> list[str]:
+        """The columns of the rows and of their grades.
+
+        Args:
+            per_token: those with a value per token, too.
+        """
+        schema = self.rows.schema
+        fields = [] if schema is None else list(schema)
+        return [f.name for f in fields if per_token or not _is_per_token(f)]
 
     def html(self, sample: Sample, key: str) -> Markup:
         """What the row says, without its tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from batchgen.command.row_json import plain_text
@@ -12,9 +13,10 @@ from batchgen.viewer.filters import Filter
 from batchgen.viewer.grades import PREFIX
 from batchgen.viewer.job_view import JobView, Sample, same_sample
 from batchgen.viewer.search import Search
+from batchgen.viewer.votes import Vote, votes
 
 _SHOWN = ("row_id", "finish_reason", "error", "num_generated_tokens")
-_GRADES_SHOWN = ("mark", "answer", "graded_against", "grade_error")
+_GRADES_SHOWN = ("mark", "answer", "answer_key", "graded_against", "grade_error")
 _ASKED = 240
 """Characters of a prompt's column."""
 
@@ -28,12 +30,14 @@ class Line:
         asked: the columns of its prompt, by name, shortened.
         jobs: for each job its samples, whose texts are shortened; empty if it does not have them.
         matching: the numbers of those samples of the first job that the filter lists.
+        note: what a sorted list is sorted by; empty in the order of the data set.
     """
 
     index: int
     asked: dict[str, str]
     jobs: list[list[Sample]]
     matching: list[int]
+    note: str = ""
 
     @property
     def row_id(self) -> str:
@@ -44,13 +48,30 @@ class Line:
         """The sample whose text is shown."""
         return same_sample(self.jobs[job], self.matching[0])
 
+    def votes(self, job: int) -> list[Vote]:
+        """The answers of a job to the question."""
+        return votes(self.jobs[job])
 
-def row_lines(jobs: Sequence[JobView], search: Search, hits: Mapping[int, list[int]]) -> list[Line]:
+    @property
+    def target(self) -> str | None:
+        """What the answers were compared with."""
+        grades = (sample.grades for samples in self.jobs for sample in samples)
+        found = (g["graded_against"] for g in grades if g and g.get("graded_against") is not None)
+        return next(map(str, found), None)
+
+
+def row_lines(
+    jobs: Sequence[JobView],
+    search: Search,
+    hits: Mapping[int, list[int]],
+    notes: Mapping[int, str] = MappingProxyType({}),
+) -> list[Line]:
     """The rows that a search has found, with the same rows of the other job.
 
     Args:
         jobs: the first is the one that was searched.
         hits: from the index of a row to the samples that match.
+        notes: from the index of a row to its note.
 
     Raises:
         StillSearching: the other job has the rows elsewhere, and they take long to find.
@@ -66,7 +87,7 @@ def row_lines(jobs: Sequence[JobView], search: Search, hits: Mapping[int, list[i
         for row, samples in found.items():
             samples.append(same.get(row, []))
     return [
-        Line(row, _texts(samples[0][0].row, asked), samples, hits[row])
+        Line(row, _texts(samples[0][0].row, asked), samples, hits[row], notes.get(row, ""))
         for row, samples in found.items()
     ]
 

@@ -28,6 +28,23 @@ class Count:
 
 
 @dataclass(frozen=True)
+class Subset:
+    """The score of a part of the exam.
+
+    Attributes:
+        value: the mean mark; None if nothing is marked.
+        interval: of 95%, for new questions, in words; empty if there is none.
+        query: the keys of the filter that lists its rows; None where rows do not name their subset.
+    """
+
+    name: str
+    questions: int
+    value: float | None
+    interval: str
+    query: Mapping[str, str] | None
+
+
+@dataclass(frozen=True)
 class Overview:
     """One job on the first page.
 
@@ -35,6 +52,7 @@ class Overview:
         facts: what was run, by name.
         status: how far the job is.
         scores: lines of its scores; empty without.
+        subsets: the scores of the parts of the exam.
         reasons, errors: how answers ended.
         marks: names and queries of the filters by mark; empty without grades.
         missing: what the job lacks that pages could show.
@@ -44,6 +62,7 @@ class Overview:
     status: str
     facts: list[tuple[str, str]]
     scores: list[tuple[str, str]]
+    subsets: list[Subset]
     reasons: list[Count]
     errors: list[Count]
     marks: list[tuple[str, Mapping[str, str]]]
@@ -59,6 +78,7 @@ def overview(job: JobView) -> Overview:
         _status(metrics),
         _facts(job, metrics),
         job.scores,
+        _subsets(job),
         _counts(metrics.get("finish_reasons") or {}, total, "reason"),
         _counts(metrics.get("errors") or {}, total, "error"),
         [(name, {"mark": mark}) for mark, name in MARKS.items()] if job.rows.grade_names else [],
@@ -71,6 +91,19 @@ def _counts(counts: Mapping[str, int], total: int, key: str) -> list[Count]:
         Count(name, number, number / max(total, 1), {key: name})
         for name, number in sorted(counts.items(), key=lambda item: -item[1])
     ]
+
+
+def _subsets(job: JobView) -> list[Subset]:
+    found = []
+    for name, part in job.subsets.items():
+        bounds = part["avg"]["population"] or {}
+        low, high = bounds.get("low"), bounds.get("high")
+        interval = ""
+        if low is not None and high is not None:
+            interval = f"{100 * low:.1f}% to {100 * high:.1f}%"
+        query = {"subset": name} if job.subset_column else None
+        found.append(Subset(name, part["questions"], part["avg"]["value"], interval, query))
+    return found
 
 
 def _status(metrics: Mapping[str, Any]) -> str:

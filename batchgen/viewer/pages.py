@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from http import HTTPStatus
@@ -12,19 +13,20 @@ from urllib.parse import urlencode
 from batchgen.errors import ConfigError, JobError
 from batchgen.report.row_page import CSS
 from batchgen.report.safe_text import environment
-from batchgen.viewer.filters import MARKS, REASONS, Filter, text_columns
+from batchgen.viewer.download import KINDS, Download
+from batchgen.viewer.filters import Filter
 from batchgen.viewer.flips import Flips
 from batchgen.viewer.job_view import MOST_TOKENS, JobView, Sample, same_sample
-from batchgen.viewer.lines import row_lines
+from batchgen.viewer.list_page import PER_PAGE, list_values
 from batchgen.viewer.overview import overview
 from batchgen.viewer.row_ids import StillSearching
 from batchgen.viewer.search import Search
 from batchgen.viewer.server import Response
+from batchgen.viewer.votes import votes
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-PER_PAGE = 50
 _STATIC = Path(__file__).parent / "static"
 _FILES = {path.name: path for path in (*CSS, *(_STATIC / n for n in ("view.css", "keys.js")))}
 _FILES["icon.svg"] = _STATIC / "icon.svg"
@@ -61,6 +63,7 @@ class Site:
             "": self._overview,
             "rows": self._rows,
             "row": self._row,
+            "download": self._download,
             "step": self._step,
             "find": self._find,
             "flips": self._flips,
@@ -108,26 +111,28 @@ class Site:
         return self._html("overview", views=[overview(job) for job in self.jobs])
 
     def _rows(self, query: Query) -> Response:
-        job = self.jobs[0]
-        wanted = Filter.of(query)
-        first = _number(query, "from", 0)
-        search = Search(job.rows, wanted)
-        found = search.forward(first, PER_PAGE)
-        schema = job.rows.schema
-        return self._html(
-            "rows",
-            wanted=wanted,
-            first=first,
-            lines=row_lines(self.jobs, search, found.hits),
-            result=found,
-            before=max(first - PER_PAGE, 0) if first and not wanted else None,
-            num_rows=job.num_rows,
-            columns=[] if schema is None else text_columns(schema),
-            text_column=job.rows.text_column,
-            marks=MARKS if job.rows.grade_names else {},
-            reasons=REASONS,
-            errors=list(job.metrics.get("errors") or {}),
+        values = list_values(
+            self.jobs,
+            self._wanted(query),
+            _number(query, "from", 0),
+            query.get("sort", ""),
+            "votes" if query.get("show") == "votes" else "",
         )
+        return self._html("rows", **values)
+
+    def _wanted(self, query: Query) -> Filter:
+        return Filter.of(query, self.jobs[0].subset_column)
+
+    def _download(self, query: Query) -> Response:
+        """The rows that a filter lists as a file."""
+        job, form = self.jobs[0], query.get("format", "jsonl")
+        if form not in KINDS:
+            raise ConfigError(f"format must be one of {', '.join(KINDS)}, got {form[:80]!r}")
+        per_token = query.get("per_token") == "yes"
+        file = Download(job.rows, self._wanted(query), job.columns(per_token=per_token))
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", job.short_name)[:100]
+        named = f"{name}-rows.{form}"
+        return Response(b"", KINDS[form], file_name=named, chunks=file.chunks(form))
 
     def _row(self, query: Query) -> Response:
         index = _number(query, "n")
@@ -147,7 +152,9 @@ class Site:
             row_id=row_id,
             columns=columns,
             tokens=tokens,
-            wanted=Filter.of(query),
+            wanted=self._wanted(query),
+            sort=query.get("sort", ""),
+            listed={k: v for k, v in query.items() if k in ("sort", "show")},
             query={key: value for key, value in query.items() if key != "n"},
             without_tokens={k: v for k, v in query.items() if k not in ("n", "tokens")},
             kept={k: v for k, v in query.items() if k not in ("n", "flip", "anyway")},
@@ -160,7 +167,8 @@ class Site:
         """What one job shows of a row."""
         job, key = self.jobs[number], "ab"[number]
         chosen = same_sample(samples, _number(query, f"sample_{key}", 0))
-        values: dict[str, Any] = {"job": job, "key": key, "samples": samples, "chosen": chosen}
+        values: dict[str, Any] = {"job": job, "key": key, "samples": samples, "chosen": chosen,
+                                  "votes": votes(samples)}  # fmt: skip
         if chosen is None:
             return values
         if tokens := query.get("tokens"):
@@ -175,7 +183,9 @@ class Site:
     def _step(self, query: Query) -> Response:
         """Go to the next row that the filter lists, or to the one before."""
         index, back = _number(query, "n"), query.get("to") == "back"
-        wanted = Filter.of(query)
+        wanted = self._wanted(query)
+        if query.get("sort"):
+            return self._step_in_order(query, wanted)
         search = Search(self.jobs[0].rows, wanted)
         found = search.backward(index, 1) if back else search.forward(index + 1, 1)
         kept = {key: value for key, value in query.items() if key not in ("n", "to", "flip")}
@@ -191,6 +201,21 @@ class Site:
             text=f"{found.searched:,} answers were searched up to row {at:,}, and none is such.",
             go_on="step?" + urlencode(go_on),
         )  # fmt: skip
+
+    def _step_in_order(self, query: Query, wanted: Filter) -> Response:
+        """The same in a sorted list."""
+        index, back = _number(query, "n"), query.get("to") == "back"
+        places = self.jobs[0].rankings.of(wanted, query["sort"]).places
+        rows = [place.row for place in places]
+        if index not in rows:
+            raise NotThere(f"Row {index:,} is not in the sorted list any more.")
+        at = rows.index(index) + (-1 if back else 1)
+        if not 0 <= at < len(rows):
+            raise NotThere(f"The sorted list has no row {'before' if back else 'after'} this one.")
+        dropped = ("n", "to", "flip", "sample_a")
+        kept = {key: value for key, value in query.items() if key not in dropped}
+        number = places[at].samples[0]
+        return _redirect("row", {**kept, "n": rows[at], "sample_a": number})
 
     def _find(self, query: Query) -> Response:
         row_id = query.get("id", "")

@@ -21,7 +21,7 @@ import hmac
 import secrets
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -59,6 +59,8 @@ class Response:
         kind: its Content-Type.
         location: for a redirection, the page to go to.
         policy: the Content-Security-Policy.
+        file_name: of a download; letters, digits, `-`, `_` and `.`.
+        chunks: the body, where it is made while it is sent.
     """
 
     body: bytes
@@ -66,6 +68,8 @@ class Response:
     status: HTTPStatus = HTTPStatus.OK
     location: str | None = None
     policy: str = POLICY
+    file_name: str | None = None
+    chunks: Iterator[bytes] | None = None
 
 
 Respond = Callable[[str, dict[str, str]], Response]
@@ -172,19 +176,35 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(_plain(status, message or status.phrase))
 
     def _send(self, response: Response) -> None:
+        if response.chunks is not None:
+            # In chunks a browser can tell a file that is whole from one that broke off.
+            self.protocol_version = "HTTP/1.1"
         self.send_response(response.status)
         for name, value in _HEADERS.items():
             self.send_header(name, value)
         self.send_header("Content-Security-Policy", response.policy)
         self.send_header("Content-Type", response.kind)
-        self.send_header("Content-Length", str(len(response.body)))
+        if response.chunks is None:
+            self.send_header("Content-Length", str(len(response.body)))
+        else:
+            self.send_header("Connection", "close")
+            self.send_header("Transfer-Encoding", "chunked")
+        if response.file_name is not None:
+            name = f'attachment; filename="{response.file_name}"'
+            self.send_header("Content-Disposition", name)
         if response.status == HTTPStatus.METHOD_NOT_ALLOWED:
             self.send_header("Allow", "GET, HEAD")
         if response.location is not None:
             self.send_header("Location", response.location)
         self.end_headers()
-        if self.command != "HEAD":
+        if self.command == "HEAD":
+            return
+        if response.chunks is None:
             self.wfile.write(response.body)
+            return
+        for chunk in filter(None, response.chunks):  # an empty one would be the end
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        self.wfile.write(b"0\r\n\r\n")
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not logged: the terminal shows the address."""

@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+import pyarrow as pa
 import pytest
 from fake_job import FakeJob
+from finished_job import POST, finished_job
+from finished_job import row as job_row
 from synthetic_job import grade_job, write_job
 
+from batchgen.config import ScoreConfig
+from batchgen.grading.job_grades import JobGrades
 from batchgen.output.read_job import JobFolderReader
+from batchgen.scoring.job_score import job_score, save_score
 from batchgen.viewer.job_view import JobView
 from batchgen.viewer.pages import Site
 from batchgen.viewer.server import POLICY, Response
@@ -357,3 +363,58 @@ def test_a_folder_that_goes_away(tmp_path: Path) -> None:
     read(pages, "rows")
     (tmp_path / "out").rename(tmp_path / "gone")
     assert "is gone: start batchgen view again" in read(pages, "rows", 404).text
+
+
+def test_sorted_lists_and_their_rows(pair: list[Path]) -> None:
+    """The next row is the next one of the order, also over the end of a page."""
+    pages = site(pair[0])
+    first = read(pages, "rows?sort=longest&least=1")
+    assert "Places 1 to 50 of" in first.text and "answers were looked at" in first.text
+    notes = [int(n) for n in re.findall(r"(\d+) tokens\n", first.text)]
+    assert len(notes) == 50 and notes == sorted(notes, reverse=True)
+    places = [link for link in first.links if link.startswith("row?")]
+    assert "Places 51 to" in read(pages, "rows?sort=longest&least=1&from=50").text
+    row = read(pages, places[0])
+    order = list(dict.fromkeys(dict(parse_qsl(urlsplit(link).query))["n"] for link in places))
+    assert "rows?least=1&sort=longest" in row.links
+    after = next(link for link in row.links if link.startswith("step?") and "to=" not in link)
+    location = pages.respond("step", dict(parse_qsl(urlsplit(after).query))).location
+    assert dict(parse_qsl(urlsplit(str(location)).query))["n"] == order[1]
+    assert "has no row before this one" in read(
+        pages, f"step?n={order[0]}&sort=longest&least=1&to=back", 404
+    ).text  # fmt: skip
+    assert "sort must be one of" in read(pages, "rows?sort=x", 400).text
+
+
+def test_votes_and_downloads(pair: list[Path]) -> None:
+    pages = site(pair[0])
+    listed = read(pages, "rows?mark=wrong&show=votes&sort=disagreeing")
+    assert "agreement 50%" in listed.text and re.search(r"1 × \d+ wrong", listed.text)
+    assert "target" in listed.text
+    found = pages.respond("download", {"mark": "wrong", "format": "jsonl"})
+    assert found.chunks is not None and found.file_name == "a-rows.jsonl"
+    lines = [json.loads(line) for line in b"".join(found.chunks).splitlines()]
+    assert lines and {line["mark"] for line in lines} == {0.0}
+    assert "format must be" in read(pages, "download?format=exe", 400).text
+
+
+def test_subsets_have_a_table_and_a_filter(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    fields = [pa.field("topic", pa.int64())]
+    rows = [job_row(i, text="yes" if i % 3 else "no", topic=i % 2) for i in range(12)]
+    finished_job(folder, rows, fields, config={"score": {"subset": "topic"}})
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["identity"]["output"]["rows_per_shard"] = 1000
+    manifest |= {"format_version": 2, "growing": {}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    JobGrades(folder).make(POST, "text", ScoreConfig())
+    save_score(folder, job_score(folder, ScoreConfig(subset="topic")))
+    pages = site(folder)
+    first = read(pages, "")
+    assert "rows?subset=1" in first.links and "66.7%" in first.text
+    listed = read(pages, "rows?subset=1&mark=wrong")
+    ids = [row["row_id"] for row in rows if row["topic"] == 1 and row["text"] == "no"]
+    assert re.findall(r"id\d+", listed.text) == ids
+    bare = tmp_path / "bare"
+    write_job(bare, 3, 1)
+    assert "this job has no subsets" in read(site(bare), "rows?subset=1", 400).text

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection, HTTPResponse, IncompleteRead
 
 import pytest
 
@@ -16,6 +16,11 @@ from batchgen.viewer.server import LONGEST_TARGET, Response, ViewServer
 Headers = dict[str, str]
 
 
+def breaks_off() -> Iterator[bytes]:
+    yield b"one"
+    raise ConnectionError("the disk is gone")
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[ViewServer]:
     """A server whose pages say which page they are; `to` redirects, `fails` raises."""
@@ -23,6 +28,10 @@ def server() -> Iterator[ViewServer]:
     def respond(page: str, query: dict[str, str]) -> Response:
         if page == "to":
             return Response(b"", status=HTTPStatus.SEE_OTHER, location="row?n=1")
+        if page == "file":
+            return Response(b"", "text/csv", file_name="a.csv", chunks=iter([b"one", b"", b"two"]))
+        if page == "broken":
+            return Response(b"", "text/csv", file_name="a.csv", chunks=breaks_off())
         assert page != "fails"
         return Response(f"page {page} {sorted(query.items())}".encode())
 
@@ -147,3 +156,14 @@ def test_a_page_that_fails_ends_no_more_than_itself(
 def test_a_port_that_is_taken(server: ViewServer) -> None:
     with pytest.raises(ConfigError, match=f"view: port {server.server_port} cannot be had"):
         ViewServer(server.respond, server.server_port)
+
+
+def test_a_file_that_is_made_while_it_is_sent(server: ViewServer) -> None:
+    """Who gets it can tell whether it is whole."""
+    response, body = ask(server, "file")
+    assert body == b"onetwo" and response.headers["Transfer-Encoding"] == "chunked"
+    assert response.headers["Content-Disposition"] == 'attachment; filename="a.csv"'
+    assert "Content-Length" not in response.headers
+    assert ask(server, "file", "HEAD")[1] == b""
+    with pytest.raises(IncompleteRead):
+        ask(server, "broken")

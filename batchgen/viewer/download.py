@@ -1,0 +1,137 @@
+"""The rows that a filter lists, as a file that is made while it is sent."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.command.export import WRITERS
+from batchgen.command.row_json import json_readers
+from batchgen.errors import ConfigError
+from batchgen.output.row_order import row_keys
+from batchgen.viewer.filters import Filter
+from batchgen.viewer.grades import PREFIX
+from batchgen.viewer.job_rows import JobRows
+
+KINDS = {
+    "jsonl": "application/x-ndjson",
+    "csv": "text/csv; charset=utf-8",
+    "parquet": "application/vnd.apache.parquet",
+}
+"""The formats of downloads and their Content-Types."""
+_ROW_GROUP = 16 * 2**20
+"""Bytes of rows that are held for a row group of a Parquet file."""
+
+
+class Download:
+    """Rows of a job in the order of the data set.
+
+    Attributes:
+        columns: the names of the columns in the file by their names in the job. Those of the grades
+            have their own, unless the rows have a column of that name.
+    """
+
+    def __init__(self, rows: JobRows, wanted: Filter, columns: Sequence[str]) -> None:
+        """
+        Args:
+            wanted: which samples are in the file.
+            columns: of the rows and of their grades.
+
+        Raises:
+            ConfigError: no row is finished, or the filter needs what the job lacks.
+        """
+        schema = rows.schema
+        if schema is None:
+            raise ConfigError("no row is finished yet: there is nothing to download")
+        self._rows, self._wanted = rows, wanted
+        self._filtered = wanted.columns(schema, rows.text_column)
+        own = {name for name in schema.names if not name.startswith(PREFIX)}
+        plain = {name: name.removeprefix(PREFIX) for name in columns}
+        self.columns = {n: n if n != p and p in own else p for n, p in plain.items()}
+        fields = [schema.field(n).with_name(shown) for n, shown in self.columns.items()]
+        self._schema = pa.schema(fields)
+
+    def chunks(self, form: str) -> Iterator[bytes]:
+        """The content of the file, piece by piece.
+
+        Args:
+            form: one of KINDS.
+
+        Raises:
+            JobError: a shard is damaged.
+        """
+        return self._parquet() if form == "parquet" else self._text(form)
+
+    def _text(self, form: str) -> Iterator[bytes]:
+        file = io.StringIO()
+        write = WRITERS[form](file, self._schema.names)
+        readers = json_readers(self._schema)
+        for table in self._tables():
+            for row in table.to_pylist():
+                write({n: r(v) if (r := readers.get(n)) else v for n, v in row.items()})
+            yield _taken(file).encode("utf-8", "replace")
+        yield _taken(file).encode("utf-8", "replace")  # the header, where no row matches
+
+    def _parquet(self) -> Iterator[bytes]:
+        sink = io.BytesIO()
+        with pq.ParquetWriter(pa.PythonFile(_Sink(sink), "w"), self._schema) as writer:
+            held: list[pa.Table] = []
+            for table in self._tables():
+                held.append(table)
+                if sum(part.nbytes for part in held) >= _ROW_GROUP:
+                    writer.write_table(pa.concat_tables(held))
+                    held = []
+                    yield _taken(sink)
+            if held:
+                writer.write_table(pa.concat_tables(held))
+        yield _taken(sink)
+
+    def _tables(self) -> Iterator[pa.Table]:
+        """The samples that the filter lists. Of shards without any only the filter's columns are
+        read."""
+        for shard in self._rows.shards:
+            wanted = self._matching(shard)
+            if not len(wanted):
+                continue
+            for table in self._rows.whole_rows(shard, list(self.columns), int(wanted[0] >> 31)):
+                found = table.filter(pa.array(np.isin(row_keys(table), wanted)))
+                if found.num_rows:
+                    named = found.select(list(self.columns))
+                    yield named.rename_columns(list(self.columns.values())).cast(self._schema)
+
+    def _matching(self, shard: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The `row_keys` of the samples of a shard that the filter lists, ascending."""
+        found = [np.empty(0, np.int64)]
+        for table in self._rows.whole_rows(shard, self._filtered):
+            found.append(row_keys(table)[self._wanted.matches(table, self._rows.text_column)])
+        return np.concatenate(found)
+
+
+class _Sink(io.RawIOBase):
+    """A file that cannot be sought, whose content is taken out as it is written."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        self._buffer, self._written = buffer, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._written += len(data)
+        return self._buffer.write(data)
+
+    def tell(self) -> int:
+        return self._written
+
+
+def _taken(file: Any) -> Any:
+    """What was written to a buffer, which is empty then."""
+    content = file.getvalue()
+    file.seek(0)
+    file.truncate()
+    return content
