@@ -1,0 +1,1 @@
+"""The attacks of check_strangers.py: a module for each kind of thing that strangers make."""
