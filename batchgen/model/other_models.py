@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from batchgen.engine.loading.loader import LoadFormat
 from batchgen.engine.loading.safetensors_files import tensor_names
+from batchgen.engine.models.registry import model_class
 from batchgen.engine.strategy import Checkpoint, Head, Strategy
 from batchgen.errors import ConfigError
 from batchgen.model.open_model import OpenedModel, open_model
@@ -31,7 +32,7 @@ def strategy_heads(strategy: Strategy, model: OpenedModel) -> list[str]:
             )
         if model.load_format != "dummy" and not _has_weights(model, head.name):
             raise ConfigError(
-                f"{head.purpose} needs the weights {head.name}.* of the model's head, and "
+                f"{head.purpose} needs the weights of the model's head {head.name!r}, and "
                 f"{model.path} has none, though its configuration names the head. Fine-tuned "
                 f"checkpoints often come without: {head.instead}, or choose one that has them"
             )
@@ -39,8 +40,10 @@ def strategy_heads(strategy: Strategy, model: OpenedModel) -> list[str]:
 
 
 def _has_weights(model: OpenedModel, head: str) -> bool:
-    """Whether a checkpoint has tensors of the head of this name, with or without a prefix."""
-    return any(f".{head}." in f".{name}" for name in tensor_names(model.path))
+    """Whether a checkpoint has tensors of the head of this name, whatever it calls them."""
+    config = model.config
+    piece_name = model_class(config.architecture, model.path).piece_name
+    return any(piece_name(name, config).startswith(f"{head}.") for name in tensor_names(model.path))
 
 
 def open_others(

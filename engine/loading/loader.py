@@ -189,7 +189,7 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], pa
         if (part := model.skipped_part(given)) is not None:
             skipped.add(part)
             continue
-        name = model.piece_name(given)
+        name = model.piece_name(given, model.config)
         found = by_source.pop(name, [])
         if not found and not model.is_derived(name):
             unexpected.append(given)

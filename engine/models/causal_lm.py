@@ -112,7 +112,8 @@ class CausalLM(TokenModel):
         self.device, self.dtype = device, dtype
         self.form = form
         if form is not None:
-            self.form = replace(form, excluded=tuple(map(self.piece_name, form.excluded)))
+            excluded = (self.piece_name(name, config) for name in form.excluded)
+            self.form = replace(form, excluded=tuple(excluded))
         self.skipped_parts: tuple[str, ...] = ()
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.model = Decoder(
@@ -237,8 +238,10 @@ class CausalLM(TokenModel):
             slots += weight_slots(head, name)
         return slots
 
-    def piece_name(self, name: str) -> str:
-        """Return what the weight slots call a checkpoint's tensor of this name.
+    @classmethod
+    def piece_name(cls, name: str, config: ModelConfig) -> str:
+        """Return what the weight slots of a model of this configuration call a checkpoint's tensor
+        of this name. Those of a head begin with the head's name.
 
         Models whose checkpoints put something before the names override this.
         """

@@ -149,7 +149,8 @@ class HybridForCausalLM(MoEForCausalLM):
         )
         return MTPHead(self, layer, spared=self.spared_parameters if family.moe_layers else 0)
 
-    def piece_name(self, name: str) -> str:
+    @classmethod
+    def piece_name(cls, name: str, config: ModelConfig) -> str:
         """Take away what checkpoints with a vision tower put before the decoder's names."""
         return _PREFIX.sub("" if name.startswith("language_model.lm_head") else "model.", name, 1)
 

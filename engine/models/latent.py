@@ -127,10 +127,11 @@ class LatentForCausalLM(MoEForCausalLM):
         spared = self.spared_parameters if family.moe_layers else 0
         return MTPHead(self, self._make_layer(0, mlp), spared=spared)
 
-    def piece_name(self, name: str) -> str:
+    @classmethod
+    def piece_name(cls, name: str, config: ModelConfig) -> str:
         """Name the tensors of the layer behind the last one as the head's weight slots do."""
         found = _LAYER.match(name)
-        if found is None or int(found[1]) < self.config.num_layers:
+        if found is None or int(found[1]) < config.num_layers:
             return name
         rest = name[found.end() :]
         for published, own in _HEAD_NAMES.items():

@@ -1,5 +1,5 @@
-"""Tiny random checkpoints of Qwen3.5, Qwen3-Next and DeepSeek-V3 with a head for multi-token
-prediction, and the head as transformers has it.
+"""Tiny random checkpoints of Qwen3.5, Qwen3-Next, DeepSeek-V3 and GLM-4.7-Flash with a head for
+multi-token prediction, and the head as transformers has it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
@@ -95,7 +97,7 @@ class TheirHead:
     """transformers' model and its head.
 
     Args:
-        kind: qwen3_5, qwen3_5_moe, qwen3_next or deepseek_v3.
+        kind: qwen3_5, qwen3_5_moe, qwen3_next, deepseek_v3 or glm4_moe_lite.
         sizes: entries of the configuration to replace.
     """
 
@@ -103,9 +105,12 @@ class TheirHead:
         torch.manual_seed(0)
         model: PreTrainedModel
         values = _SIZES | sizes
-        self._names = _LATENT_NAMES if kind == "deepseek_v3" else _NAMES
+        self._names = _NAMES if kind.startswith("qwen") else _LATENT_NAMES
         if kind == "deepseek_v3":
             model = DeepseekV3ForCausalLM(DeepseekV3Config(**_LATENT | sizes))
+        elif kind == "glm4_moe_lite":
+            head = {"mtp_mlp_layer_types": ["sparse"]}
+            model = Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**_LATENT | head | sizes))
         elif kind == "qwen3_5":
             model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**values))
         elif kind == "qwen3_5_moe":
