@@ -25,6 +25,7 @@ from batchgen.config import (
     StrategyConfig,
     strategy_options,
 )
+from batchgen.config.groups import copies_warning
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.llm_engine import LLMEngine
@@ -192,6 +193,8 @@ def open_job(config: JobConfig) -> OpenedJob:
     """
     strategy = build_strategy(config.strategy)
     post = post_steps(config.post)
+    if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
+        print(f"batchgen: warning: {copies}", file=sys.stderr)
     with _named("model"):
         group = config.model
         model = open_model(group.path, group.revision, group.load_format, group.quantization)

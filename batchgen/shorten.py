@@ -20,6 +20,13 @@ def end(text: str, length: int) -> str:
     return line if len(line) <= length else "…" + line[len(line) - length + 1 :].lstrip()
 
 
+def both_ends(text: str, length: int) -> str:
+    """A text of at most `length` characters. A long one keeps its beginning and its end, which tell
+    names of one family apart; `…` stands for its middle."""
+    tail = length // 2 - 1
+    return text if len(text) <= length else f"{text[: length - tail - 1]}…{text[-tail:]}"
+
+
 def printable(text: str) -> str:
     """The text with `�` for characters that a terminal could obey; newlines and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)

@@ -24,9 +24,9 @@ refused, because their scores are not of one exam; --anyway compares them and sa
 
 Differences are B minus A, in points (percent of the questions); intervals are of 95%. "New
 questions" tells whether B would be better at other questions of the kind, "same questions" whether
-anything but chance changed in these; the latter needs several samples. p is that of a sign-flip
-permutation test. The smallest difference that would be noticed (5%, in four of five cases) is of
-new questions.
+anything but chance changed in these; the latter needs several samples that differ. p is below 0.05
+exactly where the interval beside it leaves out 0. The smallest difference that would be noticed
+(5%, in four of five cases) is of new questions.
 """
 
 
@@ -49,6 +49,8 @@ def _compare(arguments: Sequence[str]) -> int:
     if given.rows < 0:
         raise ConfigError(f"compare --rows must be at least 0, got {given.rows}")
     jobs = GradedJob(given.a, "compare"), GradedJob(given.b, "compare")
+    for job in jobs:
+        job.warn_of_copies()
     comparison, found = compared(jobs, given.override, anyway=given.anyway)
     if given.json:
         print(json.dumps(_plain({**asdict(comparison), "differs": list(found)}), indent=2))
@@ -104,12 +106,12 @@ def comparison_lines(found: Comparison) -> list[tuple[str, str]]:
         ("questions", f"{count:,} in both{_alone(found)}"),
         ("A", f"{100 * a:.1f}%"),
         ("B", f"{100 * b:.1f}%"),
-        ("B − A", f"{_points(found.difference)}, p {_p(found.p)} (new questions)"),
+        ("B − A", f"{_tested(found.difference, found.p)} (new questions)"),
     ]
     if found.same_questions is not None:
-        p = found.same_questions_p
-        assert p is not None
-        lines.append(("", f"{_points(found.same_questions)}, p {_p(p)} (same questions)"))
+        assert found.same_questions_p is not None
+        tested = _tested(found.same_questions, found.same_questions_p)
+        lines.append(("", f"{tested} (same questions)"))
     if not math.isnan(found.detectable):
         lines.append(("noticeable", f"differences of {100 * found.detectable:.1f} points or more"))
     wins, ties, losses = (f"{len(x):,}" for x in (found.wins, found.ties, found.losses))
@@ -139,15 +141,28 @@ def _alone(found: Comparison) -> str:
     return "".join(f", {number:,} only in {job}" for job, number in alone.items() if number)
 
 
-def _points(interval: Interval) -> str:
-    if math.isnan(interval.se):
-        return f"{100 * interval.estimate:+.1f} points"
-    low, high = 100 * interval.low, 100 * interval.high
-    return f"{100 * interval.estimate:+.1f} points, {low:+.1f} to {high:+.1f}"
+def _tested(interval: Interval, p: float) -> str:
+    """A difference in points, with its interval and p where these can be told."""
+    difference = f"{100 * interval.estimate:+.1f} points"
+    if math.isnan(p):
+        return f"{difference}, how sure cannot be told"
+    low, high = _bound(100 * interval.low), _bound(100 * interval.high)
+    return f"{difference}, {low} to {high}, p {_p(p)}"
+
+
+def _bound(points: float) -> str:
+    """A bound with a digit behind the point, or as many as show on which side of 0 it lies."""
+    return f"{points:+.1f}" if abs(points) >= 0.05 or not round(points, 4) else f"{points:+.1g}"
 
 
 def _p(value: float) -> str:
-    return "< 0.001" if value < 0.001 else f"= {value:.3f}"
+    """p with three digits behind the point, or as many as show whether it is below 0.05."""
+    if value < 0.001:
+        return "< 0.001"
+    digits = 3
+    while digits < 8 and (round(value, digits) < 0.05) != (value < 0.05):
+        digits += 1
+    return f"= {value:.{digits}f}"
 
 
 def _plain(value: Any) -> Any:

@@ -55,6 +55,7 @@ def _grade(arguments: Sequence[str]) -> int:
         job.renew_report()
     print(f"{count:,} rows graded" if count else "All rows have these grades already.")
     if scores is not None:
+        job.warn_of_copies()
         from batchgen.scoring.table import score_lines, table
 
         print(table(score_lines(scores)))

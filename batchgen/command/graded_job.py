@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +55,16 @@ class GradedJob:
             return FolderLock(self.path / ".lock")
         except OSError as error:
             raise ConfigError(f"{self.given} cannot be written: {error.strerror}") from None
+
+    def warn_of_copies(self) -> None:
+        """Say on stderr if the samples of a row are copies of one answer."""
+        from batchgen.config.groups import copies_warning
+
+        sampling = self.config.get("sampling") or {}
+        n, temperature = sampling.get("n", 1), sampling.get("temperature", 0.0)
+        numbers = isinstance(n, int) and isinstance(temperature, (int, float))
+        if numbers and (copies := copies_warning(n, temperature)) is not None:
+            print(f"batchgen: warning: {self.given} has {copies}", file=sys.stderr)
 
     def renew_report(self) -> None:
         """Make the report again, if the job has one, so that it tells of the present scores."""

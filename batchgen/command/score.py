@@ -10,11 +10,13 @@ from batchgen.command.job_rows import exit_code
 from batchgen.command.verbs import Parser
 
 _ABOUT = """\
-Score the marks of a graded job, and store the scores in its metrics.json. The intervals are of 95%:
-for new questions of the same kind, and for the same questions asked again.
+Score the marks of a graded job, and print the scores. The intervals are of 95%: for new questions
+of the same kind, and for the same questions asked again. Nothing is written without --save, which
+puts these scores into the job's metrics.json and report.html.
 
   batchgen score OUT
   batchgen score OUT score.subset=category score.ks=1,4
+  batchgen score OUT score.subset=category --save
 """
 
 
@@ -33,16 +35,21 @@ def _score(arguments: Sequence[str]) -> int:
         help="score.subset=…, score.cluster=…, score.ks=…",
     )
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+    parser.add_argument(
+        "--save", action="store_true", help="write the scores into metrics.json and report.html"
+    )
     given = parser.parse_intermixed_args(arguments)
     job = GradedJob(given.out, "score")
     config = scoring(job, given.override)
     from batchgen.scoring.job_score import job_score, save_score
     from batchgen.scoring.table import score_lines, table
 
+    job.warn_of_copies()
     scores = job_score(job.path, config.score)
-    with job.locked():
-        save_score(job.path, scores)
-        job.renew_report()
+    if given.save:
+        with job.locked():
+            save_score(job.path, scores)
+            job.renew_report()
     print(
         json.dumps(scores, indent=2, ensure_ascii=False)
         if given.json

@@ -81,6 +81,18 @@ class SamplingConfig:
         _check(self.n >= 1, "sampling.n", "at least 1", self.n)
 
 
+def copies_warning(n: int, temperature: float) -> str | None:
+    """What to tell who has a row answered `n` times without chance; None for one answer, or where
+    tokens are drawn."""
+    if n < 2 or temperature > 0:
+        return None
+    return (
+        f"sampling.n={n} at sampling.temperature=0: the {n} answers to a row are copies of one, so "
+        "pass@k, maj@k and the interval for the same questions say nothing: set a temperature "
+        "above 0 to draw answers, or sampling.n=1"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyConfig:
     """The decoding paradigm.

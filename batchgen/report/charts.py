@@ -25,6 +25,7 @@ from batchgen.report.svg import (
     text,
     whole,
 )
+from batchgen.shorten import both_ends
 
 _LEAST_BINS, _BINS = 8, 30
 _MOST_COLUMNS = 64
@@ -51,10 +52,8 @@ class Chart:
 
 
 def label(name: str, most: int = LABEL) -> str:
-    """A name as it stands beside a bar. A long one keeps its beginning and its end, which tell
-    names of one family apart."""
-    end = most // 2 - 1
-    return name if len(name) <= most else f"{name[: most - end - 1]}…{name[-end:]}"
+    """A name as it stands beside a bar."""
+    return both_ends(name, most)
 
 
 def bars(title: str, counts: Mapping[str, int], name: str, note: str = "") -> Chart:

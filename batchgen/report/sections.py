@@ -93,8 +93,14 @@ def _scores(metrics: Mapping[str, Any], found: Collected, links: Mapping[int, st
         return section
     average = score["avg"]
     estimates = [_estimate("mean", average, "population")]
-    if average["same_questions"] is not None:
+    same = average["same_questions"]
+    if same is not None and same["low"] is not None:
         estimates.append(_estimate("mean, same questions", average, "same_questions"))
+    elif same is not None:
+        section.notes.append(
+            "How far the score would move if the same questions were asked again cannot be told: "
+            "all samples of each question have the same mark."
+        )
     estimates += [
         _estimate(name, value, "population")
         for name, value in score.items()

@@ -9,13 +9,10 @@ import numpy as np
 
 from batchgen.scoring.marks import Floats, Ints, Marks
 from batchgen.scoring.metrics import avg_at
-from batchgen.scoring.random_bits import random_below
-from batchgen.scoring.student_t import t_cdf, t_quantile
+from batchgen.scoring.student_t import t_quantile
 
 LEVEL = 0.95
-FEW = 50
-"""With fewer clusters than this a bootstrap interval stands beside the other one."""
-_DRAWS = 4000
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,11 @@ def population_interval(values: Floats, clusters: Ints) -> Interval | None:
     The interval has t quantiles with C − 1 degrees of freedom and is made on the scale of log-odds,
     so that it stays between 0 and 1 and is longer on the side where there is more room; its length
     is that of mean ± t·SE to first order. If all values are 0 or all are 1 it is Wilson's interval
-    for C questions. With 30 questions that are nearly all always right or always wrong it holds the
-    true value in about 93 of 100 cases, otherwise in about 95.
+    for C questions. In simulations with 198 or 500 questions it holds the true value in 94 to 97 of
+    100 cases. With 30 questions it does so in 94 to 98, except where a model answers nearly all of
+    them always right (or always wrong) and has many samples of each: at a true mean of 0.95 that
+    30 questions with 64 samples show, the share falls to 88 of 100, because most draws of 30
+    questions have hardly one that says how hard the others may be.
 
     Args:
         values: [Q]; NaN is left out.
@@ -80,53 +80,82 @@ def population_interval(values: Floats, clusters: Ints) -> Interval | None:
     if not 0 < mean < 1:
         reach = t * t / (count + t * t)
         return Interval(mean, se, max(0.0, mean - reach), min(1.0, mean + reach))
-    odds, reach = math.log(mean / (1 - mean)), t * se / (mean * (1 - mean))
-    return Interval(mean, se, _logistic(odds - reach), _logistic(odds + reach))
+    return _on_log_odds(mean, se, t)
 
 
-def bootstrap_interval(values: Floats, clusters: Ints, seed: int = 0) -> Interval | None:
-    """The same by drawing clusters anew, with percentiles moved outwards so that few clusters do
-    not make the interval too short (Hesterberg 2015, "expanded percentile").
+@dataclass(frozen=True)
+class SampleError:
+    """How much a mean mark would differ if the same questions were sampled again.
+
+    Attributes:
+        variance: of the mean: Σ v/k / Q² over the questions, where v is the variance of a
+            question's k marks.
+        square: Σ (v/k)² / (k − 1) / Q⁴ over the questions with several marks, which says how
+            sure the variance is.
+    """
+
+    variance: float
+    square: float
+
+    def __add__(self, other: SampleError) -> SampleError:
+        return SampleError(self.variance + other.variance, self.square + other.square)
+
+    @property
+    def df(self) -> float:
+        """The degrees of freedom of the variance (Satterthwaite 1946); NaN if it is 0."""
+        return self.variance**2 / self.square if self.square else math.nan
+
+
+def sample_error(marks: Marks) -> SampleError | None:
+    """The error of the mean mark for the same questions. A question with one mark gets the mean
+    variance of the others.
 
     Returns:
-        None if there are fewer than two clusters with values.
+        None if no question has two marks. The variance is 0 if all marks of each question are
+        equal. This does not say that the mean is certain: the samples may be copies of each other.
     """
-    known = np.isfinite(values)
-    values, clusters = values[known], clusters[known]
-    count = len(np.unique(clusters))
-    if count < 2:
+    counts, means = marks.num_samples, avg_at(marks)
+    known = counts > 0
+    counts, means = counts[known], means[known]
+    several = counts > 1
+    if not several.any():
         return None
-    mean = float(values.mean())
-    sums, sizes = cluster_sums(values, clusters)
-    drawn = random_below(count, seed, (_DRAWS, count))
-    means = mean + sums[drawn].sum(1) / sizes[drawn].sum(1)
-    z = math.sqrt(count / (count - 1)) * t_quantile((1 + LEVEL) / 2, count - 1)
-    tail = t_cdf(-z, math.inf)  # of a normal distribution
-    low, high = (float(bound) for bound in np.quantile(means, [tail, 1 - tail]))
-    return Interval(mean, float(means.std(ddof=1)), low, high)
+    squares = np.nansum(np.square(marks.marks), 1)[known] - counts * means**2
+    variances = np.maximum(squares, 0.0) / np.maximum(counts - 1, 1)
+    variances[variances < _ROUNDING] = 0.0
+    variances[~several] = variances[several].mean()
+    parts = variances / counts / len(counts) ** 2
+    square = np.square(parts[several]) / (counts[several] - 1)
+    return SampleError(float(parts.sum()), float(square.sum()))
 
 
 def same_questions_interval(marks: Marks) -> Interval | None:
     """The mean mark, and where it would be if the same questions were sampled again.
 
-    SE = sqrt(Σ v/k) / Q over the questions, where v is the variance of a question's k marks; for
-    right and wrong that is sqrt(Σ p(1−p)/(k−1)) / Q. A question with one mark gets the mean
-    variance of the others.
+    The error is sqrt(Σ v/k) / Q as of `sample_error`; for right and wrong that is
+    sqrt(Σ p(1−p)/(k−1)) / Q. The interval has t quantiles with Satterthwaite's degrees of freedom
+    and is made on the scale of log-odds, as that of `population_interval`.
 
     Returns:
-        None if no question has two marks.
+        None if no question has two marks. The error and the bounds are NaN if all marks of each
+        question are equal: how far they scatter cannot be told then.
     """
-    counts = marks.num_samples
-    counts, means = counts[counts > 0], avg_at(marks)[counts > 0]
-    if not (counts > 1).any():
+    error = sample_error(marks)
+    if error is None:
         return None
-    squares = np.nansum(np.square(marks.marks), 1)[marks.num_samples > 0] - counts * means**2
-    variances = np.maximum(squares, 0.0) / np.maximum(counts - 1, 1)
-    variances[counts == 1] = variances[counts > 1].mean()
-    mean = float(means.mean())
-    se = math.sqrt(float((variances / counts).sum())) / len(counts)
-    reach = t_quantile((1 + LEVEL) / 2, float((counts - 1).sum())) * se
-    return Interval(mean, se, max(0.0, mean - reach), min(1.0, mean + reach))
+    means = avg_at(marks)
+    mean = float(means[np.isfinite(means)].mean())
+    if not error.variance:
+        return Interval(mean, math.nan, math.nan, math.nan)
+    t = t_quantile((1 + LEVEL) / 2, error.df)
+    return _on_log_odds(mean, math.sqrt(error.variance), t)
+
+
+def _on_log_odds(mean: float, se: float, t: float) -> Interval:
+    """The interval of a mean between 0 and 1, neither included, that on the scale of log-odds is
+    symmetric, and mean ± t·SE to first order."""
+    odds, reach = math.log(mean / (1 - mean)), t * se / (mean * (1 - mean))
+    return Interval(mean, se, _logistic(odds - reach), _logistic(odds + reach))
 
 
 def _logistic(x: float) -> float:

@@ -20,12 +20,6 @@ def random_words(seed: int, shape: tuple[int, ...], start: int = 0) -> npt.NDArr
     return (words ^ (words >> np.uint64(31))).reshape(shape)
 
 
-def random_signs(seed: int, shape: tuple[int, ...], start: int = 0) -> npt.NDArray[np.int8]:
-    """−1 and +1, equally likely."""
-    words = random_words(seed, shape, start)
-    return (words >> np.uint64(63)).astype(np.int8) * np.int8(2) - np.int8(1)
-
-
 def random_below(
     n: int, seed: int, shape: tuple[int, ...], start: int = 0
 ) -> npt.NDArray[np.int64]:

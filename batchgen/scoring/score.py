@@ -10,14 +10,8 @@ from typing import Any
 import numpy as np
 
 from batchgen.errors import ConfigError
-from batchgen.scoring.intervals import (
-    FEW,
-    Interval,
-    bootstrap_interval,
-    population_interval,
-    same_questions_interval,
-)
-from batchgen.scoring.marks import Floats, Marks
+from batchgen.scoring.intervals import Interval, population_interval, same_questions_interval
+from batchgen.scoring.marks import NO_KEY, Floats, Marks
 from batchgen.scoring.metrics import avg_at, maj_at, pass_all, pass_at
 
 RATES = ("no_answer", "truncated", "error", "grade_error")
@@ -34,11 +28,13 @@ def score(marks: Marks, ks: Sequence[int] | None = None) -> dict[str, Any]:
     """All metrics of a job and of its subsets, as JSON can hold them (null for NaN).
 
     - `questions` and `samples`: how many there are; `marked`: samples with a mark.
-    - `avg`: the mean mark, with `population` (new questions of the same kind), `same_questions`
-      (the same questions sampled again) and, with few questions, `bootstrap`.
+    - `avg`: the mean mark, with `population` (new questions of the same kind) and `same_questions`
+      (the same questions sampled again; its values are null where that cannot be told).
     - `pass@k`, `pass^k` and `maj@k` for each k, with the interval `population`; null where no
       question has k marks. `questions` says how many have.
-    - `rates`: of all samples, how many have no_answer, truncated, error and grade_error.
+    - `rates`: of all samples, how many have no_answer, truncated, error and grade_error. A text
+      that was truncated is marked like others: `truncated_with_answer` says how many were and have
+      an answer, which may be no more than the last number before the cut.
     - `bounds`: the mean mark if all samples without a mark were wrong, or right.
     - `subsets`: the same for each subset, by name.
 
@@ -67,13 +63,13 @@ def _score(marks: Marks, sizes: tuple[int, ...]) -> dict[str, Any]:
             "same_questions": _plain(same_questions_interval(marks)),
         },
     }
-    if len(np.unique(marks.clusters)) < FEW:
-        values["avg"]["bootstrap"] = _plain(bootstrap_interval(mean, marks.clusters))
     for name, function in (("pass@", pass_at), ("pass^", pass_all), ("maj@", maj_at)):
         for k in sizes:
             values[f"{name}{k}"] = _metric(function(marks, k), marks)
     total = values["samples"]
     values["rates"] = {kind: int(marks.has(kind).sum()) / total for kind in RATES}
+    answered = marks.has("truncated") & (marks.keys != NO_KEY) & np.isfinite(marks.marks)
+    values["rates"]["truncated_with_answer"] = int(answered.sum()) / total
     values["bounds"] = [_filled_mean(marks, 0.0), _filled_mean(marks, 1.0)]
     return values
 

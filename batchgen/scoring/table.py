@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from batchgen.shorten import both_ends, printable
+
 Line = tuple[str, str]
-_RATES = ("no_answer", "truncated", "error", "grade_error")
+_NAME = 32
+"""Characters of a subset's name, so that its line fits into 80 columns."""
 
 
 def score_lines(scores: Mapping[str, Any]) -> list[Line]:
     """A name and a value for each line that tells what `batchgen.scoring.score.score` found.
 
     The two intervals are of 95%: for new questions of the same kind, and for the same questions
-    asked again.
+    asked again. The second cannot be told where all samples of each question have one mark.
     """
     lines = [("score", _average(scores["avg"]))]
     lines += [(name, text) for name, text in _metrics(scores)]
-    lines.append(("not marked", _rates(scores)))
-    for name, part in scores.get("subsets", {}).items():
+    lines += _rates(scores)
+    subsets = scores.get("subsets", {})
+    for name, part in zip(_short(list(subsets)), subsets.values(), strict=True):
         average = part["avg"]
         count = f"{part['questions']:,} question{'s' * (part['questions'] != 1)}"
         lines.append((f"  {name}", f"{_percent(average['value'])}{_bounds(average)} of {count}"))
     return lines
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Each name in one line and shortened, but no more than that they stay different."""
+    lines = [" ".join(printable(name).split()) for name in names]
+    length = _NAME
+    while True:
+        shown = [both_ends(line, length) for line in lines]
+        if shown == lines or len(set(shown)) == len(set(lines)):
+            return shown
+        length *= 2
 
 
 def table(lines: list[Line]) -> str:
@@ -35,9 +50,11 @@ def _average(average: Mapping[str, Any]) -> str:
     text = _percent(average["value"])
     for name in ("population", "same_questions"):
         interval = average[name]
-        if interval is not None and interval["low"] is not None:
-            what = {"population": "new"}.get(name, "same")
-            text += f", {what} questions {_range(interval)}"
+        if interval is None:
+            continue
+        what = {"population": "new"}.get(name, "same")
+        told = _range(interval) if interval["low"] is not None else "cannot be told"
+        text += f", {what} questions {told}"
     return text
 
 
@@ -51,10 +68,15 @@ def _metrics(scores: Mapping[str, Any]) -> list[Line]:
     return found
 
 
-def _rates(scores: Mapping[str, Any]) -> str:
-    rates = scores["rates"]
-    shown = ", ".join(f"{name.replace('_', ' ')} {_percent(rates[name])}" for name in _RATES)
-    return f"{shown} of {scores['samples']:,} answers"
+def _rates(scores: Mapping[str, Any]) -> list[Line]:
+    """How many samples have no mark, and how many of the others have one to be careful with."""
+    rates, of = scores["rates"], f"of {scores['samples']:,} answers"
+    marked = f"no answer {_percent(rates['no_answer'])}, truncated {_percent(rates['truncated'])}"
+    # Scores that an earlier version wrote do not say it.
+    if rates["truncated"] and (cut := rates.get("truncated_with_answer")) is not None:
+        marked += f" (with an answer {_percent(cut)})"
+    unmarked = f"error {_percent(rates['error'])}, grade error {_percent(rates['grade_error'])}"
+    return [("marked", f"{marked} {of}"), ("not marked", f"{unmarked} {of}")]
 
 
 def _bounds(metric: Mapping[str, Any]) -> str:

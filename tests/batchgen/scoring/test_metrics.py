@@ -96,10 +96,29 @@ def test_score_has_rates_and_bounds_beside_the_mean() -> None:
         "truncated": 0.25,
         "error": 0.0,
         "grade_error": 0.125,
+        "truncated_with_answer": 0.0,
     }
     assert values["bounds"] == [pytest.approx(0.375), pytest.approx(0.5)]
     assert values["pass@4"]["questions"] == 1 and values["pass@4"]["value"] == 1
     assert values["pass@9"] == {"value": None, "questions": 0, "population": None}
+
+
+def test_marks_of_cut_texts_are_counted() -> None:
+    """A cut text without an answer is wrong, and one that could not be graded has no mark."""
+    cut = [("a", "1", 1.0), ("b", "2", 0.0), ("c", None, 0.0), ("d", "3", None), ("e", "1", 1.0)]
+    samples = [
+        Sample(
+            row_id,
+            0,
+            mark,
+            key,
+            truncated=row_id != "e",
+            grade_error="timeout" * (mark is None) or None,
+        )
+        for row_id, key, mark in cut
+    ]
+    rates = score(Marks.of(samples))["rates"]
+    assert rates["truncated"] == 0.8 and rates["truncated_with_answer"] == 0.4
 
 
 def test_an_error_of_the_row_is_no_missing_answer() -> None:
