@@ -226,7 +226,14 @@ def open_model(
     path = resolve_model(model, revision, weights=load_format != "dummy")
     if load_format == "gguf" and path.suffix != ".gguf":
         raise ValueError(f"load_format is gguf, but {path} is not a .gguf file")
-    config, tokenizer = load_config(path), load_tokenizer(path)
+    config, tokenizer = load_config(path, load_format), load_tokenizer(path)
+    if config.untied:
+        print(
+            f"model: {path}/config.json says tie_word_embeddings, and the weights of the embedding "
+            "and of lm_head differ: both are used, and tie_word_embeddings=false would say so",
+            file=sys.stderr,
+            flush=True,
+        )
     if path.is_dir() and load_format != "dummy":
         safetensors_files(path)  # This raises an error if there are none.
     eos = eos_token_ids(path, tokenizer)

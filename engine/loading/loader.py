@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,14 @@ from batchgen.engine.layers.fp8_format import FP8Format, has_fp8_units
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.loading.safetensors_files import (
     abbreviate,
+    are_equal,
     read_json,
+    tensor_names,
     tensors,
     tensors_with_scales,
 )
 from batchgen.engine.loading.tokenizer import load_tokenizer
-from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.registry import model_class
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
@@ -32,10 +34,18 @@ LoadFormat = Literal["auto", "gguf", "dummy"]
 Quantization = Literal["fp8"]
 
 _MASK = "<|MASK|>"  # The mask token of the published SDAR tokenizers.
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def load_config(path: Path) -> ModelConfig:
+def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
     """Read the configuration of a GGUF file or of a folder with a config.json.
+
+    If a folder's config.json says that the embedding and the layer that computes logits share a
+    weight, and the checkpoint holds two that differ, both are used, as transformers does.
+
+    Args:
+        path: the file or folder.
+        load_format: as for `load_model`. For `dummy` the weights are not looked at.
 
     Raises:
         ValueError: there is no configuration, or the model needs something that the engine does not
@@ -65,9 +75,15 @@ def load_config(path: Path) -> ModelConfig:
     try:
         if model.is_diffusion and values.get("mask_token_id") is None:
             values["mask_token_id"] = _mask_token_id(path)
-        return model.config_from_hf(hf_config.from_dict(values))
+        config = model.config_from_hf(hf_config.from_dict(values))
     except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{path}: {error}") from error
+    if config.tie_word_embeddings and load_format != "dummy":
+        names = {model.piece_name(name, config): name for name in tensor_names(path)}
+        if names.keys() >= {EMBEDDING, LM_HEAD}:
+            tied = are_equal(path, names[EMBEDDING], names[LM_HEAD])
+            config = replace(config, tie_word_embeddings=tied, untied=not tied)
+    return config
 
 
 def _mask_token_id(path: Path) -> int:
@@ -123,7 +139,7 @@ def load_model(
     """
     if load_format == "gguf" and path.suffix != ".gguf":
         raise ValueError(f"{path} is not a .gguf file, which load_format=gguf asks for")
-    config = load_config(path)
+    config = load_config(path, load_format)
     kind = model_class(config.architecture, path)
     release_cached_memory(device)
     native = has_fp8_units(device) if native_fp8 is None else native_fp8
@@ -145,7 +161,10 @@ def load_model(
         _fill(model, gguf_weights(GGUFFile(path), model), path)
     else:
         in_fp8 = config.form is not None
-        _fill(model, tensors_with_scales(path) if in_fp8 else tensors(path), path)
+        if heads:
+            _check_copies(model, path)
+        weights = tensors_with_scales(path) if in_fp8 else tensors(path)
+        _fill(model, _with_embedding(weights, model), path)
     return model
 
 
@@ -163,6 +182,36 @@ def chosen_form(
     if form is None and quantization is not None:
         form = FP8Format(at_load=True)
     return None if form is None else replace(form, native=native)
+
+
+def _check_copies(model: CausalLM, path: Path) -> None:
+    """Check that what a head shares with the model is the same in the checkpoint.
+
+    Raises:
+        ValueError: the head has an embedding or a layer for logits of its own.
+    """
+    names = {model.piece_name(name, model.config): name for name in tensor_names(path)}
+    for copy, piece in model.copies.items():
+        if names.keys() >= {copy, piece} and not are_equal(path, names[copy], names[piece]):
+            raise ValueError(
+                f"{path}: {names[copy]} differs from {names[piece]}, and a head that does not "
+                "share it with the model is not supported: do not use the head"
+            )
+
+
+def _with_embedding(
+    weights: Iterable[tuple[str, Tensor | FP8Weight]], model: CausalLM
+) -> Iterator[tuple[str, Tensor | FP8Weight]]:
+    """Yield the weights of a checkpoint, and behind them the embedding of a model that shares it
+    with the layer for logits, if the checkpoint names it after that layer only."""
+    shared: dict[str, Tensor | FP8Weight] = {}
+    for given, tensor in weights:
+        name = model.piece_name(given, model.config)
+        if name in (EMBEDDING, LM_HEAD):
+            shared[name] = tensor
+        yield given, tensor
+    if model.config.tie_word_embeddings and shared.keys() == {LM_HEAD}:
+        yield EMBEDDING, shared[LM_HEAD]
 
 
 def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], path: Path) -> None:
@@ -194,6 +243,7 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], pa
         if not found and not model.is_derived(name):
             unexpected.append(given)
         for slot in found:
+            _check_dtype(path, given, tensor)
             sources = waiting[id(slot)]
             sources[name] = tensor
             if len(sources) == len(slot.sources):
@@ -209,6 +259,20 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], pa
     for problem, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             raise ValueError(f"{path}: {problem} tensors: {abbreviate(sorted(names))}")
+
+
+def _check_dtype(path: Path, name: str, tensor: Tensor | FP8Weight) -> None:
+    """Check that a tensor holds plain floating-point numbers, or comes with scales.
+
+    Raises:
+        ValueError: it is of another type, so the checkpoint is quantised in a way of its own.
+    """
+    if isinstance(tensor, Tensor) and tensor.dtype not in _FLOATS:
+        raise ValueError(
+            f"{path}: tensor {name} is in {str(tensor.dtype).removeprefix('torch.')}, and no "
+            "quantization_config in config.json says how its values are meant: use the original "
+            "weights, or a checkpoint in FP8 with its quantization_config"
+        )
 
 
 def _fill_dummy(model: CausalLM) -> None:

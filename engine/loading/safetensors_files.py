@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from batchgen.kernels.fp8.fp8_weight import FP8, FP8Weight, scales_shape
@@ -24,6 +25,13 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         with _opened(file) as found:
             for name in found.keys():
                 yield name, found.get_tensor(name)
+
+
+def are_equal(folder: Path, one: str, other: str) -> bool:
+    """Whether two tensors of a folder hold equal values of the same type."""
+    # Values are read only where they are looked at.
+    first, second = (next(t for name, t in tensors(folder) if name == n) for n in (one, other))
+    return first.dtype == second.dtype and torch.equal(first, second)
 
 
 def tensors_with_scales(folder: Path) -> Iterator[tuple[str, Tensor | FP8Weight]]:

@@ -27,6 +27,9 @@ from batchgen.engine.parallel.tensor_parallel import ALONE, Stream, TensorParall
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""The weight slots of the embedding and of the layer that computes logits, which may share one."""
+
 
 class Decoder(nn.Module):
     """The part of a model from token ids to hidden states: embedding, layers and final norm.
@@ -233,7 +236,7 @@ class CausalLM(TokenModel):
         """
         slots = list(weight_slots(self, ""))
         if self.config.tie_word_embeddings:
-            slots = [slot for slot in slots if slot.pieces != ("lm_head.weight",)]
+            slots = [slot for slot in slots if slot.pieces != (LM_HEAD,)]
         for name, head in self.heads.items():
             slots += weight_slots(head, name)
         return slots
@@ -258,5 +261,9 @@ class CausalLM(TokenModel):
         Some checkpoints hold tensors that follow from others, or that belong to a part of the model
         that is not built.
         """
-        tied_head = name == "lm_head.weight" and self.config.tie_word_embeddings
-        return tied_head or name.endswith(".rotary_emb.inv_freq")
+        return name in self.copies or name.endswith(".rotary_emb.inv_freq")
+
+    @property
+    def copies(self) -> Mapping[str, str]:
+        """Maps the names of tensors that repeat others of the checkpoint to the names of these."""
+        return {LM_HEAD: EMBEDDING} if self.config.tie_word_embeddings else {}

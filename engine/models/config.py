@@ -75,6 +75,8 @@ class ModelConfig:
         max_position_embeddings: the number of positions that the model was made for, including its
             rope scaling.
         tie_word_embeddings: the layer that computes logits shares its weight with the embedding.
+        untied: the checkpoint says that they share it, and holds two weights that differ, so both
+            are used.
         dtype: the dtype of the checkpoint's weights; float32 if the checkpoint does not say.
         family: what models of this family have besides, in the class that the model expects.
         diffusion: what block diffusion needs; None for a model that predicts the next token.
@@ -94,6 +96,7 @@ class ModelConfig:
     diffusion: Diffusion | None = None
     heads: tuple[str, ...] = ()
     form: FP8Format | None = None
+    untied: bool = False
 
     def __post_init__(self) -> None:
         check_positive(

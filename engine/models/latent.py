@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from batchgen.engine.layers.latent_attention import LatentAttention, LatentShape
 from batchgen.engine.layers.moe import Router
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import YarnRope
+from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD
 from batchgen.engine.models.config import ModelConfig, check_positive
 from batchgen.engine.models.dense import DenseConfig, dense_config
 from batchgen.engine.models.moe import MoEConfig, MoEForCausalLM
@@ -139,10 +140,15 @@ class LatentForCausalLM(MoEForCausalLM):
                 return f"{MTP_HEAD}.{own}{rest.removeprefix(published)}"
         return f"{MTP_HEAD}.layers.0.{rest}"
 
-    def is_derived(self, name: str) -> bool:
+    @property
+    def copies(self) -> Mapping[str, str]:
         """The head for multi-token prediction shares what checkpoints hold once more."""
-        shared = (f"{MTP_HEAD}.embed_tokens.weight", f"{MTP_HEAD}.lm_head.weight")
-        return name in shared or super().is_derived(name)
+        logits = EMBEDDING if self.config.tie_word_embeddings else LM_HEAD
+        shared = {
+            f"{MTP_HEAD}.embed_tokens.weight": EMBEDDING,
+            f"{MTP_HEAD}.lm_head.weight": logits,
+        }
+        return {**super().copies, **shared}
 
     def skipped_part(self, name: str) -> str | None:
         """Name the layers behind the last one, which predict tokens further ahead."""

@@ -368,7 +368,7 @@ def dummy_model(
 def model_config(name: str) -> ModelConfig:
     """Read the configuration of a model of `MODELS`."""
     with tempfile.TemporaryDirectory() as folder:
-        return load_config(write_config(name, Path(folder)))
+        return load_config(write_config(name, Path(folder)), "dummy")
 
 
 def bare_model(

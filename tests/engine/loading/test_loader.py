@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from edited_models import edit_config, edit_weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,24 +18,6 @@ from batchgen.engine.loading.loader import load_config, load_model
 
 CPU = torch.device("cpu")
 TinyModel = Callable[..., Path]
-
-
-def edit_weights(folder: Path, target: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
-    """A copy of the model with changed tensors."""
-    shutil.copytree(folder, target)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, target / "model.safetensors")
-    return target
-
-
-def edit_config(folder: Path, target: Path, **changes: Any) -> Path:
-    """A folder with only a config.json; a change to None removes the key."""
-    config = json.loads((folder / "config.json").read_text()) | changes
-    target.mkdir()
-    kept = {key: value for key, value in config.items() if value is not None}
-    (target / "config.json").write_text(json.dumps(kept))
-    return target
 
 
 def test_merged_weights_hold_the_parts_in_order(tiny_model: TinyModel) -> None:
@@ -109,6 +92,25 @@ def test_wrong_tensors_are_named(
     folder = edit_weights(tiny_model("llama"), tmp_path / "m", change)
     with pytest.raises(ValueError, match=message):
         load_model(folder, device=CPU)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64]
+)
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.norm.weight"])
+def test_quantised_weights_without_a_word_on_how_are_refused(
+    name: str, dtype: torch.dtype, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = tensors[name].to(dtype)
+        tensors[f"{name}_scale"] = torch.ones(1)
+
+    folder = edit_weights(tiny_model("llama"), tmp_path / "m", change)
+    kind = str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=rf"tensor {name} is in {kind}, and no quantization_con"):
+        load_model(folder, device=CPU)
+    with pytest.raises(ValueError, match=rf"tensor {name} is in {kind}, and no quantization_con"):
+        load_model(folder, device=CPU, quantization="fp8")
 
 
 def test_a_tensor_in_two_shards_is_an_error(tiny_model: TinyModel, tmp_path: Path) -> None:
