@@ -16,10 +16,10 @@ from batchgen.output.manifest import ROWS
 from batchgen.output.read_job import JobFolderReader
 from batchgen.report.row_page import Limits, RowPage, Verdict, answer_spans, verdict
 from batchgen.scoring.table import score_lines
-from batchgen.viewer.grades import PREFIX
-from batchgen.viewer.job_rows import JobRows
-from batchgen.viewer.ranking import Rankings
-from batchgen.viewer.row_ids import RowIds
+from batchgen.viewer.rows.grades import PREFIX
+from batchgen.viewer.rows.job_rows import JobRows
+from batchgen.viewer.rows.ranking import Rankings
+from batchgen.viewer.rows.row_ids import RowIds
 
 if TYPE_CHECKING:
     from batchgen.report.tokens import Decode

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.duration import duration
-from batchgen.viewer.filters import MARKS
 from batchgen.viewer.job_view import JobView, attempt_of
+from batchgen.viewer.rows.filters import MARKS
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,16 @@ from urllib.parse import urlencode
 from batchgen.errors import ConfigError, JobError
 from batchgen.report.row_page import CSS
 from batchgen.report.safe_text import environment
-from batchgen.viewer.download import KINDS, Download
-from batchgen.viewer.filters import Filter
-from batchgen.viewer.flips import Flips
 from batchgen.viewer.job_view import MOST_TOKENS, JobView, Sample, same_sample
-from batchgen.viewer.list_page import PER_PAGE, list_values
+from batchgen.viewer.lists.flips import Flips
+from batchgen.viewer.lists.list_page import PER_PAGE, list_values
+from batchgen.viewer.lists.votes import votes
 from batchgen.viewer.overview import overview
-from batchgen.viewer.row_ids import StillSearching
-from batchgen.viewer.search import Search
+from batchgen.viewer.rows.download import KINDS, Download
+from batchgen.viewer.rows.filters import Filter
+from batchgen.viewer.rows.row_ids import StillSearching
+from batchgen.viewer.rows.search import Search
 from batchgen.viewer.server import Response
-from batchgen.viewer.votes import votes
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -17,7 +17,7 @@ from batchgen.grading.job_grades import GRADES
 from batchgen.output.manifest import Manifest
 from batchgen.output.read_job import BATCH, JobFolderReader
 from batchgen.output.row_order import KEYS, first_key, row_keys
-from batchgen.viewer.grades import PREFIX, ShardGrades
+from batchgen.viewer.rows.grades import PREFIX, ShardGrades
 
 _SETTLED_NS = 2 * 10**9
 """A folder that changed less than this long ago may change again within one tick of its file

@@ -15,11 +15,11 @@ from synthetic_job import grade_job, write_job
 
 from batchgen.errors import ConfigError
 from batchgen.output.read_job import JobFolderReader
-from batchgen.viewer.filters import MARKS, Filter
-from batchgen.viewer.grades import PREFIX
-from batchgen.viewer.job_rows import JobRows
-from batchgen.viewer.row_ids import RowIds, StillSearching
-from batchgen.viewer.search import Found, Search, excerpts
+from batchgen.viewer.rows.filters import MARKS, Filter
+from batchgen.viewer.rows.grades import PREFIX
+from batchgen.viewer.rows.job_rows import JobRows
+from batchgen.viewer.rows.row_ids import RowIds, StillSearching
+from batchgen.viewer.rows.search import Found, Search, excerpts
 
 ROWS, SAMPLES, PER_SHARD = 47, 3, 10
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from batchgen.viewer.filters import MARKS, REASONS, Filter, text_columns
 from batchgen.viewer.job_view import JobView
-from batchgen.viewer.lines import row_lines
-from batchgen.viewer.ranking import MOST, ORDERS, hits, orders, value_text
-from batchgen.viewer.search import Search
+from batchgen.viewer.lists.lines import row_lines
+from batchgen.viewer.rows.filters import MARKS, REASONS, Filter, text_columns
+from batchgen.viewer.rows.ranking import MOST, ORDERS, hits, orders, value_text
+from batchgen.viewer.rows.search import Search
 
 PER_PAGE = 50
 SHOWS = ("votes",)

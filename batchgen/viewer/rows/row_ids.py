@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.output.row_order import KEYS
-from batchgen.viewer.job_rows import LIGHT_BATCH, JobRows
-from batchgen.viewer.search import SECONDS
+from batchgen.viewer.rows.job_rows import LIGHT_BATCH, JobRows
+from batchgen.viewer.rows.search import SECONDS
 
 
 class StillSearching(Exception):

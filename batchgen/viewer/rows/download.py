@@ -14,9 +14,9 @@ from batchgen.command.export import WRITERS
 from batchgen.command.row_json import json_readers
 from batchgen.errors import ConfigError
 from batchgen.output.row_order import row_keys
-from batchgen.viewer.filters import Filter
-from batchgen.viewer.grades import PREFIX
-from batchgen.viewer.job_rows import JobRows
+from batchgen.viewer.rows.filters import Filter
+from batchgen.viewer.rows.grades import PREFIX
+from batchgen.viewer.rows.job_rows import JobRows
 
 KINDS = {
     "jsonl": "application/x-ndjson",

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from batchgen.errors import ConfigError
 from batchgen.output.row_order import KEYS
-from batchgen.viewer.grades import PREFIX
+from batchgen.viewer.rows.grades import PREFIX
 
 Bools = npt.NDArray[np.bool_]
 

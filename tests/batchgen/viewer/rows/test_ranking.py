@@ -16,12 +16,12 @@ from synthetic_job import grade_job, write_job
 
 from batchgen.errors import ConfigError
 from batchgen.output.read_job import JobFolderReader
-from batchgen.viewer import ranking
-from batchgen.viewer.download import Download
-from batchgen.viewer.filters import Filter
 from batchgen.viewer.job_view import JobView
-from batchgen.viewer.ranking import ORDERS, Ranking, Rankings, orders
-from batchgen.viewer.votes import votes
+from batchgen.viewer.lists.votes import votes
+from batchgen.viewer.rows import ranking
+from batchgen.viewer.rows.download import Download
+from batchgen.viewer.rows.filters import Filter
+from batchgen.viewer.rows.ranking import ORDERS, Ranking, Rankings, orders
 
 ROWS, SAMPLES, PER_SHARD = 47, 4, 10
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from batchgen.command.row_json import plain_text
 from batchgen.shorten import beginning
-from batchgen.viewer.filters import Filter
-from batchgen.viewer.grades import PREFIX
 from batchgen.viewer.job_view import JobView, Sample, same_sample
-from batchgen.viewer.search import Search
-from batchgen.viewer.votes import Vote, votes
+from batchgen.viewer.lists.votes import Vote, votes
+from batchgen.viewer.rows.filters import Filter
+from batchgen.viewer.rows.grades import PREFIX
+from batchgen.viewer.rows.search import Search
 
 _SHOWN = ("row_id", "finish_reason", "error", "num_generated_tokens")
 _GRADES_SHOWN = ("mark", "answer", "answer_key", "graded_against", "grade_error")

@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 
 from batchgen.errors import ConfigError
 from batchgen.output.row_order import KEYS
-from batchgen.viewer.filters import ANSWER_KEY, MARK, Filter
-from batchgen.viewer.job_rows import JobRows
-from batchgen.viewer.search import SECONDS
+from batchgen.viewer.rows.filters import ANSWER_KEY, MARK, Filter
+from batchgen.viewer.rows.job_rows import JobRows
+from batchgen.viewer.rows.search import SECONDS
 
 Floats = npt.NDArray[np.float64]
 

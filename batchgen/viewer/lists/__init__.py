@@ -1,0 +1,1 @@
+"""What lists show of rows: of one job or of two, their votes, those that are flipped."""
