@@ -196,7 +196,8 @@ class LLMEngine:
         )
         strategy.attach(self._runners)
         self._live: dict[str, Sequence] = {}
-        self._compiling = CompileQueue(compiler, tokenizer, self.vocab_size, eos_token_ids)
+        special_ids = (*eos_token_ids, *model.config.never_generated)
+        self._compiling = CompileQueue(compiler, tokenizer, self.vocab_size, special_ids)
         # Both hold rows that have ended and were not returned yet. Those in `_leaving` wait for
         # their columns of context scope, which are on their way to the host since the last launch.
         self._finished: list[Sequence] = []

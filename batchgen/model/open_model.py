@@ -203,7 +203,8 @@ class OpenedModel:
                 "tokenizer names an EOS token: set eos_token_id in generation_config.json, or use "
                 "no constraint"
             )
-        return GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
+        special_ids = (*self.eos_token_ids, *self.config.never_generated)
+        return GrammarCompiler(self.tokenizer, self.config.vocab_size, special_ids)
 
 
 def open_model(

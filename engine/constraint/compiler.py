@@ -63,22 +63,23 @@ class GrammarCompiler:
         self,
         tokenizer: PreTrainedTokenizerBase,
         vocab_size: int,
-        eos_token_ids: tuple[int, ...],
+        special_ids: tuple[int, ...],
     ) -> None:
         """
         Args:
             tokenizer: says what the tokens spell.
             vocab_size: the width V of the logits. No grammar allows an id that the tokenizer does
                 not have.
-            eos_token_ids: the ids that end a row. Like the tokenizer's special tokens they are
-                never a part of the text that a grammar describes.
+            special_ids: the ids that end a row, and the mask token of a diffusion model. Like the
+                tokenizer's special tokens they are never a part of the text that a grammar
+                describes.
 
         Raises:
             ConstraintError: xgrammar does not work with this kind of tokenizer, or the installed
                 version of xgrammar prints grammars in a way that was not tested.
         """
         check_print()
-        work = _Work(Vocabulary(tokenizer, vocab_size, eos_token_ids))
+        work = _Work(Vocabulary(tokenizer, vocab_size, special_ids))
         self._pool = DaemonPool(work.run, _COMPILE_AT_ONCE, "grammar")
         self._lock = Lock()
         self._cache: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()

@@ -24,7 +24,7 @@ class CompileQueue:
             when the first row comes, and then owns it.
         tokenizer: the tokenizer of the model. It may be None only if no row has a constraint.
         vocab_size: the width V of the logits.
-        eos_token_ids: the ids that end a row.
+        special_ids: as for `GrammarCompiler`.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class CompileQueue:
         compiler: GrammarCompiler | None,
         tokenizer: PreTrainedTokenizerBase | None,
         vocab_size: int,
-        eos_token_ids: tuple[int, ...],
+        special_ids: tuple[int, ...],
     ) -> None:
         self._compiler = compiler
         self._owns_compiler = compiler is None
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._eos_token_ids = eos_token_ids
+        self._special_ids = special_ids
         self._waiting: dict[str, tuple[Sequence, Future[Grammar]]] = {}
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class CompileQueue:
         assert seq.params.constraint is not None
         if self._compiler is None:
             assert self._tokenizer is not None, "constraints need a tokenizer"
-            self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids)
+            self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._special_ids)
         self._waiting[seq.request_id] = seq, self._compiler.prepare(seq.params.constraint)
 
     def remove(self, seq: Sequence) -> bool:

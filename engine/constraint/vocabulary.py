@@ -40,13 +40,13 @@ class Vocabulary:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, size: int, eos_token_ids: Collection[int]
+        self, tokenizer: PreTrainedTokenizerBase, size: int, special_ids: Collection[int]
     ) -> None:
         """
         Args:
             tokenizer: says what tokens spell and which are special.
             size: the width V of the logits.
-            eos_token_ids: these count as special, whatever the tokenizer says of them.
+            special_ids: these count as special, whatever the tokenizer says of them.
 
         Raises:
             ConstraintError: xgrammar cannot tell what the tokens of this tokenizer spell.
@@ -63,7 +63,7 @@ class Vocabulary:
         except ValueError as error:
             raise ConstraintError(f"constraints need another tokenizer: {error}") from error
         self.texts: list[bytes] = found.decoded_vocab
-        special = {*tokenizer.all_special_ids, *eos_token_ids}
+        special = {*tokenizer.all_special_ids, *special_ids}
         for token_id, token in tokenizer.added_tokens_decoder.items():
             if token_id < size:
                 # Added tokens are plain text, even where the tokenizer writes the others in an

@@ -59,6 +59,12 @@ def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} is neither a .gguf file nor a folder with a config.json")
     values = read_json(path / "config.json")
+    for place in (values, text := values.get("text_config", {})):
+        if not isinstance(text, dict) or not isinstance(place.get("quantization_config", {}), dict):
+            raise ValueError(
+                f"{path}/config.json: text_config and quantization_config must be objects: take "
+                "quantization_config out if the weights are not quantised"
+            )
     architectures = values.get("architectures")
     if not architectures:
         raise ValueError(f"{path}/config.json names no architecture (key 'architectures')")

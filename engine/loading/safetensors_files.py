@@ -115,18 +115,22 @@ def safetensors_files(folder: Path) -> list[Path]:
     """Find the safetensors files of a folder, which are one file or several shards.
 
     Raises:
-        ValueError: there are none, or a shard that the index names is missing.
+        ValueError: there are none, or a shard is missing that the index or the names of the others
+            count.
     """
     index = folder / _INDEX
     if index.is_file():
-        weight_map = read_json(index)["weight_map"]
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-        for file in files:
-            if not file.is_file():
-                raise ValueError(f"{folder}: {file.name}, named by {_INDEX}, is missing")
-        return files
+        return [folder / name for name in _indexed(index)]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
+    if shards := sorted(file.name for file in folder.glob("model-*-of-*.safetensors")):
+        number = shards[0].rpartition("-of-")[2].removesuffix(".safetensors")
+        if not number.isdecimal() or int(number) != len(shards):
+            raise ValueError(
+                f"{folder} has no {_INDEX}, and {len(shards)} of the shards that their names count "
+                f"({abbreviate(shards)}): some are missing or too many"
+            )
+        return [folder / name for name in shards]
     pickles = [file.name for ending in ("bin", "pt", "pth") for file in folder.glob(f"*.{ending}")]
     if pickles:
         raise ValueError(
@@ -136,6 +140,23 @@ def safetensors_files(folder: Path) -> list[Path]:
     raise ValueError(
         f"{folder} has no weights ({_SINGLE} or {_INDEX}); load_format=dummy needs none"
     )
+
+
+def _indexed(index: Path) -> list[str]:
+    """Return the names of the files that an index of shards names, sorted.
+
+    Raises:
+        ValueError: it names none, one outside of its folder, or one that is missing.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no 'weight_map', which names the file of each tensor")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{index}: weight_map names {name!r}, which is no file of the folder")
+        if not (index.parent / name).is_file():
+            raise ValueError(f"{index.parent}: {name}, named by {_INDEX}, is missing")
+    return sorted(set(weight_map.values()))
 
 
 def read_json(file: Path) -> dict[str, Any]:

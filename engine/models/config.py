@@ -111,6 +111,11 @@ class ModelConfig:
                 f"{self.vocab_size}"
             )
 
+    @property
+    def never_generated(self) -> tuple[int, ...]:
+        """The token ids that no answer contains."""
+        return () if self.diffusion is None else (self.diffusion.mask_token_id,)
+
     def family_as(self, kind: type[F]) -> F:
         """Return the family's part of the configuration, which must be of this class."""
         assert isinstance(self.family, kind), f"{self.architecture} has another family"

@@ -29,10 +29,13 @@ class Qwen2ForCausalLM(DenseForCausalLM):
 
 
 def refuse_sliding_window(hf: PretrainedConfig) -> None:
-    """Check that the checkpoint does not use sliding-window attention.
+    """Check that no layer has sliding-window attention, whether or not windows are switched on.
 
     Raises:
-        ValueError: it does, which is not supported.
+        ValueError: a layer has, which is not supported.
     """
-    if hf.use_sliding_window:
-        raise ValueError("sliding-window attention (use_sliding_window) is not supported")
+    if set(hf.layer_types) != {"full_attention"}:
+        raise ValueError(
+            "sliding-window attention is not supported, and use_sliding_window or layer_types say "
+            "that layers have it"
+        )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.dense import dense_config, head_size
 from batchgen.engine.models.moe import MoEForCausalLM, moe_config
-from batchgen.engine.models.qwen2 import refuse_sliding_window
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,7 +25,8 @@ class Qwen3MoeForCausalLM(MoEForCausalLM):
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        refuse_sliding_window(hf)
+        if hf.sliding_window is not None:  # of all layers: this class reads no layer_types
+            raise ValueError("sliding-window attention (use_sliding_window) is not supported")
         bias: bool = hf.attention_bias
         dense = dense_config(
             hf, cls, head_dim=head_size(hf), qkv_bias=bias, output_bias=bias, mlp_bias=False

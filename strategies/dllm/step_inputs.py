@@ -83,6 +83,7 @@ class DLLMStepInputs(StepInputs):
         mask_token_id: the id that the model reads at masked positions.
 
     Attributes:
+        mask_token_id: as given.
         columns: name of an output column → [B, L, *tail], the values of the positions that are
             unmasked; each was written when its position was.
     """
@@ -91,7 +92,7 @@ class DLLMStepInputs(StepInputs):
         super().__init__()
         self.columns: dict[str, Tensor] = {}
         self._length = block_length
-        self._mask_token_id = mask_token_id
+        self.mask_token_id = mask_token_id
         self._blocks: BlockRows | None = None
         # These four are of the current step: the blocks that commit in it, the blocks after it, the
         # complete blocks that commit beside it, and what is masked, on its way to the host.
@@ -127,7 +128,7 @@ class DLLMStepInputs(StepInputs):
         blocks = self.blocks
         inputs = replace(
             self.newest,
-            input_ids=torch.where(blocks.masked, self._mask_token_id, blocks.token_ids).flatten(),
+            input_ids=torch.where(blocks.masked, self.mask_token_id, blocks.token_ids).flatten(),
             positions=self.positions.flatten(),
             query_lens=np.full_like(self.newest.query_lens, self._length),
         )

@@ -256,12 +256,14 @@ class DLLMStrategy(BaseStrategy):
         self, runner: ModelRunner, prefill: PrefillInputs | None
     ) -> tuple[ModelOutput, ModelOutput | None]:
         """Run the forward, and compute logits only for the rows' own blocks and not for the blocks
-        that commit beside them."""
+        that commit beside them. The mask token has no probability: no text contains it, and a
+        position that drew it would go on being read as masked."""
         assert prefill is None, "prompts are read beside rows of one token only"
         inputs = self.step_inputs.model_inputs
         count = self.step_inputs.blocks.masked.numel()
         hidden = runner.hidden_states(inputs)[:count]
         logits = runner.compute_logits(hidden)
+        logits[:, self.step_inputs.mask_token_id] = -torch.inf
         return ModelOutput(logits, inputs.positions[:count], hidden), None
 
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:

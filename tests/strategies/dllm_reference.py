@@ -205,7 +205,7 @@ def denoise(
     steps: list[dict[int, Token]] = []
     while len(block) < options.block_length:
         inputs = [block.get(at, options.mask_token_id) for at in range(start, end)]
-        logits = forward([*ids, *inputs])[start:end].float()
+        logits = unmasked(forward([*ids, *inputs])[start:end], options)
         drawn: dict[int, Token] = {}
         for at in range(start, end):
             if at not in block:
@@ -217,6 +217,13 @@ def denoise(
         steps.append({at: drawn[at] for at in chosen})
         block |= {at: drawn[at].token_id for at in chosen}
     return steps
+
+
+def unmasked(logits: Tensor, options: Options) -> Tensor:
+    """Float32 logits of a model that never says the mask token."""
+    out = logits.float().clone()
+    out[:, options.mask_token_id] = -INF
+    return out
 
 
 def denoise_guided(
@@ -236,7 +243,7 @@ def denoise_guided(
     while len(block) < length and not conflict:
         first = start + len(block)
         inputs = block + [options.mask_token_id] * (length - len(block))
-        logits = forward([*ids, *inputs])[first : start + length].float()
+        logits = unmasked(forward([*ids, *inputs])[first : start + length], options)
         banned = [stop_ids if first + i < prompt_len + params.min_new_tokens else set()
                   for i in range(len(logits))]  # fmt: skip
         draw_at = partial(_draw_at, logits, first, len(steps), banned, params)

@@ -35,6 +35,17 @@ _SCALARS = {
 }
 """Maps the number of a metadata type to its code in `struct`."""
 _STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 4
+"""As many axes can a tensor of a GGUF file have."""
+_Kind = GGMLQuantizationType
+READ_TYPES = (
+    *(_Kind.F32, _Kind.F16, _Kind.BF16, _Kind.Q8_0),
+    *(_Kind.Q4_0, _Kind.Q4_1, _Kind.Q5_0, _Kind.Q5_1),
+    *(_Kind.Q2_K, _Kind.Q3_K, _Kind.Q4_K, _Kind.Q5_K, _Kind.Q6_K),
+    *(_Kind.IQ1_S, _Kind.IQ2_XXS, _Kind.IQ2_XS, _Kind.IQ2_S, _Kind.IQ3_XXS, _Kind.IQ3_S),
+    *(_Kind.IQ4_NL, _Kind.IQ4_XS, _Kind.TQ1_0, _Kind.TQ2_0),
+)
+"""The types of tensors that are read: those that the tests compare."""
 _CHUNK_ELEMENTS = 2**20
 """The number of elements that are dequantized at a time. This bounds the float32 temporaries and
 keeps them in the CPU's cache."""
@@ -78,13 +89,36 @@ class GGUFFile:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
             self._read_header()
-        except (struct.error, UnicodeDecodeError, KeyError, IndexError) as error:
+        except (struct.error, UnicodeDecodeError, LookupError) as error:
             raise ValueError(f"{path}: the GGUF header is damaged or cut off") from error
-        if self.metadata.get("split.count", 1) > 1:
+        if self.metadata.get("split.count", 1) != 1:
             raise ValueError(f"{path} is one part of a split GGUF; merge the parts first")
-        for name, tensor in self.tensors.items():
-            if tensor.offset + self._num_bytes(tensor) > len(self._data):
-                raise ValueError(f"{path} is cut off: it ends before the data of {name}")
+        self._check_tensors()
+
+    def _check_tensors(self) -> None:
+        """Check that the file holds the data of its tensors, in types that are read.
+
+        Raises:
+            ValueError: it does not; the message names a tensor.
+        """
+        before, end = "", 0
+        for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1].offset):
+            if tensor.type not in READ_TYPES:
+                known = tensor.type in list(_Kind)
+                raise ValueError(
+                    f"{self.path}: {name} has quantization "
+                    f"{_Kind(tensor.type).name if known else tensor.type}, which is not "
+                    f"supported; supported: {', '.join(kind.name for kind in READ_TYPES)}"
+                )
+            if not tensor.shape or tensor.shape[-1] % GGML_QUANT_SIZES[_Kind(tensor.type)][0]:
+                raise ValueError(
+                    f"{self.path}: {name} has rows of no whole blocks of {_Kind(tensor.type).name}"
+                )
+            if tensor.offset < end:
+                raise ValueError(f"{self.path}: the data of {before} and {name} overlap")
+            before, end = name, tensor.offset + self._num_bytes(tensor)
+            if end > len(self._data):
+                raise ValueError(f"{self.path} is cut off: it ends before the data of {name}")
 
     def _read_header(self) -> None:
         """Parse the metadata and the places of the tensors."""
@@ -99,14 +133,20 @@ class GGUFFile:
             self.metadata[key] = self._value(self._scalar("I"))
         infos = []
         for _ in range(num_tensors):
-            name = self._string()
-            dims = [self._scalar("Q") for _ in range(self._scalar("I"))]
+            name, axes = self._string(), self._scalar("I")
+            if axes > _MOST_DIMENSIONS:
+                raise ValueError(f"{self.path}: {name} has {axes} axes")
+            dims = [self._scalar("Q") for _ in range(axes)]
             infos.append((name, tuple(reversed(dims)), self._scalar("I"), self._scalar("Q")))
         alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"{self.path}: general.alignment is {alignment!r}")
         start = -(-self._at // alignment) * alignment
         self.tensors = {
             name: GGUFTensor(shape, kind, start + offset) for name, shape, kind, offset in infos
         }
+        if len(self.tensors) < len(infos):
+            raise ValueError(f"{self.path}: two tensors have the same name")
 
     def _scalar(self, code: str) -> Any:
         """Read a little-endian number of this `struct` code and move behind it."""
@@ -116,9 +156,7 @@ class GGUFFile:
 
     def _string(self) -> str:
         """Read a string, which its length in bytes precedes, and move behind it."""
-        length = self._scalar("Q")
-        text = self._data[self._at : self._at + length].decode()
-        self._at += length
+        (text,) = self._strings(1)
         return text
 
     def _strings(self, number: int) -> list[str]:
@@ -127,8 +165,10 @@ class GGUFFile:
         texts = []
         for _ in range(number):
             (size,) = size_at(data, at)
-            texts.append(data[at + 8 : at + 8 + size].decode())
             at += 8 + size
+            if at > len(data):
+                raise IndexError("the file ends within a string")
+            texts.append(data[at - size : at].decode())
         self._at = at
         return texts
 
@@ -141,8 +181,7 @@ class GGUFFile:
         item, length = self._scalar("I"), self._scalar("Q")
         if item == _STRING:
             return self._strings(length)
-        if item not in _SCALARS:
-            return [self._value(item) for _ in range(length)]
+        # No key that is known holds lists of lists.
         values = struct.unpack_from(f"<{length}{_SCALARS[item]}", self._data, self._at)
         self._at += struct.calcsize(f"<{length}{_SCALARS[item]}")
         return list(values)
@@ -157,9 +196,6 @@ class GGUFFile:
 
         Returns:
             A float32 tensor on the CPU, with the shape that `tensors` gives.
-
-        Raises:
-            ValueError: the `gguf` package cannot dequantize its quantization.
         """
         tensor = self.tensors[name]
         kind = GGMLQuantizationType(tensor.type)
@@ -167,15 +203,10 @@ class GGUFFile:
         raw = np.frombuffer(self._data, np.uint8, self._num_bytes(tensor), tensor.offset)
         out = np.empty(math.prod(tensor.shape), np.float32)
         step = max(1, _CHUNK_ELEMENTS // block)
-        try:
-            for start in range(0, len(out) // block, step):
-                # It is one long row, because the package is slow on many short ones.
-                part = raw[start * size : (start + step) * size].reshape(1, -1)
-                out[start * block : (start + step) * block] = _dequantize(part, kind)[0]
-        except NotImplementedError as error:
-            raise ValueError(
-                f"{self.path}: {name} has quantization {kind.name}, which cannot be read"
-            ) from error
+        for start in range(0, len(out) // block, step):
+            # It is one long row, because the package is slow on many short ones.
+            part = raw[start * size : (start + step) * size].reshape(1, -1)
+            out[start * block : (start + step) * block] = _dequantize(part, kind)[0]
         return torch.from_numpy(out).view(tensor.shape)
 
 

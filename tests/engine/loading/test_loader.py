@@ -17,6 +17,7 @@ from torch import Tensor
 from batchgen.engine.loading.loader import load_config, load_model
 
 CPU = torch.device("cpu")
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}
 TinyModel = Callable[..., Path]
 
 
@@ -125,6 +126,32 @@ def test_a_tensor_in_two_shards_is_an_error(tiny_model: TinyModel, tmp_path: Pat
         load_model(folder, device=CPU)
 
 
+@pytest.mark.parametrize(
+    "weight_map",
+    [None, {}, [], {"a": 1}, {"a": "../model.safetensors"}, {"a": "/etc/passwd"}, {"a": "b.st"}],
+)
+def test_a_wrong_index_is_named(weight_map: Any, tiny_model: TinyModel, tmp_path: Path) -> None:
+    folder = edit_config(tiny_model("llama"), tmp_path / "m")
+    shutil.copy(tiny_model("llama") / "model.safetensors", tmp_path)
+    values = {} if weight_map is None else {"weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"no 'weight_map'|no file of the folder|is missing"):
+        load_model(folder, device=CPU)
+
+
+def test_shards_need_no_index(tiny_model: TinyModel, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(tiny_model("llama", max_shard_size="100KB"), folder)
+    whole = load_model(folder, device=CPU)
+    (folder / "model.safetensors.index.json").unlink()
+    sharded = load_model(folder, device=CPU)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, sharded.get_parameter(name))
+    next(folder.glob("model-00002-*")).unlink()
+    with pytest.raises(ValueError, match=r"no model\.safetensors\.index\.json, and . of the"):
+        load_model(folder, device=CPU)
+
+
 def test_files_that_cannot_be_read_are_named(tiny_model: TinyModel, tmp_path: Path) -> None:
     config_only = edit_config(tiny_model("llama"), tmp_path / "config")
     with pytest.raises(ValueError, match=r"has no weights .* load_format=dummy"):
@@ -165,7 +192,13 @@ def test_files_that_cannot_be_read_are_named(tiny_model: TinyModel, tmp_path: Pa
         ("llama", {"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ("llama", {"hidden_size": "wide"}, "hidden_size"),
         ("llama", {"num_hidden_layers": 0}, "num_layers is 0"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 64}, "sliding-window attention"),
+        *(
+            (kind, WINDOWS | {"max_window_layers": 2}, "sliding-window attention")
+            for kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+        ),
+        ("qwen2", {"layer_types": ["sliding_attention"] + ["full_attention"] * 2}, "layer_types"),
+        ("llama", {"quantization_config": ["fp8"]}, "quantization_config must be"),
+        ("qwen3_5", {"quantization_config": "fp8"}, "quantization_config must be"),
     ],
 )  # fmt: skip
 def test_unsupported_configurations_are_named(

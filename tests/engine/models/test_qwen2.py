@@ -29,6 +29,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "mha": {"num_key_value_heads": 4},
     "wide heads": {"head_dim": 32},
+    "windows that no layer has": {
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 3,
+    },
     "yarn": {
         "rope_parameters": {
             "rope_type": "yarn",
@@ -86,12 +91,6 @@ def test_the_biases_are_those_of_the_family(tiny_model: Callable[..., Path]) -> 
     family = load_config(tiny_model("qwen2")).family_as(DenseConfig)
     assert family.qkv_bias and not family.output_bias and not family.mlp_bias
     assert not family.qk_norm and family.head_dim == 16
-
-
-def test_a_sliding_window_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    folder = edited(tiny_model("qwen2"), tmp_path, use_sliding_window=True, sliding_window=32)
-    with pytest.raises(ValueError, match="sliding-window attention"):
-        load_config(folder)
 
 
 def test_fused_projections_are_read_as_well(

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from dllm_reference import Forward, Generated, Options, generate, model_forward
+from edited_models import edit_weights
 from engine_rows import expect_short_rows
 from forced_drafts import some_slow
 from test_llm_engine import spelling_tokenizer
@@ -182,6 +183,32 @@ def test_rows_are_those_of_the_reference(
         )
         steps_per_block.update(map(len, wanted.steps))
     assert engine.stats.strategy["steps_per_block"] == steps_per_block
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_the_mask_token_is_never_generated(
+    tiny_model: Callable[..., Path], tmp_path: Path, rule: dict[str, Any]
+) -> None:
+    """By a model whose logits favour it; its probability goes to the other tokens."""
+
+    def favour(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"][MASK] *= 30
+
+    folder = edit_weights(tiny_model("sdar"), tmp_path / "ours", favour)
+    theirs = edit_weights(tiny_model("qwen3"), tmp_path / "theirs", favour)
+    forward = model_forward(
+        Qwen3ForCausalLM.from_pretrained(theirs, attn_implementation="eager").eval(), 4
+    )
+    assert (forward([MASK] * 4).argmax(-1) == MASK).any()
+    rows = requests(6, 12)
+    options = Options(block_length=4, mask_token_id=MASK, eos=EOS, max_model_len=128, **rule)
+    engine = make_engine(lambda kind: folder, 4, rule, max_num_seqs=5)
+    for output, (prompt, params) in zip(run(engine, rows), rows, strict=True):
+        check(output, generate(forward, prompt, params, options), params)
+        assert MASK not in output.token_ids
+        if params.top_logprobs:
+            assert MASK not in output.columns["top_logprob_ids"]
+            assert np.isfinite(output.columns["top_logprobs"]).all()
 
 
 @pytest.mark.parametrize("rule", [RULES[2], RULES[4]], ids=str)

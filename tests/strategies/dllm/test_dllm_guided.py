@@ -477,6 +477,18 @@ def test_other_kinds_of_constraints(tiny_model: Callable[..., Path], rule: dict[
     assert ended == {constraint for constraint, _ in KINDS_OF_CONSTRAINTS}
 
 
+def test_no_constraint_takes_the_mask_token(tiny_model: Callable[..., Path]) -> None:
+    """Though a text that is forced is cut into it, as it is one of the tokenizer's words."""
+    (mask,) = ids("ab")
+    folder = tiny_model("sdar", vocab_size=WIDTH, mask_token_id=mask)
+    model = load_model(folder, device=torch.device("cpu"))
+    config = EngineConfig(max_model_len=128, kv_cache_gib=0.02)
+    engine = LLMEngine(model, make_tokenizer(), (END,), DLLMStrategy(4), config)
+    params = SamplingParams(max_new_tokens=8, constraint=Constraint("regex", "(ab){3}"))
+    (output,) = run(engine, [([3, 4], params)])
+    assert output.text == "ababab" and mask not in output.token_ids
+
+
 @pytest.mark.parametrize("length", [4, 8])
 def test_rows_end_at_every_offset(tiny_model: Callable[..., Path], length: int) -> None:
     """By EOS, by their length, and by a string; what comes behind in the block is dropped."""

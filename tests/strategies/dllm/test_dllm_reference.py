@@ -19,6 +19,7 @@ from dllm_reference import (
     generate,
     model_forward,
     schedule,
+    unmasked,
 )
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -54,13 +55,14 @@ def tiny_forward(length: int) -> Forward:
 
 
 def scripted(tokens: list[int], sureness: list[float] | None = None) -> Forward:
-    """At position i the token tokens[i], with probability sureness[i] (0.5)."""
+    """At position i the token tokens[i], with probability sureness[i] (0.5), and never the mask."""
 
     def forward(ids: list[int]) -> Tensor:
         logits = torch.empty(len(ids), VOCAB)
         for i in range(len(ids)):
             sure = 0.5 if sureness is None else sureness[i]
-            logits[i] = torch.tensor((1 - sure) / (VOCAB - 1)).log()
+            logits[i] = torch.tensor((1 - sure) / (VOCAB - 2)).log()
+            logits[i, MASK] = -torch.inf
             logits[i, tokens[i]] = torch.tensor(sure).log()
         return logits
 
@@ -181,13 +183,13 @@ def test_every_prompt_length(length: int, rule: str, params: SamplingParams) -> 
         whole = prompt_of(count) + out.token_ids
         number = 0
         for block, steps in enumerate(out.steps, start=count // length):
-            for unmasked in range(len(steps)):
+            for step in range(len(steps)):
                 ids, number = seen[number], number + 1
                 assert len(ids) == (block + 1) * length
                 assert ids[:count] == prompt_of(count)
                 for at in range(count, min(len(ids), len(whole))):
                     known = at < block * length or out.step_map[at - count] < number
-                    assert ids[at] == (whole[at] if known else MASK), (at, unmasked)
+                    assert ids[at] == (whole[at] if known else MASK), (at, step)
         if rule != "low_confidence_dynamic":
             assert all(len(steps) <= max(1, length // 2) for steps in out.steps)
             assert all(steps == schedule(chosen) for steps in out.steps[1:])
@@ -216,7 +218,7 @@ def test_later_blocks_see_the_tokens_of_earlier_ones_in_any_unmasking_order() ->
     for at in range(6, 12):
         end = at - at % 4 + 4
         ids = [whole[i] if steps[i] < steps[at] else MASK for i in range(end)]
-        row = forward(ids)[at].log_softmax(-1)
+        row = unmasked(forward(ids)[[at]], options(4))[0].log_softmax(-1)
         assert row.argmax() == whole[at]
         torch.testing.assert_close(out.logprobs[at - 6], float(row[whole[at]]))
         best = row.topk(2)
@@ -271,12 +273,12 @@ def test_before_min_new_tokens_stops_are_banned_position_by_position(rule: str) 
     params = replace(GREEDY, min_new_tokens=3, max_new_tokens=7, logprobs_mode="processed")
     out = generate(forward, [0], params, chosen)
     assert out.token_ids == [0, 0, 0, 2] and out.finish_reason == "stop"
-    torch.testing.assert_close(out.confidences[:3], [1 / (VOCAB - 1)] * 3)
+    torch.testing.assert_close(out.confidences[:3], [1 / (VOCAB - 2)] * 3)
     torch.testing.assert_close(out.confidences[3], 0.9)
     torch.testing.assert_close(out.logprobs, torch.tensor(out.confidences).log().tolist())
     raw = generate(forward, [0], replace(params, logprobs_mode="raw"), chosen)
     assert raw.token_ids == out.token_ids and raw.step_map == out.step_map
-    torch.testing.assert_close(raw.logprobs[0], float(torch.tensor(0.1 / (VOCAB - 1)).log()))
+    torch.testing.assert_close(raw.logprobs[0], float(torch.tensor(0.1 / (VOCAB - 2)).log()))
 
 
 # --- sampling -------------------------------------------------------------------------------------
@@ -289,7 +291,7 @@ def test_noise_is_keyed_by_seed_position_and_step() -> None:
     steps = [0, 0, 1, 2, 3, 0, 1, 2, 3]  # within the block
     for i, (token, step) in enumerate(zip(out.token_ids, steps, strict=True)):
         words = philox(torch.tensor([-3]), torch.tensor([3 + i]), step, 0, VOCAB)
-        assert token == gumbel_noise(words).argmax()
+        assert token == gumbel_noise(words)[:, :MASK].argmax()
     assert out.step_map == list(range(1, 10))
 
 
