@@ -222,7 +222,7 @@ def open_job(config: JobConfig) -> OpenedJob:
 
         source = SteppedSource(data, row_steps(config.rows))
     check_fields(post, source.schema.names)
-    check_scored(config.post, config.score, source.schema.names)
+    check_scored(post, config.score, source.schema.names)
     prompt = build_prompt(
         config.prompt,
         model.tokenizer,

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchgen.config import JobConfig, ScoreConfig, StepConfig
+from batchgen.config import JobConfig, ScoreConfig
 from batchgen.errors import ConfigError
 from batchgen.grading.background import GradingProcess
 from batchgen.grading.job_grades import JobGrades
+from batchgen.grading.step import MARK, PostStep
 from batchgen.output.dataset_card import grades_section, with_grades
 from batchgen.output.manifest import write_atomic
 from batchgen.signals import JobStopped, StopSignals
@@ -96,8 +97,9 @@ def graded_card(card: str, folder: Path, shown: str | None = None) -> str:
     return with_grades(card, grades_section(schema, str(folder) if shown is None else shown))
 
 
-def check_scored(post: Sequence[StepConfig], config: ScoreConfig, columns: Sequence[str]) -> None:
-    """Check before a job runs that it can be scored when it ends.
+def check_scored(post: Sequence[PostStep], config: ScoreConfig, columns: Sequence[str]) -> None:
+    """Check before a job runs that it can be scored when it ends. Marks whose column has a prefix
+    give no scores, which is said on stderr if there are no others.
 
     Args:
         columns: of the output.
@@ -105,6 +107,13 @@ def check_scored(post: Sequence[StepConfig], config: ScoreConfig, columns: Seque
     Raises:
         ConfigError: a column of the group `score` is not among them.
     """
+    made = [column.name for step in post for column in step.columns]
+    if MARK not in made and (marks := [name for name in made if name.endswith(f"_{MARK}")]):
+        print(
+            f"batchgen: warning: there will be no scores: these are made of the column {MARK}, and "
+            f"the steps of post write {', '.join(marks)}: leave out the prefix of one of them",
+            file=sys.stderr,
+        )
     for key, name in {"subset": config.subset, "cluster": config.cluster}.items():
         if post and name is not None and name not in columns:
             raise ConfigError(

@@ -43,10 +43,11 @@ def _grade(arguments: Sequence[str]) -> int:
             f"the job in {given.out} has no `post` steps: give some with post=[{{_target_: …}}] or "
             "take those of a ready job with +experiment=NAME"
         )
+    from batchgen.grading.build_steps import post_steps
     from batchgen.job_grades import check_scored, save_scores, score
     from batchgen.scoring.samples import Samples
 
-    check_scored(config.post, config.score, job.columns)
+    check_scored(post_steps(config.post), config.score, job.columns)
     with job.locked():
         samples = Samples(job.path, config.score)
         count = samples.grades.make(config.post, job.text_column, config.score)

@@ -14,9 +14,6 @@ from batchgen.grading.choices import RowStep
 from batchgen.grading.rows import StepChain
 from batchgen.grading.step import PostStep
 
-_OF_ROWS = ("version", "writes", "field_names", "apply")
-_OF_POST = ("version", "columns", "isolated", "reads_text", "field_names", "prepare", "apply")
-
 
 def row_steps(configs: Sequence[StepConfig]) -> tuple[RowStep, ...]:
     """The steps of `rows`.
@@ -24,17 +21,17 @@ def row_steps(configs: Sequence[StepConfig]) -> tuple[RowStep, ...]:
     Raises:
         ConfigError: a class is not there or is no such step, or it does not take its options.
     """
-    return tuple(_made("rows", number, step, _OF_ROWS) for number, step in enumerate(configs))
+    return tuple(_made("rows", number, step, RowStep) for number, step in enumerate(configs))
 
 
 def post_steps(configs: Sequence[StepConfig]) -> tuple[PostStep, ...]:
     """The steps of `post`.
 
     Raises:
-        ConfigError: as of `row_steps`; or two steps write the same column.
+        ConfigError: as of `row_steps`; or the steps do not go together (see `StepChain`).
     """
-    steps = tuple(_made("post", number, step, _OF_POST) for number, step in enumerate(configs))
-    StepChain(steps)  # it refuses columns that are there twice
+    steps = tuple(_made("post", number, step, PostStep) for number, step in enumerate(configs))
+    StepChain(steps)  # it refuses columns that are there twice, or that come too late
     return steps
 
 
@@ -64,7 +61,7 @@ def check_fields(steps: Sequence[PostStep], columns: Sequence[str]) -> None:
                 )
 
 
-def _made(key: str, number: int, config: StepConfig, members: Sequence[str]) -> Any:
+def _made(key: str, number: int, config: StepConfig, protocol: type) -> Any:
     place = f"{key}[{number}]"
     target = f"{place}._target_: {config.target}"
     try:
@@ -74,8 +71,12 @@ def _made(key: str, number: int, config: StepConfig, members: Sequence[str]) -> 
     if not isinstance(cls, type):
         raise ConfigError(f"{target} is no class")
     declared = {field.name for field in dataclasses.fields(cls)} if is_dataclass(cls) else set()
+    members = [name for name in vars(protocol) if not name.startswith("_")]
     if lacks := [name for name in members if name not in declared and not hasattr(cls, name)]:
-        raise ConfigError(f"{target} is no step of {key}: the class has no {', '.join(lacks)}")
+        raise ConfigError(
+            f"{target} is no step of {key}: the class has no {', '.join(lacks)} "
+            f"({protocol.__module__}.{protocol.__name__} says what a step has)"
+        )
     options = strategy_options(cls, config.options, place)
     try:
         return cls(**options)

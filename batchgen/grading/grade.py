@@ -130,6 +130,11 @@ class Grade:
             names.append(self.choices)
         return tuple(names)
 
+    @property
+    def value_names(self) -> tuple[str, ...]:
+        # A function also gets the text, and may do without the column of that default name.
+        return () if (self.method, self.answer) == ("function", "answer") else (self.answer,)
+
     def prepare(self) -> None:
         if self.method == "math":
             same_math("x^2", "\\frac{y}{2}")  # the first call builds the parser

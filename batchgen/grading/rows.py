@@ -32,7 +32,8 @@ class StepChain:
     """Post steps in the order in which they run. Each sees what those before it have made.
 
     Raises:
-        ConfigError: two steps write the same column.
+        ConfigError: two steps write the same column, or one reads a column that none before it
+            writes.
     """
 
     steps: tuple[PostStep, ...]
@@ -44,6 +45,26 @@ class StepChain:
                 raise ConfigError(
                     f"post: two steps write the column {name!r}: give one of them a prefix"
                 )
+        for number, step in enumerate(self.steps):
+            for name in step.value_names:
+                self._check_written(number, name)
+
+    def _check_written(self, number: int, name: str) -> None:
+        """Check that a step before that of this number writes a column, which that one reads."""
+        writers = {column.name: at for at, step in enumerate(self.steps) for column in step.columns}
+        if (writer := writers.get(name, number)) < number:
+            return
+        before = [column for column, at in writers.items() if at < number]
+        if writer > number:
+            todo = f"put post[{writer}] ({type(self.steps[writer]).__name__}) before it"
+        elif before:
+            todo = f"choose among {', '.join(before)}, or put a step before it that writes {name!r}"
+        else:
+            todo = "put a step before it that does (batchgen.grading.extract.Extract writes answer)"
+        raise ConfigError(
+            f"post[{number}]: {type(self.steps[number]).__name__} reads the column {name!r}, "
+            f"which no step before it writes: {todo}"
+        )
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:

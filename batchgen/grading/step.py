@@ -36,6 +36,10 @@ GRADE_ERROR = Column(
 """The one column that stands beside those of all steps."""
 
 
+MARK = "mark"
+"""The column of which scores are made: from 0, wrong, to 1, right."""
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerRow:
     """A finished row as a step sees it.
@@ -108,6 +112,10 @@ class PostStep(Protocol):
     def field_names(self) -> tuple[str, ...] | None:
         """The fields that `apply` reads; None for all."""
 
+    @property
+    def value_names(self) -> tuple[str, ...]:
+        """The columns of steps before this one without which `apply` has nothing to do."""
+
     def prepare(self) -> None:
         """Import what `apply` needs, so that the first row does not take longer than the others."""
 
@@ -164,6 +172,10 @@ class TextStep:
 
     @property
     def field_names(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def value_names(self) -> tuple[str, ...]:
         return ()
 
     def prepare(self) -> None:

@@ -14,10 +14,11 @@ from batchgen.errors import ConfigError
 from batchgen.grading.grading_pass import Witness
 from batchgen.grading.job_grades import JobGrades
 from batchgen.grading.part import Part
+from batchgen.grading.step import MARK
 from batchgen.output.shards import damaged, read_columns
 from batchgen.scoring.marks import SAMPLES
 
-_MARK, _ANSWER_KEY = "mark", "answer_key"
+_ANSWER_KEY = "answer_key"
 _ROWS = ("row_id", "sample_index", "finish_reason", "error")
 _MOST_KEPT = 2_000_000
 """Samples that are kept in memory (about 60 bytes each) while a job is graded."""
@@ -42,7 +43,7 @@ class Samples:
     def have_marks(self) -> bool:
         """Whether the grades have marks, from which scores can be made."""
         schema = self.grades.schema()
-        return schema is not None and _MARK in schema.names
+        return schema is not None and MARK in schema.names
 
     def table(self) -> pa.Table:
         """The samples of all rows, with the columns `SAMPLES`.
@@ -64,7 +65,7 @@ class Samples:
         return list(dict.fromkeys([*_ROWS, *named]))
 
     def _keep(self, part: Part, rows: pa.Table, grades: pa.Table) -> None:
-        if _MARK not in grades.column_names:
+        if MARK not in grades.column_names:
             return
         if sum(map(len, self._kept.values())) + len(rows) <= _MOST_KEPT:
             self._kept[part] = self._samples(rows, grades)
@@ -81,17 +82,17 @@ class Samples:
         return self._samples(rows, grades_of(part, rows))
 
     def _samples(self, rows: pa.Table, grades: pa.Table) -> pa.Table:
-        if _MARK not in grades.column_names:
+        if MARK not in grades.column_names:
             raise ConfigError(
-                f"the grades of {self.grades.job} have no column {_MARK!r}: add a step that gives "
+                f"the grades of {self.grades.job} have no column {MARK!r}: add a step that gives "
                 "marks, such as batchgen.grading.grade.Grade"
             )
         # A judge's score has no answer to vote with, but a row that has one is not without answer.
-        key = grades[_ANSWER_KEY if _ANSWER_KEY in grades.column_names else _MARK]
+        key = grades[_ANSWER_KEY if _ANSWER_KEY in grades.column_names else MARK]
         columns = {
             "row_id": rows["row_id"],
             "sample_index": rows["sample_index"],
-            "mark": grades[_MARK],
+            "mark": grades[MARK],
             "key": key,
             "truncated": pc.fill_null(pc.equal(rows["finish_reason"], "length"), False),
             "error": pc.struct_field(rows["error"], "type"),

@@ -24,6 +24,7 @@ class SlowMark:
     columns = (Column("mark", "float64", "one half"),)
     reads_text = False
     field_names = ("number",)
+    value_names = ()
 
     def prepare(self) -> None:
         pass

@@ -41,3 +41,15 @@ def mark(*, answer: str | None, target: str | None, text: str, fields: Any, bonu
 
 def no_mark(**_: Any) -> str:
     return "good"
+
+
+class StepWithoutReads:
+    """A step that does not say which values of other steps it reads."""
+
+    version, columns, isolated, reads_text, field_names = 1, (), False, True, ()
+
+    def prepare(self) -> None:
+        pass
+
+    def apply(self, row: Any) -> dict[str, Any]:
+        return {}

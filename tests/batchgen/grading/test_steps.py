@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -12,7 +13,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from batchgen.config import StepConfig
 from batchgen.errors import ConfigError
+from batchgen.grading.build_steps import post_steps
 from batchgen.grading.extract import Extract
 from batchgen.grading.grade import Grade, choice_letter
 from batchgen.grading.integers import normal_integer
@@ -74,6 +77,37 @@ def test_steps_can_be_pickled_and_declare_what_they_write(step: PostStep) -> Non
 def test_mistakes_in_options_are_refused(make: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        (
+            [Grade(method="exact")],
+            "post[0]: Grade reads the column 'answer', which no step before it writes: put a step "
+            "before it that does (batchgen.grading.extract.Extract writes answer)",
+        ),
+        ([Grade(method="exact"), Extract()], "put post[1] (Extract) before it"),
+        ([Extract(prefix="a_"), Grade(method="math")], "choose among a_answer, a_answer_start, "),
+        ([Extract(), Grade(method="choice", answer="answr")], "reads the column 'answr'"),
+        ([Grade(method="function", function=FUNCTION, answer="own")], "reads the column 'own'"),
+        ([ParseScore(prefix="answer_"), Grade(method="exact")], "choose among answer_score, "),
+    ],
+)
+def test_a_column_that_no_step_before_writes_is_refused(steps: list[PostStep], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        StepChain(tuple(steps))
+
+
+def test_a_function_may_do_with_the_text() -> None:
+    StepChain((Grade(method="function", function=FUNCTION),))
+    StepChain((Extract(prefix="a_"), Grade(method="exact", answer="a_answer")))
+
+
+def test_a_class_that_lacks_a_member_is_no_step() -> None:
+    says = re.escape("has no value_names (batchgen.grading.step.PostStep says what a step has)")
+    with pytest.raises(ConfigError, match=says):
+        post_steps([StepConfig(target="bad_functions.StepWithoutReads")])
 
 
 def test_math_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +283,7 @@ CHAINS = [
     (Extract(methods=("last_number", "whole"), which="first"), Grade(method="exact")),
     (Extract(reasoning_required=True), Grade(method="integer", prefix="a_"), Grade(method="exact")),
     (Extract(methods=("letter", "boxed"), reasoning_start=None), Grade(method="choice")),
-    (Grade(method="integer", target_pattern="([0-9])"), Extract()),
+    (Extract(), Grade(method="integer", target_pattern="([0-9])")),
 ]
 
 
