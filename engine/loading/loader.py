@@ -41,7 +41,8 @@ def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
     """Read the configuration of a GGUF file or of a folder with a config.json.
 
     If a folder's config.json says that the embedding and the layer that computes logits share a
-    weight, and the checkpoint holds two that differ, both are used, as transformers does.
+    weight, and the checkpoint holds two that differ, both are used, as transformers does. A folder
+    without weights has a configuration all the same.
 
     Args:
         path: the file or folder.
@@ -84,7 +85,8 @@ def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
         config = model.config_from_hf(hf_config.from_dict(values))
     except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{path}: {error}") from error
-    if config.tie_word_embeddings and load_format != "dummy":
+    looked_at = load_format != "dummy" and any(path.glob("*.safetensors"))
+    if config.tie_word_embeddings and looked_at:
         names = {model.piece_name(name, config): name for name in tensor_names(path)}
         if names.keys() >= {EMBEDDING, LM_HEAD}:
             tied = are_equal(path, names[EMBEDDING], names[LM_HEAD])

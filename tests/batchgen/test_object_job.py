@@ -26,6 +26,7 @@ from batchgen.workers.process import identity
 
 URL = "memory://jobs/a"
 GRADE = (
+    StepConfig(target="batchgen.grading.extract.Extract", options={}),
     StepConfig(
         target="batchgen.grading.grade.Grade", options={"method": "exact", "target": "number"}
     ),

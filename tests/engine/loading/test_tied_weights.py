@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from edited_models import edit_weights
+from edited_models import edit_config, edit_weights
 from qwen_mtp import TheirHead
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -95,3 +95,11 @@ def test_weights_are_not_looked_at_where_none_are_read(
     assert not load_config(folder, "dummy").untied
     (folder / "model.safetensors").unlink()
     assert load_config(folder, "dummy").tie_word_embeddings
+
+
+def test_a_folder_without_weights_has_a_configuration(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = edit_config(tiny_model("llama", tie_word_embeddings=True), tmp_path / "m")
+    config = load_config(folder)
+    assert config.tie_word_embeddings and not config.untied

@@ -38,6 +38,13 @@ VOCAB, MASK_ID = 128, 127
 BLOCK_SIZE = 16
 Span = tuple[int, int, int]
 """Row, first position, position after the last."""
+WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 64,
+    "max_window_layers": 0,
+    "layer_types": None,
+}
+"""A configuration whose layers all have windows."""
 PUBLISHED = {
     "auto_map": {
         "AutoConfig": "configuration_sdar.SDARConfig",
@@ -241,7 +248,7 @@ def test_a_published_configuration_is_read(tiny_model: TinyModel, tmp_path: Path
         ({"mask_token_id": None}, "neither config.json .*'mask_token_id'.* add it to config.json"),
         ({"block_size": 1}, "block_length is 1; it must be over 1"),
         ({"block_size": "4"}, "block_size"),
-        ({"use_sliding_window": True, "sliding_window": 64}, "sliding-window attention"),
+        (WINDOWS, "sliding-window attention"),
         ({"use_regular_causal": True}, "use_regular_causal.* is not supported"),
         ({"block_causal_prompt": False}, "block_causal_prompt.* is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
