@@ -11,7 +11,6 @@ from markupsafe import Markup
 
 from batchgen.report.charts import LABEL, LINE, Chart, label
 from batchgen.report.collect import Lengths, Question
-from batchgen.report.safe_text import visible
 from batchgen.report.svg import (
     RIGHT,
     TOP,
@@ -24,6 +23,7 @@ from batchgen.report.svg import (
     text,
     ticks,
 )
+from batchgen.report.texts.safe_text import visible
 
 
 def score_by_length(lengths: Lengths) -> Chart:

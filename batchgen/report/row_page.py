@@ -14,8 +14,8 @@ from markupsafe import Markup
 from batchgen.command.row_json import json_readers, plain_text
 from batchgen.output.metrics import OUTCOMES, constraint_outcome
 from batchgen.report.prompt_text import PromptText
-from batchgen.report.safe_text import Span, environment, shortened
 from batchgen.report.texts.rich_text import rich_text
+from batchgen.report.texts.safe_text import Span, environment, shortened
 from batchgen.report.tokens import Decode, TokenView
 
 CSS = (Path(__file__).parent / "base.css", Path(__file__).parent / "row.css")

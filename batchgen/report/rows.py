@@ -14,7 +14,7 @@ from batchgen.output.metrics import constraint_outcome
 from batchgen.report.collect import Collected
 from batchgen.report.job_data import JobData
 from batchgen.report.row_page import Limits, RowPage, Verdict, verdict
-from batchgen.report.safe_text import shortened
+from batchgen.report.texts.safe_text import shortened
 from batchgen.shorten import beginning
 
 _LEVELS = (Limits(20_000, 600), Limits(6_000, 240), Limits(2_000, 80), Limits(600, 0))

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 from markupsafe import Markup, escape
 
-from batchgen.report.safe_text import Span, visible
+from batchgen.report.texts.safe_text import Span, visible
 from batchgen.report.token_row import Mode, TokenRow
 
 Decode = Callable[[list[int]], str]

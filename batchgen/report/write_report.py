@@ -20,8 +20,8 @@ from batchgen.report.decode import job_decode
 from batchgen.report.job_data import JobData
 from batchgen.report.row_page import CSS, RowPage
 from batchgen.report.rows import ShownRows, anchor, faults, shown_rows
-from batchgen.report.safe_text import environment, visible
 from batchgen.report.sections import headline, sections
+from batchgen.report.texts.safe_text import environment, visible
 from batchgen.report.token_facts import token_facts
 from batchgen.report.tokens import Decode
 

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 from batchgen.errors import ConfigError, JobError
 from batchgen.report.row_page import CSS
-from batchgen.report.safe_text import environment
+from batchgen.report.texts.safe_text import environment
 from batchgen.viewer.job_view import MOST_TOKENS, JobView, Sample, same_sample
 from batchgen.viewer.lists.flips import Flips
 from batchgen.viewer.lists.list_page import PER_PAGE, list_values

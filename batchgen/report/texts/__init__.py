@@ -1,1 +1,1 @@
-"""Markdown and LaTeX of texts that strangers wrote, as HTML that does nothing."""
+"""Texts that strangers wrote, and their Markdown and LaTeX, as HTML that does nothing."""

@@ -14,8 +14,8 @@ from functools import lru_cache
 
 from markupsafe import Markup, escape
 
-from batchgen.report.safe_text import visible
 from batchgen.report.texts import symbols
+from batchgen.report.texts.safe_text import visible
 
 MOST_CHARACTERS = 5_000
 """A longer formula is shown as it is written."""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from batchgen.report.safe_text import GAP, SPAN, Span, kept, marked
 from batchgen.report.texts.mathml import MOST_CHARACTERS, mathml
+from batchgen.report.texts.safe_text import GAP, SPAN, Span, kept, marked
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt

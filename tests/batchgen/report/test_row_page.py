@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from batchgen.report.row_page import WHOLE, Limits, RowPage, answer_spans, reasoning_end, verdict
-from batchgen.report.safe_text import Span, marked, shortened, visible
+from batchgen.report.texts.safe_text import Span, marked, shortened, visible
 
 EVIL = "<script>alert(1)</script>\"><img src=x onerror=alert(1)></style>]]>\u202e&amp;'\x00"
 LAYERS = {"moe_layers": "[1, 3]"}

@@ -122,7 +122,7 @@ def kept(length: int, most: int | None, spans: Sequence[Span]) -> list[tuple[int
 
 @cache
 def environment() -> Environment:
-    """The templates of this folder. They escape every value, and an unknown name is an error."""
+    """The templates of reports. They escape every value, and an unknown name is an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     made = Environment(
