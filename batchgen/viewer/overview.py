@@ -75,7 +75,7 @@ def overview(job: JobView) -> Overview:
     total = metrics.get("rows", 0)
     return Overview(
         job,
-        _status(metrics),
+        status_text(metrics),
         _facts(job, metrics),
         job.scores,
         _subsets(job),
@@ -106,7 +106,7 @@ def _subsets(job: JobView) -> list[Subset]:
     return found
 
 
-def _status(metrics: Mapping[str, Any]) -> str:
+def status_text(metrics: Mapping[str, Any]) -> str:
     """How far the job is. The counts of one that runs may be ten seconds old."""
     if not metrics:
         return "not begun, or killed before its first ten seconds"

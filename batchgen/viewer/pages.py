@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from http import HTTPStatus
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 from urllib.parse import urlencode
 
-from batchgen.errors import ConfigError, JobError
-from batchgen.report.row_page import CSS
-from batchgen.report.texts.safe_text import environment
+from batchgen.errors import ConfigError
+from batchgen.viewer.html import (
+    NotThere,
+    Query,
+    answer,
+    html_page,
+    redirect,
+    static_file,
+    whole_number,
+)
 from batchgen.viewer.job_view import MOST_TOKENS, JobView, Sample, same_sample
 from batchgen.viewer.lists.flips import Flips
 from batchgen.viewer.lists.list_page import PER_PAGE, list_values
@@ -20,33 +25,14 @@ from batchgen.viewer.lists.votes import votes
 from batchgen.viewer.overview import overview
 from batchgen.viewer.rows.download import KINDS, Download
 from batchgen.viewer.rows.filters import Filter
-from batchgen.viewer.rows.row_ids import StillSearching
 from batchgen.viewer.rows.search import Search
 from batchgen.viewer.server import Response
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-_STATIC = Path(__file__).parent / "static"
-_FILES = {path.name: path for path in (*CSS, *(_STATIC / n for n in ("view.css", "keys.js")))}
-_FILES["icon.svg"] = _STATIC / "icon.svg"
-_KINDS = {
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 _REPORT_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; sandbox"
 )
 """Of a report, which has its style sheet inside; it could have been made by anybody."""
-_LARGEST = 2**31
-"""Above the `row_index` of all rows."""
-Query = dict[str, str]
-
-
-class NotThere(Exception):
-    """Raised where there is no such page, or nothing to show in it; the message says why."""
 
 
 class Site:
@@ -54,11 +40,13 @@ class Site:
 
     Args:
         jobs: the first is the one whose rows are listed.
+        above: where the list of jobs is that these are of; None if there is none.
     """
 
-    def __init__(self, jobs: Sequence[JobView]) -> None:
+    def __init__(self, jobs: Sequence[JobView], above: str | None = None) -> None:
         self.jobs = list(jobs)
         self.flips = Flips(jobs[0], jobs[1]) if len(jobs) == 2 else None
+        self._html = partial(html_page, jobs=self.jobs, flips=self.flips, above=above)
         self._pages: dict[str, Callable[[Query], Response]] = {
             "": self._overview,
             "rows": self._rows,
@@ -77,35 +65,8 @@ class Site:
         Args:
             page: its name; empty for the first one.
         """
-        if (file := _FILES.get(page)) is not None:
-            return Response(file.read_bytes(), _KINDS[file.suffix])
-        try:
-            make = self._pages.get(page)
-            if make is None:
-                raise NotThere("There is no such page.")
-            return make(query)
-        except NotThere as error:
-            return self._message(str(error), HTTPStatus.NOT_FOUND)
-        except StillSearching as error:
-            return self._html(
-                "message", title="Still searching", again=True,
-                text=f"{error.searched:,} rows were searched for the row_id. Going on …",
-            )  # fmt: skip
-        except ConfigError as error:
-            return self._message(str(error), HTTPStatus.BAD_REQUEST)
-        except JobError as error:
-            return self._message(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
-        except FileNotFoundError as error:
-            text = f"{error.filename} was there and is gone: start batchgen view again."
-            return self._message(text, HTTPStatus.NOT_FOUND)
-
-    def _html(self, template: str, status: HTTPStatus = HTTPStatus.OK, **values: Any) -> Response:
-        values = {"jobs": self.jobs, "flips": self.flips, **values}
-        text = _templates().get_template(f"{template}.html.jinja").render(values)
-        return Response(text.encode("utf-8", "replace"), status=status)
-
-    def _message(self, text: str, status: HTTPStatus) -> Response:
-        return self._html("message", status, title=status.phrase, text=text)
+        file = static_file(page)
+        return answer(self._pages.get(page), query, self._html) if file is None else file
 
     def _overview(self, query: Query) -> Response:
         return self._html("overview", views=[overview(job) for job in self.jobs])
@@ -114,7 +75,7 @@ class Site:
         values = list_values(
             self.jobs,
             self._wanted(query),
-            _number(query, "from", 0),
+            whole_number(query, "from", 0),
             query.get("sort", ""),
             "votes" if query.get("show") == "votes" else "",
         )
@@ -135,7 +96,7 @@ class Site:
         return Response(b"", KINDS[form], file_name=named, chunks=file.chunks(form))
 
     def _row(self, query: Query) -> Response:
-        index = _number(query, "n")
+        index = whole_number(query, "n")
         tokens = query.get("tokens", "")
         first = self.jobs[0].row(index, tokens=bool(tokens))
         if not first:
@@ -158,7 +119,7 @@ class Site:
             query={key: value for key, value in query.items() if key != "n"},
             without_tokens={k: v for k, v in query.items() if k not in ("n", "tokens")},
             kept={k: v for k, v in query.items() if k not in ("n", "flip", "anyway")},
-            flip=_number(query, "flip", 0),
+            flip=whole_number(query, "flip", 0),
             flip_query={"anyway": "yes"} if query.get("anyway") == "yes" else {},
             num_rows=self.jobs[0].num_rows,
         )
@@ -166,7 +127,7 @@ class Site:
     def _column(self, number: int, samples: list[Sample], query: Query) -> dict[str, Any]:
         """What one job shows of a row."""
         job, key = self.jobs[number], "ab"[number]
-        chosen = same_sample(samples, _number(query, f"sample_{key}", 0))
+        chosen = same_sample(samples, whole_number(query, f"sample_{key}", 0))
         values: dict[str, Any] = {"job": job, "key": key, "samples": samples, "chosen": chosen,
                                   "votes": votes(samples)}  # fmt: skip
         if chosen is None:
@@ -182,7 +143,7 @@ class Site:
 
     def _step(self, query: Query) -> Response:
         """Go to the next row that the filter lists, or to the one before."""
-        index, back = _number(query, "n"), query.get("to") == "back"
+        index, back = whole_number(query, "n"), query.get("to") == "back"
         wanted = self._wanted(query)
         if query.get("sort"):
             return self._step_in_order(query, wanted)
@@ -190,7 +151,7 @@ class Site:
         found = search.backward(index, 1) if back else search.forward(index + 1, 1)
         kept = {key: value for key, value in query.items() if key not in ("n", "to", "flip")}
         if found.hits:
-            return _redirect("row", {**kept, "n": next(iter(found.hits))})
+            return redirect("row", {**kept, "n": next(iter(found.hits))})
         if found.next_row is None:
             where = "before" if back else "after"
             raise NotThere(f"There is no such row {where} row {index:,}.")
@@ -204,7 +165,7 @@ class Site:
 
     def _step_in_order(self, query: Query, wanted: Filter) -> Response:
         """The same in a sorted list."""
-        index, back = _number(query, "n"), query.get("to") == "back"
+        index, back = whole_number(query, "n"), query.get("to") == "back"
         places = self.jobs[0].rankings.of(wanted, query["sort"]).places
         rows = [place.row for place in places]
         if index not in rows:
@@ -215,7 +176,7 @@ class Site:
         dropped = ("n", "to", "flip", "sample_a")
         kept = {key: value for key, value in query.items() if key not in dropped}
         number = places[at].samples[0]
-        return _redirect("row", {**kept, "n": rows[at], "sample_a": number})
+        return redirect("row", {**kept, "n": rows[at], "sample_a": number})
 
     def _find(self, query: Query) -> Response:
         row_id = query.get("id", "")
@@ -224,7 +185,7 @@ class Site:
             raise NotThere(
                 f"No finished row of {self.jobs[0].name} has the row_id {row_id[:200]!r}."
             )
-        return _redirect("row", {"n": index})
+        return redirect("row", {"n": index})
 
     def _flips(self, query: Query) -> Response:
         if self.flips is None:
@@ -245,45 +206,18 @@ class Site:
             raise NotThere("Flipped rows need two jobs: batchgen view OUT OUT2.")
         anyway = query.get("anyway") == "yes"
         rows = self.flips.find(anyway=anyway).flipped
-        place = _number(query, "i")
+        place = whole_number(query, "i")
         if place >= len(rows):
             raise NotThere("There are no more flipped rows.")
         index = self.jobs[0].ids.find(rows[place].row_id)
         if index is None:
             raise NotThere(f"Row {rows[place].row_id} is not there any more.")
         kept = {"anyway": "yes"} if anyway else {}
-        return _redirect("row", {"n": index, "flip": place, **kept})
+        return redirect("row", {"n": index, "flip": place, **kept})
 
     def _report(self, query: Query) -> Response:
-        number = _number(query, "job", 0)
+        number = whole_number(query, "job", 0)
         path = self.jobs[number].report if number < len(self.jobs) else None
         if path is None:
             raise NotThere("This job has no report.html.")
         return Response(path.read_bytes(), policy=_REPORT_POLICY)
-
-
-def _number(query: Query, key: str, default: int | None = None) -> int:
-    """A whole number in a query.
-
-    Raises:
-        ConfigError: it is none, or it is missing and there is no default.
-    """
-    value = query.get(key)
-    if value is None and default is not None:
-        return default
-    if value is None or not (value.isascii() and value.isdecimal()) or len(value) > 18:
-        raise ConfigError(f"{key} must be a whole number")
-    return min(int(value), _LARGEST)
-
-
-def _redirect(page: str, query: Mapping[str, Any]) -> Response:
-    return Response(b"", status=HTTPStatus.SEE_OTHER, location=f"{page}?{urlencode(query)}")
-
-
-@cache
-def _templates() -> Environment:
-    from jinja2 import PackageLoader
-
-    made = environment().overlay(loader=PackageLoader("batchgen.viewer", "templates"))
-    made.filters["query"] = urlencode
-    return made

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import Counter, deque
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -19,14 +18,13 @@ from fake_job import FakeJob
 from finished_job import POST, finished_job
 from finished_job import row as job_row
 from synthetic_job import grade_job, write_job
+from viewed_page import Page, get, read, site
 
 from batchgen.config import ScoreConfig
 from batchgen.grading.job_grades import JobGrades
 from batchgen.output.read_job import JobFolderReader
 from batchgen.scoring.job_score import job_score, save_score
-from batchgen.viewer.job_view import JobView
 from batchgen.viewer.pages import Site
-from batchgen.viewer.server import POLICY, Response
 
 EVIL = (
     "<script>alert(1)</script>",
@@ -35,48 +33,6 @@ EVIL = (
     "{{ 7 * 7 }} \N{RIGHT-TO-LEFT OVERRIDE}\N{ZERO WIDTH SPACE} ]]>",
     "back\\slash and long: " + "\u4e2d" * 2000,
 )
-
-
-def site(*folders: Path) -> Site:
-    return Site([JobView(JobFolderReader(folder), f"jobs/{folder.name}") for folder in folders])
-
-
-def get(pages: Site, target: str) -> Response:
-    """What a browser gets for a link, with its redirections."""
-    parts = urlsplit(target)
-    found = pages.respond(parts.path.removeprefix("./"), dict(parse_qsl(parts.query)))
-    return found if found.location is None else get(pages, found.location)
-
-
-class Page(HTMLParser):
-    """A page as a browser reads it.
-
-    Attributes:
-        tags: the elements that it has.
-        links: where its links go.
-        text: what one reads.
-    """
-
-    def __init__(self, response: Response) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        assert response.kind.startswith("text/html"), response
-        self.feed(response.body.decode())
-        self.links = [str(a["href"]) for tag, a in self.tags if tag == "a"]
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def read(pages: Site, target: str, status: int = 200) -> Page:
-    response = get(pages, target)
-    assert response.status == status, response.body.decode()
-    assert response.policy == POLICY
-    return Page(response)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,92 @@
+"""The pages of `batchgen view FOLDER`: a list of the jobs below a folder, and each job's own."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+from pathlib import Path
+from threading import Lock
+
+from batchgen.output.read_job import JobFolderReader
+from batchgen.viewer.html import NotThere, Query, answer, html_page, redirect, static_file
+from batchgen.viewer.job_view import JobView
+from batchgen.viewer.jobs_below import DEEPEST, JobBelow, jobs_below
+from batchgen.viewer.pages import Site
+from batchgen.viewer.server import Response
+
+_MOST_SITES = 8
+"""So many are kept: each knows the ids of the rows of its jobs."""
+_SHOWN_NAMES = 20
+
+
+class FolderSite:
+    """All pages over the jobs below a folder. Those of a job, or of two side by side, have its key,
+    or theirs with `-` in between, and a slash before their names.
+
+    Args:
+        folder: where the jobs are.
+        name: the folder as the user named it.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._lock = Lock()
+        self._sites: OrderedDict[str, Site] = OrderedDict()
+        self._html = partial(html_page, jobs=(), flips=None, above=None)
+
+    def respond(self, page: str, query: Query) -> Response:
+        """The answer to a request for a page."""
+        if (file := static_file(page)) is not None:
+            return file
+        keys, slash, rest = page.partition("/")
+        if not slash:
+            make = {"": self._list, "pair": self._pair}.get(page)
+            return answer(make, query, self._html)
+        return answer(lambda query: self._site(keys).respond(rest, query), query, self._html)
+
+    def _list(self, query: Query) -> Response:
+        found = jobs_below(self._folder)
+        return self._html(
+            "jobs",
+            name=self._name,
+            found=found,
+            deepest=DEEPEST,
+            can_pair=sum(not job.fault for job in found.jobs) > 1,
+            most=_SHOWN_NAMES,
+        )
+
+    def _pair(self, query: Query) -> Response:
+        """Go to two jobs side by side."""
+        keys = [query.get("a", ""), query.get("b", "")]
+        if not all(keys) or keys[0] == keys[1]:
+            raise NotThere("Choose one job as A and another one as B.")
+        return redirect("-".join(keys) + "/")
+
+    def _site(self, keys: str) -> Site:
+        """The pages of a job, or of two.
+
+        Raises:
+            NotThere: there is no such job any more, or nothing can be shown of it.
+            ConfigError: as of `JobFolderReader`.
+        """
+        with self._lock:
+            site = self._sites.pop(keys, None)
+            if site is None:
+                site = self._made(keys.split("-"))
+            self._sites[keys] = site
+            if len(self._sites) > _MOST_SITES:
+                self._sites.popitem(last=False)
+            return site
+
+    def _made(self, keys: list[str]) -> Site:
+        known = {job.key: job for job in jobs_below(self._folder).jobs}
+        jobs = [known.get(key) for key in keys]
+        if None in jobs or len(jobs) > 2 or len(set(keys)) < len(keys):
+            raise NotThere("There is no such job here: the list of jobs has those that there are.")
+        return Site([_view(job) for job in jobs if job is not None], above="../")
+
+
+def _view(job: JobBelow) -> JobView:
+    if job.fault:
+        raise NotThere(f"Nothing can be shown of {job.name}: {job.fault}.")
+    return JobView(JobFolderReader(job.path), job.name)

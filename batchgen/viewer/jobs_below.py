@@ -1,0 +1,178 @@
+"""The jobs that lie below a folder, and what a list says of each.
+
+The folder may come from a stranger: links are not followed, files are read up to a size, and the
+walk ends at a depth, after so many jobs, and after so many entries of folders.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from batchgen.errors import ConfigError, JobError
+from batchgen.output.read_job import JobFolderReader
+from batchgen.viewer.overview import status_text
+
+DEEPEST = 4
+"""Folders between the given one and a job's, the job's included."""
+MOST_JOBS = 500
+MOST_ENTRIES = 50_000
+_MOST_BYTES = {"manifest.json": 2**26, "metrics.json": 2**24, "config.yaml": 2**20}
+
+
+@dataclass(frozen=True)
+class JobBelow:
+    """One job.
+
+    Attributes:
+        key: names it in addresses; it is the same as long as the job has its place.
+        name: its folder, from the given one on.
+        path: of the folder.
+        fault: why nothing can be shown of it; empty if something can.
+        state: how far it is.
+        model, dataset: as its configuration names them.
+        rows: answers that are finished; None if that is not known.
+        score: the mean mark; None without.
+    """
+
+    key: str
+    name: str
+    path: Path
+    fault: str = ""
+    state: str = ""
+    model: str = ""
+    dataset: str = ""
+    rows: int | None = None
+    score: float | None = None
+
+
+@dataclass
+class Below:
+    """What lies below a folder.
+
+    Attributes:
+        jobs: by name.
+        empty: folders right below it that hold no job.
+        links: links to folders, which are not followed.
+        is_cut: whether a bound ended the walk before all was seen.
+    """
+
+    jobs: list[JobBelow] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)
+    links: list[str] = field(default_factory=list)
+    is_cut: bool = False
+
+
+def jobs_below(folder: Path) -> Below:
+    """The jobs below a folder, those deeper than DEEPEST left out. Jobs inside of jobs are none."""
+    found, walk = Below(), _Walk()
+    for entry in walk.entries(folder, found):
+        before = len(found.jobs)
+        _look(Path(entry), entry.name, DEEPEST, walk, found)
+        if len(found.jobs) == before:
+            found.empty.append(entry.name)
+    found.links.sort()
+    return found
+
+
+class _Walk:
+    """Counts what is looked at."""
+
+    def __init__(self) -> None:
+        self._left = MOST_ENTRIES
+
+    def entries(self, folder: Path, found: Below, name: str = "") -> Iterator[os.DirEntry[str]]:
+        """The folders in a folder, in order, as far as they can be read and bounds allow it."""
+        try:
+            with os.scandir(folder) as scan:
+                folders = []
+                for entry in scan:
+                    self._left -= 1
+                    if self._left < 0:
+                        found.is_cut = True
+                        break
+                    if entry.is_symlink():
+                        if entry.is_dir():
+                            found.links.append(name + entry.name)
+                    elif entry.is_dir() and not entry.name.startswith("."):
+                        folders.append(entry)
+        except OSError:  # another user's, or gone by now
+            return
+        for entry in sorted(folders, key=lambda entry: entry.name):
+            if len(found.jobs) >= MOST_JOBS:
+                found.is_cut = True
+                return
+            yield entry
+
+
+def _look(folder: Path, name: str, depth: int, walk: _Walk, found: Below) -> None:
+    """Add the job in a folder; where it has none, those below."""
+    if os.path.lexists(folder / "manifest.json"):
+        found.jobs.append(_job(folder, name))
+    elif depth > 1:
+        for entry in walk.entries(folder, found, f"{name}/"):
+            _look(Path(entry), f"{name}/{entry.name}", depth - 1, walk, found)
+
+
+def _job(folder: Path, name: str) -> JobBelow:
+    key = blake2b(os.fsencode(name), digest_size=8).hexdigest()
+    job = JobBelow(key, name, folder)
+    if fault := _unfit(folder):
+        return _with(job, fault=fault)
+    try:
+        reader = JobFolderReader(folder)
+        config, metrics = reader.config, reader.metrics
+        model, dataset = _group(config, "model"), _group(config, "dataset")
+        average = _group(_group(metrics, "score"), "avg").get("value")
+        return _with(
+            job,
+            fault="" if "growing" in reader.manifest else "manifest.json is not that of a job",
+            state=status_text(metrics),
+            model=_text(model.get("name")) or _text(model.get("path")),
+            dataset=_text(dataset.get("path")) or _text(dataset.get("kind")),
+            rows=int(metrics["rows"]) if metrics else None,
+            score=None if average is None else float(average),
+        )
+    except (ConfigError, JobError, OSError) as error:
+        return _with(job, fault=str(error))
+    # What somebody else wrote can have any shape.
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
+        return _with(job, fault="its manifest.json, metrics.json or config.yaml is damaged")
+
+
+def _with(job: JobBelow, **values: Any) -> JobBelow:
+    return JobBelow(job.key, job.name, job.path, **values)
+
+
+def _unfit(folder: Path) -> str:
+    """Why the small files of a job are not read; empty if they are."""
+    for name, most in _MOST_BYTES.items():
+        try:
+            status = (folder / name).lstat()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if stat.S_ISLNK(status.st_mode):
+            return f"{name} is a link, which is not followed"
+        if not stat.S_ISREG(status.st_mode):
+            return f"{name} is no file"
+        if status.st_size > most:
+            return f"{name} has {status.st_size:,} bytes, more than the {most:,} that are read"
+    return ""
+
+
+def _group(values: Any, name: str) -> Mapping[str, Any]:
+    found = values.get(name) or {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
