@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from batchgen.engine.constraint.constraint import Constraint
+    from batchgen.grading.mathematics.same import same_math
     from batchgen.llm import LLM
     from batchgen.python.jobs import run_job
     from batchgen.python.output import Output
     from batchgen.python.params import SamplingParams
 
-__all__ = ["LLM", "Constraint", "Output", "SamplingParams", "run_job"]
+__all__ = ["LLM", "Constraint", "Output", "SamplingParams", "run_job", "same_math"]
 
 _HOME = {
     "Constraint": "batchgen.engine.constraint.constraint",
@@ -20,6 +21,7 @@ _HOME = {
     "Output": "batchgen.python.output",
     "SamplingParams": "batchgen.python.params",
     "run_job": "batchgen.python.jobs",
+    "same_math": "batchgen.grading.mathematics.same",
 }
 
 

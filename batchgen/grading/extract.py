@@ -28,7 +28,8 @@ _NUMBER = re.compile(
 # Quantifiers over overlapping characters are bounded, so that no text takes quadratic time.
 _BEFORE_LETTER = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{|[\s*_:\"'$({\[]){0,12}"
 _LABEL = (
-    r"\b(?:[Aa]nswer|ANSWER|[Cc]hoice|CHOICE|[Oo]ption|OPTION)\b[\s*_]{0,4}(?:is\b|IS\b|[:=：])?"
+    r"(?:\b(?:[Aa]nswer|ANSWER|[Cc]hoice|CHOICE|[Oo]ption|OPTION)\b[\s*_]{0,4}(?:is\b|IS\b|[:=：])?"
+    r"|(?:答案|选项|选择|选)[\s*_]{0,4}(?:应该|应)?[是为]?[:：]?)"
 )
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 _FENCE = re.compile(r"```(?:json)?[ \t]{0,8}\n(.*?)```", re.S)
@@ -44,8 +45,9 @@ class Extract(TextStep):
 
     - `boxed`: the content of a box (`\boxed{…}`).
     - `last_number`: a number with its sign, thousands and decimals.
-    - `letter`: one of `letters` after a label ("Answer: C", "the answer is (C)"), else in a box,
-      else at the start of the answer ("C", "(C)", "C. because").
+    - `letter`: one of `letters` after a label ("Answer: C", "the answer is (C)", "答案：C"),
+      else in a box, else at the start of the answer ("C", "(C)", "C. because"). A small letter
+      must end its line. Two letters ("A, B") are none.
     - `regex`: group `group` of `pattern`.
     - `json_path`: the value at `path`, such as `$.result[0].answer`, in the JSON that the answer
       is or holds. Strings are taken as they are, other values as JSON text. Its span is that of the
@@ -60,7 +62,7 @@ class Extract(TextStep):
         prefix: put before the names of the columns.
     """
 
-    version = 1
+    version = 2
 
     methods: tuple[Method, ...] = ("boxed",)
     which: Which = "last"
@@ -221,7 +223,7 @@ class Extract(TextStep):
         return self._pick([span for span in spans if span[0] >= 0])
 
     def _letter(self, text: str) -> Span | None:
-        letter = rf"([{self.letters}])(?![A-Za-z0-9'])"
+        letter = one_letter(self.letters)
         labelled = re.compile(_LABEL + _BEFORE_LETTER + letter)
         if span := self._pick([m.span(1) for m in labelled.finditer(text)]):
             return span
@@ -250,6 +252,14 @@ class Extract(TextStep):
         if value is None:
             return None
         return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)), span
+
+
+def one_letter(letters: str) -> str:
+    """A pattern whose group 1 is one of the letters A to Z given, where it stands for a choice."""
+    joined = r"\s{0,4}(?:\)?\s{0,4}(?:[,;/&、和或]|and\b|or\b)\s{0,4}\(?)"
+    another = rf"{joined}[{letters}](?=[\s.,;)*\]}}$]{{0,4}}(?:\n|and\b|or\b|\Z|[,;)]))"
+    small_end = r"(?=\)|[*.\]}$]{0,4}\s{0,4}(?:\n|\Z))"
+    return rf"([{letters}](?![A-Za-z0-9'])(?!{another})|[{letters.lower()}]{small_end})"
 
 
 def _json_in(text: str) -> tuple[Any, Span] | None:

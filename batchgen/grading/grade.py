@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any, Literal
 
@@ -17,14 +16,22 @@ from batchgen.errors import ConfigError
 from batchgen.grading.choices import LETTERS
 from batchgen.grading.integers import normal_integer, short_integers
 from batchgen.grading.latex import plain
-from batchgen.grading.math_answers import normal_math, same_math
+from batchgen.grading.mathematics.same import MOST_CHARACTERS, forms, same_math
 from batchgen.grading.step import AnswerRow, AnswerRows, Column, GradeFailure
 
 Method = Literal["integer", "math", "choice", "exact", "regex", "json_schema", "function"]
 METHODS = ("integer", "math", "choice", "exact", "regex", "json_schema", "function")
 _Values = tuple[float | None, str | None, str | None]
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
-_LETTER_FIRST = re.compile(r"\(?([A-Za-z])[).:,].*", re.S)
+_NEXT_LETTER = r"\s*\(?[A-Za-z](?![A-Za-z])"
+_LETTER_FIRST = re.compile(
+    rf"\(?([A-Za-z])(?:[).:](?!\s*(?:[,;]|and\b|or\b){_NEXT_LETTER})|,(?!{_NEXT_LETTER})).*", re.S
+)
+_LABEL = re.compile(
+    r"(?:(?:the\s+)?(?:correct\s+)?(?:answer|option|choice)(?:\s+is)?|答案|选项?)[是为]?\s*[:：]?\s*"
+    r"(?=\(?[A-Za-z]\b)",
+    re.I,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +39,7 @@ class Grade:
     """Marks the answer of a row: 1 if it is right, 0 if it is wrong or there is none.
 
     - `integer`: both are the same whole number, as `normal_integer` reads them.
-    - `math`: Math-Verify finds them equal (needs the extra `math`).
+    - `math`: both are mathematically the same, as `batchgen.same_math` compares them.
     - `choice`: the answer is the letter of the target, or the text of that choice.
     - `exact`: the same text, apart from white space at the ends and runs of it.
     - `regex`: the target is a regular expression that matches the whole answer.
@@ -53,7 +60,7 @@ class Grade:
         prefix: put before the names of the columns.
     """
 
-    version = 1
+    version = 2
 
     method: Method
     answer: str = "answer"
@@ -70,8 +77,6 @@ class Grade:
             raise ConfigError(f"Grade: method must be among {', '.join(METHODS)}: {self.method!r}")
         if (self.method == "function") != (self.function is not None):
             raise ConfigError("Grade: function belongs to method=function: give both")
-        if self.method == "math" and find_spec("math_verify") is None:
-            raise ConfigError("Grade: method=math needs Math-Verify: pip install 'batchgen[math]'")
         if self.function is not None:
             object.__setattr__(self, "function", dict(self.function))
             _resolve(self.function.get("_target_"))
@@ -115,7 +120,7 @@ class Grade:
 
     @property
     def isolated(self) -> bool:
-        return self.method in ("math", "regex", "json_schema", "function")
+        return self.method in ("regex", "json_schema", "function")
 
     @property
     def reads_text(self) -> bool:
@@ -136,8 +141,7 @@ class Grade:
         return () if (self.method, self.answer) == ("function", "answer") else (self.answer,)
 
     def prepare(self) -> None:
-        if self.method == "math":
-            same_math("x^2", "\\frac{y}{2}")  # the first call builds the parser
+        pass
 
     @cached_property
     def _names(self) -> tuple[str, str, str]:
@@ -225,8 +229,10 @@ class Grade:
             return given == wanted, normal_text(answer) if given is None else given
         if self.method == "math":
             right = same_math(target, answer)
+            if not right and len(answer) > MOST_CHARACTERS:
+                raise GradeFailure("too_long", f"the answer has {len(answer)} characters")
             # All ways to write the right answer are one answer where votes are counted.
-            return right, normal_math(target if right else answer)
+            return right, forms(target if right else answer).shortest
         if self.method == "choice":
             key = choice_letter(answer, choices)
             return key == choice_letter(target, choices), key
@@ -276,9 +282,10 @@ def normal_text(text: str, ignore_case: bool = False) -> str:
 
 
 def choice_letter(answer: str, choices: Sequence[str]) -> str:
-    """The letter that an answer names alone (`b`, `(B)`), or the letter of the choice whose text it
-    is, or the letter before a text (`B. iron`); else the answer's own text."""
+    """The letter that an answer names alone (`b`, `(B)`, `Option B`), or the letter of the choice
+    whose text it is, or the letter before a text (`B. iron`); else the answer's own text."""
     text = plain(answer)
+    text = _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
     if match := _LETTER.fullmatch(text):
         return match[1].upper()
     for letter, choice in zip(LETTERS, choices, strict=False):

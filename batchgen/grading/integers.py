@@ -1,4 +1,4 @@
-"""Whole numbers as people and models write them, compared without any library."""
+"""Whole numbers as people and models write them, in their shortest form."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from batchgen.grading.latex import plain
+from batchgen.grading.mathematics.literals import literal
+from batchgen.grading.mathematics.same import MOST_CHARACTERS
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_CURRENCY = re.compile(r"\\?[$€£¥₹]|\\(?:euro|pounds)(?![A-Za-z])")
-_UNIT = re.compile(
-    r"\s*(?:\\?%|\^?\s*\\?circ|\^\{\s*\\circ\s*\}|°|\\degree)?\s*(?P<words>[^\W\d_][^\d\\{}=+*^<>|!()]*)?"
-)
-_NO_UNIT = re.compile(r"[xyznkieπ]|.*\b(?:or|and)\b.*", re.S)
-_INTEGER = re.compile(
-    r"(?P<sign>[+-]?)\s*(?P<whole>\d{1,3}(?:,\d{3})+|\d{1,3}(?:[ _'\u202f]\d{3})+|\d+)"
-    r"(?:\.(?P<decimals>\d*))?(?!,?\d)",
-    re.A,
-)
 _SIMPLE = re.compile(r"-?[1-9][0-9]*|0")
+_LONG = re.compile(r"([+-]?)0*([1-9][0-9]*)")
+_NO_DIGIT = re.compile(r"\D*")
 
 
 def normal_integer(answer: str) -> str | None:
@@ -29,24 +22,21 @@ def normal_integer(answer: str) -> str | None:
 
     Understood are signs, thousands (`1,000`, `1 000`, `1{,}000`), decimals that are all zero
     (`18.00`), leading zeros (`018`), a currency or `x =` before it, a unit or a percent sign after
-    it (`18 \text{ dollars}`, `90^\circ`), and the wrappers that `plain` takes off. `-0` is `0`. A
-    unit holds no digit, so that `3 or 4` is no number, and is not the letter of a variable (`3x`).
-    Numbers may have any length.
+    it (`18 \text{ dollars}`, `90^\circ`), powers of ten in words (`5 million`), and what only lays
+    it out. `-0` is `0`. What must be computed is no number (`9 + 9`), and neither are `3 or 4` and
+    `3x`. Digits alone may be any number of them.
     """
     if _SIMPLE.fullmatch(answer):
         return answer
-    text = plain(answer).rpartition("=")[2]
-    text = _CURRENCY.sub("", text).strip()
-    while len(text) > 2 and text[0] + text[-1] in ("()", "{}"):
-        text = text[1:-1].strip()
-    match = _INTEGER.match(text)
-    if match is None or (match["decimals"] or "").strip("0"):
+    if len(answer) > MOST_CHARACTERS:
+        match = _LONG.fullmatch(answer.strip())
+        return None if match is None else match[1].replace("+", "") + match[2]
+    if _NO_DIGIT.fullmatch(answer):
         return None
-    unit = _UNIT.fullmatch(text, match.end())
-    if unit is None or (unit["words"] and _NO_UNIT.fullmatch(unit["words"].strip())):
+    value = literal(answer)
+    if value is None or value.denominator != 1:
         return None
-    digits = re.sub(r"\D", "", match["whole"]).lstrip("0") or "0"
-    return "-" + digits if match["sign"] == "-" and digits != "0" else digits
+    return str(value)
 
 
 def short_integers(values: Sequence[Any]) -> tuple[pa.StringArray, pa.BooleanArray]:

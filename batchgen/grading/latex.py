@@ -9,11 +9,11 @@ from fractions import Fraction
 Span = tuple[int, int]
 """Where a part of a text begins and ends, in characters."""
 
-_BOX = r"\\(?:boxed|fbox)"
+_BOX = r"\\(?:boxed|fbox|framebox)"
 _BRACES = re.compile(
-    rf"(?P<open>{_BOX}[ \t]*\{{)|{_BOX}[ \t]+(?P<bare>[^\s{{}}$\\]+)|\\.|[{{}}]", re.S
+    rf"(?P<open>{_BOX}\s*\{{)|{_BOX}[ \t]+(?P<bare>[^\s{{}}$\\]+)|\\.|[{{}}]", re.S
 )
-_ONE_BOX = re.compile(r"\\boxed[ \t]*\{([^{}\\]*)\}")
+_ONE_BOX = re.compile(r"\\boxed\s*\{([^{}\\]*)\}")
 _SIZES = re.compile(r"\\(?:left|right|bigg?|Bigg?|displaystyle)(?![A-Za-z])")
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~")
 _FONTS = re.compile(
@@ -31,7 +31,7 @@ _MOST_DIGITS = 4000  # Python reads no longer integers
 
 
 def boxes(text: str) -> list[Span]:
-    r"""The contents of all boxes (`\boxed{…}`, `\fbox{…}`, `\boxed 5`), from left to right.
+    r"""The contents of all boxes (`\boxed{…}`, `\fbox{…}`, `\framebox{…}`, `\boxed 5`), in order.
 
     A box inside another counts as a part of the outer one, unless it is all that the outer one
     holds; then it alone counts. A box without its closing brace is none, and neither is an empty
@@ -42,12 +42,13 @@ def boxes(text: str) -> list[Span]:
     first = text.find("\\")  # one character is found many times faster than a word
     if first < 0:
         return []
-    boxed, fbox = text.find("\\boxed", first), text.find("\\fbox", first)
+    boxed = text.find("\\boxed", first)
+    others = [text.find(command, first) for command in ("\\fbox", "\\framebox")]
     # Most texts have one box without braces in it, and nothing else in them matters.
-    if fbox < 0 <= boxed and text.find("\\boxed", boxed + 1) < 0:
+    if max(others) < 0 <= boxed and text.find("\\boxed", boxed + 1) < 0:
         if match := _ONE_BOX.match(text, boxed):
             return [match.span(1)] if match[1].strip() else []
-    starts = [at for at in (boxed, fbox) if at >= 0]
+    starts = [at for at in (boxed, *others) if at >= 0]
     if not starts:
         return []
     for match in _BRACES.finditer(text, min(starts)):

@@ -1,11 +1,11 @@
-"""Time the grading of answers: whole numbers in this process, mathematics in worker processes.
+"""Time the grading of answers: whole numbers and mathematics.
 
-    python scripts/bench/bench_grading.py [--integers 100000] [--math 4000] [--workers 2]
+    python scripts/bench/bench_grading.py [--integers 100000] [--math 4000]
 
 The answers stand at the end of texts of about 1,100 characters. Printed are the microseconds of one
 answer and the answers of a second, by the clock and by the time that processors spent, which other
 programs on the machine disturb less. The mathematics is a mix of equal texts, equal values and
-wrong answers; the rate is given for workers that have started.
+wrong answers, with numbers that no other row has, so that nothing is remembered.
 """
 
 import argparse
@@ -20,23 +20,24 @@ from batchgen.grading.rows import Grader
 
 FILLER = "the next step follows from the one before it. " * 24
 MATHEMATICS = [
-    (r"\frac{1}{2}", r"\frac{1}{2}"),
-    (r"\frac{1}{2}", "0.5"),
-    ("10", "11"),
-    (r"\sqrt{8}", r"2\sqrt{2}"),
-    (r"3\pi", "9.4"),
-    ("x^2+1", "1+x^2"),
-    (r"\left(3,\frac{\pi}{2}\right)", r"(3, \pi/2)"),
-    ("6-5i", "6-5i"),
-    (r"\frac{3}{4}", "3/4"),
-    (r"\{1,2\}", r"\{2,1\}"),
-    ("p-q", "q-p"),
+    (r"\frac{1}{N}", r"\frac{1}{N}"),
+    (r"\frac{1}{N}", "1/N"),
+    ("N", "N1"),
+    (r"\sqrt{4 \cdot N}", r"2\sqrt{N}"),
+    (r"N\pi", "9.4"),
+    ("x^2+N", "N+x^2"),
+    (r"\left(N,\frac{\pi}{2}\right)", r"(N, \pi/2)"),
+    ("6-Ni", "6-Ni"),
+    (r"\frac{N}{4}", "N/4"),
+    (r"\{1,N\}", r"\{N,1\}"),
+    ("p-Nq", "q-Np"),
     (r"\text{Evelyn}", "Evelyn"),
-    ("[-2,7]", "[-2,7)"),
-    (r"\frac{\sqrt{3}}{2}", r"\sqrt{3}/2"),
-    ("42", "42"),
-    (r"90^\circ", "90"),
+    ("[-2,N]", "[-2,N)"),
+    (r"\frac{\sqrt{N}}{2}", r"\sqrt{N}/2"),
+    ("N", "N"),
+    (r"N^\circ", "N"),
 ]
+"""Targets and answers, in which N is the row's number."""
 
 Rows = Iterator[tuple[str, dict[str, str]]]
 
@@ -46,8 +47,14 @@ def integer_rows(count: int) -> Rows:
 
 
 def math_rows(count: int) -> Rows:
-    pairs = islice(cycle(MATHEMATICS), count)
-    return ((rf"{FILLER}So \boxed{{{answer}}}.", {"target": target}) for target, answer in pairs)
+    pairs = enumerate(islice(cycle(MATHEMATICS), count), 2)
+    return (
+        (
+            rf"{FILLER}So \boxed{{{answer.replace('N', str(number))}}}.",
+            {"target": target.replace("N", str(number))},
+        )
+        for number, (target, answer) in pairs
+    )
 
 
 def processor_seconds(pids: list[int]) -> float:
@@ -76,12 +83,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--integers", type=int, default=100_000)
     parser.add_argument("--math", type=int, default=4000)
-    parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     with Grader([Extract(), Grade(method="integer")]) as grader:
         measure("integers", grader, integer_rows(arguments.integers), arguments.integers)
-    with Grader([Extract(), Grade(method="math")], workers=arguments.workers) as grader:
-        list(grader.grade(math_rows(256)))
+    with Grader([Extract(), Grade(method="math")]) as grader:
         measure("mathematics", grader, math_rows(arguments.math), arguments.math)
 
 

@@ -110,12 +110,6 @@ def test_a_class_that_lacks_a_member_is_no_step() -> None:
         post_steps([StepConfig(target="bad_functions.StepWithoutReads")])
 
 
-def test_math_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.grading.grade.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'batchgen\[math\]'"):
-        Grade(method="math")
-
-
 @pytest.mark.parametrize(
     ("text", "score"),
     [
@@ -170,13 +164,12 @@ def test_workers_get_no_long_text_that_they_do_not_need() -> None:
 
 
 def test_votes_for_the_right_answer_are_one() -> None:
-    pytest.importorskip("math_verify")
     step = Grade(method="math")
     keys = [
         step.apply(AnswerRow("", {"target": "\\frac{1}{2}"}, {"answer": answer}))["answer_key"]
         for answer in ("1/2", "0.5", "\\dfrac12", "2")
     ]
-    assert keys == ["\\frac{1}{2}"] * 3 + ["2"]
+    assert keys == ["1/2"] * 3 + ["2"]
 
 
 @pytest.mark.parametrize(

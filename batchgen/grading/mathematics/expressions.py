@@ -1,0 +1,354 @@
+"""The grammar of expressions: sums, products, powers, functions, brackets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from batchgen.grading.mathematics.cursor import Cursor
+from batchgen.grading.mathematics.nodes import Based, Call, Matrix, Node, NotRead, Number, Symbol
+from batchgen.grading.mathematics.tokens import SCALES, Token
+
+_INVERSES = {
+    "arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log", "lg": "log10",
+}  # fmt: skip
+_OPENING = {"(": ")", "[": "]", "{": "}", "{set": "}set", "langle": "rangle"}
+_FENCES = {"lfloor": ("rfloor", "floor"), "lceil": ("rceil", "ceil")}
+_APPLIED = set("fghFGH")
+_MINUS_ONE = Number(Fraction(-1))
+
+
+class Expressions:
+    """Reads expressions from a cursor.
+
+    Args:
+        bracket: reads what stands behind an opening bracket, up to and with its closing one.
+    """
+
+    def __init__(self, cursor: Cursor, bracket: Callable[[str], Node]) -> None:
+        self.cursor = cursor
+        self._bracket = bracket
+
+    def sum(self) -> Node:
+        """Terms with plus and minus between them."""
+        with self.cursor.deeper():
+            terms = [self._signed_term()]
+            while self.cursor.is_sign("+", "-"):
+                negative = self.cursor.take().text == "-"
+                term = self._signed_term()
+                terms.append(Call("negate", (term,)) if negative else term)
+            return terms[0] if len(terms) == 1 else Call("+", tuple(terms))
+
+    def _signed_term(self) -> Node:
+        negative = False
+        while sign := self.cursor.accept("+", "-"):
+            negative ^= sign == "-"
+        term = self._term()
+        return Call("negate", (term,)) if negative else term
+
+    def _term(self) -> Node:
+        """Factors with signs between them, or none."""
+        result = self._power()
+        while True:
+            if sign := self.cursor.accept("*", "/"):
+                negative = False
+                while minus := self.cursor.accept("-", "+"):
+                    negative ^= minus == "-"
+                factor = self._power()
+                factor = Call("negate", (factor,)) if negative else factor
+                result = Call(sign, (result, factor))
+            elif self._starts_factor(result):
+                result = Call("*", (result, self._power()))
+            elif self.cursor.next.kind == "word" and self.cursor.next.text.lower() in SCALES:
+                scale = Number(Fraction(SCALES[self.cursor.take().text.lower()]))
+                result = Call("scale", (result, scale))
+            else:
+                return result
+
+    def _starts_factor(self, before: Node) -> bool:
+        """Whether a factor follows without a sign."""
+        token = self.cursor.next
+        if token.kind == "number":  # `2 3` is no product
+            return not isinstance(before, Number) and not self._ends_with_number()
+        if token.kind in ("letter", "function"):
+            return True
+        if token.kind == "begin" or token.kind != "sign":
+            return False
+        if token.text in ("(", "{", "[", "langle"):
+            # `10 (units)` is no product
+            return token.text in ("(", "{") and self.cursor.peek(1).kind != "word"
+        return token.text in ("frac", "sqrt", "pi", "infty", "binom", *_FENCES)
+
+    def _ends_with_number(self) -> bool:
+        return self.cursor.at > 0 and self.cursor.tokens[self.cursor.at - 1].kind == "number"
+
+    def _power(self) -> Node:
+        """A factor with its exponents and what else stands behind it."""
+        with self.cursor.deeper():
+            return self._behind(self._factor())
+
+    def _behind(self, result: Node) -> Node:
+        """A factor with the signs behind it: `^2`, `!`, `%`, degrees."""
+        while True:
+            if self._accept_degrees():
+                result = Call(self._kind_of_degrees(), (result,))
+            elif self.cursor.accept("^"):
+                result = Call("^", (result, self._argument()))
+            elif self.cursor.accept("!"):
+                result = Call("factorial", (result,))
+            elif self.cursor.accept("%"):
+                result = Call("percent", (result,))
+            elif self.cursor.next.kind == "word" and self.cursor.next.text.lower() == "percent":
+                self.cursor.take()
+                result = Call("percent", (result,))
+            else:
+                return result
+
+    def _accept_degrees(self) -> bool:
+        """Whether a sign of degrees follows, raised or not, which is then read."""
+        for signs in (["degree"], ["^", "degree"], ["^", "{", "degree", "}"]):
+            if [self.cursor.peek(ahead).text for ahead in range(len(signs))] == signs:
+                self.cursor.at += len(signs)
+                return True
+        return False
+
+    def _kind_of_degrees(self) -> str:
+        """The name of the operation: degrees of temperature have a letter behind their sign."""
+        if self.cursor.next.kind == "letter" and self.cursor.next.text in ("C", "F"):
+            if self.cursor.peek(1).kind == "end of text":
+                return "°" + self.cursor.take().text
+        return "degree"
+
+    def _argument(self) -> Node:
+        """What a command takes: a group in braces, or one digit, letter or command."""
+        if self.cursor.is_sign("{"):
+            return self._group()
+        if self.cursor.accept("-"):
+            return Call("negate", (self._argument(),))
+        if self.cursor.next.kind == "number":
+            return self._digit()
+        with self.cursor.deeper():
+            return self._factor()
+
+    def _digit(self) -> Node:
+        """The first digit of a number, where LaTeX takes one character; all of it behind `^`."""
+        token = self.cursor.next
+        previous = self.cursor.peek(-1).text if self.cursor.at else ""
+        if previous == "^" or len(token.text) == 1 or "." in token.text:
+            return Number(Fraction(self.cursor.take().text))
+        rest = Token("number", token.text[1:])
+        self.cursor.tokens[self.cursor.at] = rest
+        return Number(Fraction(token.text[0]))
+
+    def _group(self) -> Node:
+        opening = self.cursor.expect("{")
+        return self._bracket(opening)
+
+    def _factor(self) -> Node:
+        token = self.cursor.take()
+        if token.kind == "number":
+            return self._number(token)
+        if token.kind == "letter":
+            return self._symbol(token.text)
+        if token.kind == "function":
+            return self._function(token.text)
+        if token.kind == "begin":
+            return self._matrix(token.text)
+        if token.kind != "sign":
+            raise NotRead
+        text = token.text
+        if text in _OPENING:
+            return self._bracket(text)
+        if text == "frac":
+            return Call("/", (self._argument(), self._argument()))
+        if text == "binom":
+            return Call("binomial", (self._argument(), self._argument()))
+        if text in _FENCES:
+            closing, name = _FENCES[text]
+            inner = self.sum()
+            self.cursor.expect(closing)
+            return Call(name, (inner,))
+        if text == "|":
+            inner = self.sum()
+            self.cursor.expect("|")
+            return Call("abs", (inner,))
+        if text in ("pi", "infty"):
+            return Symbol({"infty": "oo"}.get(text, text))
+        if text in ("overline", "bar"):
+            inner = self._argument()
+            if isinstance(inner, Symbol):
+                return Symbol(f"bar {inner.name}")
+            return Symbol(f"bar {_name_of(inner)}")
+        if len(text) == 1 and text.isalpha():
+            return self._symbol(text)
+        raise NotRead
+
+    def _number(self, token: Token) -> Node:
+        value = Fraction(token.text)
+        if self.cursor.is_sign("_"):
+            return self._based(token)
+        if "." not in token.text:
+            if (mixed := self._mixed(value)) is not None:
+                return mixed
+        elif self.cursor.is_sign("overline") or (
+            self.cursor.is_sign(".") and self.cursor.peek(1).text == "overline"
+        ):
+            return self._repeating(token.text)
+        if self.cursor.is_sign(".") and self.cursor.peek(1).text == "overline":
+            self.cursor.take()
+            return self._repeating(token.text + ".")
+        return Number(value)
+
+    def _repeating(self, text: str) -> Node:
+        """A decimal whose last digits repeat: `0.1\\overline{6}`."""
+        self.cursor.expect("overline")
+        self.cursor.expect("{")
+        digits = self.cursor.take()
+        self.cursor.expect("}")
+        if digits.kind != "number" or not digits.text.isdigit():
+            raise NotRead
+        below = 10 ** len(text.partition(".")[2])
+        repeated = Fraction(int(digits.text), (10 ** len(digits.text) - 1) * below)
+        return Number(Fraction(text.rstrip(".")) + repeated)
+
+    def _mixed(self, whole: Fraction) -> Node | None:
+        """The value of a whole number and the fraction behind it (`1\\frac12`, `3 1/2`)."""
+        start = self.cursor.at
+        tokens = list(self.cursor.tokens)
+        if self.cursor.accept("frac"):
+            try:
+                above, below = self._argument(), self._argument()
+            except NotRead:
+                above = below = Symbol("")
+            if (
+                isinstance(above, Number)
+                and isinstance(below, Number)
+                and 0 < above.value < below.value
+            ):
+                return Number(whole + above.value / below.value)
+            self.cursor.at, self.cursor.tokens = start, tokens
+            return None
+        kinds = [self.cursor.peek(ahead) for ahead in range(3)]
+        if [k.kind for k in kinds] == ["number", "sign", "number"] and kinds[1].text == "/":
+            above_text, below_text = kinds[0].text, kinds[2].text
+            if above_text.isdigit() and below_text.isdigit() and int(below_text) > int(above_text):
+                self.cursor.at += 3
+                return Number(whole + Fraction(int(above_text), int(below_text)))
+        return None
+
+    def _based(self, token: Token) -> Node:
+        self.cursor.expect("_")
+        base = self._braced_text()
+        if not base.isdigit() or not 2 <= int(base) <= 36:
+            raise NotRead
+        return Based(token.text, int(base))
+
+    def _braced_text(self) -> str:
+        """The texts of the tokens of a group, or of one token, joined."""
+        if not self.cursor.accept("{"):
+            return self.cursor.take().text
+        parts: list[str] = []
+        depth = 1
+        while True:
+            token = self.cursor.take()
+            depth += {"{": 1, "}": -1}.get(token.text, 0) if token.kind == "sign" else 0
+            if depth == 0:
+                return "".join(parts)
+            parts.append(token.text)
+
+    def _symbol(self, name: str) -> Node:
+        """A variable with its subscript and primes; the value of a function such as `f(x)`."""
+        if self.cursor.accept("_"):
+            name += "_" + self._braced_text()
+        while self.cursor.is_sign("'"):
+            name += self.cursor.take().text
+        if name[0] in _APPLIED and self.cursor.is_sign("("):
+            start = self.cursor.at
+            self.cursor.take()
+            self._bracket("(")
+            parts = self.cursor.tokens[start : self.cursor.at]
+            name += "".join(token.text for token in parts)
+        return Symbol(name)
+
+    def _function(self, name: str) -> Node:
+        """A function's name with its exponent, subscript and argument."""
+        if name == "sqrt":
+            return self._square_root()
+        base: Node | None = None
+        exponent: Node | None = None
+        for _ in range(2):
+            if self.cursor.accept("_"):
+                base = self._argument()
+            elif self.cursor.accept("^"):
+                exponent = self._argument()
+        arguments = self._function_arguments(name)
+        if name == "log" and base is not None:
+            arguments = (*arguments, base)
+        elif base is not None:
+            raise NotRead
+        name = _INVERSES.get(name, name)
+        if name == "log10":
+            name, arguments = "log", (*arguments, Number(Fraction(10)))
+        if exponent in (_MINUS_ONE, Call("negate", (Number(Fraction(1)),))):
+            return Call("a" + name, arguments)
+        result = Call(name, arguments)
+        return result if exponent is None else Call("^", (result, exponent))
+
+    def _square_root(self) -> Node:
+        degree: Node = Number(Fraction(2))
+        if self.cursor.accept("["):
+            degree = self.sum()
+            self.cursor.expect("]")
+        if self.cursor.next.kind == "number":
+            inner: Node = Number(Fraction(self.cursor.take().text))
+        else:
+            inner = self._argument()
+        return Call("^", (inner, Call("/", (Number(Fraction(1)), degree))))
+
+    def _function_arguments(self, name: str) -> tuple[Node, ...]:
+        if self.cursor.is_sign("(", "{", "["):
+            opening = self.cursor.take().text
+            arguments = [self.sum()]
+            while self.cursor.accept(","):
+                arguments.append(self.sum())
+            self.cursor.expect(_OPENING[opening])
+            return tuple(arguments)
+        # `\sin 2x + 1` is the sine of 2x; another function begins another factor
+        with self.cursor.deeper():
+            negative = self.cursor.accept("-") is not None
+            result = self._power()
+            while self.cursor.next.kind != "function" and self._starts_factor(result):
+                if self.cursor.is_sign("("):
+                    break
+                result = Call("*", (result, self._power()))
+            return (Call("negate", (result,)) if negative else result,)
+
+    def _matrix(self, kind: str) -> Node:
+        rows: list[tuple[Node, ...]] = []
+        if kind not in ("matrix", "pmatrix", "bmatrix", "Bmatrix", "array", "smallmatrix"):
+            raise NotRead
+        row: list[Node] = []
+        while True:
+            if self.cursor.next.kind == "end":
+                self.cursor.take()
+                if row:
+                    rows.append(tuple(row))
+                break
+            row.append(self.sum())
+            if self.cursor.accept("row"):
+                rows.append(tuple(row))
+                row = []
+            elif self.cursor.next.kind != "end":
+                self.cursor.expect("&")
+        if not rows or len({len(one) for one in rows}) > 1:
+            raise NotRead
+        return Matrix(tuple(rows))
+
+
+def _name_of(node: Node) -> str:
+    """The name of a segment, such as `AB`."""
+    if isinstance(node, Symbol):
+        return node.name
+    if isinstance(node, Call) and node.name == "*":
+        return "".join(_name_of(part) for part in node.arguments)
+    raise NotRead

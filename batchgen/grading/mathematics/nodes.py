@@ -1,0 +1,128 @@
+"""What a mathematical answer is made of, once it is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A rational number, exactly as it was written."""
+
+    value: Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A variable, a constant such as `pi`, `e` and `i`, or the name of a thing (`AB`, `f(x)`)."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation on expressions: `+`, `*`, `/`, `^`, `negate`, or a function by its name."""
+
+    name: str
+    arguments: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Based:
+    """A number that is written in a base which is named, such as `101_2`."""
+
+    digits: str
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A value with a unit of measure (`18 cm^2`), or of money (`$18`)."""
+
+    value: Node
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Text that is no mathematics, such as a name."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Two or more values with colons between them."""
+
+    items: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Items in brackets: a point, a vector, an interval (by its two brackets) or a set (`{`)."""
+
+    opening: str
+    items: tuple[Node, ...]
+    closing: str
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The rows of a matrix."""
+
+    rows: tuple[tuple[Node, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetOperation:
+    """The union (`|`), intersection (`&`) or difference (`-`) of two sets."""
+
+    name: str
+    left: Node
+    right: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Builder:
+    """The set of all values of a variable for which conditions hold."""
+
+    variable: Node
+    condition: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """A chain of sides with relations between them, such as `0 < x <= 1`.
+
+    The relations are `=`, `!=`, `<`, `<=`, `>`, `>=`, `~` (about), `in`, or another's command.
+    """
+
+    sides: tuple[Node, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Answers one after another, joined by `,`, `;`, `and` or `or`."""
+
+    items: tuple[Node, ...]
+    joined: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The letter of a choice and its text, such as `(B) 5`."""
+
+    letter: str
+    text: Node
+
+
+Node = (
+    Number | Symbol | Call | Based | Quantity | Words | Ratio | Group | Matrix
+    | SetOperation | Builder | Relation | Listing | Choice
+)  # fmt: skip
+
+
+class NotRead(Exception):
+    """The text is no mathematics that is understood here."""
