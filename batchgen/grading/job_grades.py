@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,13 +16,14 @@ from batchgen.config import ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
 from batchgen.grading.build_steps import check_fields, described, post_steps
 from batchgen.grading.grading_pass import GradingPass, Stopped, Witness
-from batchgen.grading.part import ROW_KEYS, STEPS_KEY, Part
+from batchgen.grading.part import ROW_KEYS, STEPS_KEY, Part, made_of
 from batchgen.grading.rows import Grader, StepChain
-from batchgen.output.manifest import write_atomic
 from batchgen.output.shards import shard_files, shard_path, unwritable
 
 GRADES = "grades"
-_STEPS = "steps.json"
+_STEPS_FILE = "steps.json"
+"""Earlier versions wrote the steps into this file of the folder, for which readers of a folder of
+Parquet files have no use."""
 
 
 class JobGrades:
@@ -42,15 +43,17 @@ class JobGrades:
         self._witness = witness
         self._digests: dict[Path, tuple[tuple[int, ...], str]] = {}
         self._written: dict[Part, str] = {}  # by which steps
+        self._steps: str | None = None
 
     @property
-    def steps(self) -> list[dict[str, Any]] | None:
-        """The steps of the grades with their options and versions; None if there are no grades."""
-        path = self.path / _STEPS
-        if not path.is_file():
-            return None
-        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["steps"]
-        return found
+    def steps(self) -> str | None:
+        """The steps of the grades with their options and versions, as JSON: those that this object
+        was last told to grade by, else those of the first part. None if there are no grades."""
+        if self._steps is not None:
+            return self._steps
+        files = shard_files(self.path).values() if self.path.is_dir() else ()
+        found = (made_of(path).get(STEPS_KEY) for path in files)
+        return next((steps.decode(errors="replace") for steps in found if steps is not None), None)
 
     def parts(self, shards: Collection[int] | None = None) -> Iterator[Part]:
         """A part for each shard of the job, or for those of these numbers, in order."""
@@ -87,7 +90,7 @@ class JobGrades:
                 f"{self.job} has no grades: `batchgen grade {self.job} post=…` makes them"
             )
         parts = list(self.parts())
-        missing = sum(not self._is_made(part, _text(steps)) for part in parts)
+        missing = sum(not self._is_made(part, steps) for part in parts)
         if missing:
             raise ConfigError(
                 f"{missing} of {len(parts)} shards of {self.job} have no grades, or such of other "
@@ -96,7 +99,7 @@ class JobGrades:
         return parts
 
     def lie_beside(self) -> bool:
-        """Whether every shard has a part of the same length, all by the steps of `steps`.
+        """Whether every shard has a part of the same length, all by the same steps.
 
         Only the ends of the files are read, so a shard that was computed again is not noticed:
         `finished` reads all of them.
@@ -110,7 +113,7 @@ class JobGrades:
             except (FileNotFoundError, pa.ArrowInvalid):
                 return False
             made = (found.metadata or {}).get(STEPS_KEY)
-            if made != _text(steps).encode() or found.num_rows != pq.read_metadata(shard).num_rows:
+            if made != steps.encode() or found.num_rows != pq.read_metadata(shard).num_rows:
                 return False
         return True
 
@@ -141,25 +144,26 @@ class JobGrades:
         """
         steps = post_steps(configs)
         _check_names(StepChain(steps))
-        made = described(configs, steps)
-        pending = [part for part in self.parts(shards) if not self._is_made(part, _text(made))]
-        if not pending and self.steps == made:
-            return 0
+        made = json.dumps(described(configs, steps), sort_keys=True)
+        pending = [part for part in self.parts(shards) if not self._is_made(part, made)]
         if pending:
             check_fields(steps, pq.read_schema(pending[0].shard).names)
+        self._steps = made
+        with contextlib.suppress(OSError):  # it is of no use, and harms nobody here
+            (self.path / _STEPS_FILE).unlink(missing_ok=True)
+        if not pending:
+            return 0
         try:
             self.path.mkdir(exist_ok=True)
         except OSError as error:
             raise unwritable(self.path, error) from error
-        if self.steps != made:
-            write_atomic(self.path / _STEPS, json.dumps({"steps": made}, indent=2) + "\n")
         count = config.workers or len(os.sched_getaffinity(0))
         with Grader(steps, workers=count, seconds=config.seconds) as grader:
-            todo = GradingPass(grader, _text(made), text_column, stop, self._witness)
+            todo = GradingPass(grader, made, text_column, stop, self._witness)
             rows = 0
             try:
                 for part, number in todo.grade(pending):
-                    self._written[part] = _text(made)
+                    self._written[part] = made
                     rows += number
             except Stopped:
                 return None
@@ -169,10 +173,6 @@ class JobGrades:
         """The columns of the grades; None if there are none."""
         files = shard_files(self.path).values() if self.path.is_dir() else ()
         return next((pq.read_schema(path) for path in files), None)
-
-
-def _text(steps: Sequence[Mapping[str, Any]]) -> str:
-    return json.dumps(steps, sort_keys=True)
 
 
 def _check_names(chain: StepChain) -> None:

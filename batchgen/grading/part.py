@@ -32,19 +32,19 @@ class Part:
     @property
     def is_of_shard(self) -> bool:
         """Whether the grades are there, and of this very shard."""
-        return self._made.get(SHARD_KEY) == self.digest.encode()
+        return made_of(self.path).get(SHARD_KEY) == self.digest.encode()
 
     def is_made_by(self, steps: str) -> bool:
         """Whether the grades are there, of this very shard and by these steps."""
-        made = self._made
+        made = made_of(self.path)
         return made.get(SHARD_KEY) == self.digest.encode() and made.get(STEPS_KEY) == steps.encode()
 
-    @property
-    def _made(self) -> Mapping[bytes, bytes]:
-        """The metadata of the grades."""
-        if not self.path.exists():  # which takes less time than an error
-            return {}
-        try:
-            return pq.read_schema(self.path).metadata or {}
-        except (FileNotFoundError, pa.ArrowInvalid):
-            return {}
+
+def made_of(path: Path) -> Mapping[bytes, bytes]:
+    """The metadata of the grades in a file; empty if they are not there or damaged."""
+    if not path.exists():  # which takes less time than an error
+        return {}
+    try:
+        return pq.read_schema(path).metadata or {}
+    except (FileNotFoundError, pa.ArrowInvalid):
+        return {}

@@ -2,15 +2,18 @@
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from batchgen.output.metrics import OUTCOMES, Totals
+from batchgen.output.row_order import KEYS
 from batchgen.paths import is_url
 
 _MOST_SHOWN = 500
+_GRADE_KEYS = ("row_id", *KEYS)
+"""Columns that rows and grades have in common."""
 _IN_TABLE = (b"meaning", b"scope", b"dtype", b"shape")
 """Keys of a field's metadata that the table of columns shows, or that its type says."""
 _HEADER = """\
@@ -76,7 +79,7 @@ def how_to_read(folder: str) -> dict[str, str]:
 
 def _in_duckdb(folder: str) -> str:
     """All Parquet files of a folder, as a table in duckdb."""
-    shards = f"'{folder}/*.parquet'"
+    shards = "'{}/*.parquet'".format(folder.replace("'", "''"))
     if "=" in folder:  # duckdb takes such folders for columns
         return f"read_parquet({shards}, hive_partitioning=false)"
     return shards
@@ -163,29 +166,27 @@ _GRADES = "## Grades"
 _HOW_TO_READ = "## How to read it"
 
 
-def grades_section(schema: pa.Schema, folder: str) -> str:
+def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str:
     """What a card says of the files in `grades`.
 
     Args:
         schema: of these files.
+        rows: the names of the columns of `data`.
         folder: the path of the job's folder.
     """
-    keys = ("row_id", "row_index", "sample_index")
-    columns = [
-        f"| `{field.name}` | `{field.type}` | {_meta(field, 'meaning')} |"
-        for field in schema
-        if field.name not in keys
-    ]
-    data, grades = (_in_duckdb(f"{folder.rstrip('/')}/{name}") for name in ("data", "grades"))
+    made = [field for field in schema if field.name not in _GRADE_KEYS]
+    columns = [f"| `{f.name}` | `{f.type}` | {_meta(f, 'meaning')} |" for f in made]
     return "\n".join(
         [
             _GRADES,
             "",
             "`grades/` has a row for each row of `data/`, in the same order and in files of the "
-            "same names; `grades/steps.json` says which steps made them. Rows and grades belong "
-            "together by `row_id` and `sample_index`:",
+            "same names; the metadata of each file (`batchgen.steps`) say which steps made it. "
+            "Rows and grades belong together by `row_id` and `sample_index`. In duckdb:",
             "",
-            f"- duckdb: `SELECT * FROM {data} JOIN {grades} USING ({', '.join(keys)})`",
+            "```sql",
+            rows_with_grades([field.name for field in made], rows, folder),
+            "```",
             "",
             "| column | type | meaning |",
             "|---|---|---|",
@@ -194,6 +195,37 @@ def grades_section(schema: pa.Schema, folder: str) -> str:
             "",
         ]
     )
+
+
+def rows_with_grades(grades: Sequence[str], rows: Collection[str], folder: str) -> str:
+    """A query for duckdb that gives the rows of a job with their grades, every column once.
+
+    Args:
+        grades: the columns of the grades besides the keys. One whose name a column of the rows has,
+            too, gets a prefix; duckdb takes small and capital letters for the same.
+        rows: the columns of the rows.
+        folder: the path of the job's folder.
+    """
+    taken = {name.lower() for name in (*rows, *grades)}
+    chosen = []
+    for name in grades:
+        column = f"grades.{_quoted(name)}"
+        if name.lower() in {other.lower() for other in rows}:
+            other = f"grades_{name}"
+            while other.lower() in taken:
+                other = f"grades_{other}"
+            column += f" AS {_quoted(other)}"
+        chosen.append(column)
+    data, made = (_in_duckdb(f"{folder.rstrip('/')}/{name}") for name in ("data", "grades"))
+    return (
+        f"SELECT {', '.join(['data.*', *chosen])} FROM {data} AS data JOIN {made} AS grades "
+        f"USING ({', '.join(_GRADE_KEYS)})"
+    )
+
+
+def _quoted(name: str) -> str:
+    """The name of a column in SQL."""
+    return '"' + name.replace('"', '""') + '"'
 
 
 def with_grades(card: str, section: str) -> str:

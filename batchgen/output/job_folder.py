@@ -37,7 +37,7 @@ class JobFolder:
 
         README.md  config.yaml  manifest.json  metrics.json  data/part-00000.parquet …
         journal/  leases/  workers/ (only while the job is not complete)  .lock
-        grades/part-00000.parquet …  grades/steps.json (if the job has `post` steps)
+        grades/part-00000.parquet … (if the job has `post` steps)
         report.html (once it is complete)
         logs/ (of workers that a launcher has started on other machines)
 

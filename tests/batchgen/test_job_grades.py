@@ -9,7 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 from fake_job import FakeJob
@@ -68,7 +71,7 @@ def test_a_job_ends_with_grades_and_scores(tmp_path: Path) -> None:
     assert metrics["score"]["samples"] == 80
     steps = JobGrades(out).steps
     versions = [Extract.version, Grade.version]
-    assert steps is not None and [step["version"] for step in steps] == versions
+    assert steps is not None and [step["version"] for step in json.loads(steps)] == versions
     card = (out / "README.md").read_text()
     assert card.count("## Grades") == 1 and "| `mark` | `double` |" in card
 
@@ -133,6 +136,29 @@ def test_grades_of_other_rows_or_steps_are_not_taken(tmp_path: Path) -> None:
     assert grades.make([EXTRACT], "text", ScoreConfig(), stop=lambda: True) is None
     with pytest.raises(ConfigError, match="6 of 6 shards"):
         grades.finished()
+    assert len(JobGrades(out).finished()) == 6  # those from before are whole
+    stops = iter([False] * 4)
+    stopped = JobGrades(out).make([EXTRACT], "text", ScoreConfig(), stop=lambda: next(stops, True))
+    assert stopped is None
+    with pytest.raises(ConfigError, match=r"[1-5] of 6 shards"):
+        JobGrades(out).finished()
+
+
+@pytest.mark.parametrize("steps", ['{"steps": []}', "not JSON"])
+def test_the_folder_of_grades_is_a_data_set(tmp_path: Path, steps: str) -> None:
+    """What an earlier version put there is deleted when grades are asked for, though all are there
+    already; until then it does no harm."""
+    out, old = tmp_path / "out", tmp_path / "out/grades/steps.json"
+    run(job(out), EXTRACT, GRADE)
+    before = {path.name: path.stat().st_ino for path in (out / "grades").iterdir()}
+    old.write_text(steps)
+    assert len(JobGrades(out).finished()) == 6 and old.exists()
+    run(job(out), EXTRACT, GRADE)
+    assert {path.name: path.stat().st_ino for path in (out / "grades").iterdir()} == before
+    read = pyarrow.dataset.dataset(out / "grades").to_table()
+    assert read.equals(tables(out)[1].replace_schema_metadata(read.schema.metadata))
+    marks = pd.read_parquet(out / "grades")["mark"]
+    assert len(marks) == 80 and marks.sum() == pc.sum(read["mark"]).as_py() > 0
 
 
 def test_a_column_that_the_rows_lack_is_refused_before_anything_changes(tmp_path: Path) -> None:

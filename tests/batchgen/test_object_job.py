@@ -189,7 +189,6 @@ def test_grades_and_scores(
     assert "score" in result.message
     assert {path for path in files.store if "/grades/" in path} == {
         "/jobs/a/grades/part-00000.parquet", "/jobs/a/grades/part-00001.parquet",
-        "/jobs/a/grades/steps.json",
     }  # fmt: skip
     assert _metrics(files)["score"] and not list(tmp_path.iterdir())
 

@@ -159,7 +159,7 @@ def test_what_killed_processes_have_not_finished_writing_is_deleted(tmp_path: Pa
         pass
     (tmp_path / "grades").mkdir()
     written = ("README.md", "config.yaml", "metrics.json", "report.html", "data/part-00000.parquet")
-    for name in (*written, "manifest.json", "grades/steps.json", "my notes.txt"):
+    for name in (*written, "manifest.json", "grades/part-00000.parquet", "my notes.txt"):
         temporary_name(tmp_path / name).write_text("half")
     with _open(tmp_path) as folder:
         assert not folder.is_new

@@ -1,6 +1,7 @@
 """Every reader that the card names reads the rows of a job with the line that stands there."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,14 @@ import datasets
 import duckdb
 import pandas as pd
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fake_job import FakeJob
+from finished_job import finished_job, row
 
-from batchgen.output.dataset_card import how_to_read
+from batchgen.job_grades import graded_card
+from batchgen.output.dataset_card import how_to_read, rows_with_grades
 from batchgen.output.read_job import JobFolderReader
 
 
@@ -49,6 +54,30 @@ def test_each_reader_reads_all_rows(tmp_path: Path, reader: str, name: str) -> N
     assert len(expected) == 80 and any(row["text"] is None for row in expected)
     assert [*found[0]] == [*expected[0]]
     assert json.loads(json.dumps(found, default=list)) == expected
+
+
+@pytest.mark.parametrize("column", ["answer", "Answer", "grades_answer", "topic"])
+def test_the_query_of_the_card_gives_every_column_once(tmp_path: Path, column: str) -> None:
+    """Also where the data set has a column of a name that the grades have, for duckdb at least."""
+    rows = [row(n, text=f"so {n}") | {column: f"given {n}"} for n in range(5)]
+    out = finished_job(tmp_path / "Ann's job", rows, [pa.field(column, pa.string())], graded=True)
+    (query,) = re.findall(
+        "^```sql\n(.*)\n```$", graded_card("## How to read it", out), re.MULTILINE
+    )
+    found = _query(query)
+    grades = pq.read_table(out / "grades/part-00000.parquet").to_pylist()
+    data = pq.read_table(out / "data/part-00000.parquet").to_pylist()
+    taken = {"answer": "grades_answer"} if column.lower() == "answer" else {}
+    for values, given, made in zip(found, data, grades, strict=True):
+        keys = ("row_id", "row_index", "sample_index")
+        more = {taken.get(name, name): made[name] for name in made if name not in keys}
+        assert values == given | more and len(values) == len(given) + len(made) - len(keys)
+
+
+def test_no_name_of_a_column_leaves_the_query_of_the_card(tmp_path: Path) -> None:
+    """A prefix of a step may hold anything."""
+    query = rows_with_grades(['a"b mark', "x", "grades_x"], ["X", "text"], str(tmp_path))
+    assert 'grades."a""b mark", grades."x" AS "grades_grades_x", grades."grades_x" FROM' in query
 
 
 def test_load_dataset_tells_folders_of_one_name_apart(tmp_path: Path) -> None:
