@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,14 +31,16 @@ def score_lines(scores: Mapping[str, Any]) -> list[Line]:
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """Each name in one line and shortened, but no more than that they stay different."""
+    """Each name in one line of at most _NAME characters. Behind those that this makes equal stands
+    their place."""
     lines = [" ".join(printable(name).split()) for name in names]
-    length = _NAME
-    while True:
-        shown = [both_ends(line, length) for line in lines]
-        if shown == lines or len(set(shown)) == len(set(lines)):
-            return shown
-        length *= 2
+    shown = [both_ends(line, _NAME) for line in lines]
+    often = Counter(shown)
+    for place, line in enumerate(lines):
+        if often[shown[place]] > 1:
+            mark = f" #{place + 1}"
+            shown[place] = both_ends(line, _NAME - len(mark)) + mark
+    return shown
 
 
 def table(lines: list[Line]) -> str:

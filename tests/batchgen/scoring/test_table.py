@@ -12,21 +12,36 @@ from batchgen.scoring.score import score
 from batchgen.scoring.table import score_lines, table
 
 
-def test_long_names_of_subsets_stay_apart_and_in_80_columns() -> None:
-    same = "A question about the history of " * 3
-    names = [f"{same}{place} " + "and of much else" * 3 for place in range(40)]
-    samples = [
-        Sample(str(i), 0, float(i % 3 == 0), "k", subset=names[i % 40] + "\n\x1b[2J")
-        for i in range(200)
-    ]
+def _names(values: list[str]) -> list[str]:
+    """How the table names subsets with these values; none of its lines is long."""
+    samples = [Sample(str(i), 0, i % 3 / 2, "k", subset=values[i // 5]) for i in range(200)]
     lines = score_lines(score(Marks.of(samples)))
     found = [name for name, _ in lines if name.startswith("  ")]
+    assert max(map(len, table(lines).splitlines()[-len(found) :])) <= 80
+    return found
+
+
+SAME = "A question about the history of " * 9
+
+
+@pytest.mark.parametrize("values", [
+    [f"{SAME}{place}{SAME}\n\x1b[2J" for place in range(40)],
+    [f"{place} {SAME}" for place in range(40)],
+    [f"{SAME} {place}" for place in range(40)],
+    [*(f"history {place}" for place in range(39)), SAME],
+    [*(f"{SAME}{place}" for place in range(20)), *(f"{SAME}{place}{SAME}" for place in range(20))],
+])  # fmt: skip
+def test_long_names_of_subsets_stay_apart_and_in_80_columns(values: list[str]) -> None:
+    found = _names(values)
     assert len(set(found)) == 40
     assert all(name.isprintable() for name in found)
-    families = [Sample(str(i), 0, 1.0, "k", subset=f"{i} {same * 3} {i}") for i in range(40)]
-    text = table(score_lines(score(Marks.of(families))))
-    assert max(map(len, text.splitlines())) <= 90
-    assert "  7 A question ab" in text
+
+
+def test_names_of_subsets_are_marked_only_where_they_would_be_equal() -> None:
+    found = _names(sorted(f"{place:02} {SAME}" for place in range(40)))
+    assert found[7] == "  07 A question ab… the history of"
+    found = _names(sorted([f"{SAME}{place:02}{SAME}" for place in range(39)] + ["short"]))
+    assert found[3] == "  A question abou…he history of #4" and found[39] == "  short"
 
 
 def test_copies_cannot_tell_how_sure_a_score_is() -> None:
