@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow.parquet as pq
-
 from batchgen.config import JobConfig, ScoreConfig
 from batchgen.errors import ConfigError
 from batchgen.grading.background import GradingProcess
 from batchgen.grading.job_grades import JobGrades
 from batchgen.grading.step import MARK, PostStep
+from batchgen.output.checked_file import read_schema
 from batchgen.output.dataset_card import grades_section, with_grades
 from batchgen.output.manifest import write_atomic
 from batchgen.output.shards import shard_files
@@ -97,7 +96,7 @@ def graded_card(card: str, folder: Path, shown: str | None = None) -> str:
     schema = JobGrades(folder).schema()
     if schema is None:
         return card
-    rows = next((pq.read_schema(path) for path in shard_files(folder / "data").values()), schema)
+    rows = next((read_schema(path) for path in shard_files(folder / "data").values()), schema)
     return with_grades(card, grades_section(schema, rows.names, shown or str(folder)))
 
 

@@ -17,9 +17,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from batchgen.command.verbs import Parser
 from batchgen.config import (
     AnyConstraintConfig,
@@ -34,9 +31,10 @@ from batchgen.dataset.columns import column_path, feature_at, value_at
 from batchgen.dataset.stored_json import read_back, stored_feature
 from batchgen.engine.constraint.json_text import parse_json
 from batchgen.errors import ConfigError, JobError
+from batchgen.output.checked_file import CheckedFile
 from batchgen.output.manifest import Manifest
 from batchgen.output.metrics import OUTCOMES, constraint_outcome
-from batchgen.output.shards import damaged, shard_files
+from batchgen.output.shards import shard_files
 from batchgen.paths import folder_here, short_user_path
 
 SHOWN = 5
@@ -207,26 +205,23 @@ def _rows(path: Path, text: str, column: str | None) -> Iterator[dict[str, Any]]
         text: the name of the column of generated text.
     """
     for shard in shard_files(path / "data").values():
-        try:
-            with pq.ParquetFile(shard) as file:
-                fields = file.schema_arrow if column is not None else ()
-                features = {field.name: stored_feature(field) for field in fields}
-                place = None if column is None else column_path(column, features)
-                if column is not None and place is None:
-                    raise ConfigError(
-                        f"the rows' constraints stand in the dataset column {column!r}, which the "
-                        f"job did not copy to {path}: list it in dataset.columns and run the job "
-                        "again"
-                    )
-                names = [*_COLUMNS, text, *([] if place is None else [place[0]])]
-                for batch in file.iter_batches(_BATCH, columns=names):
-                    for row in batch.to_pylist():
-                        if column is not None and place is not None:
-                            row[place[0]] = read_back(row[place[0]], features[place[0]])
-                            row[column] = (value_at(row, place), feature_at(features, place))
-                        yield row
-        except (pa.ArrowException, OSError) as error:
-            raise damaged(shard, str(error)) from error
+        with CheckedFile(shard) as file:
+            fields = file.schema if column is not None else ()
+            features = {field.name: stored_feature(field) for field in fields}
+            place = None if column is None else column_path(column, features)
+            if column is not None and place is None:
+                raise ConfigError(
+                    f"the rows' constraints stand in the dataset column {column!r}, which the "
+                    f"job did not copy to {path}: list it in dataset.columns and run the job "
+                    "again"
+                )
+            names = [*_COLUMNS, text, *([] if place is None else [place[0]])]
+            for batch in file.batches(_BATCH, names):
+                for row in batch.to_pylist():
+                    if column is not None and place is not None:
+                        row[place[0]] = read_back(row[place[0]], features[place[0]])
+                        row[column] = (value_at(row, place), feature_at(features, place))
+                    yield row
 
 
 if __name__ == "__main__":

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchgen.command.job_status import status_line
 from batchgen.command.row_view import RowView, of_sample
+from batchgen.output.checked_file import CheckedFile
 from batchgen.output.journal import journal_files, read_file
 from batchgen.output.read_job import BATCH, JobFolderReader
 from batchgen.output.row_order import KEYS, row_keys
@@ -113,19 +113,16 @@ class NewRows:
         path = shard_path(self._folder / "data", shard)
         if shard not in self._published:
             return set()
-        return {key for batch in _batches(path, KEYS) for key in row_keys(batch).tolist()}
+        with CheckedFile(path) as file:
+            return set(row_keys(file.read(KEYS)).tolist())
 
 
 def _unseen(path: Path, seen: set[int]) -> Iterator[pa.RecordBatch]:
     """The rows of a published shard that were not seen in a journal."""
-    if pq.read_metadata(path).num_rows == len(seen):
-        return
-    for batch in _batches(path):
-        is_new = [key not in seen for key in row_keys(batch).tolist()]
-        if any(is_new):
-            yield batch.filter(pa.array(is_new))
-
-
-def _batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    with pq.ParquetFile(path) as file:
-        yield from file.iter_batches(BATCH, columns=columns)
+    with CheckedFile(path) as file:
+        if file.metadata.num_rows == len(seen):
+            return
+        for batch in file.batches(BATCH):
+            is_new = [key not in seen for key in row_keys(batch).tolist()]
+            if any(is_new):
+                yield batch.filter(pa.array(is_new))

@@ -6,7 +6,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +18,9 @@ from batchgen.command.row_json import json_readers
 from batchgen.grading.part import ROW_KEYS, SHARD_KEY, STEPS_KEY, Part
 from batchgen.grading.rows import Grader
 from batchgen.grading.step import arrow_schema
+from batchgen.output.checked_file import CheckedFile, read_schema, seal
 from batchgen.output.fsync import fsync_path
-from batchgen.output.shards import damaged, publish_shard, unwritable
+from batchgen.output.shards import publish_shard, unwritable
 from batchgen.temporary import temporary_name
 
 _BATCH = 1024
@@ -92,9 +92,9 @@ class GradingPass:
         """Write one part batch by batch; returns the number of its rows, and what the witness needs
         of the rows and of the grades."""
         seen: list[tuple[pa.RecordBatch, pa.RecordBatch]] = []
-        with _opened(part.shard) as file:
-            schema = self._schema(part, file.schema_arrow)
-            batches = self._graded_batches(part.shard, file, schema, seen)
+        with CheckedFile(part.shard) as file:
+            schema = self._schema(part, file.schema)
+            batches = self._graded_batches(file, schema, seen)
             count = self._write(part, schema, batches)
         if self.witness is None or not seen:
             return count, None
@@ -104,14 +104,13 @@ class GradingPass:
 
     def _graded_batches(
         self,
-        shard: Path,
-        file: pq.ParquetFile,
+        file: CheckedFile,
         schema: pa.Schema,
         seen: list[tuple[pa.RecordBatch, pa.RecordBatch]],
     ) -> Iterator[pa.RecordBatch]:
         """The grades of the rows of a shard; `seen` gets what the witness needs."""
         more = () if self.witness is None else self.witness.columns
-        for batch, readers in self._batches(shard, file, more):
+        for batch, readers in self._batches(file, more):
             if self.stop():
                 raise Stopped
             fields = {name: batch[name].to_pylist() for name in self._fields(batch.schema)}
@@ -144,36 +143,29 @@ class GradingPass:
                 yield part, {**key, **values}
 
         for part, found in itertools.groupby(graded(), key=lambda pair: pair[0]):
-            schema = self._schema(part, pq.read_schema(part.shard))
+            schema = self._schema(part, read_schema(part.shard))
             values = (row for _, row in found)
             yield part, self._write(part, schema, _row_batches(schema, values))
 
     def _rows(self, shard: Path) -> Iterator[dict[str, Any]]:
-        with _opened(shard) as file:
-            for batch, readers in self._batches(shard, file):
+        with CheckedFile(shard) as file:
+            for batch, readers in self._batches(file):
                 for row in batch.to_pylist():
                     for name, read in readers.items():
                         row[name] = read(row[name])
                     yield row
 
     def _batches(
-        self, shard: Path, file: pq.ParquetFile, more: Sequence[str] = ()
+        self, file: CheckedFile, more: Sequence[str] = ()
     ) -> Iterator[tuple[pa.RecordBatch, Mapping[str, Callable[[Any], Any]]]]:
         """Batches of an opened shard with the columns that the steps read and some more, and how to
         read those that are JSON."""
-        schema = file.schema_arrow
+        schema = file.schema
         names = [*ROW_KEYS, *self._fields(schema), self.text_column]
         names += [name for name in more if name in schema.names]
         names = list(dict.fromkeys(names))
         readers = json_readers(pa.schema([schema.field(name) for name in names]))
-        batches = file.iter_batches(_BATCH, columns=names, use_threads=False)
-        while True:
-            try:
-                batch = next(batches, None)
-            except (pa.ArrowException, OSError) as error:
-                raise damaged(shard, str(error)) from error
-            if batch is None:
-                return
+        for batch in file.batches(_BATCH, names, use_threads=False):
             yield batch, readers
 
     def _fields(self, schema: pa.Schema) -> list[str]:
@@ -198,6 +190,7 @@ class GradingPass:
                 for batch in batches:
                     writer.write_batch(batch)
                     count += batch.num_rows
+            seal(temporary)
             fsync_path(temporary)
         except OSError as error:
             raise unwritable(part.path, error) from error
@@ -213,22 +206,6 @@ class GradingPass:
     @cached_property
     def _made(self) -> pa.Schema:
         return arrow_schema(self.grader.chain.columns)
-
-
-@contextmanager
-def _opened(shard: Path) -> Iterator[pq.ParquetFile]:
-    """Open a shard.
-
-    Raises:
-        JobError: it is damaged.
-    """
-    with ExitStack() as stack:
-        try:
-            source = stack.enter_context(pa.OSFile(str(shard)))
-            file = stack.enter_context(pq.ParquetFile(source, page_checksum_verification=True))
-        except (pa.ArrowException, OSError) as error:
-            raise damaged(shard, str(error)) from error
-        yield file
 
 
 def _row_batches(schema: pa.Schema, rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:

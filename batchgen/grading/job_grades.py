@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchgen.config import ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
@@ -18,6 +17,7 @@ from batchgen.grading.build_steps import check_fields, described, post_steps
 from batchgen.grading.grading_pass import GradingPass, Stopped, Witness
 from batchgen.grading.part import ROW_KEYS, STEPS_KEY, Part, made_of
 from batchgen.grading.rows import Grader, StepChain
+from batchgen.output.checked_file import CheckedFile, DamagedFile, read_schema
 from batchgen.output.shards import shard_files, shard_path, unwritable
 
 GRADES = "grades"
@@ -108,12 +108,16 @@ class JobGrades:
         if steps is None:
             return False
         for number, shard in shard_files(self.job / "data").items():
-            try:
-                found = pq.read_metadata(shard_path(self.path, number))
-            except (FileNotFoundError, pa.ArrowInvalid):
+            path = shard_path(self.path, number)
+            if not path.exists():
                 return False
-            made = (found.metadata or {}).get(STEPS_KEY)
-            if made != steps.encode() or found.num_rows != pq.read_metadata(shard).num_rows:
+            try:
+                with CheckedFile(path) as grades, CheckedFile(shard) as rows:
+                    made = (grades.metadata.metadata or {}).get(STEPS_KEY)
+                    counts = {grades.metadata.num_rows, rows.metadata.num_rows}
+            except DamagedFile:
+                return False
+            if made != steps.encode() or len(counts) > 1:
                 return False
         return True
 
@@ -147,7 +151,7 @@ class JobGrades:
         made = json.dumps(described(configs, steps), sort_keys=True)
         pending = [part for part in self.parts(shards) if not self._is_made(part, made)]
         if pending:
-            check_fields(steps, pq.read_schema(pending[0].shard).names)
+            check_fields(steps, read_schema(pending[0].shard).names)
         self._steps = made
         with contextlib.suppress(OSError):  # it is of no use, and harms nobody here
             (self.path / _STEPS_FILE).unlink(missing_ok=True)
@@ -172,7 +176,7 @@ class JobGrades:
     def schema(self) -> pa.Schema | None:
         """The columns of the grades; None if there are none."""
         files = shard_files(self.path).values() if self.path.is_dir() else ()
-        return next((pq.read_schema(path) for path in files), None)
+        return next((read_schema(path) for path in files), None)
 
 
 def _check_names(chain: StepChain) -> None:

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from batchgen.output.checked_file import DamagedFile, read_schema
 from batchgen.output.row_order import KEYS
 
 ROW_KEYS = ("row_id", *KEYS)
@@ -45,6 +43,6 @@ def made_of(path: Path) -> Mapping[bytes, bytes]:
     if not path.exists():  # which takes less time than an error
         return {}
     try:
-        return pq.read_schema(path).metadata or {}
-    except (FileNotFoundError, pa.ArrowInvalid):
+        return read_schema(path).metadata or {}
+    except DamagedFile:
         return {}

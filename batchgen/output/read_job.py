@@ -18,9 +18,10 @@ import pyarrow.parquet as pq
 import yaml
 
 from batchgen.errors import ConfigError
+from batchgen.output.checked_file import CheckedFile, Source, read_schema
 from batchgen.output.journal import journal_files, read_file
 from batchgen.output.row_order import KEYS, RowsInOrder, first_key, row_keys
-from batchgen.output.shards import Source, damaged, shard_files, shard_path
+from batchgen.output.shards import shard_files, shard_path
 from batchgen.output.storage import LOCK, FolderStorage, Storage
 from batchgen.workers.names import DATA, JOURNAL, WORKERS, parse_worker
 from batchgen.workers.process import is_gone
@@ -111,11 +112,7 @@ class JobFolderReader:
                 for batch in self._read_if_there(path) or ():
                     return batch.schema
         for path in self._published().values():
-            source = self.storage.parquet(path)
-            try:
-                return pq.read_schema(source)
-            except pa.ArrowInvalid as error:
-                raise damaged(source, str(error)) from error
+            return read_schema(self.storage.parquet(path))
         return None
 
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
@@ -268,22 +265,19 @@ class Shard:
         start, end = int(np.searchsorted(self._written.keys, least)), len(self._written.keys)
         wanted = [*dict.fromkeys([*names, *KEYS])]
         if self._published is not None:
-            try:
-                with pq.ParquetFile(self._published) as file:
-                    groups = _groups_from(file.metadata, first_row)
-                    for batch in file.iter_batches(size, row_groups=groups, columns=wanted):
-                        if first_row:
-                            batch = batch.slice(int(np.searchsorted(row_keys(batch), least)))
-                            if not batch.num_rows:
-                                continue
-                        stop = start
-                        if batch.num_rows:
-                            last = row_keys(batch)[-1]
-                            stop = int(np.searchsorted(self._written.keys, last, side="right"))
-                        yield from self._merged(batch, names, start, stop)
-                        start = stop
-            except (pa.ArrowException, OSError) as error:
-                raise damaged(self._published, str(error)) from error
+            with CheckedFile(self._published) as file:
+                groups = _groups_from(file.metadata, first_row)
+                for batch in file.batches(size, wanted, groups):
+                    if first_row:
+                        batch = batch.slice(int(np.searchsorted(row_keys(batch), least)))
+                        if not batch.num_rows:
+                            continue
+                    stop = start
+                    if batch.num_rows:
+                        last = row_keys(batch)[-1]
+                        stop = int(np.searchsorted(self._written.keys, last, side="right"))
+                    yield from self._merged(batch, names, start, stop)
+                    start = stop
         for first in range(start, end, size):
             rows = np.arange(first, min(first + size, end))
             yield from self._written.table(rows, names).to_batches()

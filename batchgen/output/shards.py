@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.errors import JobError
+from batchgen.output.checked_file import CheckedFile, Source, damaged, seal
 from batchgen.output.fsync import fsync_path
 from batchgen.output.row_order import KEYS, RowsInOrder
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 ROW_GROUP_BYTES = 64 * 2**20
 _ROW_BYTES = 1024  # a guess at what a row takes besides its tokens, to size row groups
 _NAME = re.compile(r"part-(\d{5,})\.parquet")
-Source = Path | RawIOBase
-"""What a shard is read from: a file, or an object whose text is its URL (`Storage.parquet`)."""
 
 
 def shard_path(data: Path, shard: int) -> Path:
@@ -77,6 +75,7 @@ def write_shard(
             for group in _row_groups(batches, schema):
                 writer.write_table(group, row_group_size=group.num_rows)
                 rows += group.num_rows
+        seal(temporary)
         fsync_path(temporary)
     except OSError as error:
         raise unwritable(path, error) from error
@@ -107,13 +106,13 @@ def mapped_shard(path: Source, schema: OutputSchema, copy: Path) -> list[pa.Reco
     """
     try:
         with (
-            pq.ParquetFile(path, page_checksum_verification=True) as file,
+            CheckedFile(path) as file,
             pa.OSFile(str(copy), "wb") as sink,
             pa.ipc.new_file(sink, schema.arrow) as writer,
         ):
-            for group in range(file.num_row_groups):
+            for group in range(file.metadata.num_row_groups):
                 # The file's own schema has the same fields and other metadata.
-                writer.write_table(file.read_row_group(group).cast(schema.arrow))
+                writer.write_table(file.read(groups=[group]).cast(schema.arrow))
     except pa.ArrowException as error:
         raise damaged(path, str(error)) from error
     except OSError as error:
@@ -142,12 +141,9 @@ def shard_extent(path: Source, schema: OutputSchema, first_row: int) -> Extent:
     Raises:
         JobError: the file is damaged or has other columns than this job writes.
     """
-    try:
-        with pq.ParquetFile(path) as file:
-            written, meta = file.schema_arrow, file.metadata
-            last = {name: _greatest(meta, written.get_field_index(name)) for name in KEYS}
-    except (pa.ArrowInvalid, OSError) as error:
-        raise damaged(path, str(error)) from error
+    with CheckedFile(path) as file:
+        written, meta = file.schema, file.metadata
+        last = {name: _greatest(meta, written.get_field_index(name)) for name in KEYS}
     if not written.equals(schema.arrow):
         raise damaged(path, "it has other columns than this job writes")
     extent = Extent(last["row_index"] - first_row + 1, last["sample_index"] + 1)
@@ -171,21 +167,12 @@ def read_columns(path: Source, columns: Sequence[str]) -> pa.Table:
     Raises:
         JobError: the file is damaged.
     """
+    with CheckedFile(path) as file:
+        found = file.read(columns)
     try:
-        with pq.ParquetFile(path) as file:
-            return file.read(columns=list(columns)).select(columns)
+        return found.select(columns)
     except KeyError as error:
         raise damaged(path, f"it has no column {error}") from error
-    except (pa.ArrowException, OSError) as error:
-        raise damaged(path, str(error)) from error
-
-
-def damaged(path: Source, why: str) -> JobError:
-    """The error for a published shard that cannot be used."""
-    return JobError(
-        f"the published shard {path} is damaged ({why}): delete it and run the same command, "
-        "which computes its rows again"
-    )
 
 
 def unwritable(path: Path, error: OSError) -> JobError:

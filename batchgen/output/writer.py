@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.errors import ConfigError, JobError
+from batchgen.output.checked_file import Source, damaged
 from batchgen.output.journal import Journal, JournalGone, attempt_of
 from batchgen.output.older import Older
 from batchgen.output.open_shard import STATE_COLUMNS, OpenShard
@@ -20,8 +21,6 @@ from batchgen.output.row_order import KEYS, RowsInOrder
 from batchgen.output.schema import FinishedRow, OutputSchema
 from batchgen.output.shards import (
     Extent,
-    Source,
-    damaged,
     read_columns,
     shard_extent,
     shard_files,

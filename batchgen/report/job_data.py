@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchgen.grading.job_grades import GRADES, JobGrades
+from batchgen.output.checked_file import CheckedFile, damaged
 from batchgen.output.read_job import BATCH, JobFolderReader
 from batchgen.output.row_order import KEYS, row_keys
-from batchgen.output.shards import damaged, shard_files, shard_path
+from batchgen.output.shards import shard_files, shard_path
 
 Keys = npt.NDArray[np.int64]
 """Numbers of rows, as of `row_keys`."""
@@ -92,26 +92,23 @@ class JobData:
             return
         grades_of = lru_cache(1)(lambda shard: _read(shard_path(self._job / GRADES, shard)))
         for number, shard in shard_files(self._job / "data").items():
-            try:
-                with pq.ParquetFile(shard) as file:
-                    for batch, at in _batches_with(file, keys):
-                        marks = None
-                        if self.grades is not None:
-                            marks = grades_of(number).slice(at, batch.num_rows)
-                        yield batch, marks
-            except (pa.ArrowException, OSError) as error:
-                raise damaged(shard, str(error)) from error
+            with CheckedFile(shard) as file:
+                for batch, at in _batches_with(file, keys):
+                    marks = None
+                    if self.grades is not None:
+                        marks = grades_of(number).slice(at, batch.num_rows)
+                    yield batch, marks
 
 
-def _batches_with(file: pq.ParquetFile, keys: Keys) -> Iterator[tuple[pa.Table, int]]:
+def _batches_with(file: CheckedFile, keys: Keys) -> Iterator[tuple[pa.Table, int]]:
     """The batches of a shard that hold some of the keys, and the number of rows before each."""
     start = 0
-    for number in range(file.num_row_groups):
-        mine = row_keys(file.read_row_group(number, columns=list(KEYS)))
+    for number in range(file.metadata.num_row_groups):
+        mine = row_keys(file.read(KEYS, [number]))
         at = start
         places = np.flatnonzero(np.isin(mine, keys))
         if len(places):
-            for batch in file.iter_batches(BATCH, row_groups=[number]):
+            for batch in file.batches(BATCH, groups=[number]):
                 if at > start + places[-1]:
                     break
                 if np.isin(row_keys(batch), keys).any():
@@ -153,10 +150,8 @@ class _GradeStream:
 
 
 def _read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    try:
-        return pq.read_table(path, columns=columns, partitioning=None)
-    except (pa.ArrowException, OSError) as error:
-        raise damaged(path, str(error)) from error
+    with CheckedFile(path) as file:
+        return file.read(columns)
 
 
 def _row(table: pa.Table) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from batchgen.config import ScoreConfig
 from batchgen.errors import ConfigError
@@ -15,7 +14,8 @@ from batchgen.grading.grading_pass import Witness
 from batchgen.grading.job_grades import JobGrades
 from batchgen.grading.part import Part
 from batchgen.grading.step import MARK
-from batchgen.output.shards import damaged, read_columns
+from batchgen.output.checked_file import damaged, read_schema
+from batchgen.output.shards import read_columns
 from batchgen.scoring.marks import SAMPLES
 
 _ANSWER_KEY = "answer_key"
@@ -71,7 +71,7 @@ class Samples:
             self._kept[part] = self._samples(rows, grades)
 
     def _read(self, part: Part) -> pa.Table:
-        names = pq.read_schema(part.shard).names
+        names = read_schema(part.shard).names
         for key, name in {"subset": self.config.subset, "cluster": self.config.cluster}.items():
             if name is not None and name not in names:
                 raise ConfigError(
@@ -123,7 +123,7 @@ def grades_of(part: Part, rows: pa.Table) -> pa.Table:
     Raises:
         JobError: the part has other rows, or is damaged.
     """
-    grades = read_columns(part.path, pq.read_schema(part.path).names)
+    grades = read_columns(part.path, read_schema(part.path).names)
     if not grades["row_id"].equals(rows["row_id"]):
         raise damaged(part.path, "it has other rows than its shard")
     return grades

@@ -28,6 +28,7 @@ from batchgen.config import (
 )
 from batchgen.engine.outputs import OutputColumn
 from batchgen.grading.job_grades import JobGrades
+from batchgen.output.checked_file import seal
 from batchgen.output.manifest import ROWS, Manifest, write_atomic
 from batchgen.output.schema import OutputSchema
 from batchgen.output.shards import shard_path
@@ -80,6 +81,7 @@ def write_job(
     for shard, first in enumerate(range(0, rows, rows_per_shard)):
         data = maker.table(first, min(rows_per_shard, rows - first))
         pq.write_table(data, shard_path(folder / "data", shard), compression="zstd")
+        seal(shard_path(folder / "data", shard))
     (folder / "config.yaml").write_text(yaml.safe_dump(resolved(config)), encoding="utf-8")
     manifest = Manifest.build(
         identity(config),

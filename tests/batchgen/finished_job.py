@@ -13,6 +13,7 @@ import yaml
 
 from batchgen.config import ScoreConfig, StepConfig
 from batchgen.grading.job_grades import JobGrades
+from batchgen.output.checked_file import seal
 from batchgen.output.shards import shard_path
 from batchgen.scoring.job_score import job_score, save_score
 
@@ -84,6 +85,7 @@ def finished_job(
     for shard, start in enumerate(range(0, len(rows), in_shard)):
         table = pa.Table.from_pylist(list(rows[start : start + in_shard]), schema=schema)
         pq.write_table(table, shard_path(path / "data", shard), row_group_size=64)
+        seal(shard_path(path / "data", shard))
     _write_facts(path, rows, metrics or {}, config or {})
     if graded:
         JobGrades(path).make(POST, "text", ScoreConfig())

@@ -10,11 +10,11 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchgen.grading.job_grades import JobGrades
+from batchgen.output.checked_file import CheckedFile
 from batchgen.output.row_order import KEYS, row_keys
-from batchgen.output.shards import damaged, shard_path
+from batchgen.output.shards import shard_path
 
 PREFIX = "grades/"
 """Stands before the names of columns of the grades, because the data may have such names, too."""
@@ -104,12 +104,9 @@ class ShardGrades:
         # may just have been copied, and its bytes have to say it.
         if stats[0].st_mtime_ns > stats[1].st_mtime_ns and not self._job.part(shard).is_of_shard:
             return None
-        try:
-            with pq.ParquetFile(path) as file:
-                there = [name for name in columns if name in file.schema_arrow.names]
-                table = file.read([*KEYS, *there])
-        except (pa.ArrowException, OSError) as error:
-            raise damaged(path, str(error)) from error
+        with CheckedFile(path) as file:
+            there = [name for name in columns if name in file.schema.names]
+            table = file.read([*KEYS, *there])
         if not table.num_rows:
             return None
         while len(self._parts) >= _KEPT:
