@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from batchgen.command.conf_files import Entry, read_choice
 from batchgen.command.options import FLAGS
+from batchgen.command.step_help import STEPS, steps_help
 from batchgen.command.verbs import VERBS
 from batchgen.config.keys import (
     EXPERIMENT,
@@ -46,7 +47,8 @@ _COMMON = (
 
 
 def help_text(about: Sequence[str]) -> str:
-    """The help; with words, that of groups, of choices (GROUP=CHOICE) or of keys.
+    """The help; with words, that of groups, of choices (GROUP=CHOICE), of keys or of lists of
+    steps.
 
     Raises:
         ConfigError: a word is none of these.
@@ -61,6 +63,8 @@ def _overview() -> str:
     rows = [(group, ", ".join(_default_first(group))) for group in (*GROUPS, EXPERIMENT)]
     title = "Groups and their choices, the default first (batchgen --help GROUP)"
     parts.append(_table(title, rows))
+    rows = [(name, ", ".join(map(_class_name, steps))) for name, steps in STEPS.items()]
+    parts.append(_table("Lists of steps (batchgen --help rows, --help post)", rows))
     rows = [(key, _sentence(_entry(key))) for key in _COMMON]
     parts.append(_table("Some keys (batchgen --help KEY; a group's help has all of its)", rows))
     parts.append("Values" + _VALUES)
@@ -72,6 +76,8 @@ def _about(word: str) -> str:
     group, equals, choice = word.partition("=")
     if word in (*GROUPS, EXPERIMENT):
         return _group_help(word)
+    if word in STEPS:
+        return steps_help(word)
     if equals and group in (*GROUPS, EXPERIMENT):
         if choice not in choices(group):
             names = ", ".join(choices(group))
@@ -79,7 +85,7 @@ def _about(word: str) -> str:
         return _choice_help(group, choice)
     if word in all_keys():
         return "\n".join(_entry_lines(_entry(word), word))
-    guess = nearest(word, GROUPS) or nearest_key(word)
+    guess = nearest(word, (*GROUPS, *STEPS)) or nearest_key(word)
     raise ConfigError(
         f"--help {word}: there is no such group or key: "
         + (f"did you mean {guess}?" if guess else f"groups are {', '.join(GROUPS)}")
@@ -131,6 +137,10 @@ def _entry(key: str) -> Entry:
 def _default_first(group: str) -> list[str]:
     default = default_choices().get(group)
     return sorted(choices(group), key=lambda name: name != default)
+
+
+def _class_name(target: str) -> str:
+    return target.rpartition(".")[2]
 
 
 def _sentence(entry: Entry) -> str:

@@ -52,6 +52,7 @@ def test_the_command_is_imported_without_heavy_packages(tmp_path: Path) -> None:
         (["sampling.temprature=1"], 2, "did you mean sampling.temperature?", True),
         (["--version"], 0, "transformers", True),
         (["--help", "sampling"], 0, "max_new_tokens", False),
+        (["--help", "post", "rows"], 0, "ParseScore", False),
         (["--completion", "bash"], 0, "sampling.temperature=", False),
         (["init", "job.yaml"], 0, "job.yaml is written", False),
         (["--multirun", "sampling.temperature=-1,-2"], 2, "sampling.temperature must be", False),
