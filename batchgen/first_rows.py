@@ -1,4 +1,5 @@
-"""Stops a job in which the first rows all fail in the same way: the mistake is not in the rows."""
+"""Stops a job in which the first rows, or all of few, fail in the same way: the mistake is not in
+the rows."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ FIRST_ROWS = 50
 
 
 class AllRowsFailed(JobError):
-    """The first rows of a job all failed in the same way; none of them was written."""
+    """The first rows of a job, or all, failed in the same way; none of them was written."""
 
 
 class FirstRows:
@@ -59,8 +60,25 @@ class FirstRows:
         if self.wait and not in_flight:
             if self._others_have_rows():
                 return self.rest()
-            raise self._stop()
+            raise self._stop(f"the first {len(self._indices):,} rows have all")
         return []
+
+    def ended(self, rows_total: int | None) -> list[FinishedRow]:
+        """The rows that may be written now that no further row can begin and none is in flight.
+
+        Args:
+            rows_total: output rows of the whole job; None if that is not known yet.
+
+        Raises:
+            AllRowsFailed: every row of the job has failed in the same way.
+        """
+        if self._held and len(self._held) == rows_total and not self._others_have_rows():
+            rows = len(self._indices)
+            who = (
+                f"all {rows:,} rows of the job have" if rows > 1 else "the only row of the job has"
+            )
+            raise self._stop(who)
+        return self.rest()
 
     def rest(self) -> list[FinishedRow]:
         """All rows that were held back, which may be written whatever comes."""
@@ -68,12 +86,12 @@ class FirstRows:
         held, self._held = self._held, []
         return held
 
-    def _stop(self) -> AllRowsFailed:
+    def _stop(self, who: str) -> AllRowsFailed:
         first = min(self._held, key=lambda row: (row.row_index, row.sample_index))
         assert first.failure is not None
         return AllRowsFailed(
-            f"the first {len(self._indices):,} rows have all failed in the same way: "
-            f"{first.failure.type}: {first.failure} (row {first.row_id}). The job has stopped, and "
-            "none of these rows was written: correct what is wrong and run the command again, with "
-            "the same output.dir; output.on_all_errors=continue writes such rows and goes on"
+            f"{who} failed in the same way: {first.failure.type}: {first.failure} (row "
+            f"{first.row_id}). The job has stopped, and none of these rows was written: correct "
+            "what is wrong and run the command again, with the same output.dir; "
+            "output.on_all_errors=continue writes such rows and goes on"
         )

@@ -139,6 +139,7 @@ class Generation:
         self._constraints = constraints
         self._params = config.params
         self._writer = writer
+        self._samples = config.sampling.n
         self._metrics = metrics
         self._engine = engine
         stops = config.output.on_all_errors == "stop"
@@ -164,7 +165,7 @@ class Generation:
                     request = self._in_flight.pop(output.request_id)
                     finished.append(request.finished(output=output))
             elif not finished:
-                if held := self._first.rest():
+                if held := self._first.ended(self._rows_total()):
                     self._write(held, progress)
                 else:  # other workers do what is left
                     time.sleep(_IDLE_SECONDS)
@@ -184,6 +185,11 @@ class Generation:
         self._add_point(time.monotonic() - started)
         self._save_metrics()
         return True
+
+    def _rows_total(self) -> int | None:
+        """The output rows of the job, None as long as the end of a stream is not reached."""
+        rows = self._writer.num_rows
+        return None if rows is None else rows * self._samples
 
     def _write(self, finished: list[FinishedRow], progress: Progress) -> None:
         # What another worker has finished meanwhile counts as its own.

@@ -133,7 +133,7 @@ def test_help_and_config_run_nothing(tmp_path: Path) -> None:
 
 
 def test_the_config_of_an_output_is_a_job(tmp_path: Path) -> None:
-    FakeJob(str(tmp_path / "out"), rows=1).run()
+    FakeJob(str(tmp_path / "out"), rows=1, bad=False).run()
     for file in ([str(tmp_path / "out/config.yaml")], ["--config-path", str(tmp_path / "out")]):
         found = _batchgen(tmp_path, *file, "sampling.n=0")
         assert found.stderr == "batchgen: sampling.n must be at least 1, got 0\n"

@@ -351,7 +351,7 @@ def test_the_config_of_an_output_has_the_constraint_as_it_is(tmp_path: Path) -> 
         "choice": {"kind": "choice", "choices": ["${c}", "\\\\${d}", "null", "1"]},
     }
     for kind, group in groups.items():
-        job = FakeJob(str(tmp_path / kind), rows=1, constraint=group)
+        job = FakeJob(str(tmp_path / kind), rows=1, bad=False, constraint=group)
         job.run()
         written = OmegaConf.load(tmp_path / kind / "config.yaml")
         assert isinstance(written, DictConfig)

@@ -1,6 +1,7 @@
 """A job whose first rows all fail in the same way stops, and leaves no trace of them."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,46 @@ def test_a_job_whose_rows_all_fail(tmp_path: Path, capsys: pytest.CaptureFixture
     _run(whole, _BadPrompt(0, 0))
     for path in (out / "data").iterdir():
         assert path.read_bytes() == (tmp_path / "whole/data" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("rows", [1, 2, FIRST_ROWS - 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_small_job_whose_rows_all_fail_begins_again(
+    rows: int, stream: bool, tmp_path: Path
+) -> None:
+    """With another prompt, whose fingerprint is another job's, in the same folder."""
+    job = FakeJob(str(tmp_path / "out"), rows=rows, bad=False)
+
+    def run(job: FakeJob, prompt: _BadPrompt) -> JobResult:
+        parts = replace(job.parts(), prompt=prompt)
+        if stream:
+            parts.source.num_rows = None
+            parts.source.rows = _Stream(rows)  # type: ignore[method-assign]
+        return run_job(job.config(), parts)
+
+    who = f"all {rows} rows of the job have" if rows > 1 else "the only row of the job has"
+    message = f"^{who} failed in the same way: missing_field: row 0 has"
+    with pytest.raises(AllRowsFailed, match=message):
+        run(job, _BadPrompt())
+    assert list(JobFolderReader(tmp_path / "out").rows()) == []
+    assert run(replace(job, temperature=0.5), _BadPrompt(0, 0)).exit_code == 0
+    assert len(list(JobFolderReader(tmp_path / "out").rows())) == 2 * rows
+
+
+class _Stream:
+    """The rows of a FakeSource that does not know how many it has."""
+
+    def __init__(self, rows: int) -> None:
+        self._source = FakeJob("", rows=rows).parts().source
+
+    def __call__(self, start: int = 0) -> Iterator[Any]:
+        return self._source.rows(start)
+
+
+@pytest.mark.parametrize("bad", [_BadPrompt(0, 9), _BadPrompt(1, 10)])
+def test_a_small_job_with_one_answer_is_written(bad: _BadPrompt, tmp_path: Path) -> None:
+    job = FakeJob(str(tmp_path), rows=10, samples=1, bad=False)
+    assert _run(job, bad).error_rows == 9
 
 
 def test_on_all_errors_continue(tmp_path: Path) -> None:

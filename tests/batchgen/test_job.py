@@ -162,7 +162,7 @@ def test_only_error_rows(tmp_path: Path) -> None:
     from batchgen.engine.outputs import RequestError
 
     batch_error = RequestError("missing_field", "no question")
-    job = _job(tmp_path, rows=49)
+    job = _job(tmp_path, rows=49, on_all_errors="continue")
     result = run_job(job.config(), replace(job.parts(), prompt=AllBad()))
     assert result.exit_code == 3 and result.error_rows == 98
     assert {row["error"]["type"] for row in _rows(tmp_path)} == {"missing_field"}
@@ -193,7 +193,7 @@ def test_no_rows_at_all(tmp_path: Path) -> None:
 
 
 def test_prompts_leave_room_for_the_answer(tmp_path: Path) -> None:
-    job = _job(tmp_path / "a", rows=3, bad=False)
+    job = _job(tmp_path / "a", rows=3, bad=False, on_all_errors="continue")
     run_job(job.config(), replace(job.parts(), max_model_len=16 + 2))  # prompts have 3 tokens
     assert {row["error"]["type"] for row in _rows(tmp_path / "a")} == {"prompt_too_long"}
     parts = replace(job.parts(), max_model_len=16, build_engine=_not_built)
