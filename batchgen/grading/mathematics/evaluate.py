@@ -12,8 +12,15 @@ from fractions import Fraction
 from functools import lru_cache, partial
 
 from batchgen.grading.mathematics import numbers
-from batchgen.grading.mathematics.nodes import Call, Node, NotRead, Number, Symbol
 from batchgen.grading.mathematics.numbers import CONTEXT, Undefined, Value
+from batchgen.grading.mathematics.reading.nodes import (
+    Call,
+    Node,
+    NotRead,
+    Number,
+    Symbol,
+    variables_of,
+)
 
 POINTS = 4
 """Points at which expressions are compared. In the last two, variables are negative: there
@@ -82,15 +89,6 @@ def value_at(node: Node, variable: Callable[[str], Value]) -> Value:
         case _:
             return numbers.call(node.name, tuple(values))
     return first
-
-
-def variables_of(node: Node) -> set[str]:
-    """The names of the variables of an expression."""
-    if isinstance(node, Symbol):
-        return set() if node.name in CONSTANTS or node.name == "oo" else {node.name}
-    if isinstance(node, Call):
-        return set().union(*map(variables_of, node.arguments))
-    return set()
 
 
 def constant(node: Node) -> Value:

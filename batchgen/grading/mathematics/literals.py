@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from batchgen.grading.mathematics.layout import tidy
-from batchgen.grading.mathematics.nodes import (
+from batchgen.grading.mathematics.reading.layout import tidy
+from batchgen.grading.mathematics.reading.nodes import (
     Call,
     Choice,
     Node,
@@ -14,7 +14,7 @@ from batchgen.grading.mathematics.nodes import (
     Quantity,
     Relation,
 )
-from batchgen.grading.mathematics.parser import read
+from batchgen.grading.mathematics.reading.parser import read
 from batchgen.grading.mathematics.relation_forms import named_value
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from fractions import Fraction
 
 from batchgen.grading.mathematics import numbers, real_sets
-from batchgen.grading.mathematics.evaluate import value_form, variables_of
+from batchgen.grading.mathematics.evaluate import value_form
 from batchgen.grading.mathematics.forms import NAME, UNIT, Forms, text_form
-from batchgen.grading.mathematics.nodes import (
+from batchgen.grading.mathematics.numbers import Undefined
+from batchgen.grading.mathematics.reading.nodes import (
     Based,
     Builder,
     Call,
@@ -24,10 +25,10 @@ from batchgen.grading.mathematics.nodes import (
     SetOperation,
     Symbol,
     Words,
+    variables_of,
 )
-from batchgen.grading.mathematics.numbers import Undefined
+from batchgen.grading.mathematics.reading.units import LETTERS
 from batchgen.grading.mathematics.relation_forms import named, relation_forms, set_forms
-from batchgen.grading.mathematics.units import LETTERS
 
 
 def forms_of(node: Node) -> Forms:

@@ -8,8 +8,9 @@ from fractions import Fraction
 from typing import Any
 
 from batchgen.grading.mathematics import numbers
-from batchgen.grading.mathematics.evaluate import constant, value_at, variables_of
-from batchgen.grading.mathematics.nodes import (
+from batchgen.grading.mathematics.evaluate import constant, value_at
+from batchgen.grading.mathematics.numbers import Undefined, Value
+from batchgen.grading.mathematics.reading.nodes import (
     Builder,
     Call,
     Group,
@@ -19,8 +20,8 @@ from batchgen.grading.mathematics.nodes import (
     Relation,
     SetOperation,
     Symbol,
+    variables_of,
 )
-from batchgen.grading.mathematics.numbers import Undefined, Value
 
 INFINITY = float("inf")
 _MOST_PIECES = 100

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from batchgen.grading.mathematics import numbers, real_sets
-from batchgen.grading.mathematics.evaluate import values_of, variables_of
+from batchgen.grading.mathematics.evaluate import values_of
 from batchgen.grading.mathematics.forms import NAME, Forms
-from batchgen.grading.mathematics.nodes import (
+from batchgen.grading.mathematics.numbers import Undefined
+from batchgen.grading.mathematics.reading.nodes import (
     Call,
     Group,
     Listing,
@@ -20,8 +21,8 @@ from batchgen.grading.mathematics.nodes import (
     Relation,
     Symbol,
     Words,
+    variables_of,
 )
-from batchgen.grading.mathematics.numbers import Undefined
 
 FormsOf = Callable[[Node], Forms]
 

@@ -6,10 +6,10 @@ import re
 from functools import lru_cache
 
 from batchgen.grading.mathematics.forms import Forms, text_form
-from batchgen.grading.mathematics.layout import tidy
-from batchgen.grading.mathematics.nodes import NotRead, Words
 from batchgen.grading.mathematics.normal_forms import forms_of
-from batchgen.grading.mathematics.parser import read
+from batchgen.grading.mathematics.reading.layout import tidy
+from batchgen.grading.mathematics.reading.nodes import NotRead, Words
+from batchgen.grading.mathematics.reading.parser import read
 
 MOST_CHARACTERS = 2000
 """Of an answer that is read as mathematics. A longer one is only the same as its own text."""

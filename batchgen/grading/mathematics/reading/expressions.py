@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
-from batchgen.grading.mathematics.cursor import Cursor
-from batchgen.grading.mathematics.nodes import Based, Call, Matrix, Node, NotRead, Number, Symbol
-from batchgen.grading.mathematics.tokens import SCALES, Token
+from batchgen.grading.mathematics.reading.cursor import Cursor
+from batchgen.grading.mathematics.reading.nodes import (
+    Call,
+    Matrix,
+    Node,
+    NotRead,
+    Number,
+    Symbol,
+)
+from batchgen.grading.mathematics.reading.tokens import SCALES
+from batchgen.grading.mathematics.reading.written_numbers import digit, number
 
 _INVERSES = {
     "arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log", "lg": "log10",
@@ -126,19 +134,9 @@ class Expressions:
         if self.cursor.accept("-"):
             return Call("negate", (self._argument(),))
         if self.cursor.next.kind == "number":
-            return self._digit()
+            return digit(self.cursor)
         with self.cursor.deeper():
             return self._factor()
-
-    def _digit(self) -> Node:
-        """The first digit of a number, where LaTeX takes one character; all of it behind `^`."""
-        token = self.cursor.next
-        previous = self.cursor.peek(-1).text if self.cursor.at else ""
-        if previous == "^" or len(token.text) == 1 or "." in token.text:
-            return Number(Fraction(self.cursor.take().text))
-        rest = Token("number", token.text[1:])
-        self.cursor.tokens[self.cursor.at] = rest
-        return Number(Fraction(token.text[0]))
 
     def _group(self) -> Node:
         opening = self.cursor.expect("{")
@@ -147,7 +145,7 @@ class Expressions:
     def _factor(self) -> Node:
         token = self.cursor.take()
         if token.kind == "number":
-            return self._number(token)
+            return number(self.cursor, token, self._argument)
         if token.kind == "letter":
             return self._symbol(token.text)
         if token.kind == "function":
@@ -183,83 +181,10 @@ class Expressions:
             return self._symbol(text)
         raise NotRead
 
-    def _number(self, token: Token) -> Node:
-        value = Fraction(token.text)
-        if self.cursor.is_sign("_"):
-            return self._based(token)
-        if "." not in token.text:
-            if (mixed := self._mixed(value)) is not None:
-                return mixed
-        elif self.cursor.is_sign("overline") or (
-            self.cursor.is_sign(".") and self.cursor.peek(1).text == "overline"
-        ):
-            return self._repeating(token.text)
-        if self.cursor.is_sign(".") and self.cursor.peek(1).text == "overline":
-            self.cursor.take()
-            return self._repeating(token.text + ".")
-        return Number(value)
-
-    def _repeating(self, text: str) -> Node:
-        """A decimal whose last digits repeat: `0.1\\overline{6}`."""
-        self.cursor.expect("overline")
-        self.cursor.expect("{")
-        digits = self.cursor.take()
-        self.cursor.expect("}")
-        if digits.kind != "number" or not digits.text.isdigit():
-            raise NotRead
-        below = 10 ** len(text.partition(".")[2])
-        repeated = Fraction(int(digits.text), (10 ** len(digits.text) - 1) * below)
-        return Number(Fraction(text.rstrip(".")) + repeated)
-
-    def _mixed(self, whole: Fraction) -> Node | None:
-        """The value of a whole number and the fraction behind it (`1\\frac12`, `3 1/2`)."""
-        start = self.cursor.at
-        tokens = list(self.cursor.tokens)
-        if self.cursor.accept("frac"):
-            try:
-                above, below = self._argument(), self._argument()
-            except NotRead:
-                above = below = Symbol("")
-            if (
-                isinstance(above, Number)
-                and isinstance(below, Number)
-                and 0 < above.value < below.value
-            ):
-                return Number(whole + above.value / below.value)
-            self.cursor.at, self.cursor.tokens = start, tokens
-            return None
-        kinds = [self.cursor.peek(ahead) for ahead in range(3)]
-        if [k.kind for k in kinds] == ["number", "sign", "number"] and kinds[1].text == "/":
-            above_text, below_text = kinds[0].text, kinds[2].text
-            if above_text.isdigit() and below_text.isdigit() and int(below_text) > int(above_text):
-                self.cursor.at += 3
-                return Number(whole + Fraction(int(above_text), int(below_text)))
-        return None
-
-    def _based(self, token: Token) -> Node:
-        self.cursor.expect("_")
-        base = self._braced_text()
-        if not base.isdigit() or not 2 <= int(base) <= 36:
-            raise NotRead
-        return Based(token.text, int(base))
-
-    def _braced_text(self) -> str:
-        """The texts of the tokens of a group, or of one token, joined."""
-        if not self.cursor.accept("{"):
-            return self.cursor.take().text
-        parts: list[str] = []
-        depth = 1
-        while True:
-            token = self.cursor.take()
-            depth += {"{": 1, "}": -1}.get(token.text, 0) if token.kind == "sign" else 0
-            if depth == 0:
-                return "".join(parts)
-            parts.append(token.text)
-
     def _symbol(self, name: str) -> Node:
         """A variable with its subscript and primes; the value of a function such as `f(x)`."""
         if self.cursor.accept("_"):
-            name += "_" + self._braced_text()
+            name += "_" + self.cursor.braced_text()
         while self.cursor.is_sign("'"):
             name += self.cursor.take().text
         if name[0] in _APPLIED and self.cursor.is_sign("("):

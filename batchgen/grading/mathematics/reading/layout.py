@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from batchgen.grading.mathematics.units import UNITS
+from batchgen.grading.mathematics.reading.units import UNITS
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from functools import partial
 
-from batchgen.grading.mathematics.cursor import Cursor
-from batchgen.grading.mathematics.evaluate import variables_of
-from batchgen.grading.mathematics.expressions import Expressions
-from batchgen.grading.mathematics.nodes import (
+from batchgen.grading.mathematics.reading.cursor import Cursor
+from batchgen.grading.mathematics.reading.expressions import Expressions
+from batchgen.grading.mathematics.reading.nodes import (
     Builder,
     Call,
-    Choice,
     Group,
     Listing,
-    Matrix,
     Node,
     NotRead,
-    Number,
     Quantity,
     Ratio,
     Relation,
     SetOperation,
     Symbol,
     Words,
+    variables_of,
 )
-from batchgen.grading.mathematics.tokens import Token, tokens_of
-from batchgen.grading.mathematics.units import unit_name
+from batchgen.grading.mathematics.reading.tokens import Token
+from batchgen.grading.mathematics.reading.units_behind import JOINING, unit_behind
 
 _RELATIONS = {
     "=": "=", "ne": "!=", "<": "<", ">": ">", "le": "<=", "ge": ">=", "approx": "~", "in": "in",
@@ -36,61 +33,9 @@ _RELATIONS = {
 _CLOSING = {"(": (")", "]"), "[": ("]", ")"), "{": ("}",), "{set": ("}set",), "langle": ("rangle",)}
 _SETS = {"cup": "|", "cap": "&", "setminus": "-"}
 _MONEY = {"$": "$", "€": "€", "£": "£", "¥": "yen", "₹": "₹"}
-_JOINING = {"and", "or", "und", "oder"}
 
 
-def read(text: str, thousands: bool = True) -> Node:
-    """The answer that a tidy text says.
-
-    Args:
-        thousands: whether `1,000` is one number.
-
-    Raises:
-        NotRead: it is nothing of what is understood here.
-    """
-    tokens = tokens_of(text, thousands)
-    if not tokens:
-        raise NotRead
-    if (choice := _choice(tokens)) is not None:
-        return choice
-    return _read(tokens)
-
-
-def _read(tokens: list[Token]) -> Node:
-    return _Answer(Cursor(tokens)).whole()
-
-
-def _choice(tokens: list[Token]) -> Node | None:
-    """A letter in parentheses and, perhaps, the choice's text behind it."""
-    texts = [token.text for token in tokens[:3]]
-    if tokens[0].kind == "letter" and tokens[0].text.isupper() and len(tokens) > 1:
-        ended = texts[1] == ")" or (texts[1] in (".", ":") and len(tokens) > 2 and tokens[2].spaced)
-        if ended and tokens[2:3] != [] and tokens[2].kind == "letter" and not tokens[2].quoted:
-            return None
-        if ended:
-            return _choice_of(texts[0], tokens[2:])
-        return None
-    if len(texts) < 3 or (texts[0], texts[2]) != ("(", ")") or tokens[1].kind != "letter":
-        return None
-    if not texts[1].isupper():
-        return None
-    if len(tokens) > 3 and not (tokens[0].quoted or tokens[3].spaced):
-        return None
-    if len(tokens) > 3 and (tokens[3].text in (",", ";") or tokens[3].text.lower() in _JOINING):
-        return None
-    return _choice_of(texts[1], tokens[3:])
-
-
-def _choice_of(letter: str, rest: list[Token]) -> Node:
-    if not rest:
-        return Symbol(letter)
-    try:
-        return Choice(letter, _read(rest))
-    except NotRead:
-        return Choice(letter, Words(" ".join(token.text for token in rest)))
-
-
-class _Answer:
+class Answers:
     """Reads an answer from a cursor."""
 
     def __init__(self, cursor: Cursor) -> None:
@@ -129,7 +74,7 @@ class _Answer:
 
     def _joining(self) -> str | None:
         token = self.cursor.next
-        if token.kind == "word" and token.text.lower() in _JOINING:
+        if token.kind == "word" and token.text.lower() in JOINING:
             self.cursor.take()
             return {"und": "and", "oder": "or"}.get(token.text.lower(), token.text.lower())
         return None
@@ -165,7 +110,7 @@ class _Answer:
                     signs.append(at)
                 if depth < 0 or (depth == 0 and token.text in (",", ";")):
                     break
-            elif token.kind == "word" and token.text.lower() in _JOINING:
+            elif token.kind == "word" and token.text.lower() in JOINING:
                 break
         return signs
 
@@ -214,7 +159,7 @@ class _Answer:
         else:
             value = self.expressions.sum()
             value = Call("negate", (value,)) if negative else value
-        unit = self._unit(counted=not variables_of(value))
+        unit = unit_behind(self.cursor, counted=not variables_of(value))
         if money is None and self.cursor.is_sign(*_MONEY):
             money = self.cursor.take().text
         if money is not None:
@@ -225,66 +170,6 @@ class _Answer:
         if unit and self.cursor.next.kind == "number":  # `3 hours 20 minutes`
             return Listing((first, self._quantity()), "and")
         return first
-
-    def _unit(self, counted: bool) -> str | None:
-        """The unit behind a value, read; None if none follows.
-
-        Args:
-            counted: whether words that name things may follow as well (`18 eggs`).
-        """
-        if self.cursor.next.kind not in ("word", "letter") and not self._begins_unit():
-            return None
-        if not counted and self.cursor.next.text == "in":  # `x in [1, 2]`
-            return None
-        end = self._end_of_words()
-        for last in range(end, self.cursor.at, -1):
-            words = [token.text for token in self.cursor.tokens[self.cursor.at : last]]
-            if (name := unit_name(words)) is not None:
-                self.cursor.at = last
-                self._things()
-                return name
-        return "" if counted and self._things() else None
-
-    def _begins_unit(self) -> bool:
-        return self.cursor.is_sign("/", "(") and self.cursor.peek(1).kind == "word"
-
-    def _end_of_words(self) -> int:
-        """Where what may belong to a unit ends."""
-        end, depth, allowed = self.cursor.at, 0, {"^", "/", "{", "}", "*", "-", ".", "(", ")"}
-        for end in range(self.cursor.at, len(self.cursor.tokens) + 1):
-            if end == len(self.cursor.tokens):
-                break
-            token = self.cursor.tokens[end]
-            if token.kind == "word" and token.text.lower() in _JOINING:
-                break
-            if token.kind == "sign":
-                depth += {"{": 1, "(": 1, "}": -1, ")": -1}.get(token.text, 0)
-                if token.text not in allowed or depth < 0:
-                    break
-            if token.kind not in ("word", "letter", "number", "sign"):
-                break
-        return end
-
-    def _things(self) -> bool:
-        """Whether words that name what is counted follow (`18 eggs per day`), which are read."""
-        rest = self.cursor.tokens[self.cursor.at :]
-        words = []
-        for token in rest:
-            if token.kind == "sign" and token.text in (",", ";", ")", "}", "]", "}set"):
-                break
-            if token.kind == "word" and token.text.lower() in _JOINING:
-                break
-            if token.kind not in ("word", "letter") and token.text not in ("/", "-", ".", "'", "%"):
-                return False
-            if token.kind == "letter" and not token.quoted:
-                return False
-            words.append(token)
-        if not words or not any(token.kind == "word" for token in words):
-            return False
-        if {token.text.lower() for token in words} & _NO_THINGS:
-            return False
-        self.cursor.at += len(words)
-        return True
 
     def _set_or_sum(self) -> Node:
         if self.cursor.accept("emptyset"):
@@ -303,7 +188,7 @@ class _Answer:
         """Words to the end of the clause."""
         words: list[str] = []
         while self.cursor.next.kind in ("word", "letter", "number"):
-            if self.cursor.next.text.lower() in _JOINING:
+            if self.cursor.next.text.lower() in JOINING:
                 break
             words.append(self.cursor.take().text)
         return Words(" ".join(words))
@@ -347,14 +232,6 @@ class _Answer:
         raise NotRead
 
 
-_NO_THINGS = {
-    "or", "so", "more", "less", "than", "times", "half", "least", "most", "not", "mod", "base",
-    "of",
-    "to", "is", "are", "between", "if", "when", "where", "about", "except", "point", "pm",
-    "am", "log", "sqrt", "pi", "infinity", "squared", "cubed", "over", "plus", "minus",
-}  # fmt: skip
-
-
 def _only(groups: list[list[Node]]) -> Node:
     if len(groups) != 1 or len(groups[0]) != 1:
         raise NotRead
@@ -363,6 +240,3 @@ def _only(groups: list[list[Node]]) -> Node:
 
 def _joined(items: list[Node], joined: str) -> Node:
     return items[0] if len(items) == 1 else Listing(tuple(items), joined)
-
-
-__all__ = ["Matrix", "NotRead", "Number", "read"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from batchgen.grading.mathematics.nodes import NotRead
-from batchgen.grading.mathematics.tokens import Token
+from batchgen.grading.mathematics.reading.nodes import NotRead
+from batchgen.grading.mathematics.reading.tokens import Token
 
 _MOST_DEPTH = 40
 _END = Token("end of text", "")
@@ -57,6 +57,19 @@ class Cursor:
         if text is None:
             raise NotRead
         return text
+
+    def braced_text(self) -> str:
+        """The texts of the tokens of a group in braces, or of one token, joined and read."""
+        if not self.accept("{"):
+            return self.take().text
+        parts: list[str] = []
+        depth = 1
+        while True:
+            token = self.take()
+            depth += {"{": 1, "}": -1}.get(token.text, 0) if token.kind == "sign" else 0
+            if depth == 0:
+                return "".join(parts)
+            parts.append(token.text)
 
     @contextmanager
     def deeper(self) -> Iterator[None]:

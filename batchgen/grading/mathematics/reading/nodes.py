@@ -126,3 +126,16 @@ Node = (
 
 class NotRead(Exception):
     """The text is no mathematics that is understood here."""
+
+
+CONSTANTS = frozenset(("pi", "e", "i", "oo"))
+"""Names of symbols that are no variables."""
+
+
+def variables_of(node: Node) -> set[str]:
+    """The names of the variables of an expression."""
+    if isinstance(node, Symbol):
+        return set() if node.name in CONSTANTS else {node.name}
+    if isinstance(node, Call):
+        return set().union(*map(variables_of, node.arguments))
+    return set()

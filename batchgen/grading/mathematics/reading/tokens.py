@@ -6,8 +6,8 @@ import re
 import unicodedata
 from dataclasses import dataclass, replace
 
-from batchgen.grading.mathematics.nodes import NotRead
-from batchgen.grading.mathematics.units import UNITS
+from batchgen.grading.mathematics.reading.nodes import NotRead
+from batchgen.grading.mathematics.reading.units import UNITS
 
 MOST_TOKENS = 2000
 

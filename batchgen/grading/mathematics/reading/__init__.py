@@ -1,0 +1,1 @@
+"""Reading answers: from text to tokens, and from tokens to what they say."""

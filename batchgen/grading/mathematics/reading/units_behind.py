@@ -1,0 +1,79 @@
+"""The unit of measure, or what is counted, behind a value."""
+
+from __future__ import annotations
+
+from batchgen.grading.mathematics.reading.cursor import Cursor
+from batchgen.grading.mathematics.reading.units import unit_name
+
+JOINING = {"and", "or", "und", "oder"}
+"""Words between answers."""
+_LONGEST_UNIT = 24  # tokens
+_NO_THINGS = {
+    "or", "so", "more", "less", "than", "times", "half", "least", "most", "not", "mod", "base",
+    "of", "to", "is", "are", "between", "if", "when", "where", "about", "except", "point", "pm",
+    "am", "log", "sqrt", "pi", "infinity", "squared", "cubed", "over", "plus", "minus",
+}  # fmt: skip
+
+
+def unit_behind(cursor: Cursor, counted: bool) -> str | None:
+    """The unit behind a value, read; None if none follows.
+
+    Args:
+        counted: whether words that name things may follow as well (`18 eggs`).
+    """
+    if cursor.next.kind not in ("word", "letter") and not _begins_unit(cursor):
+        return None
+    if not counted and cursor.next.text == "in":  # `x in [1, 2]`
+        return None
+    end = min(_end_of_words(cursor), cursor.at + _LONGEST_UNIT)
+    for last in range(end, cursor.at, -1):
+        words = [token.text for token in cursor.tokens[cursor.at : last]]
+        if (name := unit_name(words)) is not None:
+            cursor.at = last
+            _things(cursor)
+            return name
+    return "" if counted and _things(cursor) else None
+
+
+def _begins_unit(cursor: Cursor) -> bool:
+    return cursor.is_sign("/", "(") and cursor.peek(1).kind == "word"
+
+
+def _end_of_words(cursor: Cursor) -> int:
+    """Where what may belong to a unit ends."""
+    end, depth, allowed = cursor.at, 0, {"^", "/", "{", "}", "*", "-", ".", "(", ")"}
+    for end in range(cursor.at, len(cursor.tokens) + 1):
+        if end == len(cursor.tokens):
+            break
+        token = cursor.tokens[end]
+        if token.kind == "word" and token.text.lower() in JOINING:
+            break
+        if token.kind == "sign":
+            depth += {"{": 1, "(": 1, "}": -1, ")": -1}.get(token.text, 0)
+            if token.text not in allowed or depth < 0:
+                break
+        if token.kind not in ("word", "letter", "number", "sign"):
+            break
+    return end
+
+
+def _things(cursor: Cursor) -> bool:
+    """Whether words that name what is counted follow (`18 eggs per day`), which are read."""
+    rest = cursor.tokens[cursor.at :]
+    words = []
+    for token in rest:
+        if token.kind == "sign" and token.text in (",", ";", ")", "}", "]", "}set"):
+            break
+        if token.kind == "word" and token.text.lower() in JOINING:
+            break
+        if token.kind not in ("word", "letter") and token.text not in ("/", "-", ".", "'", "%"):
+            return False
+        if token.kind == "letter" and not token.quoted:
+            return False
+        words.append(token)
+    if not words or not any(token.kind == "word" for token in words):
+        return False
+    if {token.text.lower() for token in words} & _NO_THINGS:
+        return False
+    cursor.at += len(words)
+    return True
