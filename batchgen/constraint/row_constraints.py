@@ -98,6 +98,8 @@ def cell_text(kind: str, cell: Any, feature: Any) -> str | None:
             return compact_json(without_filled_nulls(cell, feature))
         if isinstance(cell, list) and kind == "choice":
             return compact_json(cell)
+    except RecursionError:
+        raise ConstraintError("is nested too deeply") from None
     except (TypeError, ValueError) as error:  # a date or NaN in a struct, for example
         raise ConstraintError(f"must hold {_MUST_HOLD[kind]}, got no JSON: {error}") from None
     raise ConstraintError(f"must hold {_MUST_HOLD[kind]}, got {cell!r:.100}")

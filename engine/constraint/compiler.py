@@ -38,9 +38,6 @@ _MARKERS = 16
 _CACHE_ENTRIES = 4096
 _CACHE_BYTES = 512 * 2**20
 _XGRAMMAR_CACHE_BYTES = 256 * 2**20
-_MOST_TEXT = 2**17
-"""The most characters of a constraint. A million in one string would compile for 18 s and take
-200 MB."""
 _PROBED_TOKENS = 16
 _PROBE_STRIDE = 7919
 """A prime, so that each probed token comes from another part of the vocabulary."""
@@ -164,11 +161,6 @@ class _Work:
         Raises:
             ConstraintError: they cannot, or xgrammar refuses it.
         """
-        if len(constraint.text) > _MOST_TEXT:
-            raise ConstraintError(
-                f"the {constraint.kind} constraint has {len(constraint.text):,} characters, and "
-                f"at most {_MOST_TEXT:,} compile in seconds: split or shorten it"
-            )
         marker = self._marker(constraint.start_after) if constraint.start_after else None
         try:
             compiled = self._compile(constraint)

@@ -8,12 +8,20 @@ from typing import Any, Literal, get_args
 
 from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.constraint.json_schema.lower import check_schema
-from batchgen.engine.constraint.json_text import compact_json, has_lone_surrogate, read_object
+from batchgen.engine.constraint.json_text import (
+    compact_json,
+    first_repeated,
+    has_lone_surrogate,
+    read_object,
+)
 from batchgen.engine.constraint.regex import syntax
 from batchgen.engine.constraint.structural_tag import lower_tag
 
 Kind = Literal["json_schema", "json", "regex", "choice", "grammar", "structural_tag"]
 
+_MOST_TEXT = 2**17
+"""The most characters of a constraint. A million in one string would compile for 18 s and take
+200 MB."""
 MARKER_GAP = 4
 """How many characters of JSON whitespace may stand between the marker `start_after` and the
 constrained text. Models write two newlines after "</think>"."""
@@ -66,6 +74,8 @@ class Constraint:
             ConstraintError: the value cannot be enforced. The message names the reason and what to
                 do about it.
         """
+        if isinstance(value, str):
+            _check_length(kind, value)
         if max_whitespace < 0:
             raise ConstraintError(f"max_whitespace must be at least 0, got {max_whitespace}")
         if max_whitespace and kind not in ("json_schema", "json"):
@@ -91,6 +101,14 @@ class Constraint:
         return cls(kind, text, max_whitespace, start_after)
 
 
+def _check_length(kind: str, text: str) -> None:
+    if len(text) > _MOST_TEXT:
+        raise ConstraintError(
+            f"the {kind} constraint has {len(text):,} characters, and at most {_MOST_TEXT:,} "
+            "compile in seconds: split or shorten it"
+        )
+
+
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ConstraintError(f"expected {what} as a non-empty string, got {value!r:.100}")
@@ -99,8 +117,10 @@ def _text(value: Any, what: str) -> str:
 
 def _json_schema(value: Any) -> str:
     schema = read_object(value, "the JSON Schema")
+    text = compact_json(schema)
+    _check_length("json_schema", text)
     check_schema(schema)
-    return compact_json(schema)
+    return text
 
 
 def _choice(value: Any) -> str:
@@ -111,9 +131,11 @@ def _choice(value: Any) -> str:
             raise ConstraintError(f"a choice must be a non-empty string, got {choice!r}")
         if "\0" in choice or has_lone_surrogate(choice):
             raise ConstraintError(f"the choice {choice!r} has a character that is not text")
-    if len(set(value)) < len(value):
-        raise ConstraintError(f"the choice {max(value, key=list(value).count)!r} stands twice")
-    return compact_json(list(value))
+    if (twice := first_repeated(value)) is not None:
+        raise ConstraintError(f"the choice {twice!r:.100} stands twice")
+    text = compact_json(list(value))
+    _check_length("choice", text)
+    return text
 
 
 def _structural_tag(value: Any) -> str:
@@ -123,5 +145,7 @@ def _structural_tag(value: Any) -> str:
             'a structural tag is an object with "type": "structural_tag" and a "format"; tags and '
             'triggers go into a format of type "triggered_tags"'
         )
+    text = compact_json(tag)
+    _check_length("structural_tag", text)
     lower_tag(tag)
-    return compact_json(tag)
+    return text

@@ -85,6 +85,26 @@ def compact_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
+def first_repeated(texts: abc.Iterable[str]) -> str | None:
+    """The first text that was there before; None if all differ."""
+    seen: set[str] = set()
+    for text in texts:
+        if text in seen:
+            return text
+        seen.add(text)
+    return None
+
+
+def equality_key(value: Any) -> abc.Hashable:
+    """A key that two JSON values share if and only if they are equal. In Python true equals 1, in
+    JSON it does not; 1 equals 1.0 in both."""
+    if isinstance(value, dict):
+        return "object", frozenset((name, equality_key(item)) for name, item in value.items())
+    if isinstance(value, list):
+        return "array", tuple(map(equality_key, value))
+    return isinstance(value, bool), value
+
+
 def has_lone_surrogate(text: str) -> bool:
     """Whether a Python string holds a code point from U+D800 to U+DFFF. Such a code point is half
     of a UTF-16 pair and no character, so UTF-8 cannot encode it.
@@ -114,6 +134,6 @@ def _refuse_constant(name: str) -> NoReturn:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise NotJson(f"the name {max(names, key=names.count)!r} stands twice in one object")
+        twice = first_repeated(name for name, _ in pairs)
+        raise NotJson(f"the name {twice!r:.100} stands twice in one object")
     return members

@@ -14,7 +14,7 @@ _JSON_FORMAT = {"type": "json_schema", "style": "json", "any_order": False, "exc
 of output too, but nothing here checks that they keep to the schema."""
 
 
-def lower_tag(tag: Any, at: str = "#") -> Any:
+def lower_tag(tag: Any) -> Any:
     """A structural tag with every schema and every pattern in it checked, and rewritten so that
     xgrammar enforces it.
 
@@ -22,14 +22,21 @@ def lower_tag(tag: Any, at: str = "#") -> Any:
     otherwise with `max_whitespace_cnt`.
 
     Args:
-        tag: the tag, or a part of it, as parsed JSON.
-        at: the JSON pointer of that part, for messages.
+        tag: the tag as parsed JSON.
 
     Raises:
         ConstraintError: a schema or a pattern in it cannot be enforced.
     """
+    try:
+        return _lowered(tag, "#")
+    except RecursionError:
+        raise ConstraintError("the structural tag is nested too deeply") from None
+
+
+def _lowered(tag: Any, at: str) -> Any:
+    """A part of a tag, rewritten; `at` is its JSON pointer."""
     if isinstance(tag, list):
-        return [lower_tag(part, f"{at}/{i}") for i, part in enumerate(tag)]
+        return [_lowered(part, f"{at}/{i}") for i, part in enumerate(tag)]
     if not isinstance(tag, dict):
         return tag
     if "json_schema" in tag:
@@ -45,4 +52,4 @@ def lower_tag(tag: Any, at: str = "#") -> Any:
             return tag | {"pattern": text.write(syntax.parse(tag["pattern"]))}
         except ConstraintError as error:
             raise ConstraintError(f"{error} (at {at}/pattern)") from None
-    return {name: lower_tag(part, f"{at}/{name}") for name, part in tag.items()}
+    return {name: _lowered(part, f"{at}/{name}") for name, part in tag.items()}

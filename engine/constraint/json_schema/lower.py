@@ -233,9 +233,10 @@ class _Lowering:
     def enum(self, schema: dict[str, Any], at: str) -> dict[str, Any]:
         """A schema with `enum` or `const`. It becomes the list of those values that are valid by
         every other keyword, too, so these keywords need not be enforced by the grammar."""
-        values = schema["enum"] if "enum" in schema else [schema["const"]]
-        valid = [value for value in values if self.is_valid(schema, value)]
         keyword = "enum" if "enum" in schema else "const"
+        values = schema["enum"] if keyword == "enum" else [schema["const"]]
+        others = {k: v for k, v in schema.items() if k != keyword}
+        valid = [value for value in values if not others or self.is_valid(others, value)]
         if not valid:
             raise refuse(keyword, at, "has no value that the other keywords allow")
         return self.mark({"enum": valid}, check_values(valid, keyword, at))

@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from batchgen.engine.constraint.json_schema.keywords import refuse
+from batchgen.engine.constraint.json_text import equality_key
 
 Schema = Mapping[str, Any]
 IsValid = Callable[[Schema, Any], bool]
@@ -91,7 +92,8 @@ def _both(keyword: str, a: Any, b: Any, at: str) -> Any:
         case "maximum" | "exclusiveMaximum" | "maxLength" | "maxItems" | "maxProperties":
             return min(a, b)
         case "enum":
-            common = [x for x in a if any(_same(x, y) for y in b)]
+            keys = set(map(equality_key, b))
+            common = [x for x in a if equality_key(x) in keys]
             if common:
                 return common
     raise refuse(
@@ -103,11 +105,6 @@ def _both(keyword: str, a: Any, b: Any, at: str) -> Any:
 
 def _types(value: Any) -> set[str]:
     return {value} if isinstance(value, str) else set(value)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two JSON values are equal. In Python true equals 1, in JSON it does not."""
-    return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
 
 
 def find_overlap(
@@ -129,8 +126,11 @@ def find_overlap(
 def _exclude(a: Schema, b: Schema, is_valid: IsValid, flat: Callable[[Any], Schema]) -> bool:
     """Whether it is certain that no value matches both schemas. Arguments as of `find_overlap`."""
     for one, other in ((a, b), (b, a)):
-        values = [one["const"]] if "const" in one else one.get("enum")
+        values = _listed(one)
         if values is not None:
+            if (others := _listed(other)) is not None:
+                keys = set(map(equality_key, others))
+                values = [v for v in values if equality_key(v) in keys]
             return not any(is_valid(one, v) and is_valid(other, v) for v in values)
     if "type" not in a or "type" not in b:
         return False
@@ -145,3 +145,8 @@ def _exclude(a: Schema, b: Schema, is_valid: IsValid, flat: Callable[[Any], Sche
         _exclude(flat(a["properties"][name]), flat(b["properties"][name]), is_valid, flat)
         for name in shared & a.get("properties", {}).keys() & b.get("properties", {}).keys()
     )
+
+
+def _listed(schema: Schema) -> list[Any] | None:
+    """The values that a schema lists; None if it lists none."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")

@@ -24,6 +24,11 @@ from batchgen.engine.constraint.regex.characters import (
 
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 _MOST_COUNT = 1_000_000
+_MOST_GROUPS = 100
+"""The most groups that may stand in each other: each takes some of Python's own nesting of calls,
+of which there are 1000."""
+_GROUPS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[()]", re.DOTALL)
+"""What matters for the nesting of groups: escapes, classes, and parentheses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +76,25 @@ def parse(pattern: str, alphabet: Ranges = TEXT) -> Node:
         ConstraintError: it is no regular expression, or none that a grammar can enforce. The
             message says which part it is and what to write instead.
     """
+    if (depth := _depth(pattern)) > _MOST_GROUPS:
+        raise ConstraintError(
+            f"{depth} groups stand in each other in {pattern!r:.100}, and at most {_MOST_GROUPS} "
+            "may: write them beside each other"
+        )
     try:
         re.compile(pattern)  # whoever validates the output in Python must be able to read it
     except (re.error, OverflowError) as error:
         raise ConstraintError(f"{pattern!r} is not a regular expression: {error}") from None
     return _Parser(pattern, alphabet).parse()
+
+
+def _depth(pattern: str) -> int:
+    """The most `(` that are open at once. Those in classes and behind backslashes do not count."""
+    depth = most = 0
+    for part in _GROUPS.findall(pattern):
+        depth += (part == "(") - (part == ")")
+        most = max(most, depth)
+    return most
 
 
 class _Parser:

@@ -3,14 +3,19 @@
 import itertools
 import json
 import re
+import time
 from types import MappingProxyType
 from typing import Any
 
+import jsonschema
 import pytest
 import xgrammar
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.constraint.json_text import equality_key
 from batchgen.engine.constraint.xgrammar_input import (
     regex_argument,
     schema_arguments,
@@ -49,6 +54,11 @@ def test_the_text_is_the_users_own() -> None:
     assert Constraint.make("regex", "^a+?$").text == "^a+?$"
 
 
+def nested(levels: int) -> Any:
+    """A list in a list, so many levels deep."""
+    return [nested(levels - 1)] if levels else []
+
+
 WRONG: list[tuple[str, Any, str]] = [
     ("yaml", "a", "kind must be one of .*json_schema.*'yaml'"),
     ("json_schema", "{", "the JSON Schema is not JSON"),
@@ -74,7 +84,51 @@ WRONG: list[tuple[str, Any, str]] = [
     ("grammar", "  ", "an EBNF grammar"),
     ("structural_tag", {"format": {}}, '"type": "structural_tag"'),
     ("structural_tag", {"type": "structural_tag"}, '"format"'),
+    ("regex", "(" * 600 + "a" + ")" * 600, "600 groups stand in each other .* at most 100 may"),
+    ("regex", "a" * 200_000, "200,000 characters, and at most 131,072"),
+    ("json_schema", "[" * 200_000, "200,000 characters, and at most 131,072"),
+    ("json_schema", '{"enum": [' + "[" * 60_000 + "]" * 60_000 + "]}", "nested too deeply"),
+    ("json_schema", {"pattern": "(" * 600 + ")" * 600}, "nested too deeply"),
+    ("structural_tag", {"type": "structural_tag", "format": nested(900)}, "nested too deeply"),
+    ("choice", ["a", *map(str, range(50_000))], "characters, and at most 131,072"),
 ]
+
+
+def test_groups_that_stand_beside_each_other_are_no_nest() -> None:
+    pattern = "(a)" * 300 + r"\(" * 300 + "[(]" * 300
+    assert Constraint.make("regex", pattern).text == pattern
+
+
+def test_values_of_an_enum_are_found_and_not_compared_one_by_one() -> None:
+    """Comparing each with each takes minutes for so many."""
+    started = time.process_time()
+    Constraint.make("json_schema", {"enum": list(range(15_000))})
+    Constraint.make(
+        "json_schema", {"allOf": [{"enum": list(range(8000))}, {"enum": list(range(7000, 9000))}]}
+    )
+    with pytest.raises(ConstraintError, match="'1' stands twice"):
+        Constraint.make("choice", [*map(str, range(15_000)), "1"])
+    assert time.process_time() - started < 5
+
+
+_JSON = st.recursive(
+    st.sampled_from([None, True, False, 0, 1, 1.0, "", "1"]),
+    lambda part: st.lists(part, max_size=2) | st.dictionaries(st.sampled_from("ab"), part),
+    max_leaves=3,
+)
+
+
+@given(_JSON, _JSON)
+def test_values_of_json_share_a_key_where_they_are_equal(a: Any, b: Any) -> None:
+    equal = jsonschema.Draft202012Validator({"const": a}).is_valid(b)
+    assert (equality_key(a) == equality_key(b)) == equal
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"), [(1, 1.0, True), (1, True, False), ([1], [True], False), ([], {}, False)]
+)
+def test_equality_of_json_is_not_that_of_python(a: Any, b: Any, same: bool) -> None:
+    assert (equality_key(a) == equality_key(b)) is same
 
 
 @pytest.mark.parametrize(("kind", "value", "message"), WRONG)
