@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _SIMPLE = re.compile(r"-?[1-9][0-9]*|0")
 _LONG = re.compile(r"([+-]?)0*([1-9][0-9]*)")
+_USUAL = re.compile(r"([+-]?)(?:\\?\$ ?)?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.0*)?")
 _NO_DIGIT = re.compile(r"\D*")
 
 
@@ -33,6 +34,9 @@ def normal_integer(answer: str) -> str | None:
         return None if match is None else match[1].replace("+", "") + match[2]
     if _NO_DIGIT.fullmatch(answer):
         return None
+    if match := _USUAL.fullmatch(answer):
+        digits = match[2].replace(",", "").lstrip("0") or "0"
+        return "-" + digits if match[1] == "-" and digits != "0" else digits
     value = literal(answer)
     if value is None or value.denominator != 1:
         return None

@@ -18,6 +18,7 @@ _SPACE = re.compile(r"\s+")
 _ONLY_WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_](?:[^\W\d_]|[\s.,:;'\"()?!-])*[^\W\d_]")
 _TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox|hbox|operatorname)(?![A-Za-z])")
 _WORDS = re.compile(r"[\w\s.,:;'\"()?!-]*[^\W\d_]{2}[\w\s.,:;'\"()?!-]*")
+_SHORT_INTEGER = re.compile(r"-?[1-9][0-9]{0,30}|0")
 _GROUPED = re.compile(r"\d,\d{3}(?!\d)")
 
 
@@ -45,6 +46,8 @@ def _bare(text: str) -> str:
 @lru_cache(maxsize=4096)  # samples of one question often give one answer
 def forms(text: str) -> Forms:
     """The normal forms of any text."""
+    if _SHORT_INTEGER.fullmatch(text):  # most answers
+        return Forms.of(text)
     if len(text) > MOST_CHARACTERS:
         return Forms.of("long " + _bare(text))
     plain = tidy(text)

@@ -9,6 +9,9 @@ from batchgen.grading.mathematics.reading.units import UNITS
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_PLAIN = re.compile(r"[A-Za-z0-9+/%()\[\]=<>,. -]*")
+"""Texts with nothing that lays them out but spaces."""
+_SPACES = re.compile(" +")
 _RAISED = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
 _LOWERED = re.compile(r"[₀-₉]+")
 _VULGAR = re.compile(r"[¼-¾⅐-⅞]")
@@ -58,6 +61,16 @@ _UNIT_FRACTION = re.compile(
 
 def tidy(text: str) -> str:
     """The text of an answer with plain characters and without layout."""
+    if _PLAIN.fullmatch(text):
+        text = _SPACES.sub(" ", text)
+    else:
+        text = _without_layout(text)
+    text = _DAYTIME.sub(r"\1\2", text).strip()
+    text = _INTRODUCTION.sub("", text, count=1) if _INTRODUCTION.match(text) else text
+    return text.strip().rstrip(".,;\\ ")
+
+
+def _without_layout(text: str) -> str:
     text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_SUPERSCRIPTS)}}}", text)
     text = _LOWERED.sub(lambda found: f"_{{{found[0].translate(_SUBSCRIPTS)}}}", text)
     text = _VULGAR.sub(_vulgar, text)
@@ -69,11 +82,9 @@ def tidy(text: str) -> str:
     text = _GONE.sub("", text)
     text = _FONTS.sub(" ", text)
     text = _SYSTEM.sub(_system, _SPACE.sub(" ", text))
-    text = _DAYTIME.sub(r"\1\2", text).replace(r"m\angle", r"\angle")
+    text = text.replace(r"m\angle", r"\angle")
     text = _UNIT_FRACTION.sub(_unit_fraction, text)
-    text = _without_dollars(text).strip()
-    text = _INTRODUCTION.sub("", text, count=1) if _INTRODUCTION.match(text) else text
-    return text.strip().rstrip(".,;\\ ")
+    return _without_dollars(text)
 
 
 def _unit_fraction(found: re.Match[str]) -> str:
