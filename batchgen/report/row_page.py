@@ -94,6 +94,7 @@ class RowPage:
         *,
         key: str,
         limits: Limits = WHOLE,
+        with_prompt: bool = True,
     ) -> Markup:
         """The row without a heading, as the content of an element of class `row`.
 
@@ -101,8 +102,16 @@ class RowPage:
             row: all its columns; those with a value per token may be lists or arrays.
             grades: its columns of the job's grades; None if it has none.
             key: makes ids unique in the page: letters, digits and `-`.
+            with_prompt: whether the prompt is shown; `prompt_html` makes it alone.
         """
-        return self.htmls(row, grades, key=key, limits=[limits])[0]
+        made = self.htmls(row, grades, key=key, limits=[limits], with_prompt=with_prompt)
+        return made[0]
+
+    def prompt_html(self, row: Mapping[str, Any], *, key: str) -> Markup:
+        """The prompt of a row alone, as in `html`."""
+        prompt = self._prompt(self.read(row), WHOLE)
+        template = environment().get_template("prompt.html.jinja")
+        return Markup(template.render(prompt=prompt, key=key))
 
     def htmls(
         self,
@@ -112,6 +121,7 @@ class RowPage:
         key: str,
         limits: Sequence[Limits],
         enough: int = 0,
+        with_prompt: bool = True,
     ) -> list[Markup]:
         """The same within several limits, of which each is narrower than the one before.
 
@@ -125,7 +135,8 @@ class RowPage:
         made: list[Markup] = []
         for limit in limits:
             values = {
-                **self._texts(row, text, reasoning_end(grades, text), spans, limit),
+                **self._texts(text, reasoning_end(grades, text), spans, limit),
+                "prompt": self._prompt(row, limit) if with_prompt else [],
                 **self._columns(row, grades, limit),
                 "key": key,
                 "tokens": tokens.html(limit.tokens),
@@ -136,15 +147,14 @@ class RowPage:
                 break
         return made
 
+    def _prompt(self, row: Mapping[str, Any], limits: Limits) -> list[tuple[str, _Shown]]:
+        """The parts of the prompt, as the template shows them."""
+        return [(name, _shown(part, limits)) for name, part in self.prompt.parts(row)]
+
     def _texts(
-        self,
-        row: Mapping[str, Any],
-        text: str | None,
-        behind: int,
-        spans: Sequence[Span],
-        limits: Limits,
+        self, text: str | None, behind: int, spans: Sequence[Span], limits: Limits
     ) -> dict[str, Any]:
-        """Prompt, reasoning and answer, as the template shows them.
+        """Reasoning and answer, as the template shows them.
 
         Args:
             behind: where the reasoning ends.
@@ -154,9 +164,7 @@ class RowPage:
             for span in spans
             if span.start >= behind
         ]
-        prompt = [(name, _shown(part, limits)) for name, part in self.prompt.parts(row)]
         return {
-            "prompt": prompt,
             "reasoning": _shown(text[:behind], limits) if text and behind else None,
             "reasoning_length": behind,
             "answer": None if text is None else _shown(text[behind:], limits, moved),

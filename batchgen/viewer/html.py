@@ -29,7 +29,7 @@ _KINDS = {
 }
 _LARGEST = 2**31
 """Above the `row_index` of all rows."""
-Query = dict[str, str]
+Query = Mapping[str, str]
 Html = Callable[..., Response]
 """Makes a page: `html_page` with the values that all pages of a site need."""
 

@@ -22,6 +22,7 @@ from batchgen.viewer.rows.ranking import Rankings
 from batchgen.viewer.rows.row_ids import RowIds
 
 if TYPE_CHECKING:
+    from batchgen.report.prompt_text import Part
     from batchgen.report.tokens import Decode
 
 MOST_TOKENS = 4000
@@ -168,21 +169,42 @@ class JobView:
         fields = [] if schema is None else list(schema)
         return [f.name for f in fields if per_token or not _is_per_token(f)]
 
-    def html(self, sample: Sample, key: str) -> Markup:
-        """What the row says, without its tokens."""
-        return _without_tokens(self._page(None), sample, key)
-
-    def tokens_html(self, sample: Sample, key: str, most: int | None) -> tuple[Markup, Markup]:
-        """The row, with the prompt as the model saw it where the job has that, and its tokens.
+    def prompt(self, sample: Sample, *, tokens: bool) -> list[Part]:
+        """What a row was asked, each part with its name.
 
         Args:
-            most: how many tokens are shown; None for all.
+            tokens: as the model saw it, where the job has that.
         """
-        page = self._page(self.decode())
+        page = self._page(tokens=tokens)
+        return page.prompt.parts(page.read(sample.row))
+
+    def prompt_html(self, sample: Sample, key: str, *, tokens: bool) -> Markup:
+        """The same as HTML."""
+        return self._page(tokens=tokens).prompt_html(sample.row, key=key)
+
+    def html(self, sample: Sample, key: str, *, tokens: bool, with_prompt: bool = True) -> Markup:
+        """What the row says, without its tokens.
+
+        Args:
+            key: makes ids unique in the page.
+            tokens: with the prompt as the model saw it, where the job has that.
+            with_prompt: whether the prompt is there.
+        """
+        row = {**sample.row, "token_ids": None}
+        page, limits = self._page(tokens=tokens), Limits(tokens=0)
+        return page.html(row, sample.grades, key=key, limits=limits, with_prompt=with_prompt)
+
+    def tokens_html(self, sample: Sample, key: str, most: int | None) -> Markup:
+        """The tokens of the row.
+
+        Args:
+            most: how many are shown; None for all.
+        """
+        page = self._page(tokens=True)
         text = sample.row[page.text_column]
         spans = answer_spans(sample.grades, text)
         tokens = page.tokens.of(sample.row, key, text, spans[0] if spans else None)
-        return _without_tokens(page, sample, key), tokens.html(most)
+        return tokens.html(most)
 
     def decode(self) -> Decode | None:
         """The text of token ids; None if the tokenizer is not on this machine.
@@ -197,10 +219,10 @@ class JobView:
                 self._decode = (job_decode(self.config),)
             return self._decode[0]
 
-    def _page(self, decode: Decode | None) -> RowPage:
+    def _page(self, *, tokens: bool) -> RowPage:
         schema = self.rows.row_schema
         assert schema is not None
-        return RowPage(self.config, schema, decode)
+        return RowPage(self.config, schema, self.decode() if tokens else None)
 
     def missing(self) -> list[str]:
         """What the job lacks that pages could show, a sentence each."""
@@ -218,11 +240,6 @@ class JobView:
                 "output.columns=logprobs would bring one."
             )
         return found
-
-
-def _without_tokens(page: RowPage, sample: Sample, key: str) -> Markup:
-    row = {**sample.row, "token_ids": None}
-    return page.html(row, sample.grades, key=key, limits=Limits(tokens=0))
 
 
 def _is_per_token(field: pa.Field) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 from urllib.parse import urlencode
 
 from batchgen.errors import ConfigError
+from batchgen.viewer.columns import row_columns
 from batchgen.viewer.html import (
     NotThere,
     Query,
@@ -18,10 +18,9 @@ from batchgen.viewer.html import (
     static_file,
     whole_number,
 )
-from batchgen.viewer.job_view import MOST_TOKENS, JobView, Sample, same_sample
+from batchgen.viewer.job_view import JobView
 from batchgen.viewer.lists.flips import Flips
 from batchgen.viewer.lists.list_page import PER_PAGE, list_values
-from batchgen.viewer.lists.votes import votes
 from batchgen.viewer.overview import overview
 from batchgen.viewer.rows.download import KINDS, Download
 from batchgen.viewer.rows.filters import Filter
@@ -102,16 +101,15 @@ class Site:
         if not first:
             raise NotThere(f"Row {index:,} is not finished, or there is none.")
         row_id = first[0].row["row_id"]
-        columns = [self._column(0, first, query)]
-        for number, other in enumerate(self.jobs[1:], 1):
+        samples = [first]
+        for other in self.jobs[1:]:
             place = other.ids.find(row_id, near=index)
-            samples = [] if place is None else other.row(place, tokens=bool(tokens))
-            columns.append(self._column(number, samples, query))
+            samples.append([] if place is None else other.row(place, tokens=bool(tokens)))
         return self._html(
             "row",
             index=index,
             row_id=row_id,
-            columns=columns,
+            shown=row_columns(self.jobs, samples, query),
             tokens=tokens,
             wanted=self._wanted(query),
             sort=query.get("sort", ""),
@@ -123,23 +121,6 @@ class Site:
             flip_query={"anyway": "yes"} if query.get("anyway") == "yes" else {},
             num_rows=self.jobs[0].num_rows,
         )
-
-    def _column(self, number: int, samples: list[Sample], query: Query) -> dict[str, Any]:
-        """What one job shows of a row."""
-        job, key = self.jobs[number], "ab"[number]
-        chosen = same_sample(samples, whole_number(query, f"sample_{key}", 0))
-        values: dict[str, Any] = {"job": job, "key": key, "samples": samples, "chosen": chosen,
-                                  "votes": votes(samples)}  # fmt: skip
-        if chosen is None:
-            return values
-        if tokens := query.get("tokens"):
-            most = None if tokens == "all" else MOST_TOKENS
-            html, view = job.tokens_html(chosen, key, most)
-            count = len(chosen.row["token_ids"] or [])
-            left_out = most is not None and count > most
-            return values | {"html": html, "token_view": view, "left_out": left_out,
-                             "has_text": job.decode() is not None}  # fmt: skip
-        return values | {"html": job.html(chosen, key)}
 
     def _step(self, query: Query) -> Response:
         """Go to the next row that the filter lists, or to the one before."""
@@ -195,9 +176,11 @@ class Site:
             found, why = self.flips.find(anyway=anyway), None
         except ConfigError as error:
             found, why = None, str(error)
+        first = whole_number(query, "from", 0)
+        shown = [] if found is None else found.flipped[first : first + PER_PAGE]
         return self._html(
-            "flips", comparison=found, why=why, anyway=anyway, most=4 * PER_PAGE,
-            lines=[] if found is None else found.lines,
+            "flips", comparison=found, why=why, anyway=anyway, first=first, per_page=PER_PAGE,
+            flipped=self.flips.rows(shown), kept={"anyway": "yes"} if anyway else {},
         )  # fmt: skip
 
     def _flip(self, query: Query) -> Response:
@@ -209,11 +192,14 @@ class Site:
         place = whole_number(query, "i")
         if place >= len(rows):
             raise NotThere("There are no more flipped rows.")
-        index = self.jobs[0].ids.find(rows[place].row_id)
-        if index is None:
+        (found,) = self.flips.rows([rows[place]])
+        if found.line is None:
             raise NotThere(f"Row {rows[place].row_id} is not there any more.")
         kept = {"anyway": "yes"} if anyway else {}
-        return redirect("row", {"n": index, "flip": place, **kept})
+        chosen = {
+            f"sample_{key}": s.number for key, s in zip("ab", found.samples, strict=True) if s
+        }
+        return redirect("row", {"n": found.line.index, "flip": place, **chosen, **kept})
 
     def _report(self, query: Query) -> Response:
         number = whole_number(query, "job", 0)

@@ -14,6 +14,7 @@ import yaml
 from batchgen.config import ScoreConfig, StepConfig
 from batchgen.grading.job_grades import JobGrades
 from batchgen.output.checked_file import seal
+from batchgen.output.manifest import FORMAT_VERSION
 from batchgen.output.shards import shard_path
 from batchgen.scoring.job_score import job_score, save_score
 
@@ -86,7 +87,7 @@ def finished_job(
         table = pa.Table.from_pylist(list(rows[start : start + in_shard]), schema=schema)
         pq.write_table(table, shard_path(path / "data", shard), row_group_size=64)
         seal(shard_path(path / "data", shard))
-    _write_facts(path, rows, metrics or {}, config or {})
+    _write_facts(path, rows, in_shard, metrics or {}, config or {})
     if graded:
         JobGrades(path).make(POST, "text", ScoreConfig())
         save_score(path, job_score(path, ScoreConfig()))
@@ -94,7 +95,11 @@ def finished_job(
 
 
 def _write_facts(
-    job: Path, rows: Sequence[Row], metrics: Mapping[str, Any], config: Mapping[str, Any]
+    job: Path,
+    rows: Sequence[Row],
+    in_shard: int,
+    metrics: Mapping[str, Any],
+    config: Mapping[str, Any],
 ) -> None:
     """Write the files beside the data."""
     given = {
@@ -108,7 +113,9 @@ def _write_facts(
     }
     (job / "config.yaml").write_text(yaml.safe_dump(given, allow_unicode=True), encoding="utf-8")
     manifest = {
-        "identity": {"output": {"text_column": "text"}},
+        "identity": {"output": {"text_column": "text", "rows_per_shard": in_shard}},
+        "format_version": FORMAT_VERSION,
+        "growing": {},
         "versions": {"torch": "2.8"},
         "fingerprints": {"model": "abc"},
     }

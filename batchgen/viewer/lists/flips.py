@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -10,7 +11,10 @@ from typing import TYPE_CHECKING
 from batchgen.command.compare import compared, comparison_lines
 from batchgen.command.graded_job import GradedJob
 from batchgen.errors import ConfigError
-from batchgen.viewer.job_view import JobView
+from batchgen.viewer.job_view import JobView, Sample
+from batchgen.viewer.lists.lines import Line, row_lines
+from batchgen.viewer.rows.filters import Filter
+from batchgen.viewer.rows.search import Search
 
 if TYPE_CHECKING:
     from batchgen.scoring.compare import Comparison, Question
@@ -42,6 +46,26 @@ class Flipped:
         return [*self.comparison.losses, *self.comparison.wins]
 
 
+@dataclass(frozen=True)
+class FlippedRow:
+    """A question that two jobs answer differently well.
+
+    Attributes:
+        line: the row in both jobs; None if it is gone.
+        samples: of A and of B, those whose marks are farthest apart in the direction of the
+            question; None where a job lacks the row.
+    """
+
+    question: Question
+    line: Line | None
+    samples: tuple[Sample | None, Sample | None]
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether B answers it worse."""
+        return self.question.b < self.question.a
+
+
 class Flips:
     """Compares two jobs when the page is first asked for, and again when a job has changed."""
 
@@ -69,6 +93,29 @@ class Flips:
             raise known[1]
         return known[1]
 
+    def rows(self, questions: Sequence[Question]) -> list[FlippedRow]:
+        """What both jobs say to some questions.
+
+        Raises:
+            StillSearching: it takes long to find the rows.
+            JobError: a shard is damaged.
+        """
+        first = self._jobs[0]
+        places = {question.row_id: first.ids.find(question.row_id) for question in questions}
+        hits = {place: [0] for place in sorted(p for p in places.values() if p is not None)}
+        found = row_lines(self._jobs, Search(first.rows, Filter()), hits)
+        lines = {line.index: line for line in found}
+        rows = []
+        for question in questions:
+            place = places[question.row_id]
+            line = None if place is None else lines.get(place)
+            a, b = (None, None) if line is None else (line.jobs[0], line.jobs[1])
+            worse = question.b < question.a
+            rows.append(
+                FlippedRow(question, line, (_extreme(a, best=worse), _extreme(b, best=not worse)))
+            )
+        return rows
+
     def _compared_or_refused(self, anyway: bool) -> Flipped | ConfigError:
         try:
             return self._compared(anyway)
@@ -84,3 +131,15 @@ class Flips:
                 )
         jobs = [GradedJob(str(job.path), "view") for job in self._jobs]
         return Flipped(*compared(jobs, anyway=anyway))
+
+
+def _extreme(samples: Sequence[Sample] | None, *, best: bool) -> Sample | None:
+    """The sample with the best mark, or with the worst; the first one where nothing is marked."""
+    samples = samples or ()
+    marked = [
+        (s.grades["mark"], s) for s in samples if s.grades and s.grades.get("mark") is not None
+    ]
+    if not marked:
+        return next(iter(samples), None)
+    choose = max if best else min
+    return choose(marked, key=lambda pair: float(pair[0]))[1]

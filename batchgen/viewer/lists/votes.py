@@ -26,6 +26,12 @@ class Vote:
     verdict: Verdict
 
     @property
+    def shown(self) -> str:
+        """The answer for people. A normal form can be opaque, and stands only for answers that the
+        grades do not have."""
+        return next((text for text in (self.answer, self.key) if text is not None), "no answer")
+
+    @property
     def count(self) -> int:
         return len(self.samples)
 
