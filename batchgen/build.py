@@ -223,15 +223,6 @@ def open_job(config: JobConfig) -> OpenedJob:
         source = SteppedSource(data, row_steps(config.rows))
     check_fields(post, source.schema.names)
     check_scored(post, config.score, source.schema.names)
-    prompt = build_prompt(
-        config.prompt,
-        model.tokenizer,
-        vocab_size=vocab_size,
-        columns=source.features,
-    )
-    if prompt.is_constant:
-        warning = constant_prompt_warning(prompt, next(source.rows()))
-        print(f"batchgen: warning: {warning}", file=sys.stderr)
     with _named("engine"):
         dtype = model.dtype(config.model.dtype, config.engine.device)
         longest = config.engine.model_len(model.config.max_position_embeddings)
@@ -241,6 +232,16 @@ def open_job(config: JobConfig) -> OpenedJob:
             config.engine.chunk_tokens,
             lcm(strategy.prefill_multiple, model.config.family.chunk_multiple),
         )
+    prompt = build_prompt(
+        config.prompt,
+        model.tokenizer,
+        vocab_size=vocab_size,
+        columns=source.features,
+        room=max(1, max_model_len - config.sampling.max_new_tokens),
+    )
+    if prompt.is_constant:
+        warning = constant_prompt_warning(prompt, next(source.rows()))
+        print(f"batchgen: warning: {warning}", file=sys.stderr)
     others = open_others(strategy, model, max_model_len)
     job = OpenedJob(
         model, others, strategy, context_columns, compiler, source, prompt, dtype, max_model_len

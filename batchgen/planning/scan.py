@@ -14,7 +14,7 @@ from batchgen.dataset.source import Row
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.outputs import RequestError
 from batchgen.planning.reading import Reading
-from batchgen.prompts.prompts import text_bytes
+from batchgen.prompts.tokens import text_bytes
 from batchgen.scoring.random_bits import random_words
 
 SAMPLE = 800

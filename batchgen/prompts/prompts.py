@@ -21,6 +21,7 @@ from batchgen.engine.outputs import RequestError
 from batchgen.errors import ConfigError
 from batchgen.prompts.messages import checked_messages, known_roles, short
 from batchgen.prompts.templates import RENDER_ERRORS, RowTemplate, template_errors
+from batchgen.prompts.tokens import TextTokens, not_empty, text_bytes
 
 if TYPE_CHECKING:
     from batchgen.dataset.source import Row
@@ -62,7 +63,7 @@ class Prompt(Protocol):
 
         Raises:
             RequestError: the row has no prompt. The error's type is missing_field, template_error,
-                bad_messages, bad_token_ids or empty_prompt.
+                bad_messages, bad_token_ids, empty_prompt or prompt_too_long.
         """
         ...
 
@@ -73,6 +74,7 @@ def build_prompt(
     *,
     vocab_size: int,
     columns: Mapping[str, Any],
+    room: int | None = None,
 ) -> Prompt:
     """The prompt that the configuration describes.
 
@@ -80,6 +82,8 @@ def build_prompt(
         tokenizer: the model's. None if it has none; then only token ids can be prompts.
         vocab_size: of the model; the ids of a prompt are below it.
         columns: the names of the data set's columns, and what they hold in the terms of datasets.
+        room: the most tokens of a prompt, for which far longer texts are refused untokenised; None
+            reads texts of any length.
 
     Raises:
         ConfigError: a template does not compile or asks for a column that the data set has not,
@@ -93,8 +97,8 @@ def build_prompt(
             "prompt=tokens"
         )
     if isinstance(config, TextPromptConfig):
-        return TextPrompt(config, tokenizer, columns)
-    return ChatPrompt(config, tokenizer, columns)
+        return TextPrompt(config, tokenizer, columns, room)
+    return ChatPrompt(config, tokenizer, columns, room)
 
 
 def fit_prompt(
@@ -158,8 +162,10 @@ class ChatPrompt:
         config: ChatPromptConfig,
         tokenizer: PreTrainedTokenizerBase,
         columns: Mapping[str, Any],
+        room: int | None = None,
     ) -> None:
         self._config, self._tokenizer = config, tokenizer
+        self._tokens = TextTokens(tokenizer, room)
         self._kwargs = dict(config.template_kwargs or {})
         self._roles = known_roles(self._chat_template())
         if config.messages_column is not None:
@@ -174,7 +180,7 @@ class ChatPrompt:
         return self._user is not None and not any(t.uses_columns for t in templates)
 
     def token_ids(self, row: Row) -> list[int]:
-        return _tokenize(self._tokenizer, self.text(row), add_special_tokens=False)
+        return self._tokens.of(self.text(row), add_special_tokens=False)
 
     def size(self, row: Row) -> int:
         messages = self._messages(row)
@@ -262,9 +268,10 @@ class TextPrompt:
         config: TextPromptConfig,
         tokenizer: PreTrainedTokenizerBase,
         columns: Collection[str],
+        room: int | None = None,
     ) -> None:
         assert config.text is not None
-        self._tokenizer = tokenizer
+        self._tokens = TextTokens(tokenizer, room)
         self._add_special_tokens = config.add_special_tokens
         self._text = RowTemplate("prompt.text", config.text, columns)
 
@@ -273,8 +280,7 @@ class TextPrompt:
         return not self._text.uses_columns
 
     def token_ids(self, row: Row) -> list[int]:
-        text = self.text(row)
-        return _tokenize(self._tokenizer, text, add_special_tokens=self._add_special_tokens)
+        return self._tokens.of(self.text(row), add_special_tokens=self._add_special_tokens)
 
     def size(self, row: Row) -> int:
         return text_bytes(self.text(row))
@@ -306,7 +312,7 @@ class TokensPrompt(Prompt):
                     f"column {self._column!r}, position {position}: {short(token)} is not "
                     f"an id of the model, 0 to {self._vocab_size - 1}",
                 )
-        return _not_empty(ids)
+        return not_empty(ids)
 
 
 def _template(key: str, source: str | None, columns: Collection[str]) -> RowTemplate | None:
@@ -325,22 +331,3 @@ def _path(key: str, name: str, columns: Mapping[str, Any]) -> tuple[str, ...]:
             f"{key}: the data set has no column {name!r}: choose among {', '.join(columns)}"
         )
     return path
-
-
-def _tokenize(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool
-) -> list[int]:
-    # Without `verbose=False` the tokenizer warns of long texts, which fit_prompt deals with.
-    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
-    return _not_empty(list(ids))
-
-
-def text_bytes(text: str) -> int:
-    """The length of a text in UTF-8."""
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-
-
-def _not_empty(ids: list[int]) -> list[int]:
-    if not ids:
-        raise RequestError("empty_prompt", "the prompt has no tokens")
-    return ids

@@ -493,3 +493,30 @@ def test_rows_are_not_changed_and_prompts_repeat() -> None:
     first = prompt.token_ids(row(**fields))
     assert prompt.token_ids(row(**fields)) == first
     assert fields == {"messages": [{"role": "user", "content": "a", "name": None}], "note": "s"}
+
+
+class _NeverTokenises(PreTrainedTokenizerFast):
+    """A tokenizer that may not be asked for tokens."""
+
+    def encode(self, *_: Any, **__: Any) -> list[int]:
+        raise AssertionError("it was tokenised")
+
+
+@pytest.mark.parametrize(
+    "config", [TextPromptConfig(text="{{ q }}"), ChatPromptConfig(user="{{ q }}")]
+)
+def test_a_text_that_no_tokens_could_hold_is_refused_untokenised(config: PromptConfig) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.__class__ = _NeverTokenises
+    columns = dict.fromkeys(COLUMNS, Value("string"))
+    prompt = build_prompt(config, tokenizer, vocab_size=257, columns=columns, room=512)
+    with pytest.raises(RequestError, match=r"prompt has 6,000,0\d\d bytes; 512 tokens .*2,097,152"):
+        prompt.token_ids(row(q="é" * 3_000_000))
+
+
+def test_a_text_that_long_tokens_could_hold_is_tokenised() -> None:
+    tokenizer = byte_tokenizer()
+    columns = dict.fromkeys(COLUMNS, Value("string"))
+    config = TextPromptConfig(text="{{ q }}", add_special_tokens=False)
+    prompt = build_prompt(config, tokenizer, vocab_size=257, columns=columns, room=2_100_000)
+    assert len(prompt.token_ids(row(q="a" * 2_100_000))) == 2_100_000

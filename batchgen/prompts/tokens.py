@@ -1,0 +1,71 @@
+"""Makes token ids of texts, and refuses texts too long to be tokenised."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from transformers import PreTrainedTokenizerBase
+
+from batchgen.engine.outputs import RequestError
+
+_ALWAYS_BYTES = 2**21
+"""Texts up to this size are always tokenised. Tokenising takes about 250 times their memory."""
+
+
+class TextTokens:
+    """The token ids of prompts' texts.
+
+    A text with more bytes than the room could hold, if each of its tokens were the longest that the
+    tokenizer has, is refused before it is tokenised: that would take seconds and gigabytes.
+
+    Args:
+        tokenizer: the model's.
+        room: the most tokens of a prompt; None reads texts of any length.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, room: int | None) -> None:
+        self._tokenizer, self._room = tokenizer, room
+
+    def of(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text, at least one.
+
+        Raises:
+            RequestError: the text is too long (prompt_too_long), or has no tokens (empty_prompt).
+        """
+        if self._room is not None and len(text) * 4 > _ALWAYS_BYTES:
+            self._refuse_long(text_bytes(text), self._room)
+        # Without `verbose=False` the tokenizer warns of long texts, which fit_prompt deals with.
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return not_empty(list(ids))
+
+    def _refuse_long(self, size: int, room: int) -> None:
+        if size <= _ALWAYS_BYTES or size <= (most := room * self._longest_token):
+            return
+        most = max(most, _ALWAYS_BYTES)
+        raise RequestError(
+            "prompt_too_long",
+            f"the prompt has {size:,} bytes; {room} tokens are left for it, so more than {most:,} "
+            "bytes are not even tokenised: shorten the row, use another column, or raise "
+            "engine.max_model_len",
+        )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Bytes of the longest token, or more: the vocabulary may write one byte with two."""
+        return max(map(text_bytes, self._tokenizer.get_vocab()))
+
+
+def text_bytes(text: str) -> int:
+    """The length of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def not_empty(ids: list[int]) -> list[int]:
+    """The token ids of a prompt.
+
+    Raises:
+        RequestError: there are none; its type is empty_prompt.
+    """
+    if not ids:
+        raise RequestError("empty_prompt", "the prompt has no tokens")
+    return ids
