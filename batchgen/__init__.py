@@ -3,6 +3,15 @@
 from batchgen import LLM, SamplingParams, run_job
 """
 
+import os
+import sys
+
+# `python -m batchgen` looks for modules in the working directory first, which may be a stranger's
+# folder. While Python looks for this module, its argv[0] is -m.
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
+    if sys.path[:1] == [os.getcwd()] != [os.path.dirname(__path__[0])]:
+        del sys.path[0]
+
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

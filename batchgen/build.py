@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
 from math import lcm
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Generic, Protocol
 
 import yaml
@@ -44,6 +43,7 @@ from batchgen.model.engine_recipe import EngineRecipe
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.model.source import model_files
+from batchgen.named_code import named_code
 from batchgen.prompts.prompts import Prompt, build_prompt, constant_prompt_warning
 from batchgen.report.decode import decode_with
 from batchgen.strategies.base.strategy import BaseStrategy
@@ -258,10 +258,7 @@ def build_strategy(config: StrategyConfig) -> Strategy:
         ConfigError: the class cannot be imported, is not a Strategy, or does not take the options.
     """
     target = f"strategy._target_: {config.target}"
-    try:
-        cls = resolve_name(config.target)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{target} is not there: {error}") from error
+    cls = named_code(config.target, "strategy._target_")
     if not isinstance(cls, type):
         raise ConfigError(f"{target} is not a Strategy: it is not a class")
     # A class of something else must not be called at all: who knows what it does.
@@ -369,7 +366,8 @@ def _choices_with(column: str) -> list[str]:
     """The choices of conf/strategy that have the column."""
     names = []
     for file in files("batchgen.conf").joinpath("strategy").iterdir():
-        strategy = resolve_name(yaml.safe_load(file.read_text(encoding="utf-8"))["_target_"])
+        target = yaml.safe_load(file.read_text(encoding="utf-8"))["_target_"]
+        strategy = named_code(target, "strategy._target_")
         if column in (declared.name for declared in strategy.columns):
             names.append(file.name.removesuffix(".yaml"))
     return sorted(names)

@@ -35,9 +35,16 @@ def _grade(arguments: Sequence[str]) -> int:
         nargs="*",
         help="post=…, score.…=… or +experiment=…; default: as in OUT/config.yaml",
     )
+    parser.add_argument(
+        "--trust",
+        metavar="OUT",
+        action="append",
+        default=[],
+        help="run what post in OUT/config.yaml names, even if it is not batchgen's own",
+    )
     given = parser.parse_intermixed_args(arguments)
     job = GradedJob(given.out, "grade")
-    config = scoring(job, given.override)
+    config = scoring(job, given.override, given.trust)
     if not config.post:
         raise ConfigError(
             f"the job in {given.out} has no `post` steps: give some with post=[{{_target_: …}}] or "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.command.job_rows import open_folder
 from batchgen.errors import ConfigError
+from batchgen.paths import short_user_path
 
 if TYPE_CHECKING:
     from batchgen.config import ScoreConfig, StepConfig
@@ -107,18 +108,22 @@ class Scoring:
     score: ScoreConfig
 
 
-def scoring(job: GradedJob, overrides: Sequence[str]) -> Scoring:
+def scoring(
+    job: GradedJob, overrides: Sequence[str], trusted: Sequence[str] | None = None
+) -> Scoring:
     """The `post` steps and the group `score` of a job, with what the user gives in their place.
 
     Args:
         overrides: arguments `post=…`, `score.KEY=…`, and `+experiment=NAME`, which takes both from
             a ready job.
+        trusted: what the user has given as `--trust`; None where no step runs.
 
     Raises:
-        ConfigError: an argument is another one, or a value is wrong.
+        ConfigError: an argument is another one, a value is wrong, or a step needs the user's word.
     """
     from batchgen.config.compose import checked, compose_groups
     from batchgen.config.overrides import parse_override
+    from batchgen.config.trust import TYPED, Trust
 
     groups = [parse_override(argument).group for argument in overrides]
     for group, argument in zip(groups, overrides, strict=True):
@@ -129,5 +134,7 @@ def scoring(job: GradedJob, overrides: Sequence[str]) -> Scoring:
     values: dict[str, Any] = {}
     if "experiment" not in groups:
         values = {key: job.config[key] for key in ("post", "score") if key in job.config}
-    config = checked(compose_groups(values, overrides).groups)
+    read = [short_user_path(job.given, "OUT") / "config.yaml"]
+    trust = TYPED if trusted is None else Trust.of(read, trusted, overrides)
+    config = checked(compose_groups(values, overrides).groups, trust)
     return Scoring(config.post, config.score)

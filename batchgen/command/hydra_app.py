@@ -25,10 +25,11 @@ from omegaconf.errors import OmegaConfBaseException
 from batchgen.command.hydra_arguments import HydraArguments, hydra_argument, hydra_arguments
 from batchgen.command.job import Result, be_quiet, report, run_configured
 from batchgen.command.options import Options
-from batchgen.command.run import choice_folders
+from batchgen.command.run import choice_folders, trust_of
 from batchgen.command.sweep import SweepJob, dated_folder, folder_name, record, table, worst
 from batchgen.config import load_config
 from batchgen.config.keys import choice_values
+from batchgen.config.trust import Trust
 from batchgen.cpu_threads import share_cores
 from batchgen.errors import ConfigError
 from batchgen.output.open_storage import job_metrics
@@ -71,12 +72,14 @@ class HydraTask:
         arguments: of the command line.
         below: where a job's folder goes if `output.dir` does not say it alone: `sweep.dir` or
             `run.dir` of Hydra, or a folder below `output.dir`; "" if it says it alone.
+        trust: whose word the jobs are.
         process: the process in which the command was typed.
         jobs: those that have run in that process.
     """
 
     arguments: HydraArguments
     below: str
+    trust: Trust
     process: int = field(default_factory=os.getpid)
     jobs: list[SweepJob] = field(default_factory=list)
 
@@ -113,7 +116,7 @@ class HydraTask:
             parent = hydra_config.sweep.dir if self.below == "sweep.dir" else cfg.output.dir
             name = job.name if own == "." else own
             cfg.output.dir = f"{parent}/{name}" if is_url(parent) else str(Path(parent) / name)
-        job.config = load_config(cfg)
+        job.config = load_config(cfg, self.trust)
         return run_configured(job.config)
 
     def _name(self) -> str:
@@ -131,12 +134,14 @@ def run_hydra(options: Options) -> int:
     Raises:
         ConfigError: there is a mistake in an argument, or a plug-in is not installed.
     """
+    trust = trust_of(options, options.overrides)
+    _check_trusted(options, trust)
     _check_plugins(options.hydra)
     _check_choices(options)
     mode = _value(options.hydra, "hydra.mode")
     sweep = "--multirun" in options.flags or (mode or "").upper() == "MULTIRUN"
     arguments = hydra_arguments(options, sweep)
-    task = HydraTask(arguments, _below(options, arguments, sweep))
+    task = HydraTask(arguments, _below(options, arguments, sweep), trust)
     given = [*arguments.fixed, *arguments.swept, *options.hydra]
     if sweep and _value(options.hydra, "hydra.sweep.dir") is None:
         if task.below == "sweep.dir":
@@ -215,6 +220,16 @@ def _check_plugins(arguments: Sequence[str]) -> None:
                 raise ConfigError(
                     f"{argument}: this plug-in of Hydra is not installed: pip install {package}"
                 ) from None
+
+
+def _check_trusted(options: Options, trust: Trust) -> None:
+    """Refuse files of strangers, of which Hydra runs the launchers and callbacks they name."""
+    job_file = options.job_file
+    if files := [str(source) for source in trust.sources if source != job_file]:
+        raise ConfigError(
+            f"{' and '.join(files)}: Hydra itself runs code that such files name: if you trust "
+            f"whoever wrote them, add {' '.join(f'--trust {file}' for file in files)}"
+        )
 
 
 def _check_choices(options: Options) -> None:

@@ -19,7 +19,7 @@ from batchgen.command.options import Options
 from batchgen.command.run import choice_folders, compose_options, job_file
 from batchgen.command.sweep import FolderNames, swept, swept_values
 from batchgen.config.compose import collect
-from batchgen.config.keys import EXPERIMENT
+from batchgen.config.keys import EXPERIMENT, STEP_LISTS
 from batchgen.config.overrides import Override, parse_override
 from batchgen.errors import ConfigError
 
@@ -140,7 +140,12 @@ def _fixed(options: Options, first: list[str], varied: list[str]) -> list[str]:
     for group, keys in given.whole.items():
         found += [hydra_argument(f"++{group}.{name}", value) for name, value in keys.items()]
     found += [hydra_argument(f"++{key}", value) for key, value in given.keys.items()]
+    for name, steps in given.steps.items():
+        if name not in moving:
+            found.append(hydra_argument(f"++{name}", steps))
     for override, argument in zip(parsed, options.overrides, strict=True):
+        if override.group in STEP_LISTS:
+            continue
         if override.sign == "~":
             found.append(f"~{override.key}")
         elif override.names and argument not in varied:

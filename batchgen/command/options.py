@@ -19,6 +19,7 @@ FLAGS = {
     "--cfg": "--cfg job prints the job as a job file and runs nothing; with --resolve, checked",
     "--resolve": "",
     "--config-dir": "--config-dir DIR: a folder with further choices, laid out as conf/ is",
+    "--trust": "--trust PATH: run the code of others that a job file or --config-dir at PATH names",
     "--config-path": "",
     "--config-name": "",
     "--completion": "--completion bash, zsh or fish prints a script that completes keys",
@@ -33,6 +34,7 @@ _SHORT = {
 }
 _WITH_VALUE = {
     **{"--cfg": "job", "--config-dir": "a folder", "--config-path": "a folder"},
+    **{"--trust": "a job file, or a folder"},
     **{"--config-name": "a name", "--completion": "bash, zsh or fish"},
     **{"--info": "a subject", "--experimental-rerun": "a pickled configuration"},
 }

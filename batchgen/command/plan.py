@@ -44,7 +44,8 @@ def _plan(arguments: list[str]) -> int:
 
     settings, rest = split_settings([a for a in arguments if a != "--json"])
     options = parse_options(rest)
-    if more := sorted(options.flags - {"--config-dir", "--config-path", "--config-name"}):
+    of_one_job = {"--config-dir", "--config-path", "--config-name", "--trust"}
+    if more := sorted(options.flags - of_one_job):
         raise ConfigError(f"plan: {more[0]} is for jobs: a plan is of one job and runs nothing")
     config = composed(options)
     model, data = config.model.path, config.dataset.path or config.dataset.kind

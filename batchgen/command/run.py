@@ -12,8 +12,9 @@ from batchgen.command.options import Options
 from batchgen.config import JobConfig, resolved
 from batchgen.config.compose import Composed, checked, compose_groups
 from batchgen.config.job_file import read_job_file
+from batchgen.config.trust import TYPED, Trust
 from batchgen.errors import ConfigError
-from batchgen.paths import user_path
+from batchgen.paths import short_user_path, user_path
 
 
 def composed(options: Options) -> JobConfig:
@@ -22,7 +23,8 @@ def composed(options: Options) -> JobConfig:
     Raises:
         ConfigError: there is a mistake in the job file or in an argument.
     """
-    return checked(compose_options(options, options.overrides).groups)
+    groups = compose_options(options, options.overrides).groups
+    return checked(groups, trust_of(options, options.overrides))
 
 
 def compose_options(options: Options, overrides: Sequence[str]) -> Composed:
@@ -45,9 +47,24 @@ def show_config(options: Options) -> int:
         raise ConfigError(f"--cfg {options.values['--cfg'][-1]}: write --cfg job, hydra or all")
     groups = compose_options(options, options.overrides).groups
     if "--resolve" in options.flags:
-        groups = resolved(checked(groups))
+        groups = resolved(checked(groups, TYPED))  # nothing of it runs
     print(yaml.safe_dump(groups, sort_keys=False, allow_unicode=True), end="")
     return 0
+
+
+def trust_of(options: Options, overrides: Sequence[str]) -> Trust:
+    """Whose word the configuration of a job is.
+
+    Args:
+        overrides: as of `compose_options`.
+
+    Raises:
+        ConfigError: nothing is read from what `--trust` names.
+    """
+    read = [] if options.job_file is None else [options.job_file]
+    for option in ("--config-dir", "--experimental-rerun"):
+        read += [short_user_path(name, option) for name in options.values.get(option, ())]
+    return Trust.of(read, options.values.get("--trust", ()), overrides)
 
 
 def choice_folders(options: Options) -> list[Path]:

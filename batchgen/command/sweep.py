@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from batchgen.command.options import Options
-from batchgen.command.run import compose_options
+from batchgen.command.run import compose_options, trust_of
 from batchgen.config import JobConfig
 from batchgen.config.compose import checked
 from batchgen.config.keys import choice_values, choices
@@ -152,7 +152,7 @@ def _jobs(options: Options) -> tuple[list[SweepJob], Path | None]:
                 groups["output"]["dir"] = str(dated / name)
             elif not own_dir:
                 groups["output"]["dir"] = _own_folder(given, name, len(jobs))
-            jobs.append(SweepJob(name or ".", checked(groups)))
+            jobs.append(SweepJob(name or ".", checked(groups, trust_of(options, overrides))))
         except ConfigError as error:
             jobs.append(SweepJob(name or ".", None, str(error), None))
     return jobs, dated

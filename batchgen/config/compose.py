@@ -20,6 +20,7 @@ from batchgen.config.groups import JobConfig
 from batchgen.config.keys import EXPERIMENT, GROUPS, PARTS, STEP_LISTS
 from batchgen.config.load import load_config
 from batchgen.config.overrides import Override, parse_override
+from batchgen.config.trust import TYPED, Trust
 from batchgen.errors import ConfigError
 
 
@@ -27,7 +28,8 @@ def compose(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConf
     """The configuration of one job.
 
     Args:
-        values: the job as a job file has it. A key is a group with its choice ("model": "hf"), a
+        values: the job as a job file has it. It is the word of the program, so it may name any
+            code. A key is a group with its choice ("model": "hf"), a
             group with its keys ("model": {"path": "…"}, and "choice": "hf" among them if need be),
             one key with its full name ("sampling.n": 4), or a list of steps ("post": […]). What is
             not given is as it is for the command without arguments.
@@ -38,17 +40,21 @@ def compose(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConf
         ConfigError: a key or choice is unknown, or a value is missing, of a wrong type or out of
             range.
     """
-    return checked(compose_groups(values, overrides).groups)
+    return checked(compose_groups(values, overrides).groups, TYPED)
 
 
-def checked(groups: dict[str, Any]) -> JobConfig:
+def checked(groups: dict[str, Any], trust: Trust) -> JobConfig:
     """The configuration that composed groups make.
 
+    Args:
+        trust: whose word they are.
+
     Raises:
-        ConfigError: a value is missing, of a wrong type or out of range.
+        ConfigError: a value is missing, of a wrong type or out of range, or names code that needs
+            the user's word.
     """
     try:
-        return load_config(OmegaConf.create(groups))
+        return load_config(OmegaConf.create(groups), trust)
     except OmegaConfBaseException as error:
         raise ConfigError(
             f"{error.full_key or 'a value'} has ${{ and no reference behind it: ${{KEY}} takes the "

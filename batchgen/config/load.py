@@ -34,6 +34,7 @@ from batchgen.config.groups import (
 )
 from batchgen.config.keys import STEP_LISTS
 from batchgen.config.launcher import LAUNCHER_KINDS, LauncherConfig
+from batchgen.config.trust import Trust
 from batchgen.config.workers import WorkersConfig
 from batchgen.errors import ConfigError
 
@@ -47,11 +48,15 @@ _NOT_DECIDING = {
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
 
 
-def load_config(cfg: DictConfig) -> JobConfig:
+def load_config(cfg: DictConfig, trust: Trust) -> JobConfig:
     """The configuration of one job, with all its types and ranges checked.
 
+    Args:
+        trust: whose word the configuration is.
+
     Raises:
-        ConfigError: a key is unknown, missing, of a wrong type or out of range.
+        ConfigError: a key is unknown, missing, of a wrong type or out of range, or names code that
+            needs the user's word.
     """
     try:
         groups = OmegaConf.to_container(cfg, resolve=True)
@@ -77,7 +82,7 @@ def load_config(cfg: DictConfig) -> JobConfig:
             raise ConfigError(
                 f"{name} must be a group of keys, got {groups[name]!r}: see conf/{name}/"
             )
-    return JobConfig(
+    config = JobConfig(
         model=build(ModelGroup, groups["model"], "model"),
         dataset=build(DatasetConfig, groups["dataset"], "dataset"),
         rows=_build_steps(groups["rows"], "rows"),
@@ -93,6 +98,8 @@ def load_config(cfg: DictConfig) -> JobConfig:
         output=build(OutputConfig, groups["output"], "output"),
         progress=build(ProgressConfig, groups["progress"], "progress"),
     )
+    trust.check(resolved(config))
+    return config
 
 
 def constraint_config(values: dict[str, Any]) -> ConstraintConfig:

@@ -56,7 +56,7 @@ class GradingProcess:
         }
         # Where the process fails, the end of the job says why. Ctrl-C is for the job alone.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, json.dumps(setup)],
+            [sys.executable, "-P", "-c", _PROGRAM, json.dumps(setup)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
-from pkgutil import resolve_name
 from typing import Any
 
 from batchgen.config import StepConfig, strategy_options
@@ -13,6 +12,7 @@ from batchgen.errors import ConfigError
 from batchgen.grading.choices import RowStep
 from batchgen.grading.rows import StepChain
 from batchgen.grading.step import PostStep
+from batchgen.named_code import named_code
 
 
 def row_steps(configs: Sequence[StepConfig]) -> tuple[RowStep, ...]:
@@ -64,10 +64,7 @@ def check_fields(steps: Sequence[PostStep], columns: Sequence[str]) -> None:
 def _made(key: str, number: int, config: StepConfig, protocol: type) -> Any:
     place = f"{key}[{number}]"
     target = f"{place}._target_: {config.target}"
-    try:
-        cls = resolve_name(config.target)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{target} is not there: {error}") from None
+    cls = named_code(config.target, f"{place}._target_")
     if not isinstance(cls, type):
         raise ConfigError(f"{target} is no class")
     declared = {field.name for field in dataclasses.fields(cls)} if is_dataclass(cls) else set()

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pkgutil import resolve_name
 from typing import Any, Literal
 
 from batchgen.engine.constraint.errors import ConstraintError
@@ -18,6 +17,7 @@ from batchgen.grading.integers import normal_integer, short_integers
 from batchgen.grading.latex import plain
 from batchgen.grading.mathematics.same import MOST_CHARACTERS, forms, same_math
 from batchgen.grading.step import AnswerRow, AnswerRows, Column, GradeFailure
+from batchgen.named_code import named_code
 
 Method = Literal["integer", "math", "choice", "exact", "regex", "json_schema", "function"]
 METHODS = ("integer", "math", "choice", "exact", "regex", "json_schema", "function")
@@ -333,10 +333,7 @@ def _resolve(path: Any) -> Callable[..., Any]:
         raise ConfigError(
             f"Grade: function._target_ must be the import path of a function, got {path!r}"
         )
-    try:
-        found = resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"Grade: function._target_: {path} cannot be imported: {error}") from None
+    found = named_code(path, "Grade: function._target_")
     if not callable(found):
         raise ConfigError(f"Grade: function._target_: {path} is no function")
     resolved: Callable[..., Any] = found

@@ -95,5 +95,5 @@ def visible_devices() -> list[str]:
         return [name.strip() for name in given.split(",") if name.strip()]
     # In a process of its own: the launcher itself needs neither torch nor a context on a GPU.
     program = "import torch; print(torch.cuda.device_count())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
     return [str(i) for i in range(int(done.stdout or 0))]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import batchgen
 from batchgen.config import JobConfig, NoLauncherConfig
 from batchgen.config.load import job_file_text
 from batchgen.workers.heartbeat import LAUNCHER
@@ -118,9 +119,12 @@ def worker_arguments(job: Path, place: int) -> list[str]:
     """The arguments with which the Python interpreter is the worker of a place.
 
     Args:
-        job: a file with the text of `worker_job`.
+        job: a file with the text of `worker_job`, which is as trusted as the job was.
     """
-    return ["-m", "batchgen", str(job), f"workers.name={place}"]
+    # Python would look for batchgen in the working directory first, where it may well be another
+    # one; where this one is there, nothing else may say where it is.
+    safe = [] if Path.cwd() == Path(batchgen.__path__[0]).parent else ["-P"]
+    return [*safe, "-m", "batchgen", str(job), f"workers.name={place}", "--trust", str(job)]
 
 
 def worker_job(config: JobConfig, heartbeat: float) -> str:

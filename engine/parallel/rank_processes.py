@@ -109,7 +109,7 @@ class RankProcesses:
         with theirs:
             arguments = [str(theirs.fileno()), str(rank), json.dumps(sys.path)]
             self._processes[rank] = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, *arguments],
+                [sys.executable, "-P", "-c", _PROGRAM, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],

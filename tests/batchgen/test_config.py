@@ -27,6 +27,7 @@ from batchgen.config import (
     load_config,
     resolved,
 )
+from batchgen.config.trust import TYPED
 from batchgen.errors import ConfigError
 
 CONF = Path(batchgen.conf.__file__).parent
@@ -38,7 +39,7 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def loaded(*overrides: str) -> JobConfig:
-    return load_config(composed(*overrides))
+    return load_config(composed(*overrides), TYPED)
 
 
 def test_no_argument_is_the_demo() -> None:
@@ -314,7 +315,7 @@ def test_mistakes(overrides: list[str], message: str) -> None:
 
 def test_not_a_mapping() -> None:
     with pytest.raises(ConfigError, match="must be a mapping of groups"):
-        load_config(OmegaConf.create([1]))  # type: ignore[arg-type]
+        load_config(OmegaConf.create([1]), TYPED)  # type: ignore[arg-type]
 
 
 def test_a_group_is_not_a_value() -> None:
@@ -324,7 +325,7 @@ def test_a_group_is_not_a_value() -> None:
     with pytest.raises(
         ConfigError, match=r"^model must be a group of keys, got 7: see conf/model/$"
     ):
-        load_config(cfg)
+        load_config(cfg, TYPED)
 
 
 def test_sampling_params_take_the_output_columns() -> None:
@@ -350,7 +351,7 @@ def test_resolved_loads_to_the_same_job() -> None:
         "+strategy.width=3",
     )
     text = yaml.safe_dump(resolved(config))
-    assert load_config(DictConfig(yaml.safe_load(text))) == config
+    assert load_config(DictConfig(yaml.safe_load(text)), TYPED) == config
     assert [*resolved(config)] == [f.name for f in fields(JobConfig)]
 
 

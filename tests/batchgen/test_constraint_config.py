@@ -29,6 +29,7 @@ from batchgen.config import (
     load_config,
     resolved,
 )
+from batchgen.config.trust import TYPED
 from batchgen.constraint.row_constraints import RowConstraints
 from batchgen.dataset.source import Row
 from batchgen.engine.constraint.compiler import GrammarCompiler
@@ -49,7 +50,7 @@ GRAMMAR = 'root ::= "yes" | "no"\n'
 
 def loaded(*overrides: str) -> JobConfig:
     with initialize_config_module("batchgen.conf", version_base="1.3"):
-        return load_config(compose("config", overrides=list(overrides)))
+        return load_config(compose("config", overrides=list(overrides)), TYPED)
 
 
 def test_no_constraint_unless_asked_for() -> None:
@@ -57,7 +58,7 @@ def test_no_constraint_unless_asked_for() -> None:
     assert config.constraint.kind == "none" and config.params.constraint is None
     assert "constraint" not in identity(config), "manifests of earlier jobs must stay valid"
     plain = {name: group for name, group in resolved(config).items() if name != "constraint"}
-    assert load_config(DictConfig(plain)) == config, "a config.yaml from before must load"
+    assert load_config(DictConfig(plain), TYPED) == config, "a config.yaml from before must load"
 
 
 def test_a_schema_is_one_however_it_is_given(tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_every_kind(options: list[str], constraint: Constraint) -> None:
     config = loaded(f"constraint={options[0]}", *options[1:])
     assert config.params.constraint == constraint
     text = yaml.safe_dump(resolved(config))
-    assert load_config(DictConfig(yaml.safe_load(text))) == config
+    assert load_config(DictConfig(yaml.safe_load(text)), TYPED) == config
 
 
 def test_files_of_grammars_and_tags(tmp_path: Path) -> None:
@@ -355,7 +356,7 @@ def test_the_config_of_an_output_has_the_constraint_as_it_is(tmp_path: Path) -> 
         job.run()
         written = OmegaConf.load(tmp_path / kind / "config.yaml")
         assert isinstance(written, DictConfig)
-        assert load_config(written).constraint == job.config().constraint
+        assert load_config(written, TYPED).constraint == job.config().constraint
 
 
 def test_cfg_job_shows_the_path(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_sweeper_of_the_user_with_values_of_its_own(jobs: Jobs) -> None:
     file = Path("own/hydra/sweeper/mine.yaml")
     file.parent.mkdir(parents=True)
     file.write_text("defaults: [basic]\nparams: {++sampling.seed: '0,3'}\n")
-    arguments = ["-m", "hydra/sweeper=mine", "--config-dir=own", "output.dir=o"]
+    arguments = ["-m", "hydra/sweeper=mine", "--config-dir=own", "--trust=own", "output.dir=o"]
     assert run_command(arguments) == 3
     assert jobs.folders == ["o/sampling.seed=0", "o/sampling.seed=3"]
 

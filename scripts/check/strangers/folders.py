@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from strangers.attack import MODEL, Attack, Work
+import sys
+
+from strangers.attack import COMMAND, MODEL, Attack, Work
 
 
 def remote_code(work: Work) -> str | None:
@@ -18,4 +20,72 @@ def remote_code_typed(work: Work) -> str | None:
     return work.batchgen(MODEL, "model.trust_remote_code=true", "--dry-run").refused("never runs")
 
 
-ATTACKS: tuple[Attack, ...] = (remote_code, remote_code_typed)
+_STEPS = """\
+post:
+- {_target_: batchgen.grading.extract.Extract, methods: [whole]}
+- _target_: batchgen.grading.grade.Grade
+  method: function
+  function: {_target_: theirs.mark}
+"""
+
+
+def _module(work: Work) -> None:
+    """Put a module into the working directory that leaves a file when it is imported."""
+    (work.path / "theirs.py").write_text("open('ran', 'w').close()\ndef mark(**given): return 1\n")
+
+
+def _ran(work: Work) -> str | None:
+    return "its code ran" if (work.path / "ran").exists() else None
+
+
+def steps_of_a_folder(work: Work) -> str | None:
+    """A folder has its answers graded by a function of its own."""
+    _module(work)
+    config = work.finished_job() / "config.yaml"
+    text = config.read_text(encoding="utf-8").partition("post:")
+    config.write_text(f"{text[0]}{_STEPS}", encoding="utf-8")
+    for command in ((str(COMMAND),), (sys.executable, "-m", "batchgen")):
+        run = work.batchgen("grade", "out", command=command)
+        if found := run.refused("theirs.mark", "--trust") or _ran(work):
+            return found
+    return None
+
+
+def steps_of_a_job_file(work: Work) -> str | None:
+    """A job file has its answers graded by a function of its own."""
+    _module(work)
+    (work.path / "job.yaml").write_text(f"model: nano_hybrid\ndataset: demo\n{_STEPS}")
+    for arguments in (["job.yaml"], ["job.yaml", "--dry-run"], ["plan", "job.yaml"]):
+        run = work.batchgen(*arguments, command=(sys.executable, "-m", "batchgen"))
+        if found := run.refused("theirs.mark", "--trust") or _ran(work):
+            return found
+    return None
+
+
+def callbacks(work: Work) -> str | None:
+    """A folder of choices gives Hydra a callback."""
+    _module(work)
+    choice = work.path / "conf/experiment/nice.yaml"
+    choice.parent.mkdir(parents=True)
+    choice.write_text("# @package _global_\nhydra: {callbacks: {x: {_target_: theirs.mark}}}\n")
+    arguments = ("--config-dir=conf", "+experiment=nice", "hydra.job.name=x")
+    run = work.batchgen(*arguments, command=(sys.executable, "-m", "batchgen"))
+    return run.refused("--trust conf") or _ran(work)
+
+
+def modules(work: Work) -> str | None:
+    """The working directory has modules with the names of others."""
+    work.finished_job()
+    (work.path / "hydra_plugins").mkdir()
+    for name in ("yaml", "pyarrow", "torch", "hydra_plugins/theirs"):
+        (work.path / f"{name}.py").write_text("open('ran', 'w').close()\n")
+    for arguments in (["grade", "out"], ["--cfg", "job"], ["score", "out"]):
+        run = work.batchgen(*arguments, command=(sys.executable, "-m", "batchgen"))
+        if run.code or _ran(work):
+            return _ran(work) or run.text[-300:]
+    return None
+
+
+ATTACKS: tuple[Attack, ...] = (
+    *(remote_code, remote_code_typed, steps_of_a_folder, steps_of_a_job_file, callbacks, modules),
+)

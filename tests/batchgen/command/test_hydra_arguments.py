@@ -11,6 +11,7 @@ from batchgen.command.hydra_arguments import hydra_argument, hydra_arguments
 from batchgen.command.options import parse_options
 from batchgen.command.run import composed
 from batchgen.config import load_config, resolved
+from batchgen.config.trust import TYPED
 from batchgen.errors import ConfigError
 
 
@@ -38,6 +39,9 @@ JOB = """
 model: {path: m, dtype: float32}
 prompt.user: "{{ q }} a=b, it's\\n"
 strategy: {_target_: my.Strategy, k: 3, names: [a, "b, c"]}
+post:
+  - {_target_: batchgen.grading.extract.Extract, methods: [boxed, "it's, {so}"]}
+  - {_target_: batchgen.grading.grade.Grade, method: function, function: {_target_: f.g, b: [0.5]}}
 sampling: {choice: sample, stop: ["\\n\\n", "}"]}
 """
 
@@ -48,12 +52,13 @@ sampling: {choice: sample, stop: ["\\n\\n", "}"]}
         [],
         ["model.path=~/a b", r"prompt.user={{ q }}, (a) \n\\theta 'x'", "sampling.stop=END"],
         ["experiment=gsm8k", "model=hf", "model.path=m", "dataset.limit=5"],
+        ["experiment=gsm8k", "rows=[{_target_: a.B, seed: 3}]", "~post"],
         ["constraint.pattern=\\d+'\"", "output.dir=o/${sampling.seed}", "sampling.seed=4"],
         ["prompt.template_kwargs={enable_thinking: false}", "prompt.template_kwargs.b=2"],
         ["+prompt.template_kwargs.c=x", "sampling=sample", "sampling.temperature=0.5"],
         ["strategy=dllm", "model=nano_sdar", "dataset=nano_eval", "output.columns=[logprobs]"],
         ['constraint.schema={"type": "object", "properties": {"a b": {"enum": ["x, y", 1]}}}'],
-        ["job.yaml", "sampling.n=2"],
+        ["job.yaml", "sampling.n=2", "--trust=job.yaml"],
     ],
 )
 def test_hydra_composes_the_same_job(
@@ -66,7 +71,7 @@ def test_hydra_composes_the_same_job(
     assert not made.swept
     with initialize_config_module("batchgen.conf", version_base="1.3"):
         cfg = compose("config", overrides=made.fixed)
-    assert resolved(load_config(cfg)) == resolved(composed(options))
+    assert resolved(load_config(cfg, TYPED)) == resolved(composed(options))
 
 
 def test_swept_arguments() -> None:

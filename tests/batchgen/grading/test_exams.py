@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from batchgen.config import JobConfig
 from batchgen.config.load import load_config
+from batchgen.config.trust import TYPED
 from batchgen.grading.choices import OrderChoices
 from batchgen.grading.rows import Grader
 from batchgen.grading.step import PostStep
@@ -40,7 +41,7 @@ def composed(name: str, *overrides: str) -> tuple[JobConfig, dict[str, Any]]:
     values = OmegaConf.to_container(cfg)
     assert isinstance(values, dict)
     own: dict[str, Any] = {key: values.pop(key, None) for key in ("rows", "post", "score")}
-    return load_config(OmegaConf.create(values)), own
+    return load_config(OmegaConf.create(values), TYPED), own
 
 
 def made(specs: list[dict[str, Any]] | None) -> list[Any]:

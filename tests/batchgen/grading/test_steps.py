@@ -61,7 +61,7 @@ def test_steps_can_be_pickled_and_declare_what_they_write(step: PostStep) -> Non
         (lambda: Grade(method="sum"), "method must be among"),  # type: ignore[arg-type]
         (lambda: Grade(method="function"), "function belongs"),
         (lambda: Grade(method="function", function={"_target_": "f"}), "import path"),
-        (lambda: Grade(method="function", function={"_target_": "os.no"}), "cannot be imported"),
+        (lambda: Grade(method="function", function={"_target_": "os.no"}), "is not there"),
         (lambda: Grade(method="function", function={"_target_": "os.sep"}), "no function"),
         (lambda: Grade(method="exact", schema="{}"), "schema belongs"),
         (lambda: Grade(method="json_schema", schema="{"), "schema"),
