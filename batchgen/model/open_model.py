@@ -17,13 +17,8 @@ from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.host_limits import usable_cores
 from batchgen.engine.layers.fp8_format import FP8Format, has_fp8_units
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import (
-    LoadFormat,
-    Quantization,
-    chosen_form,
-    load_config,
-    load_model,
-)
+from batchgen.engine.loading.config_file import LoadFormat, load_config
+from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
 from batchgen.engine.loading.safetensors_files import safetensors_files
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
 from batchgen.engine.models.causal_lm import CausalLM
@@ -237,7 +232,8 @@ def open_model(
         )
     if path.is_dir() and load_format != "dummy":
         safetensors_files(path)  # This raises an error if there are none.
-    eos = eos_token_ids(path, tokenizer)
+    # Some checkpoints name ids behind those that the model has, which no answer can end with.
+    eos = tuple(i for i in eos_token_ids(path, tokenizer) if 0 <= i < config.vocab_size)
     return OpenedModel(path, config, tokenizer, eos, load_format, quantization)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from batchgen.engine.loading.loader import LoadFormat
+from batchgen.engine.loading.config_file import LoadFormat
 from batchgen.engine.loading.safetensors_files import tensor_names
 from batchgen.engine.models.registry import model_class
 from batchgen.engine.strategy import Checkpoint, Head, Strategy

@@ -7,10 +7,16 @@ float32 steps.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+
+# YaRN divides by the logarithm of rope_theta, and models leave a scaling out as one of zero.
+_LEAST = {"rope_theta": 1.0, "mscale": -1.0, "mscale_all_dim": -1.0}
+"""What parameters must be over; others must be over 0."""
+_MOST = 1e18
+"""What all must be under, so that no computation with them overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,26 @@ class DefaultRope:
 
     rope_theta: float
 
+    def __post_init__(self) -> None:
+        """Check the parameters, which a checkpoint gives.
+
+        Raises:
+            ValueError: one is not of its kind; the message names it.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool":
+                fits, kind = isinstance(value, bool), "true or false"
+            else:
+                least = _LEAST.get(field.name, 0.0)
+                numbers = value if isinstance(value, tuple) else (value,)
+                fits = all(_is_between(least, number, _MOST) for number in numbers)
+                kind = f"a number over {least:g}"
+            if not fits and not (value is None and field.default is None):
+                raise ValueError(
+                    f"rotary embedding: {field.name} is {value!r:.60}, and must be {kind}"
+                )
+
     def inv_freq(self, head_dim: int) -> Tensor:
         """Return the angle per position of each rotated pair, [D/2] float32 on the CPU."""
         exponents = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
@@ -31,6 +57,11 @@ class DefaultRope:
     def attention_scaling(self) -> float:
         """The factor that every cosine and sine is multiplied by."""
         return 1.0
+
+
+def _is_between(least: float, value: object, most: float) -> bool:
+    """Whether a value is a number between two others."""
+    return isinstance(value, int | float) and type(value) is not bool and least < value < most
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +94,14 @@ class Llama3Rope(DefaultRope):
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        DefaultRope.__post_init__(self)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"rotary embedding: high_freq_factor {self.high_freq_factor} must be over "
+                f"low_freq_factor {self.low_freq_factor}"
+            )
 
     def inv_freq(self, head_dim: int) -> Tensor:
         inv_freq = DefaultRope.inv_freq(self, head_dim)

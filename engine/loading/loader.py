@@ -15,102 +15,23 @@ from torch import Tensor
 from batchgen.engine.execution.transfer import release_cached_memory
 from batchgen.engine.layers.fp8_format import FP8Format, has_fp8_units
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.loading.config_file import LoadFormat, load_config
 from batchgen.engine.loading.safetensors_files import (
     abbreviate,
     are_equal,
-    read_json,
     tensor_names,
     tensors,
     tensors_with_scales,
 )
-from batchgen.engine.loading.tokenizer import load_tokenizer
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.registry import model_class
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.kernels.fp8.fp8_weight import FP8Weight
 
-LoadFormat = Literal["auto", "gguf", "dummy"]
 Quantization = Literal["fp8"]
 
-_MASK = "<|MASK|>"  # The mask token of the published SDAR tokenizers.
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
-    """Read the configuration of a GGUF file or of a folder with a config.json.
-
-    If a folder's config.json says that the embedding and the layer that computes logits share a
-    weight, and the checkpoint holds two that differ, both are used, as transformers does. A folder
-    without weights has a configuration all the same.
-
-    Args:
-        path: the file or folder.
-        load_format: as for `load_model`. For `dummy` the weights are not looked at.
-
-    Raises:
-        ValueError: there is no configuration, or the model needs something that the engine does not
-            have; the message names the path and the reason.
-    """
-    if path.suffix == ".gguf":
-        from batchgen.engine.loading.gguf.file import GGUFFile
-        from batchgen.engine.loading.gguf.model import gguf_config
-
-        return gguf_config(GGUFFile(path))
-    if not (path / "config.json").is_file():
-        raise ValueError(f"{path} is neither a .gguf file nor a folder with a config.json")
-    values = read_json(path / "config.json")
-    for place in (values, text := values.get("text_config", {})):
-        if not isinstance(text, dict) or not isinstance(place.get("quantization_config", {}), dict):
-            raise ValueError(
-                f"{path}/config.json: text_config and quantization_config must be objects: take "
-                "quantization_config out if the weights are not quantised"
-            )
-    architectures = values.get("architectures")
-    if not architectures:
-        raise ValueError(f"{path}/config.json names no architecture (key 'architectures')")
-    model = model_class(architectures[0], path)
-    hf_config = model.hf_config()
-    from huggingface_hub.errors import StrictDataclassError  # transformers has loaded it by now
-
-    expected = hf_config.model_type
-    if values.get("model_type") != expected:
-        raise ValueError(
-            f"{path}/config.json: model_type is {values.get('model_type')!r}, and architecture "
-            f"{architectures[0]} goes with {expected!r}"
-        )
-    try:
-        if model.is_diffusion and values.get("mask_token_id") is None:
-            values["mask_token_id"] = _mask_token_id(path)
-        config = model.config_from_hf(hf_config.from_dict(values))
-    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    looked_at = load_format != "dummy" and any(path.glob("*.safetensors"))
-    if config.tie_word_embeddings and looked_at:
-        names = {model.piece_name(name, config): name for name in tensor_names(path)}
-        if names.keys() >= {EMBEDDING, LM_HEAD}:
-            tied = are_equal(path, names[EMBEDDING], names[LM_HEAD])
-            config = replace(config, tie_word_embeddings=tied, untied=not tied)
-    return config
-
-
-def _mask_token_id(path: Path) -> int:
-    """Ask the tokenizer for the mask token's id, for a config.json that does not give it.
-
-    Raises:
-        ValueError: the tokenizer does not know it either.
-    """
-    tokenizer = load_tokenizer(path)
-    if tokenizer is not None:
-        if tokenizer.mask_token_id is not None:
-            return int(tokenizer.mask_token_id)
-        added: dict[str, int] = tokenizer.get_added_vocab()
-        if _MASK in added:
-            return added[_MASK]
-    raise ValueError(
-        "neither config.json (key 'mask_token_id') nor the tokenizer (mask_token, or an added "
-        f"token {_MASK}) says which token stands for masked ones: add it to config.json"
-    )
 
 
 def load_model(

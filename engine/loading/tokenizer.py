@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from batchgen.engine.loading.safetensors_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _SETTINGS = "tokenizer_config.json"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_OBJECTS = (_SETTINGS, "special_tokens_map.json", "added_tokens.json")
+"""The small files of a tokenizer, which hold a JSON object each."""
 # End of a sequence, of a turn and of a message: generation stops at each of them.
 _GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -38,16 +42,23 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
         raise ValueError(f"{path} has {_SETTINGS} but none of {', '.join(_VOCABULARIES)}")
     from transformers import AutoTokenizer  # takes seconds, and not every model has a tokenizer
 
+    for name in _OBJECTS:
+        if (path / name).is_file():
+            read_json(path / name)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=False, local_files_only=True, **_config(path)
+            path,
+            trust_remote_code=False,
+            local_files_only=True,
+            # The engine checks lengths itself, and transformers compares any value only to warn.
+            model_max_length=sys.maxsize,
+            **_config(path),
         )
-    except Exception as error:
-        known = (OSError, ValueError, KeyError, TypeError, ImportError)
-        # The tokenizers library raises a bare Exception for a file that it cannot read.
-        if not isinstance(error, known) and type(error) is not Exception:
-            raise
-        raise ValueError(f"{path}: its tokenizer cannot be loaded: {error}") from error
+    except Exception as error:  # Its code takes what the files say as it is, whatever that is.
+        raise ValueError(
+            f"{path}: its tokenizer cannot be loaded: {error} ({type(error).__name__} at reading "
+            f"one of {', '.join((*_VOCABULARIES, *_OBJECTS))})"
+        ) from error
     if not tokenizer.is_fast:
         raise ValueError(f"{path}: only tokenizers with a fast form (tokenizer.json) are supported")
     return tokenizer
@@ -62,13 +73,8 @@ def _config(path: Path) -> dict[str, PretrainedConfig]:
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
     file = path / "config.json"
-    kind = _read(file).get("model_type") if file.is_file() else None
+    kind = read_json(file).get("model_type") if file.is_file() else None
     return {} if kind in CONFIG_MAPPING else {"config": PretrainedConfig()}
-
-
-def _read(file: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return values
 
 
 def eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
@@ -77,6 +83,9 @@ def eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tupl
     They are the ids that generation_config.json, config.json and the tokenizer name. For a GGUF
     file they are its ids for the end of a sequence, a turn and a message, and the tokenizer's. The
     result is empty if nothing names an id.
+
+    Raises:
+        ValueError: a file names something else; the message names the file.
     """
     ids: set[int] = set()
     if path.suffix == ".gguf":
@@ -84,22 +93,34 @@ def eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tupl
 
         metadata = GGUFFile(path).metadata
         keys = (f"tokenizer.ggml.{key}" for key in _GGUF_EOS_KEYS)
-        ids.update(metadata[key] for key in keys if key in metadata)
+        for key in keys:
+            ids.update(_checked(path, key, metadata.get(key)))
     else:
         for name in ("generation_config.json", "config.json"):
             if (path / name).is_file():
-                ids.update(_eos_of(_read(path / name)))
+                ids.update(_eos_of(path / name))
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return tuple(sorted(ids))
 
 
-def _eos_of(config: dict[str, Any]) -> list[int]:
+def _eos_of(file: Path) -> list[int]:
     """Return the EOS ids that a configuration file gives; there may be none, one or several."""
     # The file itself is read, because the classes of transformers fill in an id if it has none.
+    config = read_json(file)
     eos = config.get("eos_token_id")
     if eos is None:  # A checkpoint with a vision tower says it of its decoder.
-        eos = config.get("text_config", {}).get("eos_token_id")
-    if eos is None:
-        return []
-    return eos if isinstance(eos, list) else [eos]
+        eos = (config.get("text_config") or {}).get("eos_token_id")
+    return _checked(file, "eos_token_id", eos)
+
+
+def _checked(file: Path, key: str, eos: Any) -> list[int]:
+    """Return the ids that a value gives: null, an id or a list of ids.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    ids: list[int] = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(type(token_id) is not int for token_id in ids):
+        raise ValueError(f"{file}: {key} is {eos!r:.60}, and must be a token id or a list of them")
+    return ids

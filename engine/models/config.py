@@ -61,6 +61,8 @@ class FamilyConfig:
 
 
 F = TypeVar("F", bound=FamilyConfig)
+T = TypeVar("T")
+_TYPE_NAMES: Mapping[type, str] = {int: "an integer", bool: "true or false"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +125,14 @@ class ModelConfig:
 
 
 def check_positive(**sizes: int) -> None:
-    """Check that the sizes of a model are positive.
+    """Check that the sizes of a model are positive integers.
 
     Raises:
-        ValueError: a size is not positive; the message names it.
+        ValueError: a size is none; the message names it.
     """
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"the model's {name} is {size}; it must be positive")
+        if type(size) is not int or size < 1:  # a checkpoint may say anything
+            raise ValueError(f"the model's {name} is {size!r:.60}; it must be a positive integer")
 
 
 def common_config(
@@ -161,6 +163,26 @@ def common_config(
     )
 
 
+def extra_value(hf: PretrainedConfig, key: str, kind: type[T], default: T) -> T:
+    """Return a value of a checkpoint's configuration that no class of transformers knows or checks.
+
+    Args:
+        hf: the configuration as transformers read it.
+        key: the value's name.
+        kind: the type that it must have.
+        default: what stands for a value that is null or missing.
+
+    Raises:
+        ValueError: it has another type.
+    """
+    value = hf.to_dict().get(key)
+    if value is None:
+        return default
+    if type(value) is not kind:  # true and false are integers to isinstance
+        raise ValueError(f"{key} is {value!r:.60}, and must be {_TYPE_NAMES[kind]}")
+    return value
+
+
 def fp8_format(hf: PretrainedConfig) -> FP8Format | None:
     """Return how a checkpoint's weights are in FP8; None if they are not quantised.
 
@@ -171,14 +193,11 @@ def fp8_format(hf: PretrainedConfig) -> FP8Format | None:
 
 
 def own_dtype(hf: PretrainedConfig) -> torch.dtype:
-    """Return the dtype of a checkpoint's weights; float32 if its configuration does not say.
-
-    Raises:
-        ValueError: torch has no such dtype.
-    """
-    if not isinstance(hf.dtype, torch.dtype | None):
-        raise ValueError(f"dtype {hf.dtype!r} is not one that torch has")
-    return hf.dtype or torch.float32
+    """Return the dtype in which a checkpoint's weights are computed with: float32 if its
+    configuration does not say, or says float64."""
+    if isinstance(hf.dtype, torch.dtype) and hf.dtype != torch.float64:
+        return hf.dtype
+    return torch.float32
 
 
 def extended_positions(rope: DefaultRope, max_position_embeddings: int) -> int:
@@ -201,8 +220,8 @@ def rope_from_parameters(parameters: Mapping[str, Any]) -> DefaultRope:
             type does not have.
     """
     values = {k: v for k, v in parameters.items() if k != "type" and v is not None}
-    rope_type = values.pop("rope_type")
-    if rope_type not in ROPE_TYPES:
+    rope_type = values.pop("rope_type", None)
+    if rope_type not in [*ROPE_TYPES]:
         raise ValueError(
             f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchgen.engine.layers.moe import Router
-from batchgen.engine.models.config import ModelConfig
+from batchgen.engine.models.config import ModelConfig, check_positive, extra_value
 from batchgen.engine.models.latent import LatentForCausalLM, latent_config, sparse_from
 from batchgen.kernels.moe.router_form import RouterForm
 
@@ -42,14 +42,18 @@ class DeepseekV3ForCausalLM(LatentForCausalLM):
 def mtp_layers(hf: PretrainedConfig) -> int:
     """Return how many layers behind the last one predict tokens further ahead; 0 if the
     configuration does not say. transformers 5.17 and 5.23 have different names for it."""
-    values = hf.to_dict()
-    count: int = values.get("num_nextn_predict_layers", values.get("num_mtp_layers")) or 0
-    return count
+    known = extra_value(hf, "num_mtp_layers", int, 0)
+    return extra_value(hf, "num_nextn_predict_layers", int, known)
 
 
 def sigmoid_router(hf: PretrainedConfig) -> Router:
     """Return the form of a router whose scores are sigmoids, corrected for the choice, from the
-    configuration of transformers."""
+    configuration of transformers.
+
+    Raises:
+        ValueError: the number of groups is none.
+    """
+    check_positive(n_group=hf.n_group, topk_group=hf.topk_group)
     form = RouterForm(
         sigmoid=True,
         groups=hf.n_group,

@@ -59,8 +59,10 @@ class DenseConfig(FamilyConfig):
             head_dim=self.head_dim,
             intermediate_size=self.intermediate_size,
         )
-        if not self.rms_norm_eps > 0:
-            raise ValueError(f"the model's rms_norm_eps is {self.rms_norm_eps}")
+        if not 0 < self.rms_norm_eps < 1:
+            raise ValueError(
+                f"the model's rms_norm_eps is {self.rms_norm_eps}; it must be between 0 and 1"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"

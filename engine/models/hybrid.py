@@ -188,7 +188,12 @@ def hybrid_config(
     """
     values = hf.to_dict()
     parameters: dict[str, Any] = dict(hf.rope_parameters)
-    rotary = parameters.pop("partial_rotary_factor", None) or 1.0
+    rotary = parameters.pop("partial_rotary_factor", None)
+    rotary = 1.0 if rotary is None else rotary
+    if type(rotary) not in (int, float) or not 0 < rotary <= 1:
+        raise ValueError(
+            f"partial_rotary_factor is {rotary!r:.60}, and must be a number over 0 and at most 1"
+        )
     # Rows of text have the same position on all three axes of multimodal rotary embedding, so its
     # sections make no difference.
     for name in ("mrope_section", "mrope_interleaved"):

@@ -14,7 +14,7 @@ from batchgen.engine.layers.moe import Router
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import YarnRope
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD
-from batchgen.engine.models.config import ModelConfig, check_positive
+from batchgen.engine.models.config import ModelConfig, check_positive, extra_value
 from batchgen.engine.models.dense import DenseConfig, dense_config
 from batchgen.engine.models.moe import MoEConfig, MoEForCausalLM
 from batchgen.engine.models.mtp import MTP_HEAD, MTPHead, check_mtp_layers
@@ -186,6 +186,8 @@ def latent_config(
     """
     if hf.attention_bias and hf.q_lora_rank is None:
         raise ValueError("attention_bias without q_lora_rank is not supported")
+    if not 0 < router.form.scale < math.inf:
+        raise ValueError(f"routed_scaling_factor is {router.form.scale}; it must be over 0")
     if mlp_bias:
         raise ValueError("mlp_bias is not supported for models with experts")
     dense = dense_config(
@@ -230,8 +232,9 @@ def sparse_from(hf: PretrainedConfig) -> list[int]:
         ValueError: `moe_layer_freq` is not positive.
     """
     # transformers knows no such key, and keeps what the file says.
-    step: int = hf.to_dict().get("moe_layer_freq", 1)
+    step = extra_value(hf, "moe_layer_freq", int, 1)
     check_positive(moe_layer_freq=step)
     if not hf.n_routed_experts:
         return []
-    return [i for i in range(hf.first_k_dense_replace, hf.num_hidden_layers) if i % step == 0]
+    first = max(0, extra_value(hf, "first_k_dense_replace", int, 0))
+    return [i for i in range(first, hf.num_hidden_layers) if i % step == 0]

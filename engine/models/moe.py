@@ -9,7 +9,7 @@ import numpy as np
 
 from batchgen.engine.layers.decoder_layer import FeedForward
 from batchgen.engine.layers.moe import SOFTMAX_ROUTER, Router, SparseMoE
-from batchgen.engine.models.config import ModelConfig, check_positive
+from batchgen.engine.models.config import ModelConfig, check_positive, extra_value
 from batchgen.engine.models.dense import DenseConfig, DenseForCausalLM
 from batchgen.engine.outputs import OutputColumn
 
@@ -181,5 +181,5 @@ def num_experts(hf: PretrainedConfig) -> int:
     transformers renamed the field in 5.23, and a version before that knows the new name as one
     which is none of its own.
     """
-    count: int = hf.to_dict().get("num_local_experts", hf.num_experts)
-    return count
+    renamed = "num_local_experts" in hf.to_dict()
+    return extra_value(hf, "num_local_experts" if renamed else "num_experts", int, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from batchgen.engine.models.config import ModelConfig, fp8_format, own_dtype
+from batchgen.engine.models.config import ModelConfig, extra_value, fp8_format, own_dtype
 from batchgen.engine.models.hybrid import HybridForCausalLM, hybrid_config
 
 if TYPE_CHECKING:
@@ -45,14 +45,12 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
 def has_output_gate(hf: PretrainedConfig) -> bool:
     """Return whether attention has an output gate, which classes of transformers know only as a
     value beyond their own."""
-    gate: bool = hf.to_dict().get("attn_output_gate", True)
-    return gate
+    return extra_value(hf, "attn_output_gate", bool, True)
 
 
 def num_mtp_layers(hf: PretrainedConfig) -> int:
     """Return how many layers the head for multi-token prediction has; 0 if there is no head."""
-    layers: int = hf.to_dict().get("mtp_num_hidden_layers") or 0
-    return layers
+    return extra_value(hf, "mtp_num_hidden_layers", int, 0)
 
 
 def text_config(hf: PretrainedConfig) -> PretrainedConfig:

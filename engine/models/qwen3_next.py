@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchgen.engine.models.config import ModelConfig
+from batchgen.engine.models.config import ModelConfig, extra_value
 from batchgen.engine.models.hybrid import HybridForCausalLM, hybrid_config
 from batchgen.engine.models.moe import sparse_layers
 
@@ -32,5 +32,5 @@ class Qwen3NextForCausalLM(HybridForCausalLM):
             renormalise=hf.norm_topk_prob,
             moe_layers=sparse_layers(hf),
             # The published configurations do not name the head that their checkpoints have.
-            mtp_layers=hf.to_dict().get("num_nextn_predict_layers", 1),
+            mtp_layers=extra_value(hf, "num_nextn_predict_layers", int, 1),
         )

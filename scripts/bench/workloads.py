@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from batchgen.engine.layers.latent_attention import LatentShape
-from batchgen.engine.loading.loader import Quantization, chosen_form, load_config, load_model
+from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.dense import DenseConfig

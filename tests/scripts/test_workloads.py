@@ -18,7 +18,7 @@ from workloads import (
     write_config,
 )
 
-from batchgen.engine.loading.loader import load_config
+from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.models.dense import DenseConfig
 
 H100: dict[str, Any] = {"bandwidth": 3.0e12, "flops": 790e12}

@@ -19,7 +19,8 @@ from batchgen.engine.layers.experts import Experts
 from batchgen.engine.layers.fp8_format import FP8Format, checkpoint_format
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import load_config, load_model
+from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams

@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from batchgen.engine.layers.rotary import FrequencyFactorsRope, LinearRope, YarnRope
+from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.gguf.file import READ_TYPES, GGUFFile
-from batchgen.engine.loading.loader import load_config, load_model
+from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.dense import DenseConfig
 
 CPU = torch.device("cpu")

@@ -12,7 +12,8 @@ from qwen_mtp import TheirHead
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from batchgen.engine.loading.loader import load_config, load_model
+from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.loader import load_model
 
 CPU = torch.device("cpu")
 IDS = [(7 * i * i + 3 * i) % 128 for i in range(40)]

@@ -20,7 +20,8 @@ from batchgen.engine.cache.model_caches import state_bytes
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.engine_models import chunk_multiple
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import load_config, load_model
+from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.config import ModelConfig
 from batchgen.engine.models.hybrid import HybridConfig, HybridForCausalLM
 from batchgen.engine.models.qwen3_5_moe import Qwen3_5MoeForCausalLM

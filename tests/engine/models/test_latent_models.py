@@ -13,7 +13,8 @@ from torch import Tensor
 
 from batchgen.engine.layers import latent_attention, moe
 from batchgen.engine.layers.moe import SparseMoE
-from batchgen.engine.loading.loader import load_config, load_model
+from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.latent import LatentConfig
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.latent_attention import expanded_triton

@@ -23,7 +23,8 @@ from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.experts import Experts
 from batchgen.engine.layers.moe import SparseMoE
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import load_config, load_model
+from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.config import Diffusion
 from batchgen.engine.models.moe import MoEConfig
 from batchgen.engine.outputs import RequestOutput

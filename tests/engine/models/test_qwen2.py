@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import load_config, load_model
+from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.sampling.params import SamplingParams

@@ -24,7 +24,8 @@ from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import load_config, load_model
+from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.config import Diffusion
 from batchgen.engine.models.dense import DenseConfig

@@ -19,7 +19,8 @@ from engine_rows import Request, expect_short_rows, run
 
 from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import LoadFormat, load_model
+from batchgen.engine.loading.config_file import LoadFormat
+from batchgen.engine.loading.loader import load_model
 from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.replicas import Leader, follow

@@ -1,0 +1,167 @@
+"""Reads the configuration of a checkpoint, which strangers wrote: what is wrong in it is named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from batchgen.engine.loading.safetensors_files import are_equal, read_json, tensor_names
+from batchgen.engine.loading.tokenizer import load_tokenizer
+from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM
+from batchgen.engine.models.config import ModelConfig
+from batchgen.engine.models.registry import model_class
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+LoadFormat = Literal["auto", "gguf", "dummy"]
+
+_MASK = "<|MASK|>"  # The mask token of the published SDAR tokenizers.
+_OBJECTS = ("text_config", "quantization_config", "rope_parameters", "rope_scaling")
+"""The keys of config.json that hold an object, or null."""
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_CLASS = re.compile(r"<class '(?:\w+\.)*(\w+)'>")
+_SHOWN = 60
+"""How many characters of a wrong value a message shows."""
+
+
+def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
+    """Read the configuration of a GGUF file or of a folder with a config.json.
+
+    If a folder's config.json says that the embedding and the layer that computes logits share a
+    weight, and the checkpoint holds two that differ, both are used, as transformers does.
+
+    Args:
+        path: the file or folder.
+        load_format: as for `load_model`. For `dummy` the weights are not looked at.
+
+    Raises:
+        ValueError: there is no configuration, or the model needs something that the engine does not
+            have; the message names the path, the key and what it must be.
+    """
+    if path.suffix == ".gguf":
+        from batchgen.engine.loading.gguf.file import GGUFFile
+        from batchgen.engine.loading.gguf.model import gguf_config
+
+        return gguf_config(GGUFFile(path))
+    file = path / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{path} is neither a .gguf file nor a folder with a config.json")
+    values = read_json(file)
+    _check_values(file, values)
+    model = _class_of(file, values)
+    if model.is_diffusion and values.get("mask_token_id") is None:
+        values["mask_token_id"] = _mask_token_id(path)
+    try:
+        config = model.config_from_hf(_parsed(model.hf_config(), values))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    looked_at = load_format != "dummy" and any(path.glob("*.safetensors"))
+    if config.tie_word_embeddings and looked_at:
+        names = {model.piece_name(name, config): name for name in tensor_names(path)}
+        if names.keys() >= {EMBEDDING, LM_HEAD}:
+            tied = are_equal(path, names[EMBEDDING], names[LM_HEAD])
+            config = replace(config, tie_word_embeddings=tied, untied=not tied)
+    return config
+
+
+def _check_values(file: Path, values: Mapping[str, Any]) -> None:
+    """Check the values that transformers' classes take as they are.
+
+    Raises:
+        ValueError: one is of a wrong type; the message names the file, the key and both types.
+    """
+    text = values.get("text_config")
+    for place, inside in (("", values), ("text_config.", text if isinstance(text, dict) else {})):
+        for key in _OBJECTS:
+            if not isinstance(value := inside.get(key), dict | None):
+                raise ValueError(
+                    f"{file}: {place}{key} is {_shown(value)}, and must be an object or null"
+                )
+        for key in ("dtype", "torch_dtype"):
+            if (value := inside.get(key)) not in (None, *_DTYPES):
+                raise ValueError(
+                    f"{file}: {place}{key} is {_shown(value)}, and must be null or one of "
+                    f"{', '.join(_DTYPES)}"
+                )
+
+
+def _class_of(file: Path, values: Mapping[str, Any]) -> type[CausalLM]:
+    """Return the class of the model that a config.json describes.
+
+    Raises:
+        ValueError: it is not supported, or the file names none.
+    """
+    architectures = values.get("architectures")
+    if not architectures:
+        raise ValueError(f"{file} names no architecture (key 'architectures')")
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise ValueError(
+            f"{file}: architectures is {_shown(architectures)}, and must be a list of names"
+        )
+    model = model_class(architectures[0], file)
+    expected = model.hf_config().model_type
+    if values.get("model_type") != expected:
+        raise ValueError(
+            f"{file}: model_type is {_shown(values.get('model_type'))}, and architecture "
+            f"{architectures[0]} goes with {expected!r}"
+        )
+    if "text_config" in model.hf_config().sub_configs and not values.get("text_config"):
+        raise ValueError(f"{file}: text_config, which describes the decoder, is missing")
+    return model
+
+
+def _parsed(kind: type[PretrainedConfig], values: Mapping[str, Any]) -> PretrainedConfig:
+    """Read the values of a config.json as transformers does, whose code expects nothing hostile.
+
+    Raises:
+        ValueError: they cannot be read; the message names the key.
+    """
+    from huggingface_hub.errors import StrictDataclassError  # transformers has loaded it by now
+
+    try:
+        return kind.from_dict(dict(values))
+    except StrictDataclassError as error:
+        # The last line says it, and then for each type of a union why it is not that.
+        words = str(error).strip().split("\n")[-1].strip().split(" Errors: ")[0]
+        words = _CLASS.sub(r"\1", words.removeprefix("TypeError: ").removeprefix("ValueError: "))
+        raise ValueError(_cut(words, 4 * _SHOWN)) from error
+    except Exception as error:
+        why = f"{type(error).__name__}: {_cut(str(error), 2 * _SHOWN)}"
+        for key, value in values.items():
+            try:
+                kind.from_dict({name: other for name, other in values.items() if name != key})
+            except Exception:  # another key is wrong
+                continue
+            raise ValueError(f"{key} is {_shown(value)}, which cannot be read ({why})") from error
+        raise ValueError(f"it cannot be read ({why})") from error
+
+
+def _shown(value: object) -> str:
+    return _cut(repr(value), _SHOWN)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def _mask_token_id(path: Path) -> int:
+    """Ask the tokenizer for the mask token's id, for a config.json that does not give it.
+
+    Raises:
+        ValueError: the tokenizer does not know it either.
+    """
+    tokenizer = load_tokenizer(path)
+    if tokenizer is not None:
+        if tokenizer.mask_token_id is not None:
+            return int(tokenizer.mask_token_id)
+        added: dict[str, int] = tokenizer.get_added_vocab()
+        if _MASK in added:
+            return added[_MASK]
+    raise ValueError(
+        f"{path}: neither config.json (key 'mask_token_id') nor the tokenizer (mask_token, or an "
+        f"added token {_MASK}) says which token stands for masked ones: add it to config.json"
+    )
