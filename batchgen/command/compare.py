@@ -77,8 +77,12 @@ def compared(
     from batchgen.scoring.compare import compare
     from batchgen.scoring.job_score import job_marks
 
-    a, b = (job_marks(job.path, scoring(job, overrides).score) for job in jobs)
+    configs = [scoring(job, overrides).score for job in jobs]
+    a, b = (job_marks(job.path, config) for job, config in zip(jobs, configs, strict=True))
     found = _differences(jobs)
+    if configs[0].cut_texts != configs[1].cut_texts:
+        values = " and ".join(config.cut_texts for config in configs)
+        found += (f"texts that were cut count differently (score.cut_texts is {values})",)
     if found and not anyway:
         names = " and ".join(job.given for job in jobs)
         raise ConfigError(f"{names} are not one exam: {'; '.join(found)}: --anyway compares them")

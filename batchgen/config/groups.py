@@ -180,6 +180,10 @@ class StepConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+CutTexts = Literal["as_marked", "wrong", "left_out"]
+"""What texts that reached `sampling.max_new_tokens` count as in scores."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreConfig:
     """How `post` steps run, and how their marks become scores."""
@@ -189,6 +193,7 @@ class ScoreConfig:
     subset: str | None = None
     cluster: str | None = None
     ks: tuple[int, ...] | None = None
+    cut_texts: CutTexts = "as_marked"
 
     def __post_init__(self) -> None:
         ks = self.ks

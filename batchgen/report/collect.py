@@ -11,9 +11,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.config.groups import CutTexts
 from batchgen.output.metrics import constraint_outcome
 from batchgen.output.row_order import row_keys
 from batchgen.report.job_data import JobData, Keys
+from batchgen.scoring.marks import marks_counting
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -149,13 +151,17 @@ _AT_RANDOM = 40
 """At least so many are chosen at random."""
 
 
-def collect(data: JobData) -> Collected:
+def collect(data: JobData, cut_texts: CutTexts = "as_marked") -> Collected:
     """Count the rows of a job, and choose those that are worth a look.
+
+    Args:
+        cut_texts: what texts that were cut count as where marks are counted. Rows are chosen by the
+            marks that they have.
 
     Raises:
         JobError: a file is damaged.
     """
-    pass_ = _Pass()
+    pass_ = _Pass(cut_texts)
     columns = [name for name in (*_SCALARS, "constraint_satisfied") if _has(data.schema, name)]
     grades = [n for n in ("mark", "answer", "grade_error") if _has(data.grades, n)]
     held: pa.Table | None = None  # the last question, of which the next batch may have more samples
@@ -178,7 +184,8 @@ def _has(schema: pa.Schema | None, name: str) -> bool:
 class _Pass:
     """The state of the pass. Each `add` sees all samples of its questions."""
 
-    def __init__(self) -> None:
+    def __init__(self, cut_texts: CutTexts) -> None:
+        self._cut_texts = cut_texts
         self._found = Collected(picked={name: Lowest(size) for name, size in _PICKS.items()})
         self._limit = 1.0
         """Questions whose chance is above are not kept any more."""
@@ -207,6 +214,8 @@ class _Pass:
             kept = np.isin(outcomes, ("cut", "conflict", "stopped"))
             self._pick("constraint", keys, draw, kept)
         marks = self._graded(table, keys, draw, failed)
+        if marks is not None:
+            marks = marks_counting(marks, cut, self._cut_texts)
         found.prompt.add(_ints(table["num_prompt_tokens"].drop_null()))
         found.output.add(lengths[~failed], None if marks is None else marks[~failed])
         if marks is not None:

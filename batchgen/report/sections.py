@@ -13,6 +13,7 @@ from batchgen.report.charts import Chart, bars, experts, histogram, numbers, tim
 from batchgen.report.collect import MOST_QUESTIONS, Collected
 from batchgen.report.eval_charts import Estimate, intervals, question_dots, score_by_length
 from batchgen.report.token_facts import TokenFacts
+from batchgen.scoring.table import COUNT_AS
 
 _MOST_SUBSETS = 100
 _MOST_TEXT = 300  # characters of a message or a name
@@ -100,6 +101,11 @@ def _scores(metrics: Mapping[str, Any], found: Collected, links: Mapping[int, st
         section.notes.append(
             "How far the score would move if the same questions were asked again cannot be told: "
             "all samples of each question have the same mark."
+        )
+    if (counted := COUNT_AS.get(score.get("cut_texts", ""))) is not None:
+        section.notes.append(
+            f"Texts that were cut at their longest length are {counted} (score.cut_texts) in the "
+            "scores and charts. The rows show the marks that the steps gave them."
         )
     estimates += [
         _estimate(name, value, "population")

@@ -84,7 +84,8 @@ def report_html(reader: JobFolderReader, decode: Decode | None = None) -> str:
         JobError: a file is damaged.
     """
     config, metrics, data = reader.config, reader.metrics, JobData(reader)
-    found, tokens = collect(data), token_facts(data)
+    cut_texts = (metrics.get("score") or {}).get("cut_texts", "as_marked")
+    found, tokens = collect(data, cut_texts), token_facts(data)
     links = {key: anchor(key) for key in found.chosen()}
     values: dict[str, Any] = {
         **_about(reader, config, metrics, data),

@@ -18,14 +18,14 @@ _TARGET = "graded_against"
 
 
 def job_marks(job: Path, config: ScoreConfig) -> Marks:
-    """The marks of a job whose rows are all graded.
+    """The marks of a job whose rows are all graded, as `config` says that they count.
 
     Raises:
         ConfigError: rows lack grades, no step gave marks, or there is no column of a name in
             `config`.
         JobError: a file is damaged.
     """
-    return Marks.of_table(Samples(job, config).table())
+    return Marks.of_table(Samples(job, config).table()).counting_cut_texts(config.cut_texts)
 
 
 def job_targets(job: Path) -> dict[str, str]:
@@ -57,7 +57,8 @@ def sample_score(samples: Samples) -> dict[str, Any]:
     Raises:
         ConfigError, JobError: as of `job_marks`.
     """
-    return score(Marks.of_table(samples.table()), samples.config.ks)
+    config = samples.config
+    return score(Marks.of_table(samples.table()), config.ks, config.cut_texts)
 
 
 def save_score(job: Path, scores: Mapping[str, Any] | None) -> None:

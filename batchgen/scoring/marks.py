@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchgen.config.groups import CutTexts
 from batchgen.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
@@ -19,6 +20,8 @@ Ints = npt.NDArray[np.int64]
 NO_KEY = -1
 """Stands for the key of a sample that has no answer."""
 _NOTHING = "there are no graded rows to score"
+_INSTEAD = {"wrong": 0.0, "left_out": np.nan}
+"""The mark of a text that was cut, by what it counts as; as_marked leaves it."""
 _KINDS = {"no_answer": 1, "truncated": 2, "error": 4, "grade_error": 8}
 
 
@@ -150,6 +153,15 @@ class Marks:
             self.clusters[at],
         )
 
+    def counting_cut_texts(self, count_as: CutTexts) -> Marks:
+        """The same table in which texts that were cut count as `marks_counting`. If that is not as
+        they are marked, they have no vote; `kinds` stays."""
+        if count_as == "as_marked":
+            return self
+        cut = self.has("truncated")
+        marks = marks_counting(self.marks, cut, count_as)
+        return replace(self, marks=marks, keys=np.where(cut, NO_KEY, self.keys))
+
     def by_subset(self) -> Mapping[str, Marks]:
         """The table of each subset, sorted by name. Empty if no question names one."""
         places: dict[str, list[int]] = {}
@@ -157,6 +169,20 @@ class Marks:
             if name is not None:
                 places.setdefault(name, []).append(place)
         return {name: self.select(places[name]) for name in sorted(places)}
+
+
+def marks_counting(marks: Floats, cut: Bools, count_as: CutTexts) -> Floats:
+    """The marks with which samples count; NaN is none.
+
+    Args:
+        marks: as the steps gave them.
+        cut: of the same shape, which texts were cut.
+        count_as: what these count as: as_marked, wrong (a mark becomes 0) or left_out (none).
+    """
+    if (instead := _INSTEAD.get(count_as)) is None:
+        return marks
+    counted: Floats = np.where(cut & np.isfinite(marks), instead, marks)
+    return counted
 
 
 def _table(

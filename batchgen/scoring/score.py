@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from batchgen.config.groups import CutTexts
 from batchgen.errors import ConfigError
 from batchgen.scoring.intervals import Interval, population_interval, same_questions_interval
-from batchgen.scoring.marks import NO_KEY, Floats, Marks
+from batchgen.scoring.marks import Floats, Marks
 from batchgen.scoring.metrics import avg_at, maj_at, pass_all, pass_at
 
 RATES = ("no_answer", "truncated", "error", "grade_error")
@@ -24,7 +25,9 @@ def default_ks(marks: Marks) -> tuple[int, ...]:
     return tuple(sorted({*powers, most}))
 
 
-def score(marks: Marks, ks: Sequence[int] | None = None) -> dict[str, Any]:
+def score(
+    marks: Marks, ks: Sequence[int] | None = None, cut_texts: CutTexts = "as_marked"
+) -> dict[str, Any]:
     """All metrics of a job and of its subsets, as JSON can hold them (null for NaN).
 
     - `questions` and `samples`: how many there are; `marked`: samples with a mark.
@@ -32,14 +35,15 @@ def score(marks: Marks, ks: Sequence[int] | None = None) -> dict[str, Any]:
       (the same questions sampled again; its values are null where that cannot be told).
     - `pass@k`, `pass^k` and `maj@k` for each k, with the interval `population`; null where no
       question has k marks. `questions` says how many have.
-    - `rates`: of all samples, how many have no_answer, truncated, error and grade_error. A text
-      that was truncated is marked like others: `truncated_with_answer` says how many were and have
-      an answer, which may be no more than the last number before the cut.
+    - `rates`: of all samples, how many have no_answer, truncated, error and grade_error. Of a text
+      that was truncated the answer may be no more than the last number before the cut:
+      `truncated_with_answer` says how many have one, and `cut_texts` what they count as.
     - `bounds`: the mean mark if all samples without a mark were wrong, or right.
     - `subsets`: the same for each subset, by name.
 
     Args:
         ks: the sizes k; None takes `default_ks`.
+        cut_texts: what texts that were truncated count as.
 
     Raises:
         ConfigError: a k is below 1.
@@ -47,7 +51,8 @@ def score(marks: Marks, ks: Sequence[int] | None = None) -> dict[str, Any]:
     sizes = default_ks(marks) if ks is None else tuple(ks)
     if any(k < 1 for k in sizes):
         raise ConfigError(f"k must be at least 1, got {list(sizes)}")
-    values = _score(marks, sizes)
+    marks = marks.counting_cut_texts(cut_texts)
+    values = {**_score(marks, sizes), "cut_texts": cut_texts}
     values["subsets"] = {name: _score(part, sizes) for name, part in marks.by_subset().items()}
     return values
 
@@ -68,7 +73,8 @@ def _score(marks: Marks, sizes: tuple[int, ...]) -> dict[str, Any]:
             values[f"{name}{k}"] = _metric(function(marks, k), marks)
     total = values["samples"]
     values["rates"] = {kind: int(marks.has(kind).sum()) / total for kind in RATES}
-    answered = marks.has("truncated") & (marks.keys != NO_KEY) & np.isfinite(marks.marks)
+    unanswered = marks.has("no_answer") | marks.has("error") | marks.has("grade_error")
+    answered = marks.has("truncated") & ~unanswered
     values["rates"]["truncated_with_answer"] = int(answered.sum()) / total
     values["bounds"] = [_filled_mean(marks, 0.0), _filled_mean(marks, 1.0)]
     return values

@@ -9,6 +9,8 @@ from typing import Any
 from batchgen.shorten import both_ends, printable
 
 Line = tuple[str, str]
+COUNT_AS = {"wrong": "counted as wrong", "left_out": "left out"}
+"""What is said of texts that were cut, by the value of `score.cut_texts`."""
 _NAME = 32
 """Characters of a subset's name, so that its line fits into 80 columns."""
 
@@ -75,8 +77,10 @@ def _rates(scores: Mapping[str, Any]) -> list[Line]:
     """How many samples have no mark, and how many of the others have one to be careful with."""
     rates, of = scores["rates"], f"of {scores['samples']:,} answers"
     marked = f"no answer {_percent(rates['no_answer'])}, truncated {_percent(rates['truncated'])}"
-    # Scores that an earlier version wrote do not say it.
-    if rates["truncated"] and (cut := rates.get("truncated_with_answer")) is not None:
+    # Scores that earlier versions wrote do not say what cut texts count as, or have an answer.
+    if rates["truncated"] and (counted := COUNT_AS.get(scores.get("cut_texts", ""))) is not None:
+        marked += f" ({counted})"
+    elif rates["truncated"] and (cut := rates.get("truncated_with_answer")) is not None:
         marked += f" (with an answer {_percent(cut)})"
     unmarked = f"error {_percent(rates['error'])}, grade error {_percent(rates['grade_error'])}"
     return [("marked", f"{marked} {of}"), ("not marked", f"{unmarked} {of}")]

@@ -99,6 +99,21 @@ def test_grades_are_no_part_of_the_job(tmp_path: Path) -> None:
     assert tables(out)[1].num_rows == 80 and log.read_text() == computed
 
 
+def test_the_scores_of_a_job_count_cut_texts_as_it_says(tmp_path: Path) -> None:
+    found = {}
+    for count_as in ("as_marked", "wrong", "left_out"):
+        run(job(tmp_path / "out"), EXTRACT, GRADE, cut_texts=count_as)
+        score = json.loads((tmp_path / "out/metrics.json").read_text())["score"]
+        assert score["cut_texts"] == count_as
+        found[count_as] = score["avg"]["value"], score["marked"]
+    rows, grades = tables(tmp_path / "out")
+    cut = pc.equal(rows["finish_reason"], "length")
+    right = pc.sum(pc.and_(pc.equal(grades["mark"], 1), cut)).as_py()
+    assert right and found["wrong"][0] < found["as_marked"][0]
+    marked = found["as_marked"][1]
+    assert found["wrong"][1] == marked > found["left_out"][1] == marked - pc.sum(cut).as_py()
+
+
 def test_a_folder_without_its_card_can_be_graded(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(job(out), EXTRACT)

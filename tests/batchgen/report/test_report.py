@@ -14,6 +14,7 @@ import pytest
 from finished_job import finished_job, row
 
 from batchgen.command.verbs import run_verb
+from batchgen.config.groups import CutTexts
 from batchgen.errors import ConfigError, JobError
 from batchgen.output.read_job import JobFolderReader
 from batchgen.output.storage import FolderStorage
@@ -85,6 +86,24 @@ def exam(questions: int = 6, samples: int = 4) -> list[dict[str, Any]]:
 
 def collected(job: Path) -> Collected:
     return collect(JobData(JobFolderReader(job)))
+
+
+@pytest.mark.parametrize(
+    ("count_as", "marked", "right"), [("as_marked", 6, 3), ("wrong", 6, 1), ("left_out", 3, 1)]
+)
+def test_charts_count_cut_texts_as_the_scores_do(
+    tmp_path: Path, count_as: CutTexts, marked: int, right: int
+) -> None:
+    """Rows are chosen by the marks that they show."""
+    rows = [row(i, text="yes" if i < 3 else "no") for i in range(6)]
+    for place in (0, 1, 3):
+        rows[place]["finish_reason"] = "length"
+    job = finished_job(tmp_path / "job", rows, graded=True)
+    found = collect(JobData(JobFolderReader(job)), count_as)
+    assert (found.output.marked.sum(), found.output.marks.sum()) == (marked, right)
+    questions = np.concatenate([question.marks for question in found.questions])
+    assert (np.isfinite(questions).sum(), np.nansum(questions)) == (marked, right)
+    assert found.picked["wrong"].seen == 3 and found.picked["cut"].seen == 3
 
 
 def test_a_graded_job_is_told_with_intervals_questions_and_rows(tmp_path: Path) -> None:

@@ -56,6 +56,35 @@ def test_pass_at_k_is_exact_where_binomials_are_huge() -> None:
     assert pass_at(marks, 50)[0] == pytest.approx(float(wanted), rel=1e-12)
 
 
+SAMPLES = st.tuples(st.integers(0, 3), st.sampled_from("xo12-?"), st.booleans())
+
+
+@given(st.lists(SAMPLES, min_size=1, max_size=12))
+def test_cut_texts_count_as_what_is_asked_for(given: list[tuple[int, str, bool]]) -> None:
+    """As if the answers themselves were wrong and without a vote, or could not be graded."""
+    drawn = []
+    for index, (question, sign, cut) in enumerate(given):
+        mark = None if sign == "?" else float(sign in "o1")
+        key = None if sign in "-?" else sign
+        error = "timeout" if sign == "?" else None
+        drawn.append(Sample(str(question), index, mark, key, cut, grade_error=error))
+    marks = Marks.of(drawn)
+    assert marks.counting_cut_texts("as_marked") is marks
+    for count_as in ("wrong", "left_out"):
+        mark = 0.0 if count_as == "wrong" else None
+        instead = [
+            s._replace(mark=None if s.mark is None else mark, key=None) if s.truncated else s
+            for s in drawn
+        ]
+        found, wanted = score(marks, None, count_as), score(Marks.of(instead))
+        assert found["cut_texts"] == count_as and found["samples"] == len(given)
+        # What is said of the texts themselves stays.
+        assert found["rates"] == score(marks)["rates"]
+        for scores in (found, wanted):
+            del scores["rates"], scores["cut_texts"]
+        assert found == wanted
+
+
 @pytest.mark.parametrize(
     ("word", "wanted"),
     [

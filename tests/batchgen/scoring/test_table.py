@@ -58,6 +58,12 @@ def test_cut_texts_are_no_texts_without_a_mark() -> None:
     lines = dict(score_lines(score(Marks.of(cut))))
     assert lines["marked"] == "no answer 0.0%, truncated 70.0% (with an answer 70.0%) of 10 answers"
     assert lines["not marked"] == "error 0.0%, grade error 0.0% of 10 answers"
+    assert lines["score"].startswith("100.0%")
+    lines = dict(score_lines(score(Marks.of(cut), None, "wrong")))
+    assert lines["score"].startswith("30.0%")
+    assert "truncated 70.0% (counted as wrong) of 10 answers" in lines["marked"]
+    lines = dict(score_lines(score(Marks.of(cut), None, "left_out")))
+    assert "truncated 70.0% (left out) of 10 answers" in lines["marked"]
 
 
 @pytest.mark.parametrize(("losses", "n"), [(4, 250), (5, 250), (6, 250), (6, 5000)])
