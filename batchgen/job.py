@@ -28,6 +28,7 @@ from batchgen.first_rows import AllRowsFailed
 from batchgen.generation import Engine, Generation
 from batchgen.grading.background import grading_beside
 from batchgen.job_grades import graded_card, save_scores, scores_of
+from batchgen.output.checked_file import DamagedFile
 from batchgen.output.dataset_card import dataset_card, unfinished_card
 from batchgen.output.job_folder import JobFolder
 from batchgen.output.manifest import ROWS, Manifest
@@ -245,6 +246,10 @@ def _worker(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
         how = "complete"
     except JobStopped:
         how = "stopped"
+        raise
+    except (JobError, OSError) as error:
+        # A disk that is full or away would end every worker, whatever the shard.
+        how = "failed" if isinstance(error, DamagedFile) else "stopped"
         raise
     finally:
         worker.end(how)

@@ -10,6 +10,8 @@ from typing import Any
 
 from batchgen.errors import ConfigError
 from batchgen.output.lock import FolderLock
+from batchgen.output.patience import patiently
+from batchgen.workers.watch import read_beat
 
 COMPLETE = (0, 3)
 """The exit codes of a complete job, and of a worker that has seen it complete."""
@@ -65,9 +67,11 @@ class LaunchedFolder:
         found = []
         for path in sorted((self.path / "workers").glob("[0-9]*.json")):
             try:
-                found.append(json.loads(path.read_bytes()))
+                beat = read_beat(patiently(path.read_bytes))
             except FileNotFoundError:  # the job is complete
                 return []
+            if beat is not None:
+                found.append(beat)
         return found
 
     def is_complete(self) -> bool:

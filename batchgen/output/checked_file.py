@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.errors import JobError
+from batchgen.output.patience import patiently
 
 Source = Path | RawIOBase
 """What a file is read from: a path, or an object whose text is its URL (`Storage.parquet`)."""
@@ -204,15 +205,15 @@ class _Bytes(RawIOBase):
     """
 
     def __init__(self, source: Source) -> None:
-        self._file: Any = source.open("rb", buffering=0) if isinstance(source, Path) else source
+        self._source = source
+        self._file: Any = None
         self._at = 0
         self.held: dict[int, bytes] = {}
-        self.size = self._file.seek(0, SEEK_END)
-        self._end = max(0, self.size - _MOST_AT_END)
-        self.at_end = _pread(self._file, self._end, self.size - self._end)
+        self.size, self.at_end = patiently(self._read_end)
+        self._end = self.size - len(self.at_end)
 
     def close(self) -> None:
-        if not self.closed:
+        if self._file is not None:
             self._file.close()
         super().close()
 
@@ -220,7 +221,24 @@ class _Bytes(RawIOBase):
         """Bytes of the file; those at its end are read once."""
         if start >= self._end:
             return self.at_end[start - self._end :][:length]
-        return _pread(self._file, start, length)
+        return patiently(lambda: self._read(start, length))
+
+    def _read_end(self) -> tuple[int, bytes]:
+        """The size of the file, and its last bytes."""
+        self._read(0, 0)  # opens it
+        size = self._file.seek(0, SEEK_END)
+        start = max(0, size - _MOST_AT_END)
+        return size, self._read(start, size - start)
+
+    def _read(self, start: int, length: int) -> bytes:
+        if self._file is None:
+            source = self._source
+            self._file = source.open("rb", buffering=0) if isinstance(source, Path) else source
+        try:
+            return _pread(self._file, start, length)
+        except OSError:
+            self._file = None  # it is opened anew, which helps where a file server lost it
+            raise
 
     def readable(self) -> bool:
         return True

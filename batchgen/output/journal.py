@@ -23,6 +23,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from batchgen.errors import JobError
+from batchgen.output.checked_file import unreadable
+from batchgen.output.patience import patiently
 from batchgen.output.storage import FolderStorage, Storage
 
 _FRAME = struct.Struct("<II")
@@ -184,12 +186,18 @@ def read_file(path: Path, schema: pa.Schema | None = None) -> Iterator[pa.Record
         schema: that the file must have; with None it may have any.
 
     Raises:
-        JobError: the file was written with another schema.
+        FileNotFoundError: it was deleted.
+        JobError: the file was written with another schema, or cannot be read.
     """
-    if path.stat().st_size == 0:  # an empty file cannot be memory-mapped
-        return
-    with pa.memory_map(str(path)) as mapped:
-        frames = _frames(mapped.read_buffer())
+    try:
+        if patiently(path.stat).st_size == 0:  # an empty file cannot be memory-mapped
+            return
+        with patiently(lambda: pa.memory_map(str(path))) as mapped:
+            frames = _frames(mapped.read_buffer())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
     head = next(frames, None)
     if head is None:
         return

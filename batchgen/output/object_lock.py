@@ -13,7 +13,7 @@ from batchgen.errors import ConfigError, JobError
 from batchgen.output.storage import LOCKS
 from batchgen.workers.object_store import ObjectStore
 from batchgen.workers.process import identity, is_gone
-from batchgen.workers.watch import Watch, any_lives
+from batchgen.workers.watch import Watch, any_lives, read_beat
 
 _NAME = re.compile(r"(\d{4,})\.json")
 _SHARED, _RELEASED = "shared", "released"
@@ -64,9 +64,8 @@ class ObjectLock:
     def in_use(self) -> ConfigError:
         """The error for one who may not share the folder with those who hold it."""
         owner = "unknown"
-        if content := self._store.read(_name(self._newest())):
-            about = json.loads(content)
-            owner = f"pid {about['pid']} on {about['host']}, since {about['since']}"
+        if about := read_beat(self._store.read(_name(self._newest()))):
+            owner = f"pid {about.get('pid')} on {about.get('host')}, since {about.get('since')}"
         return ConfigError(
             f"output.dir={self._store.url} is in use by another job ({owner}): wait for it or stop "
             "it, or choose another output.dir"
@@ -101,7 +100,7 @@ class ObjectLock:
             self._number = self._newest()
             content = self._store.read(_name(self._number)) if self._number else None
             if not content or self._watch.is_dead(self._number, content):
-                if content and json.loads(content)["ended"] == _SHARED and self._workers_live():
+                if self._watch.how_ended(content) == _SHARED and self._workers_live():
                     return
                 if self._store.create(_name(self._number + 1), self._content(None)):
                     self._number += 1

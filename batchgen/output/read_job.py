@@ -25,6 +25,7 @@ from batchgen.output.shards import shard_files, shard_path
 from batchgen.output.storage import LOCK, FolderStorage, Storage
 from batchgen.workers.names import DATA, JOURNAL, WORKERS, parse_worker
 from batchgen.workers.process import is_gone
+from batchgen.workers.watch import read_beat
 
 BATCH = 256
 """How many rows are in memory at a time."""
@@ -306,5 +307,5 @@ def _may_live(heartbeat: bytes | None) -> bool:
     """Whether the worker that writes a heartbeat may run: it has not ended, as far as is known."""
     if heartbeat is None:  # the job is complete
         return False
-    beat = json.loads(heartbeat)
-    return beat["ended"] is None and not is_gone(beat)
+    beat = read_beat(heartbeat)
+    return beat is None or (beat["ended"] is None and not is_gone(beat))

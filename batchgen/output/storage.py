@@ -16,6 +16,7 @@ from batchgen.errors import ConfigError, JobError
 from batchgen.output.fsync import fsync_path
 from batchgen.output.lock import FolderLock
 from batchgen.output.manifest import write_atomic
+from batchgen.output.patience import patiently
 from batchgen.temporary import temporary_name
 from batchgen.workers.file_store import FileStore, FolderGone
 from batchgen.workers.names import LEASES, WORKERS
@@ -237,20 +238,20 @@ class FolderStorage:
         self._last_sync = time.monotonic()
 
     def names(self, folder: Path) -> list[str]:
-        return os.listdir(folder)
+        return patiently(lambda: os.listdir(folder))
 
     def exists(self, path: Path) -> bool:
         return path.exists()
 
     def read(self, path: Path) -> bytes | None:
         try:
-            return path.read_bytes()
+            return patiently(path.read_bytes)
         except FileNotFoundError:
             return None
 
     def modified(self, path: Path) -> float | None:
         try:
-            return path.stat().st_mtime
+            return patiently(path.stat).st_mtime
         except FileNotFoundError:
             return None
 

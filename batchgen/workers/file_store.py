@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import filecmp
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 from batchgen.errors import JobError
 from batchgen.output.fsync import fsync_path
+from batchgen.output.patience import patiently
 from batchgen.workers.names import DATA, LEASES, WORKERS
 from batchgen.workers.operations import Create, Names, Operation, Overwrite, Payload, Read, Same
 
@@ -57,22 +60,30 @@ class FileStore:
         """
         kind = type(operation).__name__
         self.operations[kind] = self.operations.get(kind, 0) + 1
+        is_reading = isinstance(operation, Read | Same | Names)
+        path = self._folder / (operation.folder if isinstance(operation, Names) else operation.name)
+        attempts = itertools.count()
         try:
-            match operation:
-                case Create(name, payload):
-                    return self._create(self._folder / name, payload)
-                case Overwrite(name, payload):
-                    return self._overwrite(self._folder / name, payload)
-                case Read(name):
-                    return self._read(self._folder / name)
-                case Same(name, payload):
-                    return self._same(self._folder / name, payload)
-                case Names(folder):
-                    return os.listdir(self._folder / folder)
+            return patiently(lambda: self._once(operation, path, is_again=next(attempts) > 0))
         except FileNotFoundError as error:
             raise FolderGone(str(error.filename)) from None
         except OSError as error:
-            raise JobError(f"cannot write {error.filename}: {error.strerror or error}") from error
+            what = f"read {path}" if is_reading else f"write {error.filename or path}"
+            raise JobError(f"cannot {what}: {error.strerror or error}") from error
+
+    def _once(self, operation: Operation, path: Path, *, is_again: bool) -> Any:
+        match operation:
+            case Create(_, payload):
+                # The answer of an attempt that has made the file may have been lost.
+                return self._create(path, payload) or (is_again and self._same(path, payload))
+            case Overwrite(_, payload):
+                return self._overwrite(path, payload)
+            case Read():
+                return self._read(path)
+            case Same(_, payload):
+                return self._same(path, payload)
+            case Names():
+                return os.listdir(path)
 
     def _create(self, path: Path, payload: Payload) -> bool:
         if isinstance(payload, bytes):
@@ -85,6 +96,8 @@ class FileStore:
 
     def _write(self, path: Path, content: bytes) -> bool:
         temporary = self._temporary(path)
+        # An attempt that failed may have linked it, and what has a name must not be written again.
+        temporary.unlink(missing_ok=True)
         temporary.write_bytes(content)
         made = _link(temporary, path, temporary)
         temporary.unlink(missing_ok=True)
@@ -139,8 +152,9 @@ def _link(source: Path, path: Path, temporary: Path) -> bool:
 def _copy(source: Path, path: Path, temporary: Path) -> bool:
     """The same on a file system without links.
 
-    A lease is written with one call, and who sees it before that passes it over. A shard is copied
-    and renamed; where two workers do so at once, the second one takes the place of an equal file.
+    A lease is written with one call, and who sees it before that knows that it is somebody's, and
+    not whose. A shard is copied and renamed; where two workers do so at once, the second one takes
+    the place of an equal file.
     """
     if path.parent.name not in (LEASES, WORKERS):
         if path.exists():
@@ -148,9 +162,17 @@ def _copy(source: Path, path: Path, temporary: Path) -> bool:
         shutil.copyfile(source, temporary)
         temporary.replace(path)
         return True
+    content = source.read_bytes()
     try:
-        with path.open("xb", buffering=0) as lease:
-            lease.write(source.read_bytes())
+        lease = path.open("xb", buffering=0)
     except FileExistsError:
         return False
-    return True
+    with lease:
+        try:
+            if lease.write(content) == len(content):
+                return True
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            with contextlib.suppress(OSError):  # else it is nobody's until others take it for old
+                path.unlink()
+            raise

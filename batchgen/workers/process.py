@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping
@@ -9,27 +10,44 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+_UNKNOWN = "running"
+
 
 @cache
 def machine() -> str:
     """A text that two processes share if each can see whether the other runs: they have the same
-    kernel since its start, and the same numbering of processes."""
+    kernel since its start, and the same numbering of processes.
+
+    A machine that was cloned while it ran has both of another one. Clones differ in their names or
+    in the addresses of their network cards.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        texts = [boot, os.readlink("/proc/self/ns/pid"), socket.gethostname(), *_cards()]
+        return " ".join(texts)
     except OSError:  # no Linux
         return socket.gethostname()
+
+
+def _cards() -> list[str]:
+    """The addresses of the network cards, without those of containers, which come and go."""
+    found = []
+    for device in Path("/sys/class/net").glob("*/device"):
+        with contextlib.suppress(OSError):  # it was removed just now
+            found.append((device.parent / "address").read_text().strip())
+    return sorted(found)
 
 
 def started(pid: int) -> str | None:
     """When a process of this machine was started, in the system's own unit; None if it is gone.
 
-    A number of a process may be given again; then it has started at another time.
+    A number of a process may be given again; then it has started at another time. Where the system
+    hides a process, of another user for example, that is `_UNKNOWN`.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None if Path("/proc/self").exists() else _is_there(pid)
+    except OSError:
+        return _is_there(pid)
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]
 
@@ -47,14 +65,18 @@ def identity() -> dict[str, Any]:
 
 def is_gone(beat: Mapping[str, Any]) -> bool:
     """Whether the process that wrote a heartbeat ran on this machine and does not any more."""
-    return bool(beat["machine"] == machine() and started(beat["pid"]) != beat["process_started"])
+    pid = beat.get("pid")
+    if beat.get("machine") != machine() or not isinstance(pid, int):
+        return False
+    since = started(pid)
+    return since is None or since not in (_UNKNOWN, beat.get("process_started"))
 
 
 def _is_there(pid: int) -> str | None:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return None
     except PermissionError:
         pass
-    return "running"
+    return _UNKNOWN

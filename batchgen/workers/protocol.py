@@ -65,9 +65,14 @@ class Lease:
         return json.dumps({"worker": self.worker, "ended": list(self.ended)}).encode()
 
     @staticmethod
-    def decoded(content: bytes) -> Lease:
-        found = json.loads(content)
-        return Lease(found["worker"], tuple(found["ended"]))
+    def decoded(content: bytes | None) -> Lease | None:
+        """What a lease says. None if nothing can be read of it, so that nobody knows whose it is:
+        it is not whole yet, or its worker died or found the disk full before it was."""
+        try:
+            found = json.loads(content or b"")
+            return Lease(int(found["worker"]), tuple(map(int, found["ended"])))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
 
 
 @dataclass
@@ -193,8 +198,11 @@ class Member:
 
     def lost(self, shard: int) -> Steps[bool]:
         """Whether a shard that was this worker's has become another's, as of the last look."""
-        lease = yield from self._lease(shard, "e", self.board.epochs.get(shard, 0))
-        return lease.worker != self.number
+        epoch = self.board.epochs.get(shard, 0)
+        if not epoch:
+            return False
+        lease = yield from self._lease(shard, "e", epoch)
+        return lease is None or lease.worker != self.number
 
     def next_task(self, idle: bool) -> Steps[Task]:
         """Choose what to do next, and make the lease for it.
@@ -211,14 +219,14 @@ class Member:
         running = []
         for shard in self._some_begun():
             lease = yield from self._lease(shard, "e", self.board.epochs[shard])
-            if lease.worker == self.number:
+            if lease is not None and lease.worker == self.number:
                 continue
-            if not (yield from self.is_dead(lease.worker)):
+            if not (yield from self._is_over(shard, "e", self.board.epochs[shard])):
                 running.append((shard, lease))
             elif (task := (yield from self._take_over(shard, lease, idle))) is not None:
                 return task
         for shard, lease in running if idle else ():
-            if not lease.ended and (yield from self._claim_backup(shard)):
+            if lease is not None and not lease.ended and (yield from self._claim_backup(shard)):
                 return Task("backup", shard)
         return Task("over" if self.is_over() else "wait")
 
@@ -228,9 +236,9 @@ class Member:
         epoch = self.board.epochs.get(FINISH, 0)
         if epoch:
             lease = yield from self._lease(FINISH, "e", epoch)
-            if lease.worker == self.number:
+            if lease is not None and lease.worker == self.number:
                 return True
-            if not (yield from self.is_dead(lease.worker)):
+            if not (yield from self._is_over(FINISH, "e", epoch)):
                 return False
         return (yield from self._make(FINISH, "e", epoch + 1, Lease(self.number)))
 
@@ -274,10 +282,10 @@ class Member:
             width = min(4 * width, _WIDEST)
         return None
 
-    def _take_over(self, shard: int, lease: Lease, idle: bool) -> Steps[Task | None]:
+    def _take_over(self, shard: int, lease: Lease | None, idle: bool) -> Steps[Task | None]:
         """Take a shard of a dead worker, if it may be taken now."""
-        ended = lease.ended
-        if (yield from self._is_to_blame(shard, lease.worker)):
+        ended = () if lease is None else lease.ended
+        if lease is not None and (yield from self._is_to_blame(shard, lease.worker)):
             ended = (*ended, lease.worker)
         if len(ended) >= MOST_ENDED:
             mark = Lease(self.number, ended).encoded()
@@ -306,7 +314,9 @@ class Member:
         epoch = self.board.backups.get(shard, 0)
         if epoch:
             lease = yield from self._lease(shard, "b", epoch)
-            if lease.worker == self.number or not (yield from self.is_dead(lease.worker)):
+            if lease is not None and lease.worker == self.number:
+                return False
+            if not (yield from self._is_over(shard, "b", epoch)):
                 return False
         return (yield from self._make(shard, "b", epoch + 1, Lease(self.number)))
 
@@ -318,12 +328,22 @@ class Member:
             highest[shard] = max(epoch, highest.get(shard, 0))
         return made
 
-    def _lease(self, shard: int, kind: str, epoch: int) -> Steps[Lease]:
-        """What a lease says that is there. It never changes, so it is read once."""
+    def _lease(self, shard: int, kind: str, epoch: int) -> Steps[Lease | None]:
+        """What a lease says that is there; None as of `Lease.decoded`. It never changes once it can
+        be read, so it is read once."""
         key = (shard, kind, epoch)
         if key not in self._leases:
-            content = yield from ask(Read(lease_name(shard, epoch, kind)))
-            if not content:  # listed, and not to be read yet: it is left alone for now
-                return Lease(self.number)
-            self._leases[key] = Lease.decoded(content)
+            lease = Lease.decoded((yield from ask(Read(lease_name(shard, epoch, kind)))))
+            if lease is None:
+                return None
+            self._leases[key] = lease
         return self._leases[key]
+
+    def _is_over(self, shard: int, kind: str, epoch: int) -> Steps[bool]:
+        """Whether the worker of a lease is dead. If nobody knows who it is, the lease is over once
+        it has stayed as it is for as long as a worker may be silent."""
+        lease = yield from self._lease(shard, kind, epoch)
+        if lease is not None:
+            return (yield from self.is_dead(lease.worker))
+        name = lease_name(shard, epoch, kind)
+        return self._watch.stands_still(name, (yield from ask(Read(name))))

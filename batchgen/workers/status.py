@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchgen.output.storage import Storage
@@ -20,6 +19,7 @@ from batchgen.workers.names import (
 )
 from batchgen.workers.process import is_gone
 from batchgen.workers.protocol import Board, Lease
+from batchgen.workers.watch import read_beat
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class WorkerState:
         beat: its last heartbeat.
         silent: seconds since that was written, as the file system or the store says.
         state: `running`; `silent` if it was not heard of for long; `gone` if its process is not
-            there any more; else how it ended.
+            there any more; `unreadable` if its heartbeat is; else how it ended.
         shards: that it has begun and nobody has completed.
         backups: those of which it computes a copy.
     """
@@ -100,7 +100,10 @@ def read_status(storage: Storage, stale_after: float) -> Status:
         shards = sorted(s for s, owner in owners.items() if owner.worker == number)
         backups = sorted(s for s, owner in copiers.items() if owner.worker == number)
         silent = max(0.0, time.time() - written)
-        workers.append(_worker(json.loads(content), silent, stale_after, shards, backups))
+        beat = read_beat(content)
+        about = {"worker": number, "host": "?", "pid": "?", "ended": None, **(beat or {})}
+        worker = _worker(about, silent, stale_after, shards, backups)
+        workers.append(worker if beat is not None else replace(worker, state="unreadable"))
     quarantined = {
         shard: _lease(storage, mark_name(shard, "quarantined")).ended
         for shard in sorted(board.quarantined)
@@ -116,9 +119,8 @@ def _names(storage: Storage, folder: str) -> list[str]:
 
 
 def _lease(storage: Storage, name: str) -> Lease:
-    """What a lease says; one that was deleted just now is nobody's."""
-    content = storage.read(storage.path / name)
-    return Lease(0) if not content else Lease.decoded(content)
+    """What a lease says; one that cannot be read, or was deleted just now, is nobody's."""
+    return Lease.decoded(storage.read(storage.path / name)) or Lease(0)
 
 
 def _worker(

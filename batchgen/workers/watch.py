@@ -35,27 +35,40 @@ class Watch:
         self._stale_after = stale_after
         self._clock = clock
         self._is_gone = is_gone
-        self._seen: dict[int, tuple[bytes | None, float]] = {}
+        self._seen: dict[object, tuple[bytes | None, float]] = {}
 
     def is_dead(self, worker: int, content: bytes | None) -> bool:
         """Whether a worker is dead, given the present content of its heartbeat."""
+        beat = read_beat(content)
+        if beat is not None and (beat["ended"] is not None or self._is_gone(beat)):
+            return True
+        return self.stands_still(worker, content)
+
+    def stands_still(self, what: object, content: bytes | None) -> bool:
+        """Whether something has had the same content for so long that nobody writes it any more."""
         now = self._clock()
-        if content:
-            beat = json.loads(content)
-            if beat["ended"] is not None or self._is_gone(beat):
-                return True
-        seen = self._seen.get(worker)
+        seen = self._seen.get(what)
         if seen is None or seen[0] != content:
-            self._seen[worker] = content, now
+            self._seen[what] = content, now
             return False
         return now - seen[1] >= self._stale_after
 
     def how_ended(self, content: bytes | None) -> str | None:
         """How a worker says that it ended; None if it says nothing."""
-        if not content:
-            return None
-        how: str | None = json.loads(content)["ended"]
-        return how
+        beat = read_beat(content)
+        return None if beat is None else beat["ended"]
+
+
+def read_beat(content: bytes | None) -> dict[str, Any] | None:
+    """What a heartbeat says; None if nothing can be read of it: it is empty, cut off or zeroed, as
+    it is for a moment on a file system without links, and for ever after a crash or on a full disk.
+    """
+    try:
+        found = json.loads(content or b"")
+    except (ValueError, RecursionError):
+        return None
+    is_beat = isinstance(found, dict) and isinstance(found.get("ended", 0), str | None)
+    return found if is_beat else None
 
 
 def any_lives(
@@ -72,14 +85,15 @@ def any_lives(
         here: whether to count workers of this machine, too, of which the answer is known at once.
     """
     names = [worker_name(n) for name in do(Names(WORKERS)) if (n := parse_worker(name))]
-    beats = {name: content for name in names if (content := do(Read(name)))}
-    running = {name: beat for name, beat in beats.items() if json.loads(beat)["ended"] is None}
-    afar = {name for name, beat in running.items() if json.loads(beat)["machine"] != machine()}
-    if here and any(not is_gone(json.loads(running[name])) for name in running.keys() - afar):
+    beats = {name: content for name in names if (content := do(Read(name))) is not None}
+    told = {name: read_beat(content) or {"ended": None} for name, content in beats.items()}
+    running = {name: beat for name, beat in told.items() if beat["ended"] is None}
+    afar = {name for name, beat in running.items() if beat.get("machine") != machine()}
+    if here and any(not is_gone(running[name]) for name in running.keys() - afar):
         return True
     until = time.monotonic() + stale_after
     while afar and time.monotonic() < until:
         time.sleep(min(1.0, look_seconds))
-        if any(do(Read(name)) != running[name] for name in afar):
+        if any(do(Read(name)) != beats[name] for name in afar):
             return True
     return False

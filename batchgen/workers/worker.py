@@ -19,7 +19,7 @@ from batchgen.workers.names import LEASES, SESSION, WORKERS, mark_name, parse_wo
 from batchgen.workers.operations import Create, Names, Overwrite, Read, Steps, T, carry_out
 from batchgen.workers.process import identity, is_gone
 from batchgen.workers.protocol import Lease, Member, Task, join, publish
-from batchgen.workers.watch import Watch, any_lives
+from batchgen.workers.watch import Watch, any_lives, read_beat
 
 _OLDER = f"{LEASES}/older.json"
 _TAIL = 5
@@ -146,7 +146,8 @@ class Worker:
         for shard in sorted(self._member.board.quarantined):
             content = self.store.do(Read(mark_name(shard, "quarantined")))
             if content is not None:
-                found[shard] = Lease.decoded(content).ended
+                lease = Lease.decoded(content)
+                found[shard] = () if lease is None else lease.ended
         return found
 
     def publish(self, shard: int, file: Path | None, replaces: bool) -> bool:
@@ -213,9 +214,9 @@ class Worker:
         found = []
         for number in self._numbers():
             content = self.store.do(Read(worker_name(number)))
-            if number != self.number and content:
-                dead = self._watch.is_dead(number, content)
-                found.append({**json.loads(content), "dead": dead})
+            beat = read_beat(content)
+            if number != self.number and beat is not None:
+                found.append({**beat, "dead": self._watch.is_dead(number, content)})
         return found
 
     def _numbers(self) -> list[int]:

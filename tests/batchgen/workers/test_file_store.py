@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from racing_workers import winners
 
+from batchgen.__main__ import run_command
+from batchgen.config import WorkersConfig
 from batchgen.errors import JobError
+from batchgen.launchers.launched import LaunchedFolder
 from batchgen.output.fsync import fsync_path
+from batchgen.output.read_job import JobFolderReader
 from batchgen.workers.file_store import FileStore, FolderGone
 from batchgen.workers.names import published_name
 from batchgen.workers.operations import Create, Names, Overwrite, Read, Same, carry_out
-from batchgen.workers.process import identity, is_gone
-from batchgen.workers.protocol import publish
+from batchgen.workers.process import identity, is_gone, machine
+from batchgen.workers.protocol import Task, publish
 from batchgen.workers.watch import Watch
+from batchgen.workers.worker import Worker, others_run
 
 
 def _folder(tmp_path: Path) -> Path:
@@ -146,3 +153,178 @@ def test_a_worker_is_judged_by_the_clock_of_who_looks() -> None:
     assert watch.is_dead(2, b'{"ended": "stopped"}') and not watch.is_dead(3, None)
     now = 40.0
     assert watch.is_dead(3, None)  # whose heartbeat was never there
+
+
+class _Failing:
+    """Lets calls fail that are made with a path of some name: first `times` times."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, name: str, code: int) -> None:
+        self.left, self.real, self.code = 0, getattr(owner, name), code
+        self.where = ""
+        patch.setattr(owner, name, lambda *args, **kwargs: self._call(*args, **kwargs))
+        patch.setattr("batchgen.output.patience._PAUSES", (0.0, 0.0, 0.0))
+
+    def _call(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.left and self.where in str(path):
+            self.left -= 1
+            raise OSError(self.code, os.strerror(self.code))
+        return self.real(path, *args, **kwargs)
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO])
+def test_a_file_server_that_fails_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    store = FileStore(_folder(tmp_path), "x")
+    store.do(Overwrite("workers/0001.json", b"1"))
+    for name, operation, answer in (
+        ("read_bytes", Read("workers/0001.json"), b"1"),
+        ("read_bytes", Same("workers/0001.json", b"1"), True),
+        ("write_bytes", Create("leases/a", b"2"), True),
+        ("replace", Overwrite("leases/a", b"3"), None),
+    ):
+        with monkeypatch.context() as patch:
+            fails = _Failing(patch, Path, name, code)
+            fails.left = 3
+            assert store.do(operation) == answer and not fails.left
+    with monkeypatch.context() as patch:
+        fails = _Failing(patch, os, "listdir", code)
+        fails.left = 3
+        assert store.do(Names("leases")) == ["a"]
+        fails.left, expected = 4, os.strerror(code)
+        with pytest.raises(JobError, match=rf"cannot read {tmp_path}/leases: {expected}"):
+            store.do(Names("leases"))
+        assert not fails.left
+
+
+def test_an_error_without_a_name_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(_folder(tmp_path), "x")
+    for name, operation, expected in (
+        ("read_bytes", Read("workers/0007.json"), "cannot read {}/workers/0007.json: Stale"),
+        ("write_bytes", Create("leases/a", b"1"), "cannot write {}/leases/a: Stale"),
+    ):
+        with monkeypatch.context() as patch:
+            _Failing(patch, Path, name, errno.ESTALE).left = 99
+            with pytest.raises(JobError, match=expected.format(tmp_path)):
+                store.do(operation)
+
+
+def test_a_lease_whose_making_was_not_answered_is_known_by_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, lost = os.link, [1]
+
+    def lossy(source: Path, path: Path) -> None:
+        real(source, path)
+        if lost:
+            lost.pop()
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, "link", lossy)
+    store = FileStore(_folder(tmp_path), "x")
+    assert store.do(Create("leases/a", b"mine")) is True and not lost
+    lost.append(1)
+    assert store.do(Create("leases/b", b"mine")) is True
+    assert (tmp_path / "leases/a").stat().st_nlink == 1
+    assert store.do(Create("leases/a", b"other")) is False
+
+
+def test_a_disk_that_is_full_leaves_no_lease_without_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Path, path: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    class Full(io.FileIO):
+        def write(self, content: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store = FileStore(_folder(tmp_path), "x")
+    opened = Path.open
+
+    def full(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        return Full(path, mode) if mode == "xb" else opened(path, mode, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        with pytest.raises(JobError, match=r"cannot write .*/leases/a: No space left on device"):
+            store.do(Create("leases/a", b"1"))
+    assert store.do(Names("leases")) == []
+    assert store.do(Create("leases/a", b"1")) is True
+
+
+UNREADABLE = [
+    b"",
+    b'{"worker": 1, "en',
+    bytes(50),
+    b"\xff\xfe",
+    b"[]",
+    b'{"worker": 1}',
+    b"[" * 10**5,
+]
+
+
+@pytest.mark.parametrize("content", UNREADABLE)
+def test_a_heartbeat_that_cannot_be_read_is_one_that_does_not_change(content: bytes) -> None:
+    now = 0.0
+    watch = Watch(10.0, lambda: now, is_gone)
+    assert not watch.is_dead(1, content) and watch.how_ended(content) is None
+    now = 9.0
+    assert not watch.is_dead(1, content)
+    now = 10.0
+    assert watch.is_dead(1, content)
+    assert not watch.is_dead(1, content + b" ")
+
+
+@pytest.mark.parametrize("content", UNREADABLE)
+def test_nobody_fails_because_of_it(
+    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "manifest.json").write_text("{}")
+    config = WorkersConfig(heartbeat=0.05, stale_after=0.2)
+    worker = Worker(tmp_path, config, 1)
+    worker.begin(set(), 1)
+    (tmp_path / "workers/0002.json").write_bytes(content)
+    (tmp_path / "leases/00000.e001.json").write_bytes(content)
+    (tmp_path / "leases/00001.quarantined.json").write_bytes(content)
+    assert worker.others() == [] and worker.is_first()
+    assert worker.next_task(True).kind == "wait" and worker.quarantined() == {1: ()}
+    assert run_command(["status", str(tmp_path)]) == 0
+    assert "unreadable" in capsys.readouterr().out
+    assert JobFolderReader(tmp_path).may_run
+    assert len(LaunchedFolder(tmp_path).beats()) == 1
+    time.sleep(0.25)
+    assert worker.next_task(True) == Task("shard", 0)
+    worker.end("stopped")
+    assert not others_run(tmp_path, config)
+
+
+def test_a_clone_of_this_machine_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the same start of the kernel and the same numbers of processes."""
+    beat = {**identity(), "pid": 999_999_999}
+    assert is_gone(beat)
+    for patched, value in (
+        ("socket.gethostname", lambda: "clone"),
+        ("batchgen.workers.process._cards", lambda: ["02:00:00:00:00:01"]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(patched, value)
+            machine.cache_clear()
+            assert not is_gone(beat) and is_gone({**identity(), "pid": 999_999_999})
+    machine.cache_clear()
+
+
+def test_a_process_that_the_system_hides_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(path: Path) -> str:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    beat = identity()
+    monkeypatch.setattr(Path, "read_text", hidden)
+    assert not is_gone(beat)
+    assert is_gone({**beat, "pid": 999_999_999})
+    assert is_gone({**beat, "pid": 999_999_999, "process_started": None})
+    assert not is_gone({**beat, "pid": "../self"})

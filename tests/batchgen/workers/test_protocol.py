@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from workers_model import ROWS, STALE, MemoryStore, Worker, whole
 
-from batchgen.workers.names import lease_name, mark_name, published_name
+from batchgen.workers.names import FINISH, lease_name, mark_name, published_name, worker_name
 from batchgen.workers.operations import Create, Unanswered, carry_out, create
-from batchgen.workers.protocol import MOST_ENDED, Board
+from batchgen.workers.protocol import MOST_ENDED, Board, Lease, Member, Task
+from batchgen.workers.watch import Watch
 
 WORKERS = st.integers(0, 4)
 
@@ -49,6 +50,8 @@ class Workers(RuleBasedStateMachine):
             worker.step(fault)
             if worker.ended is not None:
                 self.living.remove(worker)
+                return
+            if fault == "torn":  # others go on before it does
                 return
 
     @rule(which=WORKERS)
@@ -102,6 +105,13 @@ class WorkersOnAnObjectStore(Workers):
     faults = (None, "before", "after")
 
 
+class WorkersWithoutLinks(Workers):
+    """The same on a file system without links, where others see leases that are not whole yet, and
+    leases that never become whole because their worker was killed."""
+
+    faults = (None, "torn")
+
+
 _SETTINGS = settings(
     max_examples=60, stateful_step_count=30, deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
@@ -110,6 +120,15 @@ TestWorkers = Workers.TestCase
 TestWorkers.settings = _SETTINGS
 TestWorkersOnAnObjectStore = WorkersOnAnObjectStore.TestCase
 TestWorkersOnAnObjectStore.settings = _SETTINGS
+
+
+TestWorkersWithoutLinks = WorkersWithoutLinks.TestCase
+TestWorkersWithoutLinks.settings = _SETTINGS
+
+
+@pytest.mark.slow
+class TestManyRunsWithoutLinks(WorkersWithoutLinks.TestCase):  # type: ignore[misc, valid-type]
+    settings = settings(_SETTINGS, max_examples=2000, stateful_step_count=60)
 
 
 @pytest.mark.slow
@@ -208,3 +227,45 @@ def test_names_that_are_no_leases_are_passed_over() -> None:
     names = [lease_name(3, 2), lease_name(3, 11), lease_name(4, 1, "b"), mark_name(7, "done")]
     board = Board.of([name.partition("/")[2] for name in names] + [".00001.tmp", "x", "1.e1.json"])
     assert board == Board({3: 11}, {4: 1}, {7})
+
+
+def _members(store: MemoryStore, clocks: list[float], count: int = 2) -> list[Member]:
+    def watch(i: int) -> Watch:
+        return Watch(STALE, lambda: clocks[i], lambda beat: False)
+
+    members = [Member(i + 1, watch(i), lambda below: 0) for i in range(count)]
+    for member in members:
+        member.num_shards = 1
+        store.objects[worker_name(member.number)] = b'{"ended": null}'
+    return members
+
+
+@pytest.mark.parametrize("content", [b"", b'{"worker": 1', bytes(20), b'{"worker": 1}', b"[]"])
+def test_a_lease_that_cannot_be_read_is_nobody_s_until_it_is_old(content: bytes) -> None:
+    """Neither does everyone take it for its own, nor is it held for ever."""
+    store, clocks = MemoryStore(), [0.0, 0.0]
+    one, two = _members(store, clocks)
+    for shard in (0, FINISH):
+        store.objects[lease_name(shard, 1)] = content
+    for member in (one, two):
+        assert carry_out(member.next_task(idle=True), store.do).kind == "wait"
+        assert not carry_out(member.claim_finish(), store.do)
+        assert carry_out(member.lost(0), store.do)
+    clocks[0] += STALE
+    assert carry_out(one.next_task(idle=True), store.do) == Task("shard", 0)
+    assert carry_out(one.claim_finish(), store.do)
+    clocks[1] += STALE
+    assert carry_out(two.next_task(idle=True), store.do).kind == "backup"
+    assert not carry_out(two.claim_finish(), store.do)
+    assert carry_out(one.claim_finish(), store.do)
+
+
+def test_a_lease_that_becomes_whole_late_is_its_worker_s() -> None:
+    store, clocks = MemoryStore(), [0.0, 0.0]
+    _, two = _members(store, clocks)
+    store.objects[lease_name(0, 1)] = b""
+    assert carry_out(two.next_task(idle=True), store.do).kind == "wait"
+    clocks[1] += STALE / 2
+    store.objects[lease_name(0, 1)] = Lease(1).encoded()
+    assert carry_out(two.next_task(idle=True), store.do) == Task("backup", 0)
+    assert lease_name(0, 2) not in store.objects

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -21,8 +22,10 @@ from batchgen.engine.outputs import RequestOutput
 from batchgen.errors import ConfigError, JobError
 from batchgen.generation import Engine
 from batchgen.job import JobParts, JobResult, _completed_elsewhere, run_job
+from batchgen.output.checked_file import damaged
 from batchgen.output.read_job import JobFolderReader
 from batchgen.output.storage import FolderStorage
+from batchgen.output.writer import OutputWriter
 from batchgen.workers.names import lease_name
 from batchgen.workers.operations import Create
 from batchgen.workers.protocol import Lease
@@ -231,3 +234,24 @@ def test_who_waits_for_another_takes_over_when_that_one_fails(tmp_path: Path) ->
     other.end("failed")
     thread.join(10)
     assert [result.exit_code for result in results] == [3]
+
+
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [
+        (OSError(errno.ESTALE, "Stale file handle"), "stopped"),
+        (JobError("cannot write x: No space left on device"), "stopped"),
+        (damaged(Path("data/part-00000.parquet"), "so it is"), "failed"),
+        (RuntimeError("the GPU fell off the bus"), "failed"),
+    ],
+)
+def test_a_shard_is_not_blamed_for_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, how: str
+) -> None:
+    def fail(self: OutputWriter, rows: object) -> None:
+        raise error
+
+    monkeypatch.setattr(OutputWriter, "write", fail)
+    with pytest.raises(type(error)):
+        SharedJob(str(tmp_path), rows=20).run()
+    assert json.loads((tmp_path / "workers/0001.json").read_bytes())["ended"] == how

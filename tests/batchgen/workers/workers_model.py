@@ -126,28 +126,47 @@ class Worker:
         self._steps = self._life()
         self._operation: Any = None
         self._is_new = True
+        self._is_torn = False
 
-    def step(self, unanswered: str | None = None) -> None:
+    def step(self, fault: str | None = None) -> None:
         """Let the worker do its next operation.
 
         Args:
-            unanswered: "before" or "after": the operation does not happen, or does, and the worker
-                is not told.
+            fault: "before" or "after": the operation does not happen, or does, and the worker is
+                not told. "torn": of what it makes only a part is there until its next step, as on
+                a file system without links.
         """
         assert self.ended is None
         try:
             if self._is_new:
                 self._is_new = False
                 self._operation = next(self._steps)
-            if unanswered != "before":
+            if self._is_torn:
+                self._is_torn, answer = False, True
+                self.store.objects[self._operation.name] = self._operation.payload
+            elif fault == "torn":
+                answer = self._tear()
+                if self._is_torn:
+                    return
+            elif fault != "before":
                 answer = self.store.do(self._operation)
-            if unanswered is not None:
+            if fault in ("before", "after"):
                 self._operation = self._steps.throw(Unanswered())
             else:
                 self._operation = self._steps.send(answer)
         except StopIteration as end:
             self.ended = end.value
             self.beat()
+
+    def _tear(self) -> Any:
+        """Do the operation, but if it makes a lease or a heartbeat, begin it only."""
+        answer = self.store.do(self._operation)
+        if isinstance(self._operation, Create) and answer and "data" not in self._operation.name:
+            content = self.store.objects[self._operation.name]
+            part = self._random.choice([b"", content[:9], bytes(len(content))])
+            self.store.objects[self._operation.name] = part
+            self._is_torn = True
+        return answer
 
     def beat(self) -> None:
         """The heartbeat, which a thread of the worker writes."""

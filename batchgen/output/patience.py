@@ -1,0 +1,30 @@
+"""Repeats what a file server could not do just now."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+_PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)
+"""What NFS answers if a file was replaced while it was opened, or if the server was away."""
+_PAUSES = (0.02, 0.1, 0.5, 1.0)
+T = TypeVar("T")
+
+
+def patiently(act: Callable[[], T]) -> T:
+    """The result of an act that does no harm when it is repeated, as it is a few times if the file
+    server fails.
+
+    Raises:
+        OSError: it failed every time, or in a way that will not pass.
+    """
+    for pause in _PAUSES:
+        try:
+            return act()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+        time.sleep(pause)
+    return act()
