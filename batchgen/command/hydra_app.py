@@ -29,6 +29,7 @@ from batchgen.command.run import choice_folders, trust_of
 from batchgen.command.sweep import SweepJob, dated_folder, folder_name, record, table, worst
 from batchgen.config import load_config
 from batchgen.config.keys import choice_values
+from batchgen.config.references import RESOLVERS_OF_HYDRA
 from batchgen.config.trust import Trust
 from batchgen.cpu_threads import share_cores
 from batchgen.errors import ConfigError
@@ -116,7 +117,7 @@ class HydraTask:
             parent = hydra_config.sweep.dir if self.below == "sweep.dir" else cfg.output.dir
             name = job.name if own == "." else own
             cfg.output.dir = f"{parent}/{name}" if is_url(parent) else str(Path(parent) / name)
-        job.config = load_config(cfg, self.trust)
+        job.config = load_config(cfg, self.trust, resolvers=RESOLVERS_OF_HYDRA)
         return run_configured(job.config)
 
     def _name(self) -> str:

@@ -21,6 +21,7 @@ from batchgen.command.sweep import FolderNames, swept, swept_values
 from batchgen.config.compose import collect
 from batchgen.config.keys import EXPERIMENT, STEP_LISTS
 from batchgen.config.overrides import Override, parse_override
+from batchgen.config.references import RESOLVERS_OF_HYDRA, refuse_resolvers
 from batchgen.errors import ConfigError
 
 
@@ -64,6 +65,7 @@ def hydra_arguments(options: Options, sweep: bool) -> HydraArguments:
     varied = [argument for argument in options.overrides if sweep and swept(argument) is not None]
     first = [_first(a) if a in varied else a for a in options.overrides]
     composed = compose_options(options, first)
+    refuse_resolvers(_in_hydras_words(composed.groups), RESOLVERS_OF_HYDRA)
     found = HydraArguments(_fixed(options, first, varied), composed.groups["output"]["dir"])
     parts: list[list[str]] = []
     for argument in varied:
@@ -87,8 +89,7 @@ def hydra_argument(start: str, value: Any) -> str:
     Raises:
         ConfigError: Hydra's grammar has no text for the value.
     """
-    if isinstance(value, str):  # a job does not see Hydra's keys among its own
-        value = value.replace("${hydra.", "${hydra:")
+    value = _in_hydras_words(value)
     argument = f"{start}={hydra_text(value)}"
     try:
         if OverridesParser.create().parse_override(argument).value() == value:
@@ -99,6 +100,16 @@ def hydra_argument(start: str, value: Any) -> str:
         f"{start.lstrip('+')}: Hydra's launchers cannot take {value!r}: leave out hydra.… and "
         "hydra/…, or put the value into a file"
     )
+
+
+def _in_hydras_words(value: Any) -> Any:
+    """A value in which references to Hydra's keys, which a job does not see among its own, are as
+    Hydra resolves them."""
+    if isinstance(value, Mapping):
+        return {key: _in_hydras_words(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_in_hydras_words(item) for item in value]
+    return value.replace("${hydra.", "${hydra:") if isinstance(value, str) else value
 
 
 def hydra_text(value: Any) -> str:

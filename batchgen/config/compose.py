@@ -20,6 +20,7 @@ from batchgen.config.groups import JobConfig
 from batchgen.config.keys import EXPERIMENT, GROUPS, PARTS, STEP_LISTS
 from batchgen.config.load import load_config
 from batchgen.config.overrides import Override, parse_override
+from batchgen.config.references import NO_REFERENCE
 from batchgen.config.trust import TYPED, Trust
 from batchgen.errors import ConfigError
 
@@ -56,10 +57,7 @@ def checked(groups: dict[str, Any], trust: Trust) -> JobConfig:
     try:
         return load_config(OmegaConf.create(groups), trust)
     except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"{error.full_key or 'a value'} has ${{ and no reference behind it: ${{KEY}} takes the "
-            "value of another key; write \\${ for the text"
-        ) from None
+        raise ConfigError(f"{error.full_key or 'a value'} {NO_REFERENCE}") from None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from batchgen.config.groups import (
 )
 from batchgen.config.keys import STEP_LISTS
 from batchgen.config.launcher import LAUNCHER_KINDS, LauncherConfig
+from batchgen.config.references import refuse_resolvers
 from batchgen.config.trust import Trust
 from batchgen.config.workers import WorkersConfig
 from batchgen.errors import ConfigError
@@ -48,17 +49,19 @@ _NOT_DECIDING = {
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
 
 
-def load_config(cfg: DictConfig, trust: Trust) -> JobConfig:
+def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = ()) -> JobConfig:
     """The configuration of one job, with all its types and ranges checked.
 
     Args:
         trust: whose word the configuration is.
+        resolvers: that it may use, see `refuse_resolvers`.
 
     Raises:
         ConfigError: a key is unknown, missing, of a wrong type or out of range, or names code that
             needs the user's word.
     """
     try:
+        refuse_resolvers(OmegaConf.to_container(cfg), resolvers)
         groups = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         key, reason = error.full_key, str(error).splitlines()[0]

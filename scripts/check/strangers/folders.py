@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 from strangers.attack import COMMAND, MODEL, Attack, Work
@@ -86,6 +87,21 @@ def modules(work: Work) -> str | None:
     return None
 
 
+def environment(work: Work) -> str | None:
+    """A job file asks for variables of the environment."""
+    secret = {"STRANGERS_SECRET": "it-is-out"}
+    for text in ("${oc.env:STRANGERS_SECRET}", "${oc.decode:'${oc.env:STRANGERS_SECRET}'}"):
+        for key in ("model.name", "prompt.system", "output.dir"):
+            job = work.path / "job.yaml"
+            job.write_text(json.dumps({"model": "nano_hybrid", "dataset": "demo", key: text}))
+            run = work.batchgen("job.yaml", environment=secret)
+            if found := run.refused(key, "oc."):
+                return found
+    leaked = [path for path in work.path.rglob("*") if "it-is-out" in str(path)]
+    return f"it is in the name of {leaked[0]}" if leaked else None
+
+
 ATTACKS: tuple[Attack, ...] = (
     *(remote_code, remote_code_typed, steps_of_a_folder, steps_of_a_job_file, callbacks, modules),
+    environment,
 )
