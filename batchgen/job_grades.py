@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen.config import JobConfig, ScoreConfig
 from batchgen.errors import ConfigError
 from batchgen.grading.background import GradingProcess
+from batchgen.grading.changed_marks import ChangedMarks
 from batchgen.grading.job_grades import JobGrades
 from batchgen.grading.step import MARK, PostStep
 from batchgen.output.checked_file import read_schema
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 def scores_of(
     samples: Samples, config: JobConfig, signals: StopSignals, beside: GradingProcess | None = None
 ) -> dict[str, Any] | None:
-    """Grade the rows of a job as its configuration says, and score them.
+    """Grade the rows of a job as its configuration says, and score them. Which marks of earlier
+    grades that changes is said on stderr.
 
     Args:
         samples: of the job.
@@ -50,7 +52,11 @@ def scores_of(
     if beside is not None:
         beside.finish(stop)
     # It grades what is left, and says what is wrong if grading beside the job has failed.
-    made = samples.grades.make(config.post, text, config.score, stop=stop)
+    changes = ChangedMarks()
+    try:
+        made = samples.grades.make(config.post, text, config.score, stop=stop, changes=changes)
+    finally:
+        print(*changes.lines(), sep="\n", end="\n" * (changes.compared > 0), file=sys.stderr)
     if made is None:
         raise JobStopped("Stopped while the rows were graded; all of them are done.")
     return score(samples)

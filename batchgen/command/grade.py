@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from batchgen.command.graded_job import GradedJob, scoring
 from batchgen.command.job_rows import exit_code
 from batchgen.command.verbs import Parser
-from batchgen.errors import ConfigError
+from batchgen.errors import ConfigError, JobError
+from batchgen.paths import user_path
 
 _ABOUT = """\
 Run the job's `post` steps, or other ones, over the rows of a complete job. The grades go to
 OUT/grades; the rows stay as they are. Rows that have these grades already are not graded again, so
-the same command goes on with what was stopped.
+the same command goes on with what was stopped. Where grades of other steps, or of an older version
+of these, are replaced, it says how many marks that changes, and shows the first rows.
 
   batchgen grade OUT
   batchgen grade OUT +experiment=gsm8k
@@ -42,6 +45,11 @@ def _grade(arguments: Sequence[str]) -> int:
         default=[],
         help="run what post in OUT/config.yaml names, even if it is not batchgen's own",
     )
+    parser.add_argument(
+        "--changes",
+        metavar="FILE",
+        help="add a JSON line to FILE for each row whose mark changes, with both answers",
+    )
     given = parser.parse_intermixed_args(arguments)
     job = GradedJob(given.out, "grade")
     config = scoring(job, given.override, given.trust)
@@ -51,13 +59,19 @@ def _grade(arguments: Sequence[str]) -> int:
             "take those of a ready job with +experiment=NAME"
         )
     from batchgen.grading.build_steps import post_steps
+    from batchgen.grading.changed_marks import ChangedMarks
     from batchgen.job_grades import check_scored, save_scores, score
     from batchgen.scoring.samples import Samples
 
     check_scored(post_steps(config.post), config.score, job.columns)
-    with job.locked():
-        samples = Samples(job.path, config.score)
-        count = samples.grades.make(config.post, job.text_column, config.score)
+    with job.locked(), _added_to(given.changes) as write:
+        samples, changes = Samples(job.path, config.score), ChangedMarks(write)
+        try:
+            count = samples.grades.make(config.post, job.text_column, config.score, changes=changes)
+        finally:
+            file = given.changes or "--changes FILE keeps all of them when marks are made anew"
+            for line in changes.lines(f": {file}"):
+                print(line)
         scores = score(samples)
         save_scores(job.path, scores)
         job.renew_report()
@@ -68,3 +82,31 @@ def _grade(arguments: Sequence[str]) -> int:
 
         print(table(score_lines(scores)))
     return 0
+
+
+@contextmanager
+def _added_to(name: str | None) -> Iterator[Callable[[str], None] | None]:
+    """What adds texts to the end of a file; None without one.
+
+    Raises:
+        ConfigError: the file cannot be opened.
+        JobError: in the body, it cannot be written.
+    """
+    if name is None:
+        yield None
+        return
+    path = user_path(name, "--changes")
+    try:
+        file = path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--changes {name} cannot be written: {error.strerror}") from None
+
+    def write(text: str) -> None:
+        try:
+            file.write(text)
+            file.flush()
+        except OSError as error:
+            raise JobError(f"cannot write {name}: {error.strerror}") from error
+
+    with file:
+        yield write

@@ -133,9 +133,10 @@ def main() -> None:
     def grade(shards: set[int]) -> None:
         from batchgen.grading.job_grades import JobGrades  # not before there is work
 
-        JobGrades(job).make(
-            post, setup["text_column"], ScoreConfig(**setup["score"]), shards=shards
-        )
+        grades = JobGrades(job)
+        # Grades that are there are replaced when the job ends, which says what that changes.
+        if new := {shard for shard in shards if not grades.part(shard).is_of_shard}:
+            grades.make(post, setup["text_column"], ScoreConfig(**setup["score"]), shards=new)
 
     with contextlib.suppress(ConfigError, JobError):
         _serve(job, grade, _input_ends)

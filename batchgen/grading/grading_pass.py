@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.command.row_json import json_readers
+from batchgen.grading.changed_marks import ChangedMarks
 from batchgen.grading.part import ROW_KEYS, SHARD_KEY, STEPS_KEY, Part
 from batchgen.grading.rows import Grader
 from batchgen.grading.step import arrow_schema
@@ -56,6 +57,7 @@ class GradingPass:
         stop: whether to leave off. It is asked after every row, or where the steps take columns
             after every batch.
         witness: looks at what steps that take columns have made; None for nobody.
+        changes: gets what changes where grades are replaced; None for nobody.
     """
 
     grader: Grader
@@ -63,6 +65,7 @@ class GradingPass:
     text_column: str
     stop: Callable[[], bool]
     witness: Witness | None = None
+    changes: ChangedMarks | None = None
 
     def grade(self, parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
         """Write the parts one after the other, and give each with the number of its rows.
@@ -181,6 +184,9 @@ class GradingPass:
         """Write the grades of one shard; returns their number."""
         temporary = temporary_name(part.path)
         count = 0
+        changes = self.changes
+        before = None if changes is None else changes.replaced(part, schema)
+        after: list[pa.RecordBatch] = []
         try:
             # Dictionaries take longer to make than what zstd saves without them.
             with (
@@ -190,10 +196,14 @@ class GradingPass:
                 for batch in batches:
                     writer.write_batch(batch)
                     count += batch.num_rows
+                    if before is not None:
+                        after.append(batch.select(before.column_names))
             seal(temporary)
             fsync_path(temporary)
         except OSError as error:
             raise unwritable(part.path, error) from error
+        if changes is not None and before is not None and after:
+            changes.add(before, pa.Table.from_batches(after))
         publish_shard(temporary, part.path)
         return count
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 from batchgen.config import ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
 from batchgen.grading.build_steps import check_fields, described, post_steps
+from batchgen.grading.changed_marks import ChangedMarks
 from batchgen.grading.grading_pass import GradingPass, Stopped, Witness
 from batchgen.grading.part import ROW_KEYS, STEPS_KEY, Part, made_of
 from batchgen.grading.rows import Grader, StepChain
@@ -129,6 +130,7 @@ class JobGrades:
         *,
         shards: Collection[int] | None = None,
         stop: Callable[[], bool] = lambda: False,
+        changes: ChangedMarks | None = None,
     ) -> int | None:
         """Grade all rows that have no such grades yet.
 
@@ -138,6 +140,7 @@ class JobGrades:
             config: how many processes run steps that need them, and for how long at most.
             shards: the numbers of the shards to grade; None for all.
             stop: whether to leave off, as of `GradingPass`.
+            changes: gets what changes where grades are replaced.
 
         Returns:
             How many rows were graded; None if it was stopped.
@@ -163,7 +166,7 @@ class JobGrades:
             raise unwritable(self.path, error) from error
         count = config.workers or len(os.sched_getaffinity(0))
         with Grader(steps, workers=count, seconds=config.seconds) as grader:
-            todo = GradingPass(grader, made, text_column, stop, self._witness)
+            todo = GradingPass(grader, made, text_column, stop, self._witness, changes)
             rows = 0
             try:
                 for part, number in todo.grade(pending):

@@ -18,9 +18,11 @@ import pytest
 from fake_job import FakeJob
 from forked import fork_server
 
+from batchgen.command.verbs import run_verb
 from batchgen.config import ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
 from batchgen.grading.background import GradingProcess, grading_beside
+from batchgen.grading.changed_marks import ChangedMarks
 from batchgen.grading.extract import Extract
 from batchgen.grading.grade import Grade
 from batchgen.grading.job_grades import JobGrades
@@ -133,6 +135,133 @@ def test_rows_that_are_computed_again_are_graded_again(tmp_path: Path) -> None:
     rows, grades = tables(out)
     assert old["mark"].null_count and not grades["mark"].null_count
     assert rows["row_id"].equals(grades["row_id"])
+
+
+def graded_as(method: str, **options: Any) -> StepConfig:
+    return replace(GRADE, options={**GRADE.options, "method": method, **options})
+
+
+def changes(out: Path, *post: StepConfig, **options: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """What is said of changed marks, and all that is written of them."""
+    written: list[str] = []
+    found = ChangedMarks(written.append)
+    JobGrades(out).make(post, "text", ScoreConfig(**options), changes=found)
+    return found.lines(": there"), [json.loads(line) for line in "".join(written).splitlines()]
+
+
+WRONG = graded_as("exact", target="text")  # "so 5" is what no answer is
+NINES = graded_as("regex", target="number", target_pattern="(9)$")
+
+
+@pytest.mark.parametrize("first", [GRADE, NINES])
+@pytest.mark.parametrize("second", [WRONG, NINES, GRADE])
+def test_marks_that_change_are_told(tmp_path: Path, first: StepConfig, second: StepConfig) -> None:
+    """All of them are written and the first are shown: those in which the files differ."""
+    out = tmp_path / "out"
+    run(job(out))
+    assert changes(out, EXTRACT, first) == ([], [])
+    before = tables(out)[1].to_pylist()
+    # Other options of a step, so that all is made anew.
+    extract = replace(EXTRACT, options={**EXTRACT.options, "which": "first"})
+    lines, written = changes(out, extract, second, workers=2)
+    after = tables(out)[1].to_pylist()
+    wanted = [
+        {
+            **{name: new[name] for name in ("row_index", "sample_index", "row_id")},
+            **{"mark_before": old["mark"], "mark": new["mark"]},
+            **{"answer_before": old["answer"], "answer": new["answer"]},
+        }
+        for old, new in zip(before, after, strict=True)
+        if old["mark"] != new["mark"]
+    ]
+    assert sorted(written, key=lambda row: (row["row_index"], row["sample_index"])) == wanted
+    assert bool(wanted) == (first is not second)
+    if not wanted:
+        assert lines == ["No mark has changed of 80 that were made anew."]
+        return
+    assert lines[0].startswith(f"{len(wanted)} of 80 marks have changed: ")
+    assert [line.split(": ")[0].split()[0] for line in lines[1:11]] == [
+        row["row_id"] for row in wanted[:10]
+    ]
+    assert len(wanted) <= 10 or lines[11] == f"  … {len(wanted) - 10} more: there"
+
+
+def test_right_and_wrong_marks_that_change_are_counted_apart() -> None:
+    def grades(*rows: tuple[float | None, str | None]) -> pa.Table:
+        made = [(f"r{n}", n, 0, *row) for n, row in enumerate(rows)]
+        kinds = {"row_id": pa.string(), "row_index": pa.int64(), "sample_index": pa.int32()}
+        kinds |= {"mark": pa.float64(), "answer": pa.string()}
+        return pa.table(dict(zip(kinds, zip(*made, strict=True), strict=True)), pa.schema(kinds))
+
+    found = ChangedMarks()
+    found.add(
+        grades((1, "5"), (0, "5"), (0, None), (None, "x"), (0.5, "y" * 99), (1, "5"), (None, None)),
+        grades((0, "5"), (1, "6"), (1, "7"), (1, "x"), (0.25, "z\x1b[2J"), (1, "6"), (None, None)),
+    )
+    assert found.lines() == [
+        "5 of 7 marks have changed: 1 from right to wrong, 2 from wrong to right, 2 in another way",
+        '  r0: right → wrong, answer "5"',
+        '  r1: wrong → right, answer "5" → "6"',
+        '  r2: wrong → right, answer none → "7"',
+        '  r3: no mark → right, answer "x"',
+        f'  r4: 0.5 → 0.25, answer "{"y" * 39}…" → "z�[2J"',
+    ]
+
+
+def test_marks_of_other_texts_and_of_none_are_no_changes(tmp_path: Path) -> None:
+    """Grades of rows that were computed anew, damaged ones, and such without marks."""
+    out = tmp_path / "out"
+    run(job(out))
+    assert changes(out, EXTRACT) == ([], [])
+    assert changes(out, EXTRACT, GRADE) == ([], [])
+    part = pq.read_table(out / "grades/part-00004.parquet")
+    other = part.schema.metadata | {b"batchgen.shard": b"another"}
+    pq.write_table(part.replace_schema_metadata(other), out / "grades/part-00004.parquet")
+    (out / "grades/part-00005.parquet").write_bytes(b"PAR1")
+    lines, written = changes(out, EXTRACT, WRONG)
+    assert f"{len(written)} of 56 marks have changed: {len(written)} from right" in lines[0]
+
+
+def test_a_job_that_is_graded_anew_says_what_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only the version of a step grew."""
+    out, file = tmp_path / "out", tmp_path / "changes.jsonl"
+    run(job(out), EXTRACT, GRADE)
+    assert "changed" not in capsys.readouterr().err
+    monkeypatch.setattr(Grade, "version", Grade.version + 1)
+    run(job(out), EXTRACT, GRADE)
+    assert "No mark has changed of 80 that were made anew.\n" in capsys.readouterr().err
+    run(job(out), EXTRACT, WRONG)
+    assert "marks have changed: " in capsys.readouterr().err
+    post = "post=[{_target_: batchgen.grading.extract.Extract, methods: [last_number]}, "
+    post += "{_target_: batchgen.grading.grade.Grade, method: integer, target: number}]"
+    file.write_text("{}\n")
+    assert run_verb("grade", [str(out), post, "--changes", str(file)]) == 0
+    shown = capsys.readouterr().out
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert f"{len(rows) - 1} of 80 marks have changed: {len(rows) - 1} from wrong" in shown
+    assert f"more: {file}\n" in shown and rows[0] == {} and rows[1]["mark_before"] == 0
+    refused = run_verb("grade", [str(out), "--changes", str(tmp_path / "no/where"), post])
+    assert refused == 2 and "--changes " in capsys.readouterr().err
+
+
+def test_grades_that_are_there_are_left_to_the_end_of_the_job(tmp_path: Path) -> None:
+    """It is the end that says what changes."""
+    out = tmp_path / "out"
+    run(job(out), EXTRACT, NINES)
+    other = graded_as("regex", target="number", target_pattern="(8)$")
+    (out / "grades/part-00002.parquet").unlink()
+    before = {path.name: path.stat().st_ino for path in (out / "grades").iterdir()}
+    config = replace(job(out).config(), post=(EXTRACT, other))
+    with grading_beside(out, config, needed=True) as beside:
+        assert beside is not None
+        deadline = time.monotonic() + 60
+        while not (out / "grades/part-00002.parquet").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    after = {path.name: path.stat().st_ino for path in (out / "grades").iterdir()}
+    assert after.items() >= before.items() and len(after) == 6
 
 
 def test_grades_of_other_rows_or_steps_are_not_taken(tmp_path: Path) -> None:
