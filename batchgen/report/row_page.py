@@ -168,6 +168,7 @@ class RowPage:
             "reasoning": _shown(text[:behind], limits) if text and behind else None,
             "reasoning_length": behind,
             "answer": None if text is None else _shown(text[behind:], limits, moved),
+            "has_marks": bool(moved),
         }
 
     def _columns(

@@ -16,6 +16,7 @@ _HEAT = (0.05, 0.2, 0.5, 1.0, 2.0, 3.0, 5.0)
 """Bounds of the classes p0 to p7, in nats below certainty."""
 _COLOURS = 6
 """How many colours tell steps and experts apart."""
+_MOST_NUMBERS = 3  # of a colour that its legend names
 _MOST_LAYERS = 4  # whose experts a title names
 
 
@@ -42,13 +43,28 @@ def _heat_legend() -> Markup:
     return Markup("How likely the token was: ") + Markup(" ").join(keys)
 
 
+def _cycle_legend(title: str, prefix: str, values: Sequence[int]) -> Markup:
+    """A sample of each colour that the values of tokens have, with the numbers that it stands for:
+    colours repeat.
+
+    Args:
+        prefix: of the classes.
+    """
+    keys, different = [], sorted(set(values))
+    for colour in range(_COLOURS):
+        mine = [value for value in different if value % _COLOURS == colour]
+        names = ", ".join(map(str, mine[:_MOST_NUMBERS]))
+        if mine:
+            more = " …" * (len(mine) > _MOST_NUMBERS)
+            keys.append(_KEY.format(f"{prefix}{colour}", names + more))
+    return Markup("{} ").format(title) + Markup(" ").join(keys)
+
+
 _KEY = Markup('<span class="key {}">{}</span>')
 _LOGPROB = Mode("p", "log-probability", _heat_legend())
 _DRAFT = Mode(
     "d", "drafts", _KEY.format("d1", "a draft that held") + " The others are the model's own."
 )
-_STEP = Mode("s", "steps", "Neighbours of one colour came in one step.")
-_EXPERTS = "The colour is that of the token's first expert; colours repeat."
 _NONE = Mode("n", "none", "No colours.")
 
 
@@ -87,15 +103,15 @@ class TokenRow:
 
     @property
     def modes(self) -> list[Mode]:
-        found = [
-            *[_LOGPROB] * (self.logprobs is not None),
-            *[_STEP] * (self.steps is not None),
-            *[_DRAFT] * (self.drafts is not None),
-        ]
-        found += [
-            Mode(f"x{n}", f"experts of layer {self.layers[i]}", _EXPERTS)
-            for n, i in enumerate(self._shown_layers)
-        ]
+        found = [_LOGPROB] * (self.logprobs is not None)
+        if self.steps is not None:
+            legend = _cycle_legend(f"The {self.step_name} that wrote the token:", "s", self.steps)
+            found.append(Mode("s", "steps", legend))
+        found += [_DRAFT] * (self.drafts is not None)
+        for n, i in enumerate(self._shown_layers):
+            first = [mine[i][0] for mine in self.experts or () if mine is not None]
+            legend = _cycle_legend("The token's first expert:", f"x{n}-", first)
+            found.append(Mode(f"x{n}", f"experts of layer {self.layers[i]}", legend))
         return [*found, _NONE]
 
     @property

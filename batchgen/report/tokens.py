@@ -98,6 +98,8 @@ class RowTokens:
             parts.append(_GAP.format(f"{count - 2 * half:,}"))
             parts += [self._span(place) for place in range(count - half, count)]
         switches = _switches(self.facts.modes, self.key)
+        if self._inside:
+            switches += _ANSWER
         return _VIEW.format(switches=switches, tokens=Markup("".join(parts)))
 
     def _span(self, place: int) -> str:
@@ -162,6 +164,7 @@ _SWITCH = Markup(
     '<input type="radio" class="m m-{mode}" name="tv-{key}" id="tv-{key}-{mode}"{checked}>'
     '<label for="tv-{key}-{mode}">{name}</label>'
 )
+_ANSWER = Markup('<p class="underlined">Underlined: <span class="t a">the answer</span></p>')
 _LEGEND = Markup('<p class="legend l-{mode}">{text}</p>')
 
 

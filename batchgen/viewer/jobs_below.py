@@ -18,7 +18,7 @@ import yaml
 
 from batchgen.errors import ConfigError, JobError
 from batchgen.output.read_job import JobFolderReader
-from batchgen.viewer.overview import status_text
+from batchgen.viewer.overview import rows_total
 
 DEEPEST = 4
 """Folders between the given one and a job's, the job's included."""
@@ -38,7 +38,8 @@ class JobBelow:
         fault: why nothing can be shown of it; empty if something can.
         state: how far it is.
         model, dataset: as its configuration names them.
-        rows: answers that are finished; None if that is not known.
+        rows: answers that are finished; None if there are none yet.
+        of_rows: of so many; None where they are all, or that is not known.
         score: the mean mark; None without.
     """
 
@@ -50,6 +51,7 @@ class JobBelow:
     model: str = ""
     dataset: str = ""
     rows: int | None = None
+    of_rows: int | None = None
     score: float | None = None
 
 
@@ -134,10 +136,11 @@ def _job(folder: Path, name: str) -> JobBelow:
         return _with(
             job,
             fault="" if "growing" in reader.manifest else "manifest.json is not that of a job",
-            state=status_text(metrics),
+            state=str(metrics["status"]) if metrics else "not begun",
             model=_text(model.get("name")) or _text(model.get("path")),
             dataset=_text(dataset.get("path")) or _text(dataset.get("kind")),
             rows=int(metrics["rows"]) if metrics else None,
+            of_rows=_number(rows_total(metrics)) if metrics else None,
             score=None if average is None else float(average),
         )
     except (ConfigError, JobError, OSError) as error:
@@ -176,3 +179,7 @@ def _group(values: Any, name: str) -> Mapping[str, Any]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
+
+
+def _number(value: Any) -> int | None:
+    return None if value is None else int(value)

@@ -110,11 +110,18 @@ def status_text(metrics: Mapping[str, Any]) -> str:
     """How far the job is. The counts of one that runs may be ten seconds old."""
     if not metrics:
         return "not begun, or killed before its first ten seconds"
-    status, rows = metrics["status"], metrics["rows"]
-    total = attempt_of(metrics).get("rows_total")
-    of = "" if status == "complete" or total is None else f" of {total:,}"
-    text = f"{status}, {rows:,}{of} answers"
+    status, total = metrics["status"], rows_total(metrics)
+    of = "" if total is None else f" of {total:,}"
+    text = f"{status}, {metrics['rows']:,}{of} answers"
     return text if status in ("complete", "running") else f"{text} (the command goes on from there)"
+
+
+def rows_total(metrics: Mapping[str, Any]) -> int | None:
+    """How many answers a job that is not complete will have; None if that is not known."""
+    if metrics["status"] == "complete":
+        return None
+    total: int | None = attempt_of(metrics).get("rows_total")
+    return total
 
 
 def _facts(job: JobView, metrics: Mapping[str, Any]) -> list[tuple[str, str]]:

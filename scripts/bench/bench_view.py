@@ -1,4 +1,4 @@
-"""Time the pages of `batchgen view` over a job of any size, and watch the server's memory.
+"""Time the pages of `batchgen view` and the report of a job of any size, and the server's memory.
 
     python scripts/bench/bench_view.py [--rows 2000000] [--folder FOLDER]
 
@@ -7,7 +7,8 @@ two minutes), or taken from FOLDER, where it is written if it is not there, and 
 a process of its own. Printed are the milliseconds of pages as a browser waits for them, and the
 resident memory of the server after each kind. The exit code is 1 if the first page takes over a
 second, the median of random rows over 100 ms, or the memory grows by more than 100 MiB from the
-first page on, apart from the hashes of ids (4 bytes for each row).
+first page on, apart from the hashes of ids (4 bytes for each row). At last `batchgen report` makes
+its page of the job.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ def main() -> int:
                 assert process.stdout is not None
                 url = process.stdout.readline().split(": ", 1)[1].split(" ")[0]
                 print(f"the server is there after {time.perf_counter() - began:.2f} s")
-                return _measure(folder, url, process.pid)
+                code = _measure(folder, url, process.pid)
             finally:
                 process.terminate()
+        _time_report(folder)
+        return code
 
 
 def _write(folder: Path, rows: int) -> None:
@@ -59,6 +62,13 @@ def _write(folder: Path, rows: int) -> None:
     size = sum(path.stat().st_size for path in files) / 2**30
     seconds = time.perf_counter() - began
     print(f"{rows:,} rows in {len(files):,} files of {size:.2f} GiB, written in {seconds:.0f} s")
+
+
+def _time_report(folder: Path) -> None:
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "batchgen", "report", str(folder)], check=True)
+    size = (folder / "report.html").stat().st_size / 2**20
+    print(f"the report took {time.perf_counter() - began:.0f} s, and has {size:.1f} MiB")
 
 
 def _measure(folder: Path, url: str, pid: int) -> int:
@@ -85,6 +95,8 @@ def _measure(folder: Path, url: str, pid: int) -> int:
     timed("rows with errors (one in 1,000)", [f"rows?reason=error&from={n}" for n in some[:5]])
     timed("a text, 2 s of search", [f"rows?text=no+such+text&from={n}" for n in some[:5]])
     timed("overview", [""] * 5)
+    timed("longest first, as far as 2 s go", ["rows?sort=longest"] * 2)
+    timed("wrong answers with votes", ["rows?mark=wrong&show=votes"] * 5)
     grown = _resident_mib(pid) - start
     last = pq.read_table(shards[-1], columns=["row_id"])["row_id"][-1].as_py()
     timed("the id of the last row", [f"find?id={last}"])

@@ -89,12 +89,18 @@ def write_job(
         growing={**growing(config), ROWS: rows},
     )
     write_atomic(folder / "manifest.json", manifest.text())
+    counts = {"rows": rows * samples, "generated_tokens": maker.tokens}
+    attempt = {
+        "started": "2026-01-01T00:00:00+0000", "host": "here", "status": "complete",
+        "rows_total": rows * samples, "wall_s": 3.0, "generate_s": 2.0, "peak_rss_mib": 100.0,
+        "memory": {"total": None}, "engine": {}, "batch_dependence": None, **counts,
+    }  # fmt: skip
     metrics = {
-        "status": "complete", "rows": rows * samples, "error_rows": maker.errors,
+        "status": "complete", "error_rows": maker.errors,
         "finish_reasons": {"stop": rows * samples - maker.errors, "error": maker.errors},
         "errors": {"bad_messages": maker.errors}, "prompt_tokens": 12 * rows * samples,
-        "generated_tokens": maker.tokens, "tokens_per_s": 1000.0,
-        "attempts": [{"status": "complete", "rows_total": rows * samples, "rows": rows * samples}],
+        "counts": {}, "wall_s": 3.0, "generate_s": 2.0, "tokens_per_s": 1000.0,
+        "attempts": [attempt], **counts,
     }  # fmt: skip
     (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SIZES = {"phone": (375, 800), "desk": (1400, 900)}
+SIZES = {"phone": (390, 844), "desk": (1400, 900)}
 SCHEMES = ("light", "dark")
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _FLAGS = (
@@ -81,11 +81,11 @@ def chromium() -> Iterator[Any]:
 def look(
     browser: Any,
     url: str,
-    picture: Path,
+    picture: Path | None = None,
     then: Callable[[Any], list[str]] = lambda page: [],
     within: str | None = None,
 ) -> list[str]:
-    """Open a page in all sizes and schemes, and return what is wrong.
+    """Open a page, look at it in all sizes and schemes, and return what is wrong.
 
     Args:
         url: of the page.
@@ -93,26 +93,64 @@ def look(
         then: does something with the open page, and returns what is wrong with that.
         within: how all has to begin that the page asks for; None for `url`.
     """
+    page = browser.new_context().new_page()
+    told = _listening(page, within or url)
+    page.goto(url)
     faults: list[str] = []
     for size, (width, height) in SIZES.items():
         for scheme in SCHEMES:
-            view = {"width": width, "height": height}
-            page = browser.new_context(viewport=view, color_scheme=scheme).new_page()
-            told = _listening(page, within or url)
-            page.goto(url)
-            page.screenshot(path=f"{picture}-{size}-{scheme}.png")
-            told += then(page)
+            page.set_viewport_size({"width": width, "height": height})
+            page.emulate_media(color_scheme=scheme)
+            if picture is not None:
+                page.screenshot(path=f"{picture}-{size}-{scheme}.png")
+            found = then(page)
             if (wide := page.evaluate("document.documentElement.scrollWidth")) > width:
-                told.append(f"{wide} pixels wide")
-            told += [
+                found.append(f"{wide} pixels wide")
+            found += [
                 f"contrast {contrast:.2f} of {name}"
                 for name, contrast in page.evaluate(_CONTRASTS).items()
                 if contrast < LEAST_CONTRAST
             ]
-            page.screenshot(path=f"{picture}-{size}-{scheme}-then.png")
-            faults += [f"{size} {scheme}: {text}" for text in told]
-            page.context.close()
-    return faults
+            if picture is not None:
+                page.screenshot(path=f"{picture}-{size}-{scheme}-then.png", full_page=True)
+            faults += [f"{size} {scheme}: {text}" for text in found]
+    page.context.close()
+    return [*told, *faults]
+
+
+def not_reached(page: Any) -> list[str]:
+    """The controls of an open page that the Tab key does not reach, or on which nothing shows that
+    they have the focus. Of radio buttons with one name one is enough."""
+    count = page.evaluate(_CONTROLS)
+    found: list[str] = []
+    for _ in range(count + 2):
+        page.keyboard.press("Tab")
+        if unseen := page.evaluate(_FOCUS):
+            found.append(f"the focus is not seen on {unseen}")
+    return [*dict.fromkeys(found), *page.evaluate(_NOT_REACHED)]
+
+
+_CONTROLS = """() => {
+  const kinds = 'a[href], button, input:not([type=hidden]), select, summary, [tabindex="0"]';
+  const seen = e => e.getClientRects().length && getComputedStyle(e).visibility === 'visible';
+  window.controls = [...document.querySelectorAll(kinds)].filter(seen);
+  window.reached = new Set();
+  return window.controls.length;
+}"""
+_FOCUS = """() => {
+  const e = document.activeElement;
+  if (!e || e === document.body || window.reached.has(e)) return '';
+  window.reached.add(e);
+  // A hidden switch has its outline on its label.
+  const shown = getComputedStyle(e).opacity === '0' ? e.nextElementSibling : e;
+  return getComputedStyle(shown).outlineStyle === 'none' ? e.outerHTML.slice(0, 120) : '';
+}"""
+_NOT_REACHED = """() => {
+  const names = new Set([...window.reached].map(e => e.type === 'radio' && e.name));
+  return window.controls
+    .filter(e => !window.reached.has(e) && !(e.type === 'radio' && names.has(e.name)))
+    .map(e => 'Tab does not reach ' + e.outerHTML.slice(0, 120));
+}"""
 
 
 def _listening(page: Any, url: str) -> list[str]:

@@ -21,24 +21,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
 from browser import chromium, look, no_browser
 from synthetic_job import grade_job, write_job
 
 from batchgen.output.read_job import JobFolderReader
+from batchgen.viewer.folder_site import FolderSite
 from batchgen.viewer.job_view import JobView
 from batchgen.viewer.pages import Site
-from batchgen.viewer.server import ViewServer
+from batchgen.viewer.server import Respond, ViewServer
 
-_PAGES = {
+PAGES = {
     "overview": "",
     "rows": "rows",
-    "disagree": "rows?disagree=yes",
+    "votes": "rows?show=votes&mark=wrong&sort=disagreeing",
     "row": "row?n=1",
     "tokens": "row?n=1&tokens=yes",
     "nothing": "rows?text=no+such+text",
     "missing": "row?n=1000000",
 }
-_OF_TWO = {"flips": "flips", "flip": "flip?i=0"}
+PAGES_OF_TWO = {"flips": "flips", "flip": "flip?i=0"}
 _TEXTS = (
     "<script>window.broken_out = 1</script> so it is",
     '"><img src=x onerror="window.broken_out = 1"> and',
@@ -60,20 +62,23 @@ def main() -> int:
         print(f"nothing was checked: {why}")
         return 0
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
-        jobs = given.jobs or write_jobs(Path(folder))
+        jobs = given.jobs or write_jobs(Path(folder, "jobs"))
         pictures = given.pictures or Path(folder, "pictures")
         pictures.mkdir(parents=True, exist_ok=True)
         faults: list[str] = []
         for some in (jobs[:1], jobs) if len(jobs) > 1 else (jobs,):
-            pages = _PAGES if len(some) == 1 else {**_PAGES, **_OF_TWO}
-            with _served(some) as url:
+            pages = PAGES if len(some) == 1 else {**PAGES, **PAGES_OF_TWO}
+            site = Site([JobView(JobFolderReader(job), job.name) for job in some])
+            with served(site.respond) as url:
                 for name, target in pages.items():
                     picture = pictures / f"{name}-{len(some)}"
-                    found = look(browser, url + target, picture, _use, within=url)
-                    # A browser tells its console of every page that is not there.
-                    found = [f for f in found if name != "missing" or "status of 404" not in f]
+                    found = looked_at(browser, url, target, picture)
                     faults += [f"{name} of {len(some)}: {fault}" for fault in found]
-                faults += _keys(browser.new_page(), url)
+                faults += keys(browser.new_page(), url)
+        if not given.jobs:
+            with served(FolderSite(Path(folder, "jobs"), "jobs").respond) as url:
+                found = looked_at(browser, url, "", pictures / "jobs")
+                faults += [f"jobs: {fault}" for fault in found]
     print(*faults, f"{len(faults)} faults", sep="\n")
     return bool(faults)
 
@@ -88,12 +93,19 @@ def write_jobs(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _served(jobs: list[Path]) -> Iterator[str]:
-    site = Site([JobView(JobFolderReader(job), job.name) for job in jobs])
-    with ViewServer(site.respond) as server:
+def served(respond: Respond) -> Iterator[str]:
+    """A server with these pages, and its address."""
+    with ViewServer(respond) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.url
         server.shutdown()
+
+
+def looked_at(browser: Any, url: str, target: str, picture: Path | None = None) -> list[str]:
+    """What is wrong with a page, in all sizes and schemes, folded and unfolded."""
+    found = look(browser, url + target, picture, _use, within=url)
+    # A browser tells its console of every page that is not there.
+    return [fault for fault in found if "status of 404" not in fault]
 
 
 def _use(page: Any) -> list[str]:
@@ -103,16 +115,47 @@ def _use(page: Any) -> list[str]:
     return ["a text became a script"] * broken
 
 
-def _keys(page: Any, url: str) -> list[str]:
-    """Whether j, k and / do what the pages say."""
+def keys(page: Any, url: str) -> list[str]:
+    """What is wrong with the keys of lists, rows and tokens."""
+    found: list[str] = []
+
+    def expect(what: str, script: str, wanted: object) -> None:
+        if (is_now := page.evaluate(script)) != wanted:
+            found.append(f"{what}: {is_now!r} in place of {wanted!r}")
+
     page.goto(url + "row?n=1")
     page.keyboard.press("j")
     page.wait_for_url("**/row?n=2*")
     page.keyboard.press("k")
     page.wait_for_url("**/row?n=1*")
     page.keyboard.press("/")
-    focus = page.evaluate("document.activeElement.id")
-    return [] if focus == "find-id" else [f"/ goes to {focus!r}"]
+    expect("/", "document.activeElement.id", "find-id")
+    page.goto(url + "rows")
+    focus = "[...document.querySelectorAll('a.id')].indexOf(document.activeElement)"
+    for key, place in (("j", 0), ("j", 1), ("j", 2), ("k", 1)):
+        page.keyboard.press(key)
+        expect(f"{key} in a list", focus, place)
+    for is_open in (True, False):
+        page.keyboard.press("?")
+        expect("?", "document.getElementById('keys').matches(':popover-open')", is_open)
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/row?n=1*")
+    page.goto(url + "row?n=1&tokens=yes")
+    token = "[...document.querySelectorAll('.toks .t')].indexOf(document.activeElement)"
+    page.locator(".toks .t").first.click()
+    expect("a click on a token", token, 0)
+    for key, place in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("Home", 0)):
+        page.keyboard.press(key)
+        expect(key, token, place)
+    page.keyboard.press("ArrowDown")
+    if page.evaluate(token) < 2:
+        found.append("ArrowDown stays in its line")
+    page.keyboard.press("ArrowUp")
+    expect("ArrowUp", token, 0)
+    fact = "getComputedStyle(document.activeElement, '::after').content"
+    if "id " not in page.evaluate(fact):
+        found.append("a token with the focus does not show its facts")
+    return found
 
 
 if __name__ == "__main__":

@@ -30,10 +30,13 @@ _OPEN, _CLOSE = "\ue000", "\ue001"
 own, they are such pieces."""
 _PIECE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 _MARKS = re.compile(
-    r"\\\\|\\[$()\[\]]|\$\$|\$|`+"
+    r"\\\\|\\[$()\[\]]|\$\$|\$|`+|\\boxed\{"
     r"|\\(?:begin|end)\{(?:align|aligned|equation|gather|multline|eqnarray)\*?\}"
     f"|[{_OPEN}{_CLOSE}]"
 )
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+_WORDS = re.compile(r"[^\\{}$^_&]*[^\W\d_]{3}[^\\{}$^_&]*")
+"""What stands in a box as a text, and is no formula."""
 _ENDS = {"\\(": "\\)", "\\[": "\\]", "$$": "$$", "$": "$"}
 _TAGS = {
     "paragraph": "p", "bullet_list": "ul", "ordered_list": "ol", "list_item": "li",
@@ -103,8 +106,10 @@ def rich_text(text: str, most: int | None = None, spans: Sequence[Span] = ()) ->
 
 def formulas(text: str) -> list[tuple[int, int, str, bool]]:
     """The formulas of a text: start, end, what is between the delimiters, and whether it stands on
-    a line of its own. Delimiters are those of LaTeX and `$`; a dollar of a price is none."""
+    a line of its own. Delimiters are those of LaTeX and `$`; a dollar of a price is none. A box
+    needs none."""
     marks = [match for match in _MARKS.finditer(text) if match[0] != "\\\\"]
+    closing_braces = _closing_braces(text) if "\\boxed{" in text else {}
     places: dict[str, list[int]] = {}
     for i, match in enumerate(marks):
         places.setdefault(match[0], []).append(i)
@@ -112,6 +117,17 @@ def formulas(text: str) -> list[tuple[int, int, str, bool]]:
     while i < len(marks):
         opening = marks[i]
         kind = opening[0]
+        if kind == "\\boxed{":
+            end_at = closing_braces.get(opening.end() - 1)
+            inside = "" if end_at is None else text[opening.end() : end_at]
+            if end_at is None or not _is_formula(kind, inside, ""):
+                i += 1
+                continue
+            inside = f"\\text{{{inside}}}" if _WORDS.fullmatch(inside) else inside
+            found.append((opening.start(), end_at + 1, f"{kind}{inside}}}", False))
+            while i < len(marks) and marks[i].start() <= end_at:
+                i += 1
+            continue
         is_environment = kind.startswith("\\begin")
         end = kind.replace("begin", "end") if is_environment else _ENDS.get(kind)
         if kind.startswith("`"):  # code
@@ -132,6 +148,18 @@ def formulas(text: str) -> list[tuple[int, int, str, bool]]:
         found.append((opening.start(), closing.end(), source, kind not in ("$", "\\(")))
         i = at + 1
     return found
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Where each brace that is closed is closed."""
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for match in _BRACES.finditer(text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            closing[opened.pop()] = match.start()
+    return closing
 
 
 def _after(places: Sequence[int], i: int) -> int | None:

@@ -118,8 +118,12 @@ def _html(runs: Sequence[_Run]) -> Markup:
     parts: list[Markup] = []
     for place, run in enumerate(runs):
         if not run.same:
-            parts += [_ONLY_A.format(_text(run.a))] * bool(run.a)
-            parts += [_ONLY_B.format(_text(run.b))] * bool(run.b)
+            a, b = "".join(run.a), "".join(run.b)
+            # White space that only one has is not told apart, so it stands there once.
+            first = b or a
+            parts.append(marked(first[: len(first) - len(first.lstrip())]))
+            parts += [_ONLY_A.format(marked(a.lstrip()))] * bool(a)
+            parts += [_ONLY_B.format(marked(b.lstrip()))] * bool(b)
             continue
         before, behind = _AROUND * (place > 0), _AROUND * (place < len(runs) - 1)
         if len(run.a) <= before + behind or len(runs) == 1:

@@ -59,6 +59,7 @@ def test_any_formula_becomes_elements_that_do_nothing(source: str) -> None:
 @given(HOSTILE)
 @example("> " * 20_000)
 @example("$" + "{" * 100_000 + "$")
+@example(r"\boxed{" * 9_000)
 @example("|a" * 500 + "\n" + "|-" * 500 + "\n" + "x\n" * 500)
 def test_any_text_becomes_elements_that_do_nothing(text: str) -> None:
     html = rich_text(text)
@@ -90,6 +91,10 @@ def test_long_texts_are_not_rendered() -> None:
         ("$a\n\nb$", []),
         (r"\begin{align*}a\\[2pt]b\end{align*}", [r"\begin{align*}a\\[2pt]b\end{align*}"]),
         (r"cut off \[ x + 1", []),
+        (r"so \boxed{\frac{1}{2}} and $\boxed{3}$", [r"\boxed{\frac{1}{2}}", r"\boxed{3}"]),
+        (r"\boxed{$18$} $x$", [r"\boxed{$18$}", "x"]),
+        (r"\boxed{\}} `\boxed{1}` \boxed{", [r"\boxed{\}}"]),
+        (r"\boxed{in New York}", [r"\boxed{\text{in New York}}"]),
     ],
 )
 def test_formulas_are_found_by_their_delimiters(text: str, found: list[str]) -> None:
@@ -127,6 +132,17 @@ def test_markdown_becomes_elements_and_plain_text_has_none() -> None:
     assert html.startswith("<h5>a</h5><ul><li><strong>b</strong></li></ul>")
     assert "<pre>$c$ &lt;d&gt;\n</pre>" in html and "<td><code>f</code></td>" in html
     assert rich_text("just\na text for $5") is None
+
+
+def test_the_box_of_an_answer_is_drawn_without_dollars_too() -> None:
+    text = r"The answer is \boxed{72}."
+    html = rich_text(text, None, [Span(21, 23, "answer")])
+    assert html is not None
+    assert html.startswith(
+        '<p>The answer is <mark title="answer"><math><mrow class="boxed"><mn>72</mn></mrow></math>'
+    )
+    boxed = parsed(mathml(r"\boxed{$18$}"))
+    assert "".join(boxed.itertext()) == "18"
 
 
 def test_the_answer_stands_out_in_a_formula_and_in_a_text() -> None:

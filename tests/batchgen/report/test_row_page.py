@@ -120,13 +120,28 @@ def test_hidden_characters_are_shown_as_codes(text: str, shown: str) -> None:
 def test_the_answer_stands_out_in_the_text_and_among_the_tokens() -> None:
     html = page().html(ROW, GRADES, key="k")
     assert '<pre dir="auto">ab<mark title="answer">c</mark>d</pre>' in html
-    assert re.findall(r'span class="t([^"]*)"', html) == [
+    assert re.findall(r'span class="t([^"]*)" tabindex', html) == [
         " p0 s1 d1 x0-0 x1-2",
         " p2 s1 x0-1 x1-2",
         " p7 s2 d1 x0-1 x1-2 a",
         " p0 s2",
     ]
     assert "forward 2\nno draft" in html and "layer 3: experts 8, 3" in html
+
+
+def test_every_colour_has_a_legend_that_says_what_it_stands_for() -> None:
+    steps = ROW | {"step_map": [1, 2, 7, 13]}
+    html = page().html(steps, GRADES, key="k")
+    legends = dict(re.findall(r'<p class="legend l-(\w+)">(.*?)</p>', html))
+    assert legends["s"] == (
+        'The forward that wrote the token: <span class="key s1">1, 7, 13</span> '
+        '<span class="key s2">2</span>'
+    )
+    for key, classes in (("x0", "x0-[0-5]"), ("x1", "x1-[0-5]"), ("p", "p[0-7]"), ("d", "d1")):
+        shown = set(re.findall(rf'class="t[^"]* ({classes})[ "]', html))
+        assert shown <= set(re.findall(rf'class="key ({classes})"', legends[key])), key
+    assert 'Underlined: <span class="t a">the answer</span>' in html
+    assert "Underlined" not in page().html(ROW, key="k")
 
 
 def test_the_prompt_is_the_template_filled_again_or_the_tokens_that_the_model_read() -> None:

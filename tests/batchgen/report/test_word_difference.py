@@ -27,10 +27,11 @@ def sides(html: str) -> tuple[str, str]:
     ("a", "b", "html"),
     [
         ("the same", "the  same", "the same"),
-        ("so it is 18.", "so it is 19.", "so it is<del> 18</del><ins> 19</ins>."),
-        ("a b c", "a c", "a<del> b</del> c"),
+        ("so it is 18.", "so it is 19.", "so it is <del>18</del><ins>19</ins>."),
+        ("a b c", "a c", "a <del>b</del> c"),
         ("", "new", "<ins>new</ins>"),
         ("", "", ""),
+        ("x.\n\nOld", "x. New one", "x. <del>Old</del><ins>New one</ins>"),
         ("one x two", "1 x 2", "<del>one x two</del><ins>1 x 2</ins>"),
         ("<b>\u202e", "<i>", "&lt;<del>b&gt;⟨U+202E⟩</del><ins>i&gt;</ins>"),
     ],

@@ -36,7 +36,7 @@ def links(outputs: Path) -> dict[str, str]:
 def test_the_list_names_each_job_and_leads_to_its_pages(outputs: Path) -> None:
     pages = FolderSite(outputs, "outputs")
     listed = read(pages, "")
-    for text in ("2 jobs", "first", "sweep/day/7", "complete, 40 answers", "none", "demo"):
+    for text in ("2 jobs", "first", "sweep/day/7", "complete", "40", "none", "demo"):
         assert text in listed.text
     score = json.loads((outputs / "first" / "metrics.json").read_text())["score"]["avg"]["value"]
     assert f"{100 * score:.1f}%" in listed.text and "No job in: notes." in listed.text
@@ -63,6 +63,17 @@ def test_two_jobs_of_the_list_side_by_side(outputs: Path) -> None:
 def test_nothing_else_is_served(outputs: Path, target: str) -> None:
     pages = FolderSite(outputs, "outputs")
     read(pages, target.replace("{key}", links(outputs)["first"][:-1]), 404)
+
+
+def test_a_job_that_runs_says_how_far_it_is(outputs: Path) -> None:
+    path = outputs / "first" / "metrics.json"
+    metrics = json.loads(path.read_text())
+    metrics["attempts"][-1]["rows_total"] = 4000
+    path.write_text(json.dumps({**metrics, "status": "failed"}))
+    listed = " ".join(read(FolderSite(outputs, "outputs"), "").text.split())
+    assert "failed none demo 40 of 4,000" in listed
+    path.unlink()
+    assert "not begun" in read(FolderSite(outputs, "outputs"), "").text
 
 
 def test_a_job_that_is_new_is_listed_and_one_that_goes_is_not(outputs: Path) -> None:

@@ -276,7 +276,7 @@ def test_two_jobs_show_the_prompt_once_and_how_their_texts_differ(tmp_path: Path
     assert row.text.count("Q: question 0") == 1
     assert "1 word only in A, 1 only in B" in row.text
     shown = get(pages, "row?n=0").body.decode()
-    assert '<del title="only in A"> 18</del><ins title="only in B"> 19</ins>' in shown
+    assert '<del title="only in A">18</del><ins title="only in B">19</ins>' in shown
     assert "Both texts have the same words" in read(pages, "row?n=1").text
     assert "Difference of" not in read(pages, "row?n=2").text
     config = tmp_path / "b" / "config.yaml"
