@@ -13,3 +13,7 @@ class JobError(Exception):
 
     What was finished before it is safe; running the same command resumes.
     """
+
+
+class FolderLost(JobError):
+    """The output folder of a running job was deleted or replaced: no row is known to be safe."""

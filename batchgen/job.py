@@ -23,7 +23,7 @@ from batchgen.dataset.row_steps import SteppedSource
 from batchgen.dataset.source import Row, RowSource
 from batchgen.engine.outputs import OutputColumn, RowCount
 from batchgen.engine.strategy import Strategy
-from batchgen.errors import ConfigError, JobError
+from batchgen.errors import ConfigError, FolderLost, JobError
 from batchgen.first_rows import AllRowsFailed
 from batchgen.generation import Engine, Generation
 from batchgen.grading.background import grading_beside
@@ -239,13 +239,16 @@ def _worker(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
     """This process among the workers of the folder, who are told how it ends."""
     joins, storage = not folder.is_alone, folder.storage
     worker = Worker(folder.path, config.workers, folder.least_worker, storage, joins=joins)
-    how: How = "failed"
+    how: How | None = "failed"
     try:
         folder.confirm()
         yield worker
         how = "complete"
     except JobStopped:
         how = "stopped"
+        raise
+    except FolderLost:
+        how = None
         raise
     except (JobError, OSError) as error:
         # A disk that is full or away would end every worker, whatever the shard.
@@ -449,6 +452,8 @@ def _recorded(metrics: Metrics, shown: str) -> Iterator[None]:
         metrics.save("stopped")
         raise
     except Exception as error:
+        if isinstance(error, FolderLost):
+            raise
         # The same command would only repeat a mistake that shows when the engine is built.
         if metrics.attempt.rows or not isinstance(error, (ConfigError, AllRowsFailed)):
             error.add_note(f"Finished rows are safe. {_resume(shown)}")

@@ -89,6 +89,7 @@ class Journal:
 
         Raises:
             JobError: the file cannot be written. The rows before it are safe.
+            FolderLost: the folder is not this job's any more.
             JournalGone: it was deleted, because the shard is published.
         """
         part = self._parts.get(shard, 1)
@@ -98,6 +99,7 @@ class Journal:
         data = _frame(batch.serialize())
         flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         if path not in self._own:
+            self._storage.confirm()
             self._own.add(path)
             files.append(path)
             data = _frame(self._schema.serialize()) + data

@@ -1,5 +1,6 @@
 """A lock on an output folder: shared by the workers of a job, and held alone to change the job."""
 
+import errno
 import fcntl
 import os
 import socket
@@ -8,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Self
 
-from batchgen.errors import ConfigError
+from batchgen.errors import ConfigError, FolderLost
+from batchgen.output.patience import patiently
 
 _LOOK_SECONDS = 0.05
 
@@ -62,7 +64,21 @@ class FolderLock:
         )
 
     def confirm(self) -> None:
-        """The system sees to that."""
+        """Make sure that what is locked is still the folder of this path.
+
+        The system keeps a lock while this process runs, but not others from deleting the folder.
+
+        Raises:
+            FolderLost: they have.
+        """
+        try:
+            is_same = patiently(self._path.stat).st_ino == os.fstat(self._fd).st_ino
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+                return  # whoever needs the folder will say so
+            is_same = False
+        if not is_same:
+            raise lost(str(self._path.parent))
 
     def share(self) -> None:
         """Let others share the lock."""
@@ -94,3 +110,11 @@ class FolderLock:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
+
+
+def lost(shown: str) -> FolderLost:
+    """The error for a folder, called `shown`, that is not this job's any more."""
+    return FolderLost(
+        f"output.dir={shown} was deleted or replaced while the job ran: this process has stopped "
+        "and writes nothing there. The same command computes again what the folder lacks"
+    )

@@ -165,6 +165,9 @@ class ObjectStorage:
         self._store.probe(f"{LOCKS}/probe-{uuid.uuid4().hex}")
         return ObjectLock(self._store, self._config, wait)
 
+    def confirm(self) -> None:
+        """What is sent is preceded by a look at the session of this worker."""
+
     def close(self) -> None:
         self._sender.shutdown()
         self._folder.cleanup()

@@ -74,6 +74,7 @@ class Lock(Protocol):
 
         Raises:
             JobError: another process has taken it alone, for which this one stood still too long.
+            FolderLost: the folder was deleted or replaced.
         """
         ...
 
@@ -222,6 +223,14 @@ class Storage(Protocol):
         """
         ...
 
+    def confirm(self) -> None:
+        """Make sure that the folder is still the one that was locked, before a file is begun there.
+
+        Raises:
+            FolderLost: it was deleted or replaced.
+        """
+        ...
+
     def close(self) -> None:
         """Delete what is of no use without this object."""
         ...
@@ -235,6 +244,7 @@ class FolderStorage:
         self.shown = str(path)
         self.in_place = True
         self._store: FileStore | None = None
+        self._lock: FolderLock | None = None
         self._last_sync = time.monotonic()
 
     def names(self, folder: Path) -> list[str]:
@@ -305,11 +315,16 @@ class FolderStorage:
     def store(self, owner: str, *, joins: bool) -> FileStore:
         for name in () if joins else (LEASES, WORKERS):
             (self.path / name).mkdir(exist_ok=True)
-        self._store = FileStore(self.path, owner)
+        self._store = FileStore(self.path, owner, self.confirm)
         return self._store
 
+    def confirm(self) -> None:
+        if self._lock is not None:
+            self._lock.confirm()
+
     def lock(self, wait: float) -> FolderLock:
-        return FolderLock(self.path / LOCK, join=True, wait=wait)
+        self._lock = FolderLock(self.path / LOCK, join=True, wait=wait)
+        return self._lock
 
     def close(self) -> None:
         """All of it stays."""

@@ -8,6 +8,7 @@ import filecmp
 import itertools
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,18 @@ class FileStore:
         operations: how many operations were carried out, by their kinds.
     """
 
-    def __init__(self, folder: Path, owner: str) -> None:
+    def __init__(
+        self, folder: Path, owner: str, confirm: Callable[[], None] = lambda: None
+    ) -> None:
         """
         Args:
             owner: a text that no other worker has, for the names of temporary files.
+            confirm: makes sure that the folder is still the one of this job; asked before this
+                worker looks at the leases, publishes, or writes over a file.
         """
         self._folder = folder
         self._owner = owner
+        self._confirm = confirm
         self.operations: dict[str, int] = {}
 
     def belong(self, session: bytes) -> None:
@@ -56,12 +62,15 @@ class FileStore:
 
         Raises:
             FolderGone: the folder of the object is not there.
+            FolderLost: the whole job is not.
             JobError: a file cannot be written or read.
         """
         kind = type(operation).__name__
         self.operations[kind] = self.operations.get(kind, 0) + 1
         is_reading = isinstance(operation, Read | Same | Names)
         path = self._folder / (operation.folder if isinstance(operation, Names) else operation.name)
+        if isinstance(operation, Overwrite) or path.name == LEASES or path.parent.name == DATA:
+            self._confirm()
         attempts = itertools.count()
         try:
             return patiently(lambda: self._once(operation, path, is_again=next(attempts) > 0))
@@ -74,7 +83,8 @@ class FileStore:
     def _once(self, operation: Operation, path: Path, *, is_again: bool) -> Any:
         match operation:
             case Create(_, payload):
-                # The answer of an attempt that has made the file may have been lost.
+                if is_again:  # the earlier attempt may have given it its name
+                    self._temporary(path).unlink(missing_ok=True)
                 return self._create(path, payload) or (is_again and self._same(path, payload))
             case Overwrite(_, payload):
                 return self._overwrite(path, payload)
@@ -96,8 +106,6 @@ class FileStore:
 
     def _write(self, path: Path, content: bytes) -> bool:
         temporary = self._temporary(path)
-        # An attempt that failed may have linked it, and what has a name must not be written again.
-        temporary.unlink(missing_ok=True)
         temporary.write_bytes(content)
         made = _link(temporary, path, temporary)
         temporary.unlink(missing_ok=True)

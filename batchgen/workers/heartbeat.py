@@ -54,13 +54,14 @@ class Heartbeat:
             if not self._ends.is_set():
                 self._write(None)
 
-    def end(self, how: str) -> None:
-        """Say in the file how the worker ended, and stop."""
+    def end(self, how: str | None) -> None:
+        """Say in the file how the worker ended, unless that is None, and stop."""
         with self._lock:
             if self._ends.is_set():
                 return
             self._ends.set()
-            self._write(how)
+            if how is not None:
+                self._write(how)
         if self._thread.is_alive():
             self._thread.join()
 

@@ -11,6 +11,7 @@ from secrets import randbelow
 from typing import Any, Literal
 
 from batchgen.config import WorkersConfig
+from batchgen.output.lock import lost
 from batchgen.output.older import Older
 from batchgen.output.storage import FolderStorage, Storage
 from batchgen.workers.file_store import FileStore, FolderGone
@@ -57,7 +58,8 @@ class Worker:
             JobError: the folder cannot be written.
         """
         key = uuid.uuid4().hex
-        self.store = (storage or FolderStorage(folder)).store(key, joins=joins)
+        self._storage = storage or FolderStorage(folder)
+        self.store = self._storage.store(key, joins=joins)
         about = {**identity(), "name": config.name, "key": key}
         self._config = config
         self._watch = Watch(config.stale_after, time.monotonic, is_gone)
@@ -76,8 +78,8 @@ class Worker:
         self.store.belong(session)
         self.session: str = json.loads(session)
 
-    def end(self, how: How) -> None:
-        """Tell the others that this worker has ended, and how."""
+    def end(self, how: How | None) -> None:
+        """Tell the others that this worker has ended, and how; None: there are no others left."""
         self._heartbeat.end(how)
 
     def begin(self, complete: set[int], num_shards: int | None) -> None:
@@ -170,6 +172,7 @@ class Worker:
         try:
             return self._do(self._member.claim_finish())
         except FolderGone:
+            self._confirm_job()
             now = time.monotonic()
             self._saw_gone = self._saw_gone or now
             return now - self._saw_gone >= self._config.stale_after
@@ -228,8 +231,18 @@ class Worker:
 
     def _see_complete(self) -> None:
         """The folder of leases is deleted when the job is complete."""
+        self._confirm_job()
         shards = self._member.num_shards
         self._member.complete |= set(range(shards)) if shards is not None else set()
+
+    def _confirm_job(self) -> None:
+        """Make sure that the job is there, of which the leases are gone.
+
+        Raises:
+            FolderLost: it was deleted.
+        """
+        if not self._storage.exists(self._storage.path / "manifest.json"):
+            raise lost(self._storage.shown)
 
     def _do(self, steps: Steps[T]) -> T:
         return carry_out(steps, self.store.do)
