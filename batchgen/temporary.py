@@ -33,7 +33,7 @@ def delete_temporaries(folder: Path, files: Collection[str] | None = None) -> No
     """
     for path in folder.glob(".*.tmp"):
         if files is None or any(is_temporary_of(path.name, file) for file in files):
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)

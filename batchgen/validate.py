@@ -34,6 +34,7 @@ from batchgen.errors import ConfigError, JobError
 from batchgen.output.checked_file import CheckedFile
 from batchgen.output.manifest import Manifest
 from batchgen.output.metrics import OUTCOMES, constraint_outcome
+from batchgen.output.own_files import refuse_links
 from batchgen.output.shards import shard_files
 from batchgen.paths import folder_here, short_user_path
 
@@ -185,6 +186,7 @@ def _config(path: Path) -> tuple[AnyConstraintConfig, str]:
     """
     if not (path / "manifest.json").is_file():
         raise ConfigError(f"{path} is not the output of a job (no manifest.json): give output.dir")
+    refuse_links(path)
     identity = Manifest.read(path / "manifest.json").identity
     config = constraint_config(identity.get("constraint", {"kind": "none"}))
     if isinstance(config, NoConstraintConfig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 from batchgen.config import (
     JobConfig,
@@ -12,6 +13,8 @@ from batchgen.config import (
 )
 from batchgen.errors import ConfigError
 from batchgen.launchers.launched import Launched
+from batchgen.output.own_files import refuse_links
+from batchgen.paths import is_url
 
 _PACKAGES = {"ray": "ray", "slurm": "submitit"}
 
@@ -23,6 +26,8 @@ def launch(config: JobConfig) -> Launched:
         ConfigError: the launcher cannot run this job, or not here.
     """
     check_launcher(config)
+    if not is_url(config.output.dir) and Path(config.output.dir).is_dir():
+        refuse_links(Path(config.output.dir))
     if isinstance(config.launcher, RayLauncherConfig):
         from batchgen.launchers import ray_launcher
 

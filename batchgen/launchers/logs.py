@@ -10,7 +10,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from batchgen.output.job_folder import LOGS, refuse_foreign_files, unusable
+from batchgen.output.job_folder import refuse_foreign_files, unusable
+from batchgen.output.own_files import LOGS
 from batchgen.output.storage import FolderStorage
 
 

@@ -11,24 +11,14 @@ from typing import Self
 from batchgen.errors import ConfigError, JobError
 from batchgen.output.journal import attempt_of, journal_files
 from batchgen.output.manifest import ROWS, Manifest, RowDigests
+from batchgen.output.own_files import LOCK, LOCKS, LOGS, MANIFEST, OF_WORKERS, OWN, refuse_links
 from batchgen.output.retry_round import RetryRound
 from batchgen.output.shards import shard_files
-from batchgen.output.storage import LOCK, LOCKS, FolderStorage, Storage
+from batchgen.output.storage import FolderStorage, Storage
 from batchgen.temporary import delete_temporaries, is_temporary_of
-from batchgen.workers.names import DATA, JOURNAL, LEASES, WORKERS, parse_worker
+from batchgen.workers.names import DATA, JOURNAL, WORKERS, parse_worker
 
 MIN_FREE_BYTES = 32 * 2**20
-_MANIFEST = "manifest.json"
-LOGS = "logs"
-"""Where launchers put what workers on other machines print."""
-_OF_WORKERS = (LEASES, WORKERS)
-"""What tells the workers of a job of each other while it runs."""
-_OWN = (
-    *("data", "journal", "differing", "grades", *_OF_WORKERS, "report.html"),
-    *("README.md", "config.yaml", "metrics.json", _MANIFEST),
-)
-"""All that a job ever writes, in the order in which it is deleted. The manifest is the last, so
-that a folder still says whose it is if its deletion was interrupted."""
 _WITH_SHARDS = (DATA, "grades")
 
 
@@ -142,7 +132,7 @@ class JobFolder:
 
     def remove_journal(self) -> None:
         """Delete the journal and what workers wrote, which a complete job does not need."""
-        for name in ("journal", *_OF_WORKERS):
+        for name in ("journal", *OF_WORKERS):
             # Other workers, who wait for the end, may write a last heartbeat in between.
             while self.storage.exists(self.path / name):
                 with contextlib.suppress(OSError):
@@ -174,7 +164,7 @@ class JobFolder:
             JobError: it cannot be written.
         """
         self.manifest = manifest
-        self.storage.write(self.path / _MANIFEST, manifest.text())
+        self.storage.write(self.path / MANIFEST, manifest.text())
 
     def _join(self, manifest: Manifest, digests: RowDigests) -> None:
         """Take part in the job of those who have the folder.
@@ -196,11 +186,11 @@ class JobFolder:
         self._asked = manifest
         self.confirm()
         self.least_worker = self._least_worker()
-        for name in _OF_WORKERS:  # of workers who all are gone
+        for name in OF_WORKERS:  # of workers who all are gone
             with contextlib.suppress(OSError):
                 self.storage.delete(self.path / name)
         # Objects appear whole: in the working folder of a store there are none of these.
-        delete_temporaries(self.path, _OWN)
+        delete_temporaries(self.path, OWN)
         for folder in _WITH_SHARDS:
             delete_temporaries(self.path / folder)
         rows = manifest.growing.get(ROWS)
@@ -218,7 +208,7 @@ class JobFolder:
                 raise different_job(self.storage.shown, differences)
             if differences:
                 self.confirm()
-                for name in _OWN:
+                for name in OWN:
                     self.storage.delete(self.path / name)
                 is_new = True
         if is_new:
@@ -238,9 +228,9 @@ class JobFolder:
         return is_new
 
     def _written_manifest(self) -> Manifest | None:
-        path = self.path / _MANIFEST
+        path = self.path / MANIFEST
         content = self.storage.read(path)
-        shown = f"{self.storage.shown}/{_MANIFEST}"
+        shown = f"{self.storage.shown}/{MANIFEST}"
         return None if content is None else Manifest.parse(content, shown)
 
     def _least_worker(self) -> int:
@@ -297,16 +287,19 @@ def different_job(shown: str, differences: Sequence[str]) -> ConfigError:
 
 
 def refuse_foreign_files(storage: Storage) -> None:
-    """Refuse a folder that has files and no manifest: no job of ours has written them.
+    """Refuse a folder that has files and no manifest: no job of ours has written them. Nor has it
+    written links.
 
     Raises:
         ConfigError: it is such a folder.
         OSError: it is no folder, or cannot be read.
     """
     names = set(storage.names(storage.path))
+    if storage.in_place:
+        refuse_links(storage.path)
     own = {LOCK, LOCKS, LOGS}
-    foreign = sorted(n for n in names - own if not is_temporary_of(n, _MANIFEST))
-    if foreign and _MANIFEST not in names:
+    foreign = sorted(n for n in names - own if not is_temporary_of(n, MANIFEST))
+    if foreign and MANIFEST not in names:
         listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         raise ConfigError(
             f"output.dir={storage.shown} holds files that are not of a batchgen job ({listed}): "

@@ -38,7 +38,8 @@ class FolderLock:
                 system has no such locks.
             OSError: the file cannot be opened.
         """
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(path, flags, 0o666)
         self._path = path
         self.is_alone = False
         until = time.monotonic() + wait

@@ -10,7 +10,7 @@ import uuid
 
 from batchgen.config.workers import WorkersConfig
 from batchgen.errors import ConfigError, JobError
-from batchgen.output.storage import LOCKS
+from batchgen.output.own_files import LOCKS
 from batchgen.workers.object_store import ObjectStore
 from batchgen.workers.process import identity, is_gone
 from batchgen.workers.watch import Watch, any_lives, read_beat

@@ -19,7 +19,8 @@ from pathlib import Path
 from batchgen.config.workers import WorkersConfig
 from batchgen.errors import JobError
 from batchgen.output.object_lock import ObjectLock
-from batchgen.output.storage import LOCKS, SYNC_SECONDS
+from batchgen.output.own_files import LOCKS
+from batchgen.output.storage import SYNC_SECONDS
 from batchgen.workers.file_store import FolderGone
 from batchgen.workers.names import DATA, JOURNAL, LEASES, SESSION, WORKERS
 from batchgen.workers.object_store import ObjectFile, ObjectStore

@@ -20,9 +20,10 @@ import yaml
 from batchgen.errors import ConfigError
 from batchgen.output.checked_file import CheckedFile, Source, read_schema
 from batchgen.output.journal import journal_files, read_file
+from batchgen.output.own_files import LOCK, refuse_links
 from batchgen.output.row_order import KEYS, RowsInOrder, first_key, row_keys
 from batchgen.output.shards import shard_files, shard_path
-from batchgen.output.storage import LOCK, FolderStorage, Storage
+from batchgen.output.storage import FolderStorage, Storage
 from batchgen.workers.names import DATA, JOURNAL, WORKERS, parse_worker
 from batchgen.workers.process import is_gone
 from batchgen.workers.watch import read_beat
@@ -47,10 +48,12 @@ class JobFolderReader:
             storage: what keeps them; None for a folder that is where it is.
 
         Raises:
-            ConfigError: the folder is not one of a job.
+            ConfigError: the folder is not one of a job, or has links in the place of files.
         """
         self.path = path
         self.storage = FolderStorage(path) if storage is None else storage
+        if self.storage.in_place and path.is_dir():
+            refuse_links(path)
         content = self.storage.read(path / "manifest.json")
         if content is None:
             is_there = self.storage.exists(path)

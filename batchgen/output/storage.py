@@ -16,6 +16,7 @@ from batchgen.errors import ConfigError, JobError
 from batchgen.output.fsync import fsync_path
 from batchgen.output.lock import FolderLock
 from batchgen.output.manifest import write_atomic
+from batchgen.output.own_files import LOCK
 from batchgen.output.patience import patiently
 from batchgen.temporary import temporary_name
 from batchgen.workers.file_store import FileStore, FolderGone
@@ -24,9 +25,6 @@ from batchgen.workers.operations import Operation, Overwrite
 
 SYNC_SECONDS = 10.0
 """After so many seconds finished rows are safe from the loss of the machine."""
-LOCK = ".lock"
-LOCKS = ".locks"
-"""In an object store; another name, so that a copy of all objects is a folder like any other."""
 
 
 class Store(Protocol):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 import sys
 
 from strangers.attack import COMMAND, MODEL, Attack, Work
@@ -101,7 +103,35 @@ def environment(work: Work) -> str | None:
     return f"it is in the name of {leaked[0]}" if leaked else None
 
 
+def links(work: Work) -> str | None:
+    """A folder has links in the place of files."""
+    secret = work.path / "secret"
+    secret.mkdir()
+    files = {name: f"it-is-out {name}" for name in ("steps.json", "config.yaml", "README.md")}
+    for name, text in files.items():
+        (secret / name).write_text(text)
+    verbs = [["grade", "out"], ["score", "out", "--save"], ["report", "out"], ["show", "out"]]
+    verbs += [["export", "out"], ["compare", "out", "out"], ["validate", "out"], ["status", "out"]]
+    verbs += [[MODEL, "dataset=demo", "output.dir=out", "output.overwrite=true"]]
+    turns = itertools.cycle(verbs)
+    for name, target in {
+        "grades": secret, "config.yaml": secret / "config.yaml", "README.md": secret / "README.md",
+        "metrics.json": "/dev/zero", ".lock": secret / "steps.json", "data": "/etc",
+    }.items():  # fmt: skip
+        out = work.finished_job()
+        if (out / name).is_dir():
+            shutil.rmtree(out / name)
+        (out / name).unlink(missing_ok=True)
+        (out / name).symlink_to(target)
+        for verb in (next(turns), next(turns)):
+            if found := work.batchgen(*verb).refused(f"{name} is a link"):
+                return f"{' '.join(verb)}: {found}"
+        shutil.rmtree(out)
+    changed = [name for name, text in files.items() if (secret / name).read_text() != text]
+    return f"{changed[0]} was written over" if changed else None
+
+
 ATTACKS: tuple[Attack, ...] = (
     *(remote_code, remote_code_typed, steps_of_a_folder, steps_of_a_job_file, callbacks, modules),
-    environment,
+    *(environment, links),
 )
