@@ -151,11 +151,14 @@ def _indexed(index: Path) -> list[str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no 'weight_map', which names the file of each tensor")
+    present = {file.name for file in index.parent.iterdir() if file.is_file()}
     for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(f"{index}: weight_map names {name!r}, which is no file of the folder")
-        if not (index.parent / name).is_file():
-            raise ValueError(f"{index.parent}: {name}, named by {_INDEX}, is missing")
+            raise ValueError(
+                f"{index}: weight_map names {name!r:.60}, which is no file of the folder"
+            )
+        if name not in present:
+            raise ValueError(f"{index.parent}: {name:.60}, named by {_INDEX}, is missing")
     return sorted(set(weight_map.values()))
 
 

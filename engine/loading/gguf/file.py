@@ -110,7 +110,8 @@ class GGUFFile:
                     f"{_Kind(tensor.type).name if known else tensor.type}, which is not "
                     f"supported; supported: {', '.join(kind.name for kind in READ_TYPES)}"
                 )
-            if not tensor.shape or tensor.shape[-1] % GGML_QUANT_SIZES[_Kind(tensor.type)][0]:
+            empty = not tensor.shape or 0 in tensor.shape
+            if empty or tensor.shape[-1] % GGML_QUANT_SIZES[_Kind(tensor.type)][0]:
                 raise ValueError(
                     f"{self.path}: {name} has rows of no whole blocks of {_Kind(tensor.type).name}"
                 )

@@ -17,7 +17,7 @@ from batchgen.engine.layers.rotary import (
 )
 from batchgen.engine.loading.gguf.file import GGUFFile
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.config import ModelConfig, extended_positions
+from batchgen.engine.models.config import ModelConfig, check_positive, extended_positions
 from batchgen.engine.models.dense import DenseConfig, DenseForCausalLM
 from batchgen.engine.models.registry import gguf_model_class
 
@@ -50,21 +50,32 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
 
     Raises:
         ValueError: the architecture or its rotary embedding is not supported, or a key is missing
-            that must exist.
+            that must exist or has a wrong value; the message names the file.
     """
-    prefix = _get(file, "general.architecture", str)
+    prefix = file.metadata.get("general.architecture")
+    if not isinstance(prefix, str):
+        raise ValueError(f"{file.path}: metadata general.architecture is missing or no string")
     model = gguf_model_class(prefix, file.path)
     assert issubclass(model, DenseForCausalLM), "GGUF files of other families are not read yet"
+    try:
+        return _config(file, prefix, model)
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {error}") from error
+
+
+def _config(file: GGUFFile, prefix: str, model: type[DenseForCausalLM]) -> ModelConfig:
+    """Make the configuration of a model whose metadata have this prefix, as `gguf_config` says."""
     num_heads = _get(file, f"{prefix}.attention.head_count", int)
+    check_positive(num_heads=num_heads)
     hidden_size = _get(file, f"{prefix}.embedding_length", int)
     # These defaults are part of the GGUF format.
     head_dim = _get(file, f"{prefix}.attention.key_length", int, hidden_size // num_heads)
     if _get(file, f"{prefix}.attention.value_length", int, head_dim) != head_dim:
-        raise ValueError(f"{file.path}: keys and values of different sizes are not supported")
+        raise ValueError("keys and values of different sizes are not supported")
     if _get(file, f"{prefix}.rope.dimension_count", int, head_dim) != head_dim:
-        raise ValueError(f"{file.path}: partial rotary embedding is not supported")
+        raise ValueError("partial rotary embedding is not supported")
     if "token_embd.weight" not in file.tensors:
-        raise ValueError(f"{file.path}: tensor token_embd.weight is missing")
+        raise ValueError("tensor token_embd.weight is missing")
     rope = _rope(file, prefix)
     context_length = _get(file, f"{prefix}.context_length", int)
     family = DenseConfig(
@@ -105,11 +116,13 @@ def gguf_weights(file: GGUFFile, model: CausalLM) -> Iterator[tuple[str, Tensor]
             continue
         hf_name = _hf_name(name)
         tensor = file.load(name)
-        projection = hf_name.split(".")[-2]
-        if model.gguf_permutes_qk and projection in heads:
+        projection = hf_name.rpartition(".")[0].rpartition(".")[2]
+        number = heads.get(projection) if model.gguf_permutes_qk else None
+        # Of one that has another shape the loader says what is wrong.
+        if number is not None and len(tensor) == number * shape.head_dim:
             # In a head of D rows, the file holds rows i and i + D/2, which are rotated as a pair,
             # side by side. This brings them back into the order of transformers.
-            pairs = tensor.view(heads[projection], -1, 2, *tensor.shape[1:])
+            pairs = tensor.view(number, -1, 2, *tensor.shape[1:])
             tensor = pairs.transpose(1, 2).reshape(tensor.shape)
         yield hf_name, tensor
 
@@ -144,7 +157,7 @@ def _rope(file: GGUFFile, prefix: str) -> DefaultRope:
     kind = scaling.pop("type", "none")
     if _ROPE_FACTORS in file.tensors:
         if kind != "none":
-            raise ValueError(f"{file.path}: {_ROPE_FACTORS} with rope scaling {kind!r}")
+            raise ValueError(f"{_ROPE_FACTORS} with rope scaling {kind!r}")
         return FrequencyFactorsRope(theta, tuple(file.load(_ROPE_FACTORS).tolist()))
     rope: DefaultRope | None = None
     if kind == "none" and not scaling:
@@ -155,7 +168,7 @@ def _rope(file: GGUFFile, prefix: str) -> DefaultRope:
         rope = YarnRope(theta, scaling["factor"], scaling["original_context_length"])
     if rope is None:
         raise ValueError(
-            f"{file.path}: rope scaling {kind!r} with {sorted(scaling)} is not supported; "
+            f"rope scaling {kind!r} with {sorted(scaling)} is not supported; "
             "supported: linear (factor) and yarn (factor, original_context_length)"
         )
     return rope
@@ -169,5 +182,5 @@ def _get(file: GGUFFile, key: str, kind: type[T], default: T | None = None) -> T
     """
     value = file.metadata.get(key, default)
     if not isinstance(value, kind):
-        raise ValueError(f"{file.path}: metadata {key} is missing or not of type {kind.__name__}")
+        raise ValueError(f"metadata {key} is missing or not of type {kind.__name__}")
     return value

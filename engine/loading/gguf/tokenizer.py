@@ -21,6 +21,8 @@ from batchgen.engine.loading.gguf.file import GGUFFile
 
 # Kinds of tokens in `tokenizer.ggml.token_type`.
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_LISTS = {"tokens": str, "merges": str, "scores": float, "token_type": int}
+"""The types of what lists of the metadata hold."""
 
 
 def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
@@ -74,7 +76,7 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast | None:
 
     Raises:
         ValueError: the kind of tokenizer is not supported (the message lists those that are), or
-            its metadata are incomplete.
+            its metadata are incomplete or of wrong types.
     """
     metadata = {
         key.removeprefix("tokenizer.ggml."): value
@@ -84,12 +86,13 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast | None:
     kind = metadata.get("model", "none")
     if kind == "none":
         return None
-    if kind not in _BUILDERS:
+    if kind not in [*_BUILDERS]:
         raise ValueError(
             f"{file.path}: tokenizer.ggml.model {kind!r} is not supported; "
             f"supported: {', '.join(_BUILDERS)}"
         )
     try:
+        _check_types(metadata)
         tokenizer = _BUILDERS[kind](metadata)
         _add_tokens(tokenizer, metadata)
         _add_sequence_ends(tokenizer, metadata)
@@ -97,8 +100,11 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast | None:
         raise ValueError(
             f"{file.path}: metadata tokenizer.ggml.{error.args[0]} is missing"
         ) from error
-    except ValueError as error:
-        raise ValueError(f"{file.path}: {error}") from error
+    except Exception as error:  # the tokenizers library raises a bare one
+        raise ValueError(f"{file.path}: its tokenizer cannot be built: {error}") from error
+    template = file.metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise ValueError(f"{file.path}: metadata tokenizer.chat_template is no string")
     named = {
         f"{name}_token": metadata["tokens"][metadata[f"{key}_token_id"]]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
@@ -106,10 +112,32 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast | None:
     }
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        chat_template=file.metadata.get("tokenizer.chat_template"),
+        chat_template=template,
         clean_up_tokenization_spaces=False,
         **named,
     )
+
+
+def _check_types(metadata: Mapping[str, Any]) -> None:
+    """Check the metadata of a tokenizer, whose keys begin with `tokenizer.ggml.` in the file.
+
+    Raises:
+        ValueError: a value is of a wrong type, or the id of no token; the message names the key.
+        KeyError: there are no tokens.
+    """
+    for key, kind in _LISTS.items():
+        value = metadata.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+            raise ValueError(f"metadata tokenizer.ggml.{key} is no list of {kind.__name__}")
+    number = len(metadata["tokens"])
+    for key, value in metadata.items():
+        if key.startswith("add_") and not isinstance(value, bool):
+            raise ValueError(f"metadata tokenizer.ggml.{key} is {value!r:.60}, and must be a bool")
+        if key.endswith("_token_id") and (type(value) is not int or not 0 <= value < number):
+            raise ValueError(
+                f"metadata tokenizer.ggml.{key} is {value!r:.60}, and must be the id of one of the "
+                f"{number} tokens"
+            )
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +26,10 @@ from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.dense import DenseConfig
 
 CPU = torch.device("cpu")
+HOSTILE = [
+    *(bytes([value]) for value in (0, 1, 127, 255)),
+    *(struct.pack("<Q", value) for value in (0, 1, 3, 2**31, 2**32 - 1, 2**63, 2**64 - 1)),
+]
 IDS = [(5 * i * i + i) % 128 for i in range(60)]
 
 
@@ -177,6 +184,61 @@ def test_other_files_are_refused(tiny_model: Callable[..., Path], tmp_path: Path
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="not a GGUF file"):
         load_config(path)
+
+
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 1600), st.sampled_from(HOSTILE)), max_size=3),
+    length=st.one_of(st.none(), st.integers(0, 3000)),
+)
+def test_a_damaged_header_is_named(
+    changes: list[tuple[int, bytes]],
+    length: int | None,
+    tiny_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Whatever it says, the model loads or a ValueError names the file."""
+    folder = tmp_path_factory.getbasetemp() / "damaged gguf"
+    whole, path = folder / "whole.gguf", folder / "m.gguf"
+    if not whole.exists():
+        folder.mkdir()
+        write_gguf(tiny_model("llama"), whole)
+    data = bytearray(whole.read_bytes())
+    for at, value in changes:
+        data[at : at + len(value)] = value
+    path.write_bytes(data[:length])
+    try:
+        config = load_config(path)
+        family = config.family_as(DenseConfig)
+        sizes = (config.hidden_size, config.max_position_embeddings, family.intermediate_size)
+        # Sizes beyond memory are another matter.
+        if max(*sizes, family.num_heads * family.head_dim) < 10**4 and config.num_layers < 10:
+            load_model(path, device=CPU)
+    except ValueError as error:
+        assert str(path) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention.head_count", 0, "num_heads is 0; it must be a positive integer"),
+        ("attention.head_count", 8, r"q_proj\.weight has shape \[64, 64\], the config"),
+        ("attention.head_count_kv", 8, "num_heads 4 is not a multiple of num_kv_heads 8"),
+        ("rope.freq_base", 0.0, "rope_theta is 0.0, and must be a number over 1"),
+        ("rope.freq_base", float("nan"), "rope_theta is nan, and must be a number over 1"),
+        ("attention.layer_norm_rms_epsilon", 7.0, "rms_norm_eps is 7.0; it must be between"),
+    ],
+)
+def test_wrong_metadata_are_named(
+    key: str, value: int | float, message: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = write_gguf(tiny_model("llama"), tmp_path / "m.gguf")
+    data = path.read_bytes()
+    at = data.index(f"llama.{key}".encode()) + len(f"llama.{key}") + 4
+    number = struct.pack("<f" if isinstance(value, float) else "<I", value)
+    path.write_bytes(data[:at] + number + data[at + 4 :])
+    with pytest.raises(ValueError, match=message) as error:
+        load_model(path, device=CPU)
+    assert str(error.value).startswith(f"{path}: ")
 
 
 def test_metadata_equals_that_of_the_package_reader(tmp_path: Path) -> None:

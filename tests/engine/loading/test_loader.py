@@ -129,11 +129,20 @@ def test_a_tensor_in_two_shards_is_an_error(tiny_model: TinyModel, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "weight_map",
-    [None, {}, [], {"a": 1}, {"a": "../model.safetensors"}, {"a": "/etc/passwd"}, {"a": "b.st"}],
+    [
+        None,
+        {},
+        [],
+        {"a": 1},
+        {"a": "../m.st"},
+        {"a": "/etc/passwd"},
+        {"a": "b.st"},
+        {"a": "x" * 300},
+    ],
 )
 def test_a_wrong_index_is_named(weight_map: Any, tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = edit_config(tiny_model("llama"), tmp_path / "m")
-    shutil.copy(tiny_model("llama") / "model.safetensors", tmp_path)
+    shutil.copy(tiny_model("llama") / "model.safetensors", tmp_path / "m.st")
     values = {} if weight_map is None else {"weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"no 'weight_map'|no file of the folder|is missing"):

@@ -13,6 +13,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from batchgen.engine.loading.gguf.file import GGUFFile
+from batchgen.engine.loading.gguf.tokenizer import gguf_tokenizer
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -150,6 +152,56 @@ def test_other_kinds_are_refused(path: Path) -> None:
         load_tokenizer(write_gguf(path, "x"))
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.model 'bert' is not supported"):
         load_tokenizer(write_gguf(path, "smollm", model="bert"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("model", ["a"], r"tokenizer\.ggml\.model \['a'\] is not supported"),
+        ("tokens", 3, r"ggml\.tokens is no list of str"),
+        ("tokens", ["a", 1], r"ggml\.tokens is no list of str"),
+        ("merges", ["a"], "cannot be built"),
+        ("token_type", [1], "cannot be built"),
+        ("scores", "x", r"ggml\.scores is no list of float"),
+        ("bos_token_id", -1, r"ggml\.bos_token_id is -1, and must be the id of one of the"),
+        ("eos_token_id", 10**6, r"ggml\.eos_token_id is 1000000, and must be the id"),
+        ("padding_token_id", [1], r"ggml\.padding_token_id is \[1\], and must be the id"),
+        ("add_bos_token", "yes", r"ggml\.add_bos_token is 'yes', and must be a bool"),
+    ],
+)
+def test_wrong_gguf_metadata_are_named(key: str, value: Any, message: str, path: Path) -> None:
+    file = GGUFFile(write_gguf(path, "llama-bpe"))
+    file.metadata[f"tokenizer.ggml.{key}"] = value
+    with pytest.raises(ValueError, match=message) as error:
+        gguf_tokenizer(file)
+    assert str(error.value).startswith(str(path))
+
+
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("tokenizer_config.json", {"tokenizer_class": 3}),
+        ("tokenizer_config.json", {"added_tokens_decoder": []}),
+        ("tokenizer_config.json", {"auto_map": "x"}),
+        ("tokenizer_config.json", {"model_max_length": "x"}),
+        ("tokenizer_config.json", []),
+        ("special_tokens_map.json", []),
+        ("added_tokens.json", None),
+        ("tokenizer.json", None),
+        ("tokenizer.json", {"added_tokens": "wide"}),
+    ],
+)
+def test_odd_files_of_a_tokenizer_are_named(file: str, values: Any, tmp_path: Path) -> None:
+    """Or read, where they make no difference."""
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1}, [])))
+    made.save_pretrained(tmp_path)
+    (tmp_path / file).write_text(json.dumps(values))
+    if values == {"model_max_length": "x"}:
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer is not None and tokenizer("ab").input_ids == [0, 1]
+        return
+    with pytest.raises(ValueError, match=r"its tokenizer cannot be loaded|not hold a JSON object"):
+        load_tokenizer(tmp_path)
 
 
 def test_gguf_eos_ids_are_those_of_sequence_turn_and_message(path: Path) -> None:
