@@ -132,7 +132,8 @@ def not_reached(page: Any) -> list[str]:
 
 _CONTROLS = """() => {
   const kinds = 'a[href], button, input:not([type=hidden]), select, summary, [tabindex="0"]';
-  const seen = e => e.getClientRects().length && getComputedStyle(e).visibility === 'visible';
+  for (const folded of document.querySelectorAll('details')) folded.open = true;
+  const seen = e => e.checkVisibility({ visibilityProperty: true });
   window.controls = [...document.querySelectorAll(kinds)].filter(seen);
   window.reached = new Set();
   return window.controls.length;

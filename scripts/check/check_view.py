@@ -83,11 +83,11 @@ def main() -> int:
     return bool(faults)
 
 
-def write_jobs(folder: Path) -> list[Path]:
+def write_jobs(folder: Path, rows: int = 120) -> list[Path]:
     """Two small jobs with the same questions."""
     jobs = [folder / "first", folder / "second"]
     for seed, job in enumerate(jobs):
-        write_job(job, 120, 4, rows_per_shard=50, texts=_TEXTS, seed=seed)
+        write_job(job, rows, 4, rows_per_shard=50, texts=_TEXTS, seed=seed)
         grade_job(job, scored=True)
     return jobs
 
@@ -140,6 +140,7 @@ def keys(page: Any, url: str) -> list[str]:
         expect("?", "document.getElementById('keys').matches(':popover-open')", is_open)
     page.keyboard.press("Enter")
     page.wait_for_url("**/row?n=1*")
+    page.set_viewport_size({"width": 320, "height": 800})  # tokens take several lines
     page.goto(url + "row?n=1&tokens=yes")
     token = "[...document.querySelectorAll('.toks .t')].indexOf(document.activeElement)"
     page.locator(".toks .t").first.click()
