@@ -39,6 +39,9 @@ def predict(
         None if the GPU is not known, or none of the rows that were looked at has a prompt or can
         be read.
     """
+    device = here(config, opened.dtype, _MEASURE_S)
+    if device is None:
+        return None
     source = opened.source
     assert source.num_rows is not None
     prompts: list[list[int]] = []
@@ -49,8 +52,7 @@ def predict(
                 prompts.append(opened.prompt.token_ids(row))
     except (ConfigError, JobError):  # The job tells of it when it comes to that row.
         return None
-    device = here(config, opened.dtype, _MEASURE_S)
-    if device is None or not prompts:
+    if not prompts:
         return None
     room = engine_room(opened, config, memory.total, native_fp8=device.fp8)
     longest = opened.max_model_len - config.sampling.max_new_tokens

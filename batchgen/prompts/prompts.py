@@ -19,6 +19,7 @@ from batchgen.config.prompt import TooLong
 from batchgen.dataset.columns import column_path, value_at
 from batchgen.engine.outputs import RequestError
 from batchgen.errors import ConfigError
+from batchgen.prompts.chat_templates import bound_chat_templates
 from batchgen.prompts.messages import checked_messages, known_roles, short
 from batchgen.prompts.templates import RENDER_ERRORS, RowTemplate, template_errors
 from batchgen.prompts.tokens import TextTokens, not_empty, text_bytes
@@ -164,6 +165,7 @@ class ChatPrompt:
         columns: Mapping[str, Any],
         room: int | None = None,
     ) -> None:
+        bound_chat_templates()
         self._config, self._tokenizer = config, tokenizer
         self._tokens = TextTokens(tokenizer, room)
         self._kwargs = dict(config.template_kwargs or {})
@@ -180,7 +182,10 @@ class ChatPrompt:
         return self._user is not None and not any(t.uses_columns for t in templates)
 
     def token_ids(self, row: Row) -> list[int]:
-        return self._tokens.of(self.text(row), add_special_tokens=False)
+        messages = self._messages(row)
+        if self._user is not None:
+            self._tokens.refuse_long(messages[-1]["content"])  # before it is copied for each mark
+        return self._tokens.of(self._rendered(messages), add_special_tokens=False)
 
     def size(self, row: Row) -> int:
         messages = self._messages(row)
@@ -189,7 +194,14 @@ class ChatPrompt:
         return text_bytes(str(messages))
 
     def text(self, row: Row) -> str:
-        messages = self._messages(row)
+        return self._rendered(self._messages(row))
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> str:
+        """The text of a conversation.
+
+        Raises:
+            RequestError: the chat template does not take it.
+        """
         try:
             with template_errors("the model's chat template"):
                 return self._render(messages)

@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, UndefinedError, meta, nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, UndefinedError, nodes
 
 from batchgen.errors import ConfigError
+from batchgen.prompts.bounds import TemplateLimit
+from batchgen.prompts.sandbox import BoundedEnvironment
 
 RENDER_ERRORS = (
     TemplateError,
@@ -34,10 +35,10 @@ class RowTemplate:
     `row_index` the row's position in the data set, from 0.
 
     It runs in Jinja's sandbox, which keeps it from Python's internals, from changing the row, and
-    from ranges of more than 100,000. Nothing is escaped for HTML, `tojson` writes plain JSON, and
-    newlines are kept. A template can ask whether a column is null (`{% if note %}`,
-    `{{ note or '' }}`), but printing null is an error: a file leaves a missing value null, and no
-    prompt shall say "None".
+    from ranges of more than 100,000, and within the bounds of one render (see `bounds`). Nothing is
+    escaped for HTML, `tojson` writes plain JSON, and newlines are kept. A template can ask whether
+    a column is null (`{% if note %}`, `{{ note or '' }}`), but printing null is an error: a file
+    leaves a missing value null, and no prompt shall say "None".
 
     Args:
         key: the key of the configuration, for error messages.
@@ -49,10 +50,12 @@ class RowTemplate:
     """
 
     def __init__(self, key: str, source: str, columns: Collection[str]) -> None:
-        env = ImmutableSandboxedEnvironment(
-            undefined=StrictUndefined, keep_trailing_newline=True, finalize=_not_null
+        env = BoundedEnvironment(
+            filters={"tojson": _to_json},
+            undefined=StrictUndefined,
+            keep_trailing_newline=True,
+            finalize=_not_null,
         )
-        env.filters["tojson"] = _to_json
         self._key = key
         try:
             tree = env.parse(source)
@@ -64,7 +67,7 @@ class RowTemplate:
         # Each render copies them, and Jinja's own mapping takes longer to copy than to render.
         self._template.globals = dict(self._template.globals)
         self._only = _only_variable(tree)
-        self._names = sorted(meta.find_undeclared_variables(tree) - set(env.globals))
+        self._names = sorted(env.undeclared(tree))
         optional = _optional(tree) | {"row", "row_index"}
         for name in self._names:
             if name not in columns and name not in optional:
@@ -122,6 +125,10 @@ def template_errors(key: str) -> Iterator[None]:
         yield
     except UndefinedError:
         raise
+    except TemplateLimit as error:
+        from batchgen.engine.outputs import RequestError
+
+        raise RequestError("template_error", f"{key}: {error}") from None
     except RENDER_ERRORS as error:
         from batchgen.engine.outputs import RequestError
 

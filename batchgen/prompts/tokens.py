@@ -32,21 +32,27 @@ class TextTokens:
         Raises:
             RequestError: the text is too long (prompt_too_long), or has no tokens (empty_prompt).
         """
-        if self._room is not None and len(text) * 4 > _ALWAYS_BYTES:
-            self._refuse_long(text_bytes(text), self._room)
+        self.refuse_long(text)
         # Without `verbose=False` the tokenizer warns of long texts, which fit_prompt deals with.
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return not_empty(list(ids))
 
-    def _refuse_long(self, size: int, room: int) -> None:
-        if size <= _ALWAYS_BYTES or size <= (most := room * self._longest_token):
+    def refuse_long(self, text: str) -> None:
+        """Refuse a text, or a part of one, that the room could not hold.
+
+        Raises:
+            RequestError: it is too long (prompt_too_long).
+        """
+        if self._room is None or len(text) * 4 <= _ALWAYS_BYTES:
             return
-        most = max(most, _ALWAYS_BYTES)
+        size = text_bytes(text)
+        if size <= (most := max(self._room * self._longest_token, _ALWAYS_BYTES)):
+            return
         raise RequestError(
             "prompt_too_long",
-            f"the prompt has {size:,} bytes; {room} tokens are left for it, so more than {most:,} "
-            "bytes are not even tokenised: shorten the row, use another column, or raise "
-            "engine.max_model_len",
+            f"the prompt has {size:,} bytes; {self._room} tokens are left for it, so more "
+            f"than {most:,} bytes are not even tokenised: shorten the row, use another column, "
+            "or raise engine.max_model_len",
         )
 
     @cached_property

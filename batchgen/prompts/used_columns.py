@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jinja2 import TemplateError, meta, nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError, nodes
+
+from batchgen.prompts.sandbox import BoundedEnvironment
 
 _TEMPLATES = ("system", "user", "text")
 _COLUMN_KEYS = ("messages_column", "token_ids_column")
@@ -29,12 +30,12 @@ def _variables(template: Any) -> list[str]:
     """The columns that a template prints or tests, by their names or as fields of `row`."""
     if not isinstance(template, str):
         return []
-    env = ImmutableSandboxedEnvironment()
+    env = BoundedEnvironment()
     try:
         tree = env.parse(template)
     except TemplateError:
         return []
-    free = meta.find_undeclared_variables(tree) - set(env.globals)
+    free = env.undeclared(tree)
     found: list[str] = []
     for node in tree.find_all((nodes.Name, nodes.Getattr, nodes.Getitem)):
         if isinstance(node, nodes.Name):

@@ -520,3 +520,29 @@ def test_a_text_that_long_tokens_could_hold_is_tokenised() -> None:
     config = TextPromptConfig(text="{{ q }}", add_special_tokens=False)
     prompt = build_prompt(config, tokenizer, vocab_size=257, columns=columns, room=2_100_000)
     assert len(prompt.token_ids(row(q="a" * 2_100_000))) == 2_100_000
+
+
+def chat(template: str) -> Prompt:
+    return build(ChatPromptConfig(user="{{ q }}"), byte_tokenizer(template))
+
+
+def test_chat_templates_have_the_same_bounds() -> None:
+    prompt = chat(
+        "{% for m in messages %}{{ m.content * 10**10 if m.content == 'x' else m.content }}"
+        "{% endfor %}"
+    )
+    assert prompt.text(row(q="good")) == "good"
+    with pytest.raises(RequestError, match=r"^the model's chat template: .* more than 67,108,864"):
+        prompt.text(row(q="x"))
+    with pytest.raises(ConfigError, match=r"the model's chat template .* more than 67,108,864"):
+        chat("{{ 'a'|center(3000000000) }}")
+
+
+def test_chat_templates_keep_what_transformers_gives_them() -> None:
+    prompt = chat(
+        "{%- for m in messages %}\n  {%- generation %}{{ m|tojson }}{% endgeneration %}\n"
+        "{%- if loop.first %}{% continue %}{% endif %}{% endfor %}{{ strftime_now('%%') }}"
+    )
+    assert prompt.text(row(q="é<")) == '{"role": "user", "content": "é<"}%'
+    with pytest.raises(ConfigError, match="cannot take the roles user: no good"):
+        chat("{{ raise_exception('no good') }}")

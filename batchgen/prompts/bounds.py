@@ -1,0 +1,305 @@
+"""What one render of a template may cost: characters that it makes, and seconds of the CPU.
+
+Whatever makes something larger than what it is given says here how large that can get, before it
+makes it, because nothing can interrupt Python while it makes one value.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence, Set, ValuesView
+from string import Formatter
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.utils import Namespace
+
+MOST_CHARACTERS = 2**26
+"""All characters that a render may make, those of values on the way too. Each item of a list or a
+mapping counts as 16."""
+MOST_SECONDS = 5.0
+_MOST_BITS = 100_000
+"""The longest integer that a template may compute."""
+_MOST_SLOW = 100_000
+"""The most characters for what takes time quadratic in them."""
+_ITEM = 16
+SMALL = 64
+"""Texts below so many characters are not counted one by one: a round of a loop counts them all."""
+_MANY = (list, tuple, Set, deque, ValuesView)
+
+
+class TemplateLimit(TemplateError):
+    """A render would take more than its bounds. The message says which."""
+
+
+class _Budget(threading.local):
+    """What is left to the render of this thread.
+
+    Attributes:
+        rendering: whether there is one. What nothing renders has no bounds.
+        left: characters.
+        end: when to look at the CPU's clock, by the monotonic clock.
+        cpu: when the time is over, by the clock of the thread.
+    """
+
+    rendering = False
+    left = MOST_CHARACTERS
+    end = 0.0
+    cpu = 0.0
+
+
+_budget = _Budget()
+
+
+class one_render:
+    """The bounds of one render or compilation in this thread. One within another adds nothing."""
+
+    __slots__ = ("_outermost",)
+
+    def __enter__(self) -> None:
+        self._outermost = not _budget.rendering
+        if self._outermost:
+            _budget.__dict__.update(
+                rendering=True,
+                left=MOST_CHARACTERS,
+                end=time.monotonic() + MOST_SECONDS,
+                cpu=time.thread_time() + MOST_SECONDS,
+            )
+
+    def __exit__(self, *_: object) -> None:
+        if self._outermost:
+            _budget.rendering = False
+
+
+def tick() -> None:
+    """Count a step of a render.
+
+    Raises:
+        TemplateLimit: the time is over.
+    """
+    if time.monotonic() > _budget.end and _budget.rendering:
+        if (late := time.thread_time() - _budget.cpu) > 0:
+            raise TemplateLimit(f"to render it takes longer than {MOST_SECONDS:g} s")
+        _budget.end = time.monotonic() - late
+
+
+def spend(characters: int) -> None:
+    """Count characters that are about to be made.
+
+    Raises:
+        TemplateLimit: they are too many, with those before them.
+    """
+    if not _budget.rendering:  # Jinja computes constants whenever it looks at a tree
+        if characters > MOST_CHARACTERS:
+            raise _too_large()
+        return
+    _budget.left -= characters
+    if _budget.left < 0:
+        raise _too_large()
+
+
+def _too_large() -> TemplateLimit:
+    return TemplateLimit(f"to render it makes more than {MOST_CHARACTERS:,} characters")
+
+
+def size(value: Any) -> int:
+    """About as many characters as a value has when it is printed, or a step for each of its items.
+
+    Raises:
+        TemplateLimit: they are more than a render may make. Lists that hold one list many times can
+            be as large as that in little memory.
+    """
+    if isinstance(value, str):
+        return len(value)
+    total, stack = 0, [value]
+    while stack:
+        item = stack.pop()
+        total += _ITEM
+        if isinstance(item, str | bytes):
+            total += len(item)
+        elif isinstance(item, int):
+            total += item.bit_length() // 3
+        elif isinstance(item, Namespace):
+            stack.append(item._Namespace__attrs)
+        elif isinstance(item, Mapping):
+            stack.extend(item.keys())
+            stack.extend(item.values())
+        elif isinstance(item, _MANY):
+            stack.extend(item)
+        if total > MOST_CHARACTERS:
+            raise _too_large()
+    return total
+
+
+def made(value: Any) -> Any:
+    """A value that was just made: counts it, and returns it."""
+    kind = type(value)
+    if kind is str:
+        if len(value) >= SMALL:
+            spend(len(value))
+    elif kind is int:
+        check_bits(value.bit_length())
+    elif kind in (list, tuple, dict):
+        spend(_ITEM * len(value))
+    return value
+
+
+def check_bits(bits: int) -> None:
+    """Refuse to compute an integer of so many bits."""
+    if bits > _MOST_BITS:
+        raise TemplateLimit(f"it computes an integer of more than {_MOST_BITS:,} bits")
+
+
+def before_operator(operator: str, left: Any, right: Any) -> None:
+    """Count what `left operator right` will make."""
+    if isinstance(left, int) and isinstance(right, int):
+        if operator == "*":
+            check_bits(left.bit_length() + right.bit_length())
+        elif operator == "**" and right > 1:
+            check_bits(left.bit_length() * right)
+    elif operator == "+":
+        if isinstance(left, Sequence) and isinstance(right, Sequence):
+            each = 1 if isinstance(left, str) else _ITEM
+            spend(each * (len(left) + len(right)))
+    elif operator == "*":
+        for many, times in ((left, right), (right, left)):
+            if isinstance(many, Sequence) and isinstance(times, int):
+                spend((1 if isinstance(many, str | bytes) else _ITEM) * len(many) * max(times, 0))
+    elif operator == "%" and isinstance(left, str | bytes):
+        before_percent(left, right)
+
+
+def before_percent(text: str | bytes, values: Any) -> None:
+    """Count what `text % values` will make."""
+    form = text if isinstance(text, str) else text.decode("latin-1")
+    if re.search(r"%[^%a-zA-Z]*\*", form):
+        raise TemplateLimit("it formats with a width that is a value (%*): write the number")
+    spend(len(form) + form.count("%") * (size(values) + _most_digits(form)))
+
+
+def before_format(text: str, values: Any) -> None:
+    """Count what `text.format(…)` will make of these values."""
+    specs = [spec or "" for _, _, spec, _ in Formatter().parse(text)]
+    if any("{" in spec for spec in specs):
+        raise TemplateLimit("it formats with a width that is a value ({:{}}): write the number")
+    spend(len(text) + len(specs) * (size(values) + max(map(_most_digits, specs), default=0)))
+
+
+def _most_digits(text: str) -> int:
+    """The greatest number in a text."""
+    return max((int(digits[-12:]) for digits in re.findall(r"[0-9]+", text)), default=0)
+
+
+GROWING = frozenset(
+    "center expandtabs join ljust replace rjust rsplit split splitlines to_bytes translate zfill "
+    "count index".split()
+)
+"""Methods that may make more than a few times what they are given, or compare."""
+
+
+def before_method(owner: Any, name: str, given: list[Any]) -> None:
+    """Count what the method of a value of Python's own will make.
+
+    Args:
+        owner: the value.
+        name: of the method.
+        given: its arguments.
+    """
+    sizes = sum(map(size, given))
+    number = max((abs(item) for item in given if isinstance(item, int)), default=0)
+    if not isinstance(owner, str | bytes):
+        if name in ("index", "count"):
+            size(owner)
+        elif name == "to_bytes":
+            spend(number)
+        return
+    match name:
+        case "replace":
+            _replaced(owner, given)
+        case "join":
+            spend(sizes + len(owner) * sum(len(item) for item in given if hasattr(item, "__len__")))
+        case "translate":
+            table = given[0] if given and isinstance(given[0], Mapping) else {}
+            longest = max((len(v) for v in table.values() if isinstance(v, str)), default=1)
+            spend(len(owner) * longest)
+        case "expandtabs":
+            spend(len(owner) * (number + 1) if number > 8 else 8 * len(owner))
+        case "split" | "rsplit" | "splitlines":
+            marks = [item for item in given if isinstance(item, str | bytes) and item]
+            pieces = _times(owner, marks[0]) if marks else len(owner) // 2
+            spend(len(owner) + _ITEM * pieces)
+        case "center" | "ljust" | "rjust" | "zfill":
+            spend(len(owner) + number)
+        case _:
+            spend(len(owner) + sizes)
+
+
+def _times(text: Any, part: Any) -> int:
+    """How often a part stands in a text; at most, where their types differ."""
+    return int(text.count(part)) if type(text) is type(part) else len(text)
+
+
+def _replaced(text: Any, given: list[Any]) -> None:
+    old, new = [*given, "", ""][:2]
+    if type(old) is type(new) and isinstance(text, type(old)) and isinstance(old, str | bytes):
+        times = _times(text, old) if old else len(text) + 1
+        spend(len(text) + times * len(new))
+    else:
+        spend((size(text) + 1) * (size(new) + 1))
+
+
+FREE = frozenset(
+    "attr count d default first float last length map random reject rejectattr safe select "
+    "selectattr".split()
+)
+"""Filters that look into nothing and make nothing, or no more than a step that counts itself."""
+_SLOW = frozenset("pprint striptags title urlize wordwrap xmlattr".split())
+
+
+def before_filter(name: str, value: Any, given: list[Any]) -> None:
+    """Count what a filter will make.
+
+    Args:
+        name: of the filter.
+        value: what it is put on.
+        given: its arguments.
+    """
+    number = max((abs(item) for item in given if isinstance(item, int)), default=0)
+    match name:
+        case "replace":
+            _replaced(value, given)
+        case "join":
+            spend(size(value) + _count(value) * sum(map(size, given)))
+        case "format":
+            before_percent(value if isinstance(value, str) else str(size(value)), given)
+        case "int" | "abs" | "items":
+            pass
+        case "list":
+            spend(_ITEM * _count(value))
+        case "indent":
+            lines = value.count("\n") + 1 if isinstance(value, str) else size(value)
+            spend(size(value) + lines * (number + sum(map(size, given))))
+        case "tojson":
+            spend(size(value) * (1 + number // _ITEM))
+        case "round":
+            check_bits(4 * number)
+        case "sum":
+            spend(size(value) * (1 if _of_numbers(value) else _count(value)))
+        case "batch" | "slice" | "center":
+            spend(_ITEM * number + size(value))
+        case _:
+            length = sum(map(size, given)) + size(value)
+            if name in _SLOW and length > _MOST_SLOW:
+                raise TemplateLimit(f"its filter {name} gets more than {_MOST_SLOW:,} characters")
+            spend(length)
+
+
+def _count(value: Any) -> int:
+    return len(value) if hasattr(value, "__len__") else 0
+
+
+def _of_numbers(value: Any) -> bool:
+    return isinstance(value, _MANY) and all(isinstance(item, int | float) for item in value)
