@@ -88,7 +88,7 @@ def _listens(address: str, seconds: float) -> bool:
         OSError: nobody does.
     """
     host, _, port = address.rpartition(":")
-    if not (host and port.isdigit()):
+    if not (host and port.isascii() and port.isdecimal() and len(port) < 6):
         return False
     socket.create_connection((host.strip("[]"), int(port)), seconds).close()
     return True

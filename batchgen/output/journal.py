@@ -28,7 +28,7 @@ from batchgen.output.patience import patiently
 from batchgen.output.storage import FolderStorage, Storage
 
 _FRAME = struct.Struct("<II")
-_NAME = re.compile(r"part-(\d{5,})\.(\d{4,})(?:\.(\d+))?\.journal")
+_NAME = re.compile(r"part-([0-9]{5,})\.([0-9]{4,})(?:\.([0-9]+))?\.journal")
 
 
 class JournalGone(Exception):

@@ -15,7 +15,7 @@ from batchgen.workers.object_store import ObjectStore
 from batchgen.workers.process import identity, is_gone
 from batchgen.workers.watch import Watch, any_lives, read_beat
 
-_NAME = re.compile(r"(\d{4,})\.json")
+_NAME = re.compile(r"([0-9]{4,})\.json")
 _SHARED, _RELEASED = "shared", "released"
 
 

@@ -279,7 +279,8 @@ def _working_folder() -> tempfile.TemporaryDirectory[str]:
     with _making:
         for path in Path(tempfile.gettempdir()).glob(f"{here}*"):
             pid, _, since = path.name.removeprefix(here).rpartition("-")[0].partition("-")
-            if pid.isdigit() and started(int(pid)) != since:
+            # Any user may make such names there.
+            if pid.isascii() and pid.isdecimal() and started(int(pid)) != since:
                 shutil.rmtree(path, ignore_errors=True)
         return tempfile.TemporaryDirectory(
             prefix=f"{here}{os.getpid()}-{started(os.getpid())}-", ignore_cleanup_errors=True

@@ -30,7 +30,7 @@ from batchgen.workers.watch import read_beat
 
 BATCH = 256
 """How many rows are in memory at a time."""
-_OWNER = re.compile(r"pid (\d+) on (.*), since ")
+_OWNER = re.compile(r"pid ([0-9]{1,9}) on (.*), since ")
 
 
 class JobFolderReader:

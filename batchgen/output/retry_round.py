@@ -9,7 +9,7 @@ from pathlib import Path
 from batchgen.output.fsync import fsync_path
 from batchgen.output.storage import FolderStorage, Storage
 
-_NAME = re.compile(r"part-(\d{5,})\.(\d{4,})\.retry")
+_NAME = re.compile(r"part-([0-9]{5,})\.([0-9]{4,})\.retry")
 _OPEN = "retry"
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROW_GROUP_BYTES = 64 * 2**20
 _ROW_BYTES = 1024  # a guess at what a row takes besides its tokens, to size row groups
-_NAME = re.compile(r"part-(\d{5,})\.parquet")
+_NAME = re.compile(r"part-([0-9]{5,})\.parquet")
 
 
 def shard_path(data: Path, shard: int) -> Path:

@@ -156,7 +156,10 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _response(self) -> Response:
-        target = urlsplit(self.path)
+        try:
+            target = urlsplit(self.path)
+        except ValueError:  # a bracket without the other, as of an address of IPv6
+            return _plain(HTTPStatus.BAD_REQUEST, "This is no address.")
         key, slash, page = target.path.removeprefix("/").partition("/")
         if not slash or not hmac.compare_digest(key.encode(), self.server.key.encode()):
             return _plain(

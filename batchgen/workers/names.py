@@ -9,9 +9,9 @@ FINISH = -1
 """Stands in the place of a shard for what comes after all shards: grades, scores and the card."""
 SESSION = f"{LEASES}/session.json"
 """Which workers run beside each other; it is there until the job is complete."""
-_LEASE = re.compile(r"(\d{5,}|finish)\.([eb])(\d{3,})\.json")
-_MARK = re.compile(r"(\d{5,})\.(done|quarantined)\.json")
-_WORKER = re.compile(r"(\d{4,})\.json")
+_LEASE = re.compile(r"([0-9]{5,}|finish)\.([eb])([0-9]{3,})\.json")
+_MARK = re.compile(r"([0-9]{5,})\.(done|quarantined)\.json")
+_WORKER = re.compile(r"([0-9]{4,})\.json")
 
 
 def lease_name(shard: int, epoch: int, kind: str = "e") -> str:

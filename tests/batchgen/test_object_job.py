@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from batchgen.output.object_storage import ObjectStorage
 from batchgen.output.open_storage import open_storage
 from batchgen.output.read_job import JobFolderReader
 from batchgen.workers.names import SESSION, worker_name
-from batchgen.workers.process import identity
+from batchgen.workers.process import identity, machine
 
 URL = "memory://jobs/a"
 GRADE = (
@@ -191,6 +192,20 @@ def test_grades_and_scores(
         "/jobs/a/grades/part-00000.parquet", "/jobs/a/grades/part-00001.parquet",
     }  # fmt: skip
     assert _metrics(files)["score"] and not list(tmp_path.iterdir())
+
+
+def test_names_among_the_temporary_files_are_anybodys(
+    files: FaultyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders of processes that are gone are deleted; other users may make names like theirs."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    here = f"batchgen-{hashlib.sha256(machine().encode()).hexdigest()[:8]}-"
+    gone = tmp_path / f"{here}{2**22 + 1}-1-x"
+    odd = [tmp_path / f"{here}{pid}-1-x" for pid in ("²", "x", "", "٣" * 9, "-1")]
+    for path in (gone, *odd, tmp_path / f"{here}{'9' * 200}-1-x"):
+        path.mkdir()
+    assert ObjectJob(URL, rows=3).run().exit_code == 3
+    assert not gone.exists() and all(path.exists() for path in odd)
 
 
 def test_a_graded_job_grows(files: FaultyFiles) -> None:

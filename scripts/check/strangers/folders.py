@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import sys
+from pathlib import Path
 
 from strangers.attack import COMMAND, MODEL, Attack, Work
 
@@ -116,7 +117,7 @@ def links(work: Work) -> str | None:
     turns = itertools.cycle(verbs)
     for name, target in {
         "grades": secret, "config.yaml": secret / "config.yaml", "README.md": secret / "README.md",
-        "metrics.json": "/dev/zero", ".lock": secret / "steps.json", "data": "/etc",
+        "metrics.json": Path("/dev/zero"), ".lock": secret / "steps.json", "data": Path("/etc"),
     }.items():  # fmt: skip
         out = work.finished_job()
         if (out / name).is_dir():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPResponse, IncompleteRead
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from batchgen.errors import ConfigError
 from batchgen.viewer.server import LONGEST_TARGET, Response, ViewServer
@@ -167,3 +170,43 @@ def test_a_file_that_is_made_while_it_is_sent(server: ViewServer) -> None:
     assert ask(server, "file", "HEAD")[1] == b""
     with pytest.raises(IncompleteRead):
         ask(server, "broken")
+
+
+@pytest.fixture
+def faults(server: ViewServer, monkeypatch: pytest.MonkeyPatch) -> list[BaseException | None]:
+    """Gets what a request has raised."""
+    found: list[BaseException | None] = []
+    monkeypatch.setattr(server, "handle_error", lambda *_: found.append(sys.exception()))
+    return found
+
+
+@pytest.mark.parametrize("target", ["http://[", "http://[::1", "http://a]b/", "http://[a]b/"])
+def test_what_is_no_address_is_refused(
+    server: ViewServer, faults: list[BaseException | None], target: str
+) -> None:
+    host = f"localhost:{server.server_port}"
+    request = f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n"
+    assert raw(server, request.encode("latin-1")).split()[1] == b"400"
+    assert not faults
+
+
+PIECES = (
+    b"GET |HEAD |/|http://|[|]|:|@|?|#|%|%ff|&|=|\xff|\xe2\x84\x80|\x00|\t| |HTTP/1.1|HTTP/\xb2.1|"
+    b"\r\n|9|Host: HERE\r\n|Sec-Fetch-Site: |Content-Length: -1\r\n|KEY/rows?n="
+).split(b"|")
+BYTES = st.lists(st.sampled_from(PIECES), max_size=14).map(b"".join)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(BYTES, BYTES, BYTES)
+def test_no_bytes_raise(
+    server: ViewServer,
+    faults: list[BaseException | None],
+    target: bytes,
+    version: bytes,
+    headers: bytes,
+) -> None:
+    sent = b"GET " + target + b" HTTP/1.1" + version + b"\r\nHost: HERE\r\n" + headers + b"\r\n\r\n"
+    sent = sent.replace(b"HERE", f"localhost:{server.server_port}".encode())
+    raw(server, sent.replace(b"KEY", server.key.encode()))
+    assert not faults, sent
