@@ -64,11 +64,14 @@ def checkpoint_format(quantization: Mapping[str, Any] | None) -> FP8Format | Non
         raise _refused("quant_method", method, "'fp8'")
     excluded: list[str] = []
     for key in ("modules_to_not_convert", "ignored_layers"):
-        excluded += values.pop(key, ())
+        names = values.pop(key, [])
+        if not isinstance(names, list):
+            raise _refused(key, names, "a list of names of modules")
+        excluded += names
     for name in excluded:
         if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
             raise _refused("modules_to_not_convert", name, "names of modules, not patterns")
-    if (block := values.pop("weight_block_size", None)) is None or list(block) != [BLOCK, BLOCK]:
+    if (block := values.pop("weight_block_size", None)) != [BLOCK, BLOCK]:
         raise _refused("weight_block_size", block, f"[{BLOCK}, {BLOCK}]")
     allowed: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("fmt", ("e4m3",)),
@@ -90,6 +93,6 @@ def checkpoint_format(quantization: Mapping[str, Any] | None) -> FP8Format | Non
 def _refused(key: str, value: object, allowed: str) -> ValueError:
     return ValueError(
         "the checkpoint is quantized in a way that is not supported: "
-        f"quantization_config.{key} is {value!r}, and it must be {allowed}; use a checkpoint in "
-        f"FP8 with blocks of {BLOCK} × {BLOCK}, the original weights or a GGUF file"
+        f"quantization_config.{key} is {value!r:.60}, and it must be {allowed}; use a checkpoint "
+        f"in FP8 with blocks of {BLOCK} × {BLOCK}, the original weights or a GGUF file"
     )

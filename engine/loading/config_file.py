@@ -124,13 +124,15 @@ def _parsed(kind: type[PretrainedConfig], values: Mapping[str, Any]) -> Pretrain
 
     try:
         return kind.from_dict(dict(values))
-    except StrictDataclassError as error:
-        # The last line says it, and then for each type of a union why it is not that.
-        words = str(error).strip().split("\n")[-1].strip().split(" Errors: ")[0]
-        words = _CLASS.sub(r"\1", words.removeprefix("TypeError: ").removeprefix("ValueError: "))
-        raise ValueError(_cut(words, 4 * _SHOWN)) from error
     except Exception as error:
-        why = f"{type(error).__name__}: {_cut(str(error), 2 * _SHOWN)}"
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(error, StrictDataclassError):
+            # The last line says it, and then for each type of a union why it is not that.
+            why = str(error).strip().split("\n")[-1].strip().split(" Errors: ")[0]
+            if why.startswith(("TypeError: Field", "ValueError: ")):  # these name the key
+                words = _CLASS.sub(r"\1", why.partition(": ")[2])
+                raise ValueError(_cut(words, 4 * _SHOWN)) from error
+        why = _cut(why, 2 * _SHOWN)
         for key, value in values.items():
             try:
                 kind.from_dict({name: other for name, other in values.items() if name != key})

@@ -86,6 +86,7 @@ def test_a_wrong_value_is_named_or_makes_no_difference(
         assert model.model.rotary is None or model.model.rotary._table.isfinite().all()
 
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 
@@ -108,6 +109,16 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
         ("llama", {"rope_parameters": ROPE | {"rope_theta": 0}}, "rope_theta is 0, and must be a"),
         ("llama", {"rope_parameters": YARN | {"truncate": 1}}, "truncate is 1, and must be true"),
         ("llama", {"rope_parameters": YARN | {"factor": True}}, "factor is True, and must be a"),
+        ("llama", {"rope_parameters": YARN | {"beta_fast": [1]}}, "rope_parameters is .* cannot"),
+        *(
+            ("llama", {"quantization_config": FP8 | {key: value}}, f"quantization_config.{key} is")
+            for key, value in (
+                ("quant_method", {}), ("weight_block_size", 3), ("weight_block_size", "x"),
+                ("weight_block_size", [128]), ("fmt", [1]), ("modules_to_not_convert", 3),
+                ("modules_to_not_convert", "lm_head"), ("modules_to_not_convert", [1]),
+                ("ignored_layers", True), ("activation_scheme", {}), ("scale_fmt", []), ("x", 1),
+            )
+        ),
         ("llama", {"rms_norm_eps": 2.0}, "rms_norm_eps is 2.0; it must be between 0 and 1"),
         ("llama", {"layer_types": ["full_attention"]}, "'layer_types'|`layer_types`"),
         ("qwen2_moe", {"mlp_only_layers": "wide"}, "mlp_only_layers"),
