@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from batchgen.config import (
     PARSED,
@@ -30,7 +31,7 @@ from batchgen.grading.background import grading_beside
 from batchgen.job_grades import graded_card, save_scores, scores_of
 from batchgen.output.checked_file import DamagedFile
 from batchgen.output.dataset_card import dataset_card, unfinished_card
-from batchgen.output.job_folder import JobFolder
+from batchgen.output.job_folder import JobFolder, refuse_shrinking
 from batchgen.output.manifest import ROWS, Manifest
 from batchgen.output.metrics import Metrics, Tally, Totals
 from batchgen.output.open_storage import open_storage
@@ -150,9 +151,7 @@ def run_job(config: JobConfig, parts: JobParts) -> JobResult:
 
 def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
     output, source, samples = config.output, parts.source, config.sampling.n
-    prompt = fitted_prompt(config, parts)
-    constraints = RowConstraints(config.constraint, source.features)
-    schema = output_schema(config, parts)
+    prompt, constraints, schema = check_rows(config, parts)
     with (
         _folder(config, parts, schema) as folder,
         _worker(config, folder) as worker,
@@ -274,7 +273,6 @@ def _writer(
             schema,
             config.output.rows_per_shard,
             config.sampling.n,
-            most_rows=config.dataset.limit if source.num_rows is None else source.num_rows,
             num_rows=source.num_rows,
             retry_errors=config.output.retry_errors,
             worker=worker.number,
@@ -357,9 +355,9 @@ def _completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobRes
 
 
 def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFolder:
-    """The job's folder, locked, once it is sure that it is this job's."""
+    """The job's folder, locked, once it is sure that it is this job's, or can become it."""
     storage = open_storage(config.output.dir, config.workers)
-    return JobFolder(
+    folder = JobFolder(
         storage.path,
         job_manifest(config, parts, schema),
         lambda stop: rows_digest(parts.source, stop),
@@ -368,6 +366,13 @@ def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFold
         is_alone=lambda path: not others_run(path, config.workers),
         storage=storage,
     )
+    try:
+        if folder.is_alone:
+            refuse_shrinking(storage, most_rows(config, parts.source.num_rows))
+    except BaseException:
+        folder.close()
+        raise
+    return folder
 
 
 def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
@@ -397,6 +402,43 @@ def _metrics(
         tally.add_table(table)
     path = folder.path / "metrics.json"
     return Metrics(path, writer.resumed, tally, worker, folder.storage)
+
+
+class CheckedRows(NamedTuple):
+    """What a job makes of each row.
+
+    Attributes:
+        prompt: token ids, as of `fitted_prompt`.
+        constraints: what the answers are held to.
+        schema: the columns of the output files.
+    """
+
+    prompt: Callable[[Row], list[int]]
+    constraints: RowConstraints
+    schema: OutputSchema
+
+
+def check_rows(config: JobConfig, parts: JobParts) -> CheckedRows:
+    """Make what is needed for each row; this refuses what can be refused without the folder.
+
+    Raises:
+        ConfigError: prompts have no room, the rows lack the column of their constraints, or columns
+            have the same name.
+    """
+    return CheckedRows(
+        fitted_prompt(config, parts),
+        RowConstraints(config.constraint, parts.source.features),
+        output_schema(config, parts),
+    )
+
+
+def most_rows(config: JobConfig, num_rows: int | None) -> int | None:
+    """How many rows the job has at most; None if that is not known.
+
+    Args:
+        num_rows: of the data set; None for a stream.
+    """
+    return config.dataset.limit if num_rows is None else num_rows
 
 
 def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:

@@ -21,6 +21,11 @@ faster (measured with 30 billion parameters, of which a token goes through 3, on
 tokens of 512 rows in 28.0 s, and in 44.4 s with 256 at once), and its experts' tiles are fuller in
 larger prefills."""
 
+_MOST_ROWS = 65_536
+"""The largest `max_num_seqs`: tables in memory have a place for each row in flight."""
+_MOST_GIB = 1_000_000
+"""The largest `kv_cache_gib`, more than any device has."""
+
 
 class Sizes(NamedTuple):
     """What defaults depend on besides the kind of device.
@@ -148,7 +153,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         checks = (
-            ("max_num_seqs", self.max_num_seqs is None or self.max_num_seqs >= 1, "at least 1"),
+            (
+                "max_num_seqs",
+                self.max_num_seqs is None or 1 <= self.max_num_seqs <= _MOST_ROWS,
+                f"1 to {_MOST_ROWS:,}",
+            ),
             (
                 "max_batched_tokens",
                 self.max_batched_tokens is None or self.max_batched_tokens >= 1,
@@ -165,7 +174,11 @@ class EngineConfig:
                 self.block_size in (1, 2, 4, 8, 16, 32, 64),
                 "a power of 2 up to 64",
             ),
-            ("kv_cache_gib", self.kv_cache_gib is None or self.kv_cache_gib > 0, "above 0"),
+            (
+                "kv_cache_gib",
+                self.kv_cache_gib is None or 0 < self.kv_cache_gib <= _MOST_GIB,
+                f"above 0 and at most {_MOST_GIB:,}",
+            ),
             (
                 "state_checkpoints",
                 self.state_checkpoints is None or self.state_checkpoints >= 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from batchgen.build import OpenedJob
-    from batchgen.dataset.source import Row
     from batchgen.engine.constraint.constraint import Constraint
-    from batchgen.job import JobParts
+    from batchgen.job import CheckedRows, JobParts
 
 SHOWN_ROWS = 3
 COUNTED_ROWS = 1000
@@ -68,18 +67,18 @@ def show(config: JobConfig) -> int:
     print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
     from batchgen.build import open_job
     from batchgen.command.dry_run_folder import folder_state
-    from batchgen.job import fitted_prompt  # these take seconds: hence the line above
-    from batchgen.launchers.launch import check_launcher, described
+    from batchgen.job import check_rows  # these take seconds: hence the line above
+    from batchgen.launchers.launch import check_here, described
 
-    check_launcher(config)
+    check_here(config)
     opened = open_job(config)
     with closing(opened.parts(config, {})) as parts:
-        prompt = fitted_prompt(config, parts)
+        rows = check_rows(config, parts)
         try:
             folder, refusal = folder_state(config, opened).text, None
         except ConfigError as error:  # the prompts are worth a look all the same
             folder, refusal = f"{config.output.dir}: refused", error
-        seen = _show_rows(config, opened, prompt)
+        seen = _show_rows(config, opened, rows)
     if seen.signs:
         print("(␉ is a tab, · a space at the end of a line, other signs are control characters)\n")
     lines = {
@@ -101,12 +100,10 @@ def show(config: JobConfig) -> int:
     return 3 if seen.errors else 0
 
 
-def _show_rows(config: JobConfig, opened: OpenedJob, prompt: Callable[[Row], list[int]]) -> _Seen:
+def _show_rows(config: JobConfig, opened: OpenedJob, rows: CheckedRows) -> _Seen:
     """Print the first rows, and count the prompts of more."""
-    from batchgen.constraint.row_constraints import RowConstraints
     from batchgen.engine.outputs import RequestError
 
-    constraints = RowConstraints(config.constraint, opened.source.features)
     own = not isinstance(config.constraint, NoConstraintConfig) and config.params.constraint is None
     room = opened.max_model_len - config.sampling.max_new_tokens
     seen = _Seen()
@@ -115,8 +112,8 @@ def _show_rows(config: JobConfig, opened: OpenedJob, prompt: Callable[[Row], lis
         title = f"row {row.index}" + ("" if row.id == str(row.index) else f" ({row.id})")
         try:
             opened.source.passthrough(row)
-            ids = prompt(row)
-            constraint = constraints.of(row)
+            ids = rows.prompt(row)
+            constraint = rows.constraints.of(row)
         except RequestError as error:
             seen.errors[error.type] += 1
             seen.messages.setdefault(error.type, str(error))

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from batchgen.config import JobConfig
 from batchgen.dataset.row_digest import rows_digest
-from batchgen.errors import ConfigError
-from batchgen.job import job_manifest, output_schema
-from batchgen.output.job_folder import different_job, has_rows, refuse_foreign_files
+from batchgen.job import job_manifest, most_rows, output_schema
+from batchgen.output.job_folder import (
+    has_rows,
+    refuse_folder,
+    refuse_other_job,
+    refuse_shrinking,
+    written_manifest,
+)
 from batchgen.output.manifest import Manifest
 from batchgen.output.open_storage import open_storage
 from batchgen.output.read_job import JobFolderReader
@@ -40,25 +46,22 @@ def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
 
 def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderState:
     path = storage.shown
+    refuse_folder(storage)
     try:
-        refuse_foreign_files(storage)
+        storage.names(storage.path)
     except FileNotFoundError:
         return FolderState(f"{path}: a new folder")
-    except OSError as error:
-        raise ConfigError(f"output.dir={path} cannot be read ({error.strerror})") from None
-    if not has_rows(storage):
+    old = written_manifest(storage)
+    if old is None or not has_rows(storage):
         return FolderState(f"{path}: no answers yet")
-    reader = JobFolderReader(storage.path, storage)
-    old = Manifest.parse(storage.read(storage.path / "manifest.json") or b"", path)
-    asked = _manifest(config, opened, old)
-    source = opened.source
-    if differences := old.differences(asked, lambda stop: rows_digest(source, stop)):
-        if config.output.overwrite:
-            what = "the output of a different job, which is deleted (output.overwrite)"
-            return FolderState(f"{path}: {what}")
-        raise different_job(path, differences)
+    asked, source = _manifest(config, opened, old), opened.source
+    digests = partial(rows_digest, source)
+    if refuse_other_job(storage, old, asked, digests, config.output.overwrite):
+        what = "the output of a different job, which is deleted (output.overwrite)"
+        return FolderState(f"{path}: {what}")
+    refuse_shrinking(storage, most_rows(config, source.num_rows))
     errors = rows = 0
-    for batch in reader.batches(["finish_reason"]):
+    for batch in JobFolderReader(storage.path, storage).batches(["finish_reason"]):
         rows += batch.num_rows
         errors += batch["finish_reason"].to_pylist().count("error")
     text = f"{path}: resumes, {rows:,}"

@@ -24,6 +24,9 @@ from batchgen.engine.sampling.params import LogprobsMode, SamplingParams
 from batchgen.errors import ConfigError
 from batchgen.paths import is_url, user_folder
 
+_MOST_SAMPLES = 1_000_000
+_MOST_IN_SHARD = 1_000_000_000
+"""The most answers of a shard, for each of which a running job keeps a flag in memory."""
 PARSED = "parsed"
 COMMON_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids", PARSED)
 """The columns of `output.columns` that every strategy has; others are declared by a strategy."""
@@ -79,6 +82,7 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         _check(self.n >= 1, "sampling.n", "at least 1", self.n)
+        _check(self.n <= _MOST_SAMPLES, "sampling.n", f"at most {_MOST_SAMPLES:,}", self.n)
 
 
 def copies_warning(n: int, temperature: float) -> str | None:
@@ -198,8 +202,8 @@ class ScoreConfig:
     def __post_init__(self) -> None:
         ks = self.ks
         workers = self.workers
-        allowed = "null (one on each core) or a number from 1 on"
-        _check(workers is None or workers >= 1, "score.workers", allowed, workers)
+        allowed = "null (one on each core) or 1 to 1024"
+        _check(workers is None or 1 <= workers <= 1024, "score.workers", allowed, workers)
         _check(0 < self.seconds < math.inf, "score.seconds", "a number above 0", self.seconds)
         _check(ks is None or (bool(ks) and min(ks) >= 1), "score.ks", "numbers from 1 on", ks)
 
@@ -240,6 +244,13 @@ class JobConfig:
             raise ConfigError(
                 "sampling.ignore_eos must be false with a constraint: a constrained row ends with "
                 "EOS"
+            )
+        in_shard = self.output.rows_per_shard * self.sampling.n
+        if in_shard > _MOST_IN_SHARD:
+            raise ConfigError(
+                f"output.rows_per_shard={self.output.rows_per_shard} with sampling.n="
+                f"{self.sampling.n} makes shards of {in_shard:,} answers: choose fewer rows, at "
+                f"most {_MOST_IN_SHARD // self.sampling.n:,}"
             )
         if PARSED in self.output.columns and kind not in ("json_schema", "json"):
             raise ConfigError(

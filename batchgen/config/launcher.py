@@ -25,7 +25,7 @@ class LocalLauncherConfig:
     restarts: int = 3
 
     def __post_init__(self) -> None:
-        _at_least(1, "workers", self.workers)
+        _check_workers(self.workers, most=1024)
         _at_least(0, "restarts", self.restarts)
 
 
@@ -47,7 +47,7 @@ class RayLauncherConfig:
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _at_least(1, "workers", self.workers)
+        _check_workers(self.workers, most=100_000)
         _at_least(0, "gpus_per_worker", self.gpus_per_worker)
         _at_least(0, "cpus_per_worker", self.cpus_per_worker)
         _at_least(0, "restarts", self.restarts)
@@ -88,7 +88,7 @@ class SlurmLauncherConfig:
     parameters: Mapping[str, str | int | bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _at_least(1, "workers", self.workers)
+        _check_workers(self.workers, most=100_000)
         _at_least(1, "minutes", self.minutes)
         _at_least(0, "gpus_per_worker", self.gpus_per_worker)
         _at_least(1, "cpus_per_worker", self.cpus_per_worker)
@@ -104,6 +104,11 @@ class SlurmLauncherConfig:
                 "launcher.wait must be true with launcher.cluster=debug, which runs the workers "
                 "inside the command"
             )
+
+
+def _check_workers(workers: int | None, most: int) -> None:
+    if workers is not None and not 1 <= workers <= most:
+        raise ConfigError(f"launcher.workers must be 1 to {most:,}, got {workers}")
 
 
 def _at_least(least: int, key: str, value: float | None) -> None:

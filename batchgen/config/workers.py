@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from batchgen.errors import ConfigError
 
+_MOST_SECONDS = 7 * 86_400
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersConfig:
@@ -20,8 +22,12 @@ class WorkersConfig:
     name: str | int | None = None
 
     def __post_init__(self) -> None:
-        if self.heartbeat <= 0:
-            raise ConfigError(f"workers.heartbeat must be above 0 seconds, got {self.heartbeat}")
+        for key, seconds in (("heartbeat", self.heartbeat), ("stale_after", self.stale_after)):
+            if not 0 < seconds <= _MOST_SECONDS:
+                raise ConfigError(
+                    f"workers.{key} must be above 0 and at most {_MOST_SECONDS:,} seconds, got "
+                    f"{seconds}"
+                )
         if self.stale_after < 2 * self.heartbeat:
             raise ConfigError(
                 f"workers.stale_after={self.stale_after} must be at least twice "

@@ -163,7 +163,15 @@ def _load_files(files: Sequence[Path], config: DatasetConfig, split: str) -> Loa
 
 def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
     """A folder, read as datasets does: its file names or its README.md tell its splits."""
-    files = sorted(f for f in folder.rglob("*") if f.is_file() and format_of(f) is not None)
+    if folder.resolve() == Path("/"):
+        raise ConfigError(
+            "dataset.path=/ is the root of all files of this machine: give the file or folder with "
+            "the rows"
+        )
+    try:
+        files = sorted(f for f in folder.rglob("*") if f.is_file() and format_of(f) is not None)
+    except OSError as error:
+        raise ConfigError(f"dataset.path: cannot read {error.filename}: {error.strerror}") from None
     files = [f for f in files if not any(p.startswith(".") for p in f.relative_to(folder).parts)]
     if not files:
         raise ConfigError(f"dataset.path: folder {folder} has no files of {SUPPORTED}")

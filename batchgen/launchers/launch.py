@@ -63,6 +63,19 @@ def check_launcher(config: JobConfig) -> None:
         )
 
 
+def check_here(config: JobConfig) -> None:
+    """Refuse what a command on this machine would refuse before it starts a worker.
+
+    Raises:
+        ConfigError: as of `check_launcher`; or it cannot be said how many workers run here.
+    """
+    check_launcher(config)
+    if isinstance(config.launcher, LocalLauncherConfig):
+        from batchgen.launchers import local
+
+        local.workers_here(config)
+
+
 def described(config: JobConfig) -> str | None:
     """Who runs the job, for people; None if that is the command itself."""
     launcher = config.launcher

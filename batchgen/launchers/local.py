@@ -32,6 +32,16 @@ def launch(config: JobConfig) -> Launched:
     Raises:
         ConfigError: it cannot be said how many.
     """
+    count, devices = workers_here(config)
+    return run_local(config, count, devices)
+
+
+def workers_here(config: JobConfig) -> tuple[int, Sequence[str]]:
+    """How many workers this machine has for a job, and the GPUs that they share.
+
+    Raises:
+        ConfigError: it cannot be said how many.
+    """
     assert isinstance(config.launcher, LocalLauncherConfig)
     devices = [] if config.engine.device == "cpu" else visible_devices()
     ranks = config.engine.tensor_parallel
@@ -46,7 +56,7 @@ def launch(config: JobConfig) -> Launched:
             "launcher.workers has no value, and there is no GPU: say how many workers share the "
             "CPU, as in launcher.workers=2"
         )
-    return run_local(config, count, devices)
+    return count, devices
 
 
 def run_local(

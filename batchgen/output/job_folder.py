@@ -1,9 +1,11 @@
 """The output folder of a job, which belongs to this job alone while it runs."""
 
 import contextlib
+import errno
 import itertools
+import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -12,6 +14,7 @@ from batchgen.errors import ConfigError, JobError
 from batchgen.output.journal import attempt_of, journal_files
 from batchgen.output.manifest import ROWS, Manifest, RowDigests
 from batchgen.output.own_files import LOCK, LOCKS, LOGS, MANIFEST, OF_WORKERS, OWN, refuse_links
+from batchgen.output.read_job import JobFolderReader
 from batchgen.output.retry_round import RetryRound
 from batchgen.output.shards import shard_files
 from batchgen.output.storage import FolderStorage, Storage
@@ -75,8 +78,8 @@ class JobFolder:
         self.path = path
         self.storage = FolderStorage(path) if storage is None else storage
         try:
+            refuse_folder(self.storage)
             self.storage.make_folder(path)
-            refuse_foreign_files(self.storage)
             self._lock = self.storage.lock(wait)
         except (OSError, JobError) as error:
             self.storage.close()
@@ -172,7 +175,7 @@ class JobFolder:
         Raises:
             ConfigError: it is another job, or the same with other rows.
         """
-        found = self._written_manifest()
+        found = written_manifest(self.storage)
         if found is None:
             raise self._lock.in_use()
         self.manifest = found
@@ -199,25 +202,16 @@ class JobFolder:
             return None if rows is None else digests(rows)
 
         self._digests = own_digests
-        found = self._written_manifest()
+        found = written_manifest(self.storage)
         is_new = found is None
         if found is not None:
             self.manifest = found
-            differences = self.manifest.differences(manifest, digests)
-            if differences and not overwrite and has_rows(self.storage):
-                raise different_job(self.storage.shown, differences)
-            if differences:
+            if refuse_other_job(self.storage, found, manifest, digests, overwrite):
                 self.confirm()
                 for name in OWN:
                     self.storage.delete(self.path / name)
                 is_new = True
         if is_new:
-            free = shutil.disk_usage(self.path).free
-            if free < MIN_FREE_BYTES:
-                raise ConfigError(
-                    f"output.dir={self.path} has {free >> 20} MiB of free disk space, which is too "
-                    "little for any job: free some, or choose another output.dir"
-                )
             self.update(replace(manifest, row_digests=self._digests()))
         self.storage.make_folder(self.data)
         self.storage.make_folder(self.journal)
@@ -226,12 +220,6 @@ class JobFolder:
         probe.write_bytes(b"0")
         probe.unlink()
         return is_new
-
-    def _written_manifest(self) -> Manifest | None:
-        path = self.path / MANIFEST
-        content = self.storage.read(path)
-        shown = f"{self.storage.shown}/{MANIFEST}"
-        return None if content is None else Manifest.parse(content, shown)
 
     def _least_worker(self) -> int:
         """A number above those of all that have written here: a journal file has one writer.
@@ -272,18 +260,91 @@ def has_rows(storage: Storage) -> bool:
     )
 
 
-def different_job(shown: str, differences: Sequence[str]) -> ConfigError:
-    """The error for a folder with the output of another job.
+def written_manifest(storage: Storage) -> Manifest | None:
+    """The manifest in a folder; None if there is none.
+
+    Raises:
+        ConfigError: it is none of this version.
+    """
+    content = storage.read(storage.path / MANIFEST)
+    return None if content is None else Manifest.parse(content, f"{storage.shown}/{MANIFEST}")
+
+
+def refuse_folder(storage: Storage) -> None:
+    """Refuse a folder in which no job can be, whatever the job is. Nothing is changed.
+
+    Raises:
+        ConfigError: it has files of others, cannot be read or written, or has no room.
+    """
+    is_new = True
+    try:
+        refuse_foreign_files(storage)
+        is_new = not storage.exists(storage.path / MANIFEST)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise unusable(storage, error) from None
+    if not storage.in_place:
+        return
+    there = next(path for path in (storage.path, *storage.path.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise unusable(storage, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+    usage = shutil.disk_usage(there)
+    if not usage.total:
+        raise unusable(storage, JobError("no disk is there"))
+    if is_new and usage.free < MIN_FREE_BYTES:
+        raise ConfigError(
+            f"output.dir={storage.shown} has {usage.free >> 20} MiB of free disk space, which is "
+            "too little for any job: free some, or choose another output.dir"
+        )
+
+
+def refuse_other_job(
+    storage: Storage, found: Manifest, asked: Manifest, digests: RowDigests, overwrite: bool
+) -> list[str]:
+    """Refuse a folder with rows of another job.
 
     Args:
-        shown: what the folder is called.
-        differences: lines that say in what it is another.
+        found: the manifest of the job that the folder is of.
+        asked: that of this job.
+        digests: of the rows of this job's data set.
+        overwrite: whether the other job may be deleted.
+
+    Returns:
+        Lines that say in what the folder's job is another; none if it is the same.
+
+    Raises:
+        ConfigError: it is another, has rows, and may not be deleted.
     """
-    return ConfigError(
-        f"output.dir={shown} holds the output of a different job:\n  "
-        + "\n  ".join(differences)
-        + "\nuse another output.dir, or output.overwrite=true to delete that output"
-    )
+    differences = found.differences(asked, digests)
+    if differences and not overwrite and has_rows(storage):
+        raise ConfigError(
+            f"output.dir={storage.shown} holds the output of a different job:\n  "
+            + "\n  ".join(differences)
+            + "\nuse another output.dir, or output.overwrite=true to delete that output"
+        )
+    return differences
+
+
+def refuse_shrinking(storage: Storage, most_rows: int | None) -> None:
+    """Refuse a data set that ends before a row which is finished.
+
+    Args:
+        storage: of the folder of this job.
+        most_rows: how many rows the data set has at most; None if that is not known.
+
+    Raises:
+        ConfigError: it does.
+        JobError: a shard is damaged.
+    """
+    if most_rows is None:
+        return
+    if (end := JobFolderReader(storage.path, storage).end) > most_rows:
+        raise ConfigError(
+            f"dataset.limit: the job would have {most_rows:,} rows, but in {storage.shown} rows up "
+            f"to number {end:,} are finished, and a job can grow but not shrink: use "
+            f"dataset.limit={end} or more, or another output.dir"
+        )
 
 
 def refuse_foreign_files(storage: Storage) -> None:

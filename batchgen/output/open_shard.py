@@ -18,9 +18,9 @@ class OpenShard:
     """The flags of a shard's rows. A row is done if it need not be computed any more.
 
     Attributes:
-        done: [rows_per_shard, samples] bool, whether the sample of the row is done.
+        done: [rows, samples] bool, whether the sample of the row is done.
         num_done: how many are.
-        by_others: [rows_per_shard, samples] bool, which of them other workers have written since
+        by_others: [rows, samples] bool, which of them other workers have written since
             this object was made.
         num_expected: how many make the shard complete: fewer than the others if it is the last one.
     """
@@ -29,6 +29,8 @@ class OpenShard:
         """
         Args:
             first_row: the index of the shard's first input row.
+            rows: how many input rows it has at most.
+            samples: of each row.
         """
         self._first = first_row
         self.done = np.zeros((rows, samples), np.bool_)

@@ -200,6 +200,15 @@ class JobFolderReader:
         numbers = set(self._journals())
         return sorted(numbers | set(self._published()))
 
+    @property
+    def end(self) -> int:
+        """One more than the `row_index` of the last finished row; 0 if none is finished."""
+        for number in reversed(self.shards()):
+            ends = [1 + pc.max(b["row_index"]).as_py() for b in self.shard(number).batches(KEYS)]
+            if ends:
+                return max(ends)
+        return 0
+
     def shard(self, number: int) -> Shard:
         """The rows of a shard as they are now.
 

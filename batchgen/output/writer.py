@@ -64,7 +64,6 @@ class OutputWriter:
         rows_per_shard: int,
         samples: int,
         *,
-        most_rows: int | None = None,
         num_rows: int | None = None,
         retry_errors: bool = False,
         worker: int | None = None,
@@ -78,7 +77,6 @@ class OutputWriter:
             data: the folder of the shards, which exists.
             journal: the folder of the journal, which exists.
             samples: of each row.
-            most_rows: how many rows the data set has at most; None if that is not known.
             num_rows: how many it has; None if that is not known.
             retry_errors: whether error rows of earlier attempts are computed again.
             worker: the number of this worker; None for one more than all that were there.
@@ -89,8 +87,7 @@ class OutputWriter:
 
         Raises:
             JobError: a published shard is damaged or is not of this job.
-            ConfigError: rows from `most_rows` on are finished, or the other workers have another
-                `retry_errors`.
+            ConfigError: the other workers have another `retry_errors`.
         """
         self._data = data
         self._schema = schema
@@ -109,7 +106,6 @@ class OutputWriter:
         )
         self.retried: int | None = None
         if older is None:
-            self._check_shrinking(most_rows)
             for name in self._storage.names(journal):
                 if name.endswith(".tmp"):
                     self._storage.delete(journal / name)
@@ -365,24 +361,6 @@ class OutputWriter:
             rows = max(0, min(rows, self.num_rows - number * rows))
         return Extent(rows, self._samples if rows else 0)
 
-    def _check_shrinking(self, most_rows: int | None) -> None:
-        """Refuse a data set that ends before a row which is finished.
-
-        Raises:
-            ConfigError: it does.
-        """
-        size = self._rows_per_shard
-        ends = [number * size + extent.rows for number, extent in self._published.items()]
-        for shard in self._journal.shards() if most_rows is not None else ():
-            for _, batch in self._journal.read(shard):
-                ends.append(1 + pc.max(batch["row_index"]).as_py())
-        if most_rows is not None and (end := max(ends, default=0)) > most_rows:
-            raise ConfigError(
-                f"dataset.limit: the job would have {most_rows:,} rows, but in "
-                f"{self._storage.shown} rows up to number {end:,} are finished, and a job can "
-                f"grow but not shrink: use dataset.limit={end} or more, or another output.dir"
-            )
-
     def _begin_round(self, wanted: bool) -> int | None:
         """Begin to compute error rows again, unless an earlier attempt has begun it."""
         if not wanted:
@@ -408,9 +386,7 @@ class OutputWriter:
     def _reopen(self, number: int) -> OpenShard:
         """Note what is there of a shard that is not complete, or was complete before."""
         first = number * self._rows_per_shard
-        opened = self._open[number] = OpenShard(first, self._rows_per_shard, self._samples)
-        if self.num_rows is not None:
-            opened.num_expected = self._whole(number).rows * self._samples
+        opened = self._open[number] = OpenShard(first, self._whole(number).rows, self._samples)
         retried_before = self._round.before(number) or 0
         self._published.pop(number, None)
         if (extent := self._older.get(number)) is not None:

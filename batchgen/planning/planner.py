@@ -58,9 +58,9 @@ def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
     check_launcher(config)
     opened = open_job(config)
     with closing(opened.parts(config, {})) as parts:
-        from batchgen.job import fitted_prompt
+        from batchgen.job import check_rows
 
-        fitted_prompt(config, parts)  # refuses a job whose answers leave no room for prompts
+        check_rows(config, parts)  # refuses what a run refuses
         return _Planner(config, settings, opened).plan(started)
 
 

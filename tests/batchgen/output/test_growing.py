@@ -35,7 +35,7 @@ def test_grown_shards_equal_those_from_the_start(tmp_path: Path, seed: int) -> N
     for num_rows, samples in SIZES:
         complete = False
         while not complete:  # the writer is left before all is written, as by a kill
-            with open_writer(tmp_path / "grown", samples=samples, most_rows=num_rows) as writer:
+            with open_writer(tmp_path / "grown", samples=samples) as writer:
                 assert writer.resumed == len(seen)
                 left = _missing(writer, num_rows)
                 assert len(seen) + len(left) == num_rows * samples

@@ -12,10 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from output_rows import PER_SHARD, ROWS, all_rows, finished_row, open_writer, write
 
 from batchgen.errors import ConfigError
-from batchgen.output.job_folder import JobFolder
+from batchgen.output.job_folder import JobFolder, refuse_shrinking
 from batchgen.output.manifest import Manifest
+from batchgen.output.storage import FolderStorage
 from batchgen.temporary import temporary_name
 
 MANIFEST = Manifest.build(
@@ -214,4 +216,22 @@ def test_a_full_disk_is_refused_at_the_start(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(9, 9, 5 << 20))
     with pytest.raises(ConfigError, match="has 5 MiB of free disk space"):
         _open(tmp_path)
-    assert _names(tmp_path) == [".lock"]
+    assert _names(tmp_path) == []
+
+
+def test_a_dataset_that_shrank(tmp_path: Path) -> None:
+    """Rows that are done count whether they are in shards or only in the journal."""
+    for name, rows in (("shards", ROWS), ("journal", 8)):
+        folder = tmp_path / name
+        if name == "shards":
+            write(folder, [all_rows()], PER_SHARD, ROWS)
+        else:
+            with open_writer(folder) as writer:
+                writer.write([finished_row(7, 0)])
+        (folder / "manifest.json").touch()
+        storage = FolderStorage(folder)
+        message = rf"would have {rows - 1} rows, .* up to number {rows} are .*limit={rows} or more"
+        with pytest.raises(ConfigError, match=message):
+            refuse_shrinking(storage, rows - 1)
+        refuse_shrinking(storage, rows)
+        refuse_shrinking(storage, None)

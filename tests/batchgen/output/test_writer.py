@@ -184,14 +184,6 @@ def test_a_dataset_that_shrank_is_noticed(tmp_path: Path) -> None:
     write(tmp_path, [all_rows()], PER_SHARD, ROWS)
     with open_writer(tmp_path) as writer, pytest.raises(JobError, match=r"part-00004.* is damaged"):
         writer.finish(20)
-    with pytest.raises(ConfigError, match=r"would have 22 rows, .* up to number 23 are finished"):
-        open_writer(tmp_path, most_rows=22)
-    with open_writer(tmp_path / "b") as writer:
-        writer.write([finished_row(7, 0)])
-    with pytest.raises(ConfigError, match=r"use dataset\.limit=8 or more, or another output\.dir"):
-        open_writer(tmp_path / "b", most_rows=7)
-    with open_writer(tmp_path / "b", most_rows=8) as writer:
-        assert writer.resumed == 1
 
 
 def test_input_columns_may_not_have_the_names_of_output_columns() -> None:

@@ -187,7 +187,7 @@ def test_engine_keywords_go_before_the_config() -> None:
         ({"max_model_length": 5}, "no argument 'max_model_length': did you mean max_model_len?"),
         ({"speculative_config": {"model": "x"}}, "strategy=ARSpecStrategy"),
         ({"seed": 3}, "SamplingParams(seed=…)"),
-        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be 1 to 65,536"),
         ({"max_num_seqs": "many"}, "max_num_seqs must be an integer, got 'many'"),
     ],
 )
