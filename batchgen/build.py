@@ -8,11 +8,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.resources import files
 from math import lcm
 from typing import TYPE_CHECKING, Generic, Protocol
 
-import yaml
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.config import (
@@ -24,6 +22,7 @@ from batchgen.config import (
     StrategyConfig,
     strategy_options,
 )
+from batchgen.config.experiment import choices_with
 from batchgen.config.groups import copies_warning
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
@@ -354,23 +353,12 @@ def _check_columns(
                 f"model ({architecture}) has no layers with experts: leave the column out"
             )
         if name not in known:
-            others = ", ".join(f"strategy={other}" for other in _choices_with(name))
+            others = ", ".join(f"strategy={other}" for other in choices_with(name))
             raise ConfigError(
                 f"output.columns has no column {name!r} with strategy {strategy.name}: "
                 + (f"it comes with {others}; " if others else "")
                 + f"choose among {', '.join(known)}"
             )
-
-
-def _choices_with(column: str) -> list[str]:
-    """The choices of conf/strategy that have the column."""
-    names = []
-    for file in files("batchgen.conf").joinpath("strategy").iterdir():
-        target = yaml.safe_load(file.read_text(encoding="utf-8"))["_target_"]
-        strategy = named_code(target, "strategy._target_")
-        if column in (declared.name for declared in strategy.columns):
-            names.append(file.name.removesuffix(".yaml"))
-    return sorted(names)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.config.choices import inferred_choice
+from batchgen.config.experiment import leave_out_others
 from batchgen.config.given import Given
 from batchgen.config.groups import JobConfig
 from batchgen.config.keys import EXPERIMENT, GROUPS, PARTS, STEP_LISTS
@@ -146,10 +147,14 @@ def _composed(given: Given) -> dict[str, Any]:
             composed = compose_choices("config", overrides=overrides, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"the choices {' '.join(overrides)} do not fit: {error}") from None
+    names = [str(name) for name in composed if name != "hydra"]
+    groups = {name: OmegaConf.to_container(composed[name]) for name in names}
+    for experiment in given.experiments:
+        own_columns = "columns" in given.named.get("output", ())
+        leave_out_others(groups, experiment, given.choices, own_columns=own_columns)
     made = composed.hydra.runtime.choices
     given.choices = {group: made[group] for group in GROUPS if group not in given.whole}
-    names = [str(name) for name in composed if name != "hydra"]
-    return {**{name: OmegaConf.to_container(composed[name]) for name in names}, **given.whole}
+    return {**groups, **given.whole}
 
 
 def _set(groups: dict[str, Any], given: Given, key: str, value: Any) -> None:

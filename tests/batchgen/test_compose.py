@@ -128,7 +128,7 @@ def test_a_resolved_job_is_a_job(argument: str) -> None:
 
 
 def test_the_config_of_an_output_is_the_job(tmp_path: Path) -> None:
-    job = FakeJob(str(tmp_path / "out"), rows=1)
+    job = FakeJob(str(tmp_path / "out"), rows=1, bad=False)
     job.run()
     values, _ = read_job_file(tmp_path / "out/config.yaml")
     assert compose(values) == job.config()
@@ -179,3 +179,34 @@ def test_types_of_the_class_and_yaml_agree() -> None:
     """All keys of the dataclasses are in conf/, so that each can be set and explained."""
     groups = compose_groups({}).groups
     assert list(groups) == [*PARTS] == list(JobConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("by", ["arguments", "mapping"])
+def test_a_ready_job_with_another_strategy(by: str, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"experiment": "nano_hybrid", "strategy": "ar"} if by == "mapping" else {}
+    arguments = [] if by == "mapping" else ["+experiment=nano_hybrid", "strategy=ar"]
+    config = compose(values, arguments)
+    assert config.strategy.options == {}
+    assert config.output.columns == ("logprobs", "routed_experts")
+    said = capsys.readouterr().err
+    assert said.startswith("batchgen: with strategy=ar these of experiment=nano_hybrid are left ")
+    assert "strategy.proposer, strategy.num_spec_tokens, strategy.adaptive, of " in said
+    assert said.endswith("of output.columns draft_accepted, step_map\n")
+
+
+def test_what_the_user_gives_for_another_strategy_is_refused() -> None:
+    arguments = ["+experiment=nano_hybrid", "strategy=ar"]
+    with pytest.raises(ConfigError, match="strategy=ar has no key proposer"):
+        compose({}, [*arguments, "strategy.proposer=mtp"])
+    config = compose({}, [*arguments, "output.columns=[step_map]"])
+    assert config.output.columns == ("step_map",)  # the job refuses it
+
+
+def test_nothing_is_left_out_of_a_ready_job_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    config = compose({}, ["+experiment=nano_hybrid", "strategy=ar_spec"])
+    assert config.strategy.options["proposer"] == "mtp"
+    assert "step_map" in config.output.columns
+    assert not capsys.readouterr().err
+    config = compose({}, ["+experiment=synth", "strategy=ar", "dataset.path=x"])
+    assert config.output.columns == ("logprobs",)
+    assert not capsys.readouterr().err
