@@ -204,7 +204,8 @@ class JobFolderReader:
     def end(self) -> int:
         """One more than the `row_index` of the last finished row; 0 if none is finished."""
         for number in reversed(self.shards()):
-            ends = [1 + pc.max(b["row_index"]).as_py() for b in self.shard(number).batches(KEYS)]
+            batches = self.shard(number).batches(KEYS)
+            ends: list[int] = [1 + pc.max(batch["row_index"]).as_py() for batch in batches]
             if ends:
                 return max(ends)
         return 0
