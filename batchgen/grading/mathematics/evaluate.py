@@ -107,5 +107,5 @@ def value_form(node: Node) -> str:
     """The text of an expression's value; with variables, of its values at several points."""
     if not variables_of(node):
         return numbers.value_text(constant(node))
-    texts = [numbers.value_text(value) for value in values_of(node)]
+    texts = [numbers.value_text(value, exact=False) for value in values_of(node)]
     return texts[0] if len(set(texts)) == 1 else " | ".join(texts)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 from batchgen.grading.mathematics import numbers, real_sets
 from batchgen.grading.mathematics.evaluate import value_form
 from batchgen.grading.mathematics.forms import NAME, UNIT, Forms, text_form
@@ -25,10 +23,15 @@ from batchgen.grading.mathematics.reading.nodes import (
     SetOperation,
     Symbol,
     Words,
-    variables_of,
 )
-from batchgen.grading.mathematics.reading.units import LETTERS
-from batchgen.grading.mathematics.relation_forms import named, relation_forms, set_forms
+from batchgen.grading.mathematics.reading.number_words import number_in_words
+from batchgen.grading.mathematics.reading.units import LETTERS, reduced
+from batchgen.grading.mathematics.relation_forms import (
+    named,
+    named_value,
+    relation_forms,
+    set_forms,
+)
 
 
 def forms_of(node: Node) -> Forms:
@@ -56,38 +59,42 @@ def _expression(node: Call) -> Forms:
     return Forms.of(value_form(node)).without(UNIT, *_letter_unit(node))
 
 
-def _letter_unit(node: Call) -> tuple[str, ...]:
-    """The value of a number before letters that may be a unit (`6m`, `18 m/s`), and with it."""
-    powers: dict[str, int] = {}
-    first = _collect(node, powers, 1)
-    if first is None or not powers:
+def _letter_unit(node: Node) -> tuple[str, ...]:
+    """The value of a number before a letter that may be a unit (`6m`, `18 m/s`), and with it."""
+    below: dict[str, int] | None = {}
+    if isinstance(node, Call) and node.name == "/":
+        node, divisor = node.arguments
+        below = _powers(divisor, ("s", 2))
+    match node:
+        case Call("*", (number, letters)) if _is_written(number):
+            above = _powers(letters, ("m", 2), ("m", 3))
+        case _:
+            return ()
+    if not above or below is None:
         return ()
-    text = value_form(first)
-    unit = " ".join(
-        name if power == 1 else f"{name}^{power}" for name, power in sorted(powers.items())
-    )
-    return text, f"{text} [{unit}]"
+    factors = [*above.items(), *((letter, -power) for letter, power in below.items())]
+    unit, size = reduced(factors)
+    measured = number if size == 1 else Call("*", (Number(size), number))
+    return value_form(number), f"{value_form(measured)} [{unit}]"
 
 
-def _collect(node: Node, powers: dict[str, int], sign: int) -> Node | None:
-    """The number at the front of a product, whose letters are counted; None if it is no such."""
-    if not variables_of(node):
-        return None if powers else node
-    if isinstance(node, Call) and node.name in ("*", "/"):
-        first = _collect(node.arguments[0], powers, sign)
-        if first is None:
+def _powers(node: Node, *raised: tuple[str, int]) -> dict[str, int] | None:
+    """The letter of a unit with its power, which may be one of those given besides 1."""
+    match node:
+        case Symbol(name) if name in LETTERS:
+            power = 1
+        case Call("^", (Symbol(name), Number(exponent))) if (name, int(exponent)) in raised:
+            power = int(exponent)
+        case _:
             return None
-        last = _collect(node.arguments[1], powers, sign if node.name == "*" else -sign)
-        return first if last == Number(Fraction(1)) else None
-    if isinstance(node, Symbol) and node.name in LETTERS:
-        name = "L" if node.name == "l" else node.name
-        powers[name] = powers.get(name, 0) + sign
-        return Number(Fraction(1))
-    if isinstance(node, Call) and node.name == "^" and isinstance(node.arguments[0], Symbol):
-        exponent = node.arguments[1]
-        if isinstance(exponent, Number) and exponent.value.denominator == 1:
-            return _collect(node.arguments[0], powers, sign * int(exponent.value))
-    return None
+    return {{"l": "L", "Omega": "Ω"}.get(name, name): power}
+
+
+def _is_written(node: Node) -> bool:
+    """Whether an expression is a number in digits, or a fraction of two."""
+    if isinstance(node, Call) and node.name in ("/", "negate"):
+        return all(map(_is_written, node.arguments))
+    return isinstance(node, Number)
 
 
 def _symbol(node: Symbol) -> Forms:
@@ -98,14 +105,16 @@ def _symbol(node: Symbol) -> Forms:
         return Forms.of(text, f"text {node.name}") if node.name != "i" else Forms.of(text)
     if node.name in ("pi",):
         return Forms.of(value_form(node))
-    return Forms.of(value_form(node), text_form(node.name))
+    forms = Forms.of(value_form(node))
+    return forms.or_else(Forms.of(text_form(node.name))) if node.name.isalnum() else forms
 
 
 def _quantity(node: Quantity) -> Forms:
     inner = forms_of(node.value)
     if not node.unit:
         return inner
-    return Forms.of(f"{inner.main} [{node.unit}]").holding(inner, UNIT)
+    measured = inner if node.size == 1 else forms_of(node.measured)
+    return Forms.of(f"{measured.main} [{node.unit}]").holding(inner, UNIT)
 
 
 def _ratio(node: Ratio) -> Forms:
@@ -121,11 +130,13 @@ def _group(node: Group) -> Forms:
     if node.opening == "{set":
         return _set(items)
     inside = ";".join(item.main for item in items)
+    rows = [item.items for item in node.items if isinstance(item, Group) and item.opening == "["]
+    if node.opening == "[" and len(rows) == len(items):  # as programs write matrices
+        return forms_of(Matrix(tuple(rows)))
     full = [f"{node.opening}{inside}{node.closing}"]
     try:
         full.append(real_sets.set_text(real_sets.set_of(node)))
-        if node.opening + node.closing != "()" or "oo" in full[1]:  # it is no point
-            full.reverse()
+        full.reverse()
     except NotRead:
         if node.opening + node.closing == "[]" and len(items) > 2:
             full.append(f"({inside})")
@@ -154,7 +165,7 @@ def _matrix(node: Matrix) -> Forms:
     if len(rows) == 1 and len(rows[0]) == 1:
         full.append(rows[0][0])
     elif all(len(row) == 1 for row in rows):
-        full.append("(" + ";".join(row[0] for row in rows) + ")")
+        full.append(forms_of(Group("(", tuple(row[0] for row in node.rows), ")")).main)
     return Forms.of(*full)
 
 
@@ -182,14 +193,19 @@ def _listing(node: Listing) -> Forms:
     items = [forms_of(item) for item in named(node.items)]
     if node.joined == ";" and all(isinstance(item, Listing) for item in node.items):
         # `p=5, q=2; p=7, q=2` says two points
-        points = {f"({';'.join(_shorts(item))})" for item in node.items}
-        return _set(items).without(NAME, "{" + ";".join(sorted(points)) + "}")
-    return _set(items).or_else(set_forms(node))
+        values = [_point(item) for item in node.items if isinstance(item, Listing)]
+        points = forms_of(Listing(tuple(values), ","))
+        return _set(items).without(NAME, points.main)
+    of_set = set_forms(node)
+    if of_set.all and any(isinstance(i, Relation) and i.names != ("=",) for i in node.items):
+        return of_set  # `x > 2 and x < 5` is not `x > 2 or x < 5`
+    return _set(items).or_else(of_set)
 
 
-def _shorts(node: Node) -> list[str]:
-    assert isinstance(node, Listing)
-    return [forms_of(item).shortest for item in node.items]
+def _point(node: Listing) -> Node:
+    """The point whose coordinates equations say, in their order."""
+    values = (named_value(one) if isinstance(one, Relation) else one for one in node.items)
+    return Group("(", tuple(value for value in values if value is not None), ")")
 
 
 def _based(node: Based) -> Forms:
@@ -200,13 +216,18 @@ def _based(node: Based) -> Forms:
 
 
 def _choice(node: Choice) -> Forms:
-    return forms_of(Symbol(node.letter)).holding(forms_of(node.text), NAME)
+    letter, text = forms_of(Symbol(node.letter)), forms_of(node.text)
+    return Forms.of(f"{node.letter}: {text.main}").holding(letter, "text").holding(text, "letter")
 
 
 def _words(node: Words) -> Forms:
     form = text_form(node.text)
+    if (number := number_in_words(form.removeprefix("text "))) is not None:
+        return Forms.of(form, str(number))
     if form in _NONE:
         return Forms.of(form, "{}")
+    if form in _MISSING:
+        return Forms.of(form, "text does not exist")
     if form in _ALL:
         return Forms.of(form, "(-oo,oo)")
     if form == "text ":
@@ -214,8 +235,10 @@ def _words(node: Words) -> Forms:
     return Forms.of(form)
 
 
+_MISSING = {f"text {what}" for what in ("does not exist", "dne", "undefined")}
 _NONE = {
-    f"text {what}" for what in ("no solution", "no solutions", "no real solutions", "empty set")
+    f"text {what}"
+    for what in ("no solution", "no solutions", "no real solutions", "empty set", "none")
 }
 _ALL = {f"text {what}" for what in ("all real numbers", "all reals", "reals", "real numbers")}
 

@@ -164,29 +164,32 @@ def real(value: Value) -> Value:
     return value
 
 
-def value_text(value: Value) -> str:
-    """The shortest text of a value: `1/2`, or 15 digits of what is no simple fraction.
+def value_text(value: Value, exact: bool = True) -> str:
+    """The shortest text of a value: `1/2`, or 20 digits of what is no simple fraction.
 
-    Two values of one number have the same text, however each was computed.
+    Two values of one number have the same text, however each was computed; where `exact` is true,
+    fractions with denominators above a million must have been computed exactly in both.
     """
     value = snapped(value)
     if isinstance(value, Fraction):
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > 10_000:
             return f"{value.numerator:x}/{value.denominator:x}h"  # decimals would take long
-        return str(value)
+        if exact or value.denominator <= _MOST_DENOMINATOR:
+            return str(value)
+        value = as_float(value)
     if isinstance(value, CONTEXT.mpc):
         scale = abs(value) * _SNAP
         parts = (Fraction(0) if abs(part) < scale else part for part in (value.real, value.imag))
         return "{}+{}i".format(*(value_text(part) for part in parts))
-    return str(CONTEXT.nstr(value, 15))
+    return str(CONTEXT.nstr(value, 20))
 
 
 def factorial(value: Value) -> Value:
     """The factorial; by the gamma function for what is no whole number, as points of `n!` are."""
     number = snapped(value)
-    if abs(number) > 1000:
+    if abs(number) > 10**5:
         raise Undefined
-    if isinstance(number, Fraction) and number.denominator == 1:
+    if isinstance(number, Fraction) and number.denominator == 1 and number <= 1000:
         if number < 0:
             raise Undefined
         return _bounded(Fraction(math.factorial(int(number))))
@@ -197,7 +200,8 @@ def binomial(above: Value, below: Value) -> Value:
     """The binomial coefficient, for any upper number and a small whole lower one."""
     n, k = snapped(above), snapped(below)
     if not isinstance(k, Fraction) or k.denominator != 1 or not 0 <= k <= 2000:
-        raise Undefined
+        others = multiply(factorial(k), factorial(add(n, multiply(Fraction(-1), k))))
+        return divide(factorial(n), others)
     if isinstance(n, Fraction) and n.denominator == 1 and 0 <= n <= 2000:
         return _bounded(Fraction(math.comb(int(n), int(k))))
     if k > 50:

@@ -175,7 +175,8 @@ def set_of_relations(node: Node) -> Pieces:
         if len({name for item in node.items for name in _variable(item)}) > 1:
             raise NotRead
         sets = [set_of_relations(item) for item in node.items]
-        if node.joined == "and" or all(_excludes(item) for item in node.items):
+        excludes = node.joined == "," and all(_excludes(item) for item in node.items)
+        if node.joined == "and" or excludes:
             result = ALL
             for one in sets:
                 result = intersection(result, one)

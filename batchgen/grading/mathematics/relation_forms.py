@@ -13,6 +13,7 @@ from batchgen.grading.mathematics.reading.nodes import (
     Call,
     Group,
     Listing,
+    Matrix,
     Node,
     NotRead,
     Number,
@@ -50,12 +51,19 @@ def _equation(node: Relation, forms_of: FormsOf) -> Forms:
     chain = Forms.of(_chain(node, forms_of))
     scaled = _scaled(first, value) if len(sides) == 2 else ()
     if _is_name(first):
-        return Forms.of(f"{_name(first, forms_of)} = {of_value.main}", *scaled).holding(
-            of_value, NAME
-        )
+        full = [f"{_name(first, forms_of)} = {of_value.main}", *scaled]
+        if isinstance(first, Group) and isinstance(value, Group):  # `(x, y) = (5, 7)`
+            pairs = zip(first.items, value.items, strict=False)
+            equations = tuple(Relation(pair, ("=",)) for pair in pairs)
+            full.append(forms_of(Listing(equations, ",")).main)
+        forms = Forms.of(*full)
+        others = [side for side in sides if side is not first]
+        if isinstance(first, Symbol) and any(first.name in variables_of(side) for side in others):
+            return forms  # it says something of its name, but not what it is
+        return forms.holding(of_value, NAME)
     if _is_constant(first) and _is_constant(value):
         return of_value.or_else(chain)
-    if len(sides) > 2 and _is_constant(value):  # `m + n = 100 + 13 = 113`
+    if len(sides) > 2 and all(map(_is_constant, sides[1:])):  # `m + n = 100 + 13 = 113`
         return chain.holding(of_value, NAME)
     return Forms.of(*scaled) if scaled else chain
 
@@ -110,6 +118,8 @@ def _is_name(node: Node) -> bool:
         return isinstance(left, Symbol) and left.name == "P" and _is_name(right)
     if isinstance(node, Ratio):
         return all(_is_name(item) for item in node.items)
+    if isinstance(node, Matrix):
+        return all(_is_name(item) for row in node.rows for item in row)
     return isinstance(node, Words) or (isinstance(node, Group) and all(map(_is_name, node.items)))
 
 
@@ -136,7 +146,9 @@ def _scaled(left: Node, right: Node) -> tuple[str, ...]:
         values = values_of(Call("+", (left, Call("negate", (right,)))))
         if all(value != 0 for value in values):
             ratios = [numbers.divide(value, values[0]) for value in values[1:]]
-            return ("0 = " + " | ".join(map(numbers.value_text, ratios)),)
+            return (
+                "0 = " + " | ".join(numbers.value_text(ratio, exact=False) for ratio in ratios),
+            )
     except (NotRead, Undefined):
         pass
     return ()
@@ -182,7 +194,7 @@ def _step(left: Node, name: str, right: Node) -> str:
         raise NotRead
     sign = {"<": ">", "<=": ">="}.get(name, name)
     return f"{sign} 0: " + " | ".join(
-        numbers.value_text(numbers.divide(value, scale)) for value in values
+        numbers.value_text(numbers.divide(value, scale), exact=False) for value in values
     )
 
 

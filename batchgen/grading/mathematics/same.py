@@ -8,18 +8,24 @@ from functools import lru_cache
 from batchgen.grading.mathematics.forms import Forms, text_form
 from batchgen.grading.mathematics.normal_forms import forms_of
 from batchgen.grading.mathematics.reading.layout import tidy
-from batchgen.grading.mathematics.reading.nodes import NotRead, Words
+from batchgen.grading.mathematics.reading.nodes import Listing, NotRead, Symbol, Words
 from batchgen.grading.mathematics.reading.parser import read
 
 MOST_CHARACTERS = 2000
 """Of an answer that is read as mathematics. A longer one is only the same as its own text."""
 
-_SPACE = re.compile(r"\s+")
-_ONLY_WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_](?:[^\W\d_]|[\s.,:;'\"()?!-])*[^\W\d_]")
+_SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{3}-[0-9]{4}")
+_TIME = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))? ?([ap])m", re.I)
+_CIRCLED = re.compile(r"[①-⑳](?:[\s,、，和或与]*[①-⑳])*")
+_ORDERED = re.compile(r"(?!inf)(?:[A-Z]{2,}|(?=.*[aeiouyAEIOUY])[A-Za-z]{3,}|no|on|of|is|it|if)")
+_CHOICES = re.compile(r"(?=..)A?B?C?D?E?F?")
 _TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox|hbox|operatorname)(?![A-Za-z])")
-_WORDS = re.compile(r"[\w\s.,:;'\"()?!-]*[^\W\d_]{2}[\w\s.,:;'\"()?!-]*")
+_WORDS = re.compile(r"(?=.*[^\W\d_]{2})(?:\w|\s|['\"?!-](?![0-9])|[.,;:](?=\s|\Z))*", re.S)
 _SHORT_INTEGER = re.compile(r"-?[1-9][0-9]{0,30}|0")
-_GROUPED = re.compile(r"\d,\d{3}(?!\d)")
+_GROUPED = re.compile(r"[0-9],[1-9][0-9]{2}(?![0-9])")
+_BRACKET = re.compile(r"[(\[]|\\\{")
+_ZEROS = re.compile(r"[0-9],0[0-9]{2}(?![0-9])")
 
 
 def same_math(gold: str, answer: str) -> bool:
@@ -50,22 +56,39 @@ def forms(text: str) -> Forms:
         return Forms.of(text)
     if len(text) > MOST_CHARACTERS:
         return Forms.of("long " + _bare(text))
+    if _CIRCLED.fullmatch(text.strip(" .。")):  # which statements are right
+        return Forms.of("{" + ";".join(sorted(set(re.findall("[①-⑳]", text)))) + "}")
     plain = tidy(text)
+    if (special := _special(plain)) is not None:
+        return special
     found: Forms | None = None
-    ways = (True, False) if _GROUPED.search(plain) else (True,)
+    ways: tuple[bool, ...] = (True,)
+    if _GROUPED.search(plain) and not _ZEROS.search(plain):
+        ways = (False,) if _BRACKET.search(plain) else (True, False)
     for thousands in ways:
         try:
             one = forms_of(read(plain, thousands))
         except (NotRead, RecursionError):
             continue
         found = one if found is None else found.or_else(one)
-    words = _TEXT.sub(" ", plain)
-    if found is not None:
-        return (
-            found.or_else(Forms.of(text_form(words)))
-            if _ONLY_WORDS.fullmatch(words.strip())
-            else found
-        )
-    unread = Forms.of(f"unread {_bare(plain)}")
-    bare = words.replace("{", "").replace("}", "")
-    return unread.or_else(forms_of(Words(bare))) if _WORDS.fullmatch(bare) else unread
+    words = _TEXT.sub(" ", plain).replace("{", "").replace("}", "").strip()
+    if _WORDS.fullmatch(words):
+        said = forms_of(Words(words))
+        return said if found is None else found.or_else(said)
+    return Forms.of(f"unread {_bare(plain)}") if found is None else found
+
+
+def _special(plain: str) -> Forms | None:
+    """The forms of a date, a time of day, and letters whose order matters."""
+    words = _TEXT.sub(" ", plain).replace("{", "").replace("}", "").strip()
+    if _DATE.fullmatch(words):
+        return Forms.of(text_form(words))
+    if match := _TIME.fullmatch(_SPACE.sub("", words)):
+        hour = int(match[1]) % 12 + (12 if match[3] in "pP" else 0)
+        return Forms.of(f"time {hour}:{match[2] or '00'}")
+    if _ORDERED.fullmatch(words):  # names, and the order of things
+        forms = forms_of(Words(words))
+        if _CHOICES.fullmatch(words):  # `ACD` is also three choices
+            forms = forms.or_else(forms_of(Listing(tuple(map(Symbol, words)), ",")))
+        return forms
+    return None

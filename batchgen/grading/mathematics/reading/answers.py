@@ -41,6 +41,7 @@ class Answers:
     def __init__(self, cursor: Cursor) -> None:
         self.cursor = cursor
         self.expressions = Expressions(cursor, self.bracket)
+        self._colon_is_bar = False  # of a set-builder
 
     def whole(self) -> Node:
         """The answer that all tokens say."""
@@ -65,12 +66,15 @@ class Answers:
                     groups.append([])
                 elif word := self._joining():
                     joined = word
+                    if word == "or" and len(groups[-1]) > 1 and _are_relations(groups[-1]):
+                        groups.append([])  # `x=1, y=2 or x=3, y=4`
                 elif self.cursor.accept("mid") and "}set" in closing:
                     return Builder(_only(groups), self.listing(*closing))
                 else:
                     break
-            items = [_joined(group, joined) for group in groups]
-            return _joined(items, ";" if len(items) > 1 else joined)
+            if len(groups) == 1:
+                return _joined(groups[0], joined)
+            return _joined([_joined(group, ",") for group in groups], ";")
 
     def _joining(self) -> str | None:
         token = self.cursor.next
@@ -133,19 +137,27 @@ class Answers:
         return result
 
     def _name_in_words(self) -> Node | None:
-        """Words before an equals sign, as in `Total area = 5`: the name of a value."""
+        """What stands before an equals sign as the name of a value: `Total area`, `p(x)`."""
+        texts = [self.cursor.peek(ahead) for ahead in range(5)]
+        kinds = texts[0].kind, texts[2].kind
+        if [token.text for token in texts[1::2]] == ["(", ")"] and texts[4].text == "=":
+            if kinds in (("letter", "letter"), ("letter", "number")):
+                self.cursor.at += 4
+                return Symbol(f"{texts[0].text}({texts[2].text})")
         ahead = 0
         while self.cursor.peek(ahead).kind in ("word", "letter"):
             ahead += 1
         tokens = [self.cursor.peek(at) for at in range(ahead)]
         if self.cursor.peek(ahead).text != "=" or not any(t.kind == "word" for t in tokens):
             return None
+        if "not" in [token.text for token in tokens]:
+            raise NotRead
         self.cursor.at += ahead
         return Symbol(" ".join(token.text for token in tokens))
 
     def _ratio(self) -> Node:
         items = [self._quantity()]
-        while self.cursor.accept(":"):
+        while not self._colon_is_bar and self.cursor.accept(":"):
             items.append(self._quantity())
         return Ratio(tuple(items)) if len(items) > 1 else items[0]
 
@@ -166,10 +178,13 @@ class Answers:
             return Quantity(value, _MONEY[money])
         if unit is None:
             return value
-        first = Quantity(value, unit)
-        if unit and self.cursor.next.kind == "number":  # `3 hours 20 minutes`
-            return Listing((first, self._quantity()), "and")
-        return first
+        first = Quantity(value, *unit)
+        if not first.unit or self.cursor.next.kind != "number":
+            return first
+        other = self._quantity()  # `3 hours 20 minutes`
+        if not isinstance(other, Quantity) or other.unit != first.unit:
+            raise NotRead
+        return Quantity(Call("+", (first.measured, other.measured)), first.unit)
 
     def _set_or_sum(self) -> Node:
         if self.cursor.accept("emptyset"):
@@ -178,11 +193,20 @@ class Answers:
             return Group("(", (Call("negate", (Symbol("oo"),)), Symbol("oo")), ")")
         if self.cursor.next.kind == "sign" and self.cursor.next.text.startswith("set "):
             return Symbol(self.cursor.take().text)
-        if self.cursor.accept("angle", "triangle", "%"):
+        if self.cursor.is_sign("angle", "triangle"):
+            return self._figure()
+        if self.cursor.accept("%"):
             return self._set_or_sum()
         if self.cursor.next.kind == "word":
             return self._words()
         return self.expressions.sum()
+
+    def _figure(self) -> Node:
+        """An angle or a triangle by the letters of its points."""
+        name = self.cursor.take().text
+        while self.cursor.next.kind == "letter":
+            name += " " + self.cursor.take().text
+        return Symbol(name)
 
     def _words(self) -> Node:
         """Words to the end of the clause."""
@@ -207,15 +231,11 @@ class Answers:
         return self._items(opening, partial(self.listing, *closing))
 
     def _items(self, opening: str, listing: partial[Node]) -> Node:
+        outside, self._colon_is_bar = self._colon_is_bar, opening == "{set"
         inner = listing()
-        if opening == "{set" and self.cursor.is_sign("|", ":"):
-            self.cursor.take()
+        if opening == "{set" and self.cursor.accept("|", ":"):
             inner = Builder(inner, listing())
-        elif opening == "{set" and isinstance(inner, Relation):
-            first = inner.sides[0]
-            if isinstance(first, Ratio) and len(first.items) == 2:  # its colon is that of a builder
-                condition = Relation((first.items[1], *inner.sides[1:]), inner.names)
-                inner = Builder(first.items[0], condition)
+        self._colon_is_bar = outside
         close = self.cursor.expect(*_CLOSING[opening])
         if isinstance(inner, Builder):
             return inner
@@ -230,6 +250,10 @@ class Answers:
         if opening == "[" and close == "]" and not isinstance(inner, Relation | Listing):
             return inner
         raise NotRead
+
+
+def _are_relations(nodes: list[Node]) -> bool:
+    return all(isinstance(node, Relation) for node in nodes)
 
 
 def _only(groups: list[list[Node]]) -> Node:

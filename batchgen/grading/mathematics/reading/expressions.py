@@ -103,6 +103,8 @@ class Expressions:
             elif self.cursor.accept("^"):
                 result = Call("^", (result, self._argument()))
             elif self.cursor.accept("!"):
+                if self.cursor.is_sign("!"):  # a double factorial
+                    raise NotRead
                 result = Call("factorial", (result,))
             elif self.cursor.accept("%"):
                 result = Call("percent", (result,))
@@ -172,11 +174,11 @@ class Expressions:
             return Call("abs", (inner,))
         if text in ("pi", "infty"):
             return Symbol({"infty": "oo"}.get(text, text))
-        if text in ("overline", "bar"):
+        if text in ("overline", "bar", "overrightarrow"):
             inner = self._argument()
             if isinstance(inner, Symbol):
-                return Symbol(f"bar {inner.name}")
-            return Symbol(f"bar {_name_of(inner)}")
+                return Symbol(f"{text} {inner.name}")
+            return Symbol(f"{text} {_name_of(inner)}")
         if len(text) == 1 and text.isalpha():
             return self._symbol(text)
         raise NotRead
@@ -199,6 +201,9 @@ class Expressions:
         """A function's name with its exponent, subscript and argument."""
         if name == "sqrt":
             return self._square_root()
+        if name == "cbrt":
+            (inner,) = self._function_arguments(name)
+            return Call("^", (inner, Number(Fraction(1, 3))))
         base: Node | None = None
         exponent: Node | None = None
         for _ in range(2):

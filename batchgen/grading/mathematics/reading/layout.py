@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from batchgen.grading.mathematics.reading.units import UNITS
+from batchgen.grading.mathematics.reading.spellings import usual
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
@@ -23,11 +23,12 @@ _CHARACTERS = {
     "∈": r"\in ", "±": r"\pm ", "∓": r"\mp ", "°": r"\degree ", "ℝ": r"\mathbb{R}", "′": "'",
     "∠": r"\angle ", "⟨": r"\langle ", "⟩": r"\rangle ", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
     "⌈": r"\lceil ", "⌉": r"\rceil ", "’": "'", "∣": "|", "∶": ":", "⇒": r"\Rightarrow ",
+    "或": " or ", "和": " and ", "与": " and ", "且": " and ", "及": " and ", "、": ", ", "。": ".",
     "¢": " cents ", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
 }  # fmt: skip
 _CHARACTER = re.compile("|".join(map(re.escape, _CHARACTERS)))
 _GONE = re.compile(
-    r"\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|bf|rm|it|large"
+    r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|bf|rm|it|large"
     r"|Large|normalsize|nolimits|hfill|centering|notag|nonumber)(?![A-Za-z])|\\!|\\/"
 )
 _SPACE = re.compile(
@@ -36,37 +37,34 @@ _SPACE = re.compile(
 )
 _FONTS = re.compile(
     r"\\(?:mathbf|boldsymbol|bm|pmb|mathit|mathsf|mathtt|mathcal|underline|boxed|fbox|framebox|emph"
-    r"|mathnormal|ensuremath|displaylines|cancel|symbf|mathbin|mathop|vec|hat|widehat|overrightarrow"
+    r"|mathnormal|ensuremath|displaylines|cancel|symbf|mathbin|mathop|vec|hat|widehat"
     r"|uline|bold)(?![A-Za-z])"
 )
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z])")
 _DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|(?<!\\)\$")
 _STARS = re.compile(r"(?<=[\w)])[ \t]*\*\*[ \t]*(?=[\w(-])")
 _INTRODUCTION = re.compile(
-    r"\s*(?:\\text\s*\{\s*)?(?:(?:so|thus|therefore|hence)[ ,]*)?(?:the\s+)?"
-    r"(?:final\s+|correct\s+)?answer(?:\s+is\b)?\s*:?(?:\s*\}\s*|\s+)(?=\S)"
+    r"\s*(?:\\text\s*\{\s*)?(?:(?:so|thus|therefore|hence)[ ,]+)?(?:the\s+)?"
+    r"(?:final\s+|correct\s+)?answer(?:\s+is\b)?\s*[:=]?(?:\s*\}\s*|\s+)(?=\S)"
+    r"|\s*(?:option|choice|[正确]*答案|选项?)\s*[是为选]?\s*:?\s*(?=\(?[A-Z]\)?(?![A-Za-z]))"
+    r"|\s*(?:so|thus|therefore|hence)[ ,]+"
+    r"|\s*[正确]*答案\s*[是为]?\s*:?\s*(?=\S)"
     r"|\s*(?:\\(?:therefore|implies|Rightarrow|approx)(?![A-Za-z])|∴|=(?!=))",
     re.I,
 )
-_SYSTEM = re.compile(
-    r"(?:\\\{\s*)?\\begin\{(cases|aligned|align\*?|gathered|array)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}\s*\.?",
-    re.S,
-)
+_FOR_ALL = re.compile(r"[\s,(]{0,4}(?:\\text\s*\{\s*)?\bfor (?:all|any|every|each)\b.*\Z", re.S)
 _DAYTIME = re.compile(r"(?<![A-Za-z])([AaPp])\.\s?([Mm])\b\.?")
-_UNIT_FRACTION = re.compile(
-    r"\\[dt]?frac\s*\{\s*(?:\\(?:text|mathrm)\s*\{)?\s*([A-Za-z]+)\s*\}*\s*"
-    r"\{\s*(?:\\(?:text|mathrm)\s*\{)?\s*([A-Za-z]+)\s*\}+"
-)
 
 
 def tidy(text: str) -> str:
     """The text of an answer with plain characters and without layout."""
     if _PLAIN.fullmatch(text):
-        text = _SPACES.sub(" ", text)
+        text = usual(_SPACES.sub(" ", text))
     else:
         text = _without_layout(text)
     text = _DAYTIME.sub(r"\1\2", text).strip()
     text = _INTRODUCTION.sub("", text, count=1) if _INTRODUCTION.match(text) else text
+    text = _FOR_ALL.sub("", text)
     return text.strip().rstrip(".,;\\ ")
 
 
@@ -81,24 +79,7 @@ def _without_layout(text: str) -> str:
     text = _STARS.sub("^", text).replace("**", " ").replace("{,}", ",").replace("`", "")
     text = _GONE.sub("", text)
     text = _FONTS.sub(" ", text)
-    text = _SYSTEM.sub(_system, _SPACE.sub(" ", text))
-    text = text.replace(r"m\angle", r"\angle")
-    text = _UNIT_FRACTION.sub(_unit_fraction, text)
-    return _without_dollars(text)
-
-
-def _unit_fraction(found: re.Match[str]) -> str:
-    above, below = found.groups()
-    known = above in UNITS and below in UNITS and found[0].count("{") == found[0].count("}")
-    return rf" {above}/{below}" if known else found[0]
-
-
-def _system(found: re.Match[str]) -> str:
-    """The equations of a system, with commas between them; a matrix stays."""
-    if found[1] == "array" and not found[0].startswith("\\{"):
-        return found[0]
-    rows = re.split(r"\\\\", found[2].replace("&", " "))
-    return ", ".join(row.strip(" ,.") for row in rows if row.strip())
+    return usual(_without_dollars(_SPACE.sub(" ", text)))
 
 
 def _vulgar(found: re.Match[str]) -> str:

@@ -38,10 +38,20 @@ class Based:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A value with a unit of measure (`18 cm^2`), or of money (`$18`)."""
+    """A value with a unit of measure (`18 cm^2`), or of money (`$18`).
+
+    Attributes:
+        size: how many of the unit are one of what is meant: 60 for minutes, as unit `s`.
+    """
 
     value: Node
     unit: str
+    size: Fraction = Fraction(1)
+
+    @property
+    def measured(self) -> Node:
+        """The value in terms of the unit."""
+        return self.value if self.size == 1 else Call("*", (Number(self.size), self.value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ MOST_TOKENS = 2000
 FUNCTIONS = {
     "sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan",
     "ln", "lg", "log", "exp", "sqrt", "max", "min", "gcd", "lcm", "floor", "ceil", "abs",
+    "asin", "acos", "atan", "cbrt",
 }  # fmt: skip
 SCALES = {
     "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9,
-    "trillion": 10**12,
+    "trillion": 10**12, "万": 10**4, "亿": 10**8,
 }  # fmt: skip
 _COMMANDS = {
     "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "leq": "le", "leqslant": "le", "geq": "ge",
@@ -32,20 +33,20 @@ _COMMANDS = {
     "langle": "langle", "rangle": "rangle", "rightarrow": "to", "Rightarrow": "implies",
 }  # fmt: skip
 _STRUCTURE = set(
-    "frac binom pi infty overline bar angle triangle lfloor rfloor lceil rceil langle rangle "
-    "degree le ge ne approx in equiv to cong sim parallel perp notin subset subseteq implies iff "
-    "mid cup cap setminus emptyset reals pm mp".split()
+    "frac binom pi infty overline bar overrightarrow angle triangle lfloor rfloor lceil rceil "
+    "langle rangle degree le ge ne approx in equiv to cong sim parallel perp notin subset "
+    "subseteq implies iff mid cup cap setminus emptyset reals pm mp".split()
 )
 """Commands that the grammar knows; any other one is a letter, such as `\\alpha`."""
 _TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox|operatorname\*?|hbox)\s*(?=\{)")
-_NUMBER = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_NUMBER = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?"
 _GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])(?:\.[0-9]+)?"
 _SPACED = r"[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9])(?:\.[0-9]+)?"
 _TOKEN = re.compile(
     rf"(?P<begin>\\begin\s*\{{(?P<kind>[a-z]*)\*?\}}(?:\s*\{{[clr|]*\}})?)|(?P<end>\\end\s*\{{[a-z]*\*?\}})"
     r"|(?P<row>\\\\(?:\[[^\]]*\])?)|(?P<blackboard>\\mathbb\s*\{?\s*([A-Z])\s*\}?)"
     r"|\\(?P<command>[A-Za-z]+|[^A-Za-z\s])"
-    rf"|(?P<number>{_GROUPED}|{_SPACED}|{_NUMBER})|(?P<letters>[^\W\d_]+)"
+    rf"|(?P<number>{_GROUPED}|{_SPACED}|{_NUMBER})|(?P<letters>[\u3400-\u9fff]+|[^\W\d_\u3400-\u9fff]+)"
     r"|(?P<sign><=|>=|!=|<>|==|[^\s\w]|_)|(?P<space>\s+)",
     re.S,
 )
@@ -82,19 +83,22 @@ def tokens_of(text: str, thousands: bool = True) -> list[Token]:
     Raises:
         NotRead: they are too many, or a brace is not closed.
     """
-    found = _tokens(text, thousands, quoted=False)
+    found = _tokens(text, thousands)
     if len(found) > MOST_TOKENS:
         raise NotRead
     return found
 
 
-def _tokens(text: str, thousands: bool, quoted: bool) -> list[Token]:
+def _tokens(
+    text: str, thousands: bool, before: Token | None = None, quoted: bool = False
+) -> list[Token]:
     found: list[Token] = []
     at, spaced = 0, False
     while at < len(text):
         if not quoted and (match := _TEXT.match(text, at)):
             end = _closing(text, match.end())
-            inner = _tokens(text[match.end() + 1 : end], thousands, quoted=True)
+            last = found[-1] if found else None
+            inner = _tokens(text[match.end() + 1 : end], thousands, last, quoted=True)
             if inner:
                 inner[0] = replace(inner[0], spaced=True)
             found += inner
@@ -113,7 +117,7 @@ def _tokens(text: str, thousands: bool, quoted: bool) -> list[Token]:
             at = match.end()
             found.append(Token("number", match[0], spaced, quoted))
         else:
-            found += _read(match, spaced, quoted, first=not found)
+            found += _read(match, spaced, quoted, found[-1] if found else before)
         spaced = False
     return found
 
@@ -128,13 +132,15 @@ def _closing(text: str, start: int) -> int:
     raise NotRead
 
 
-def _read(match: re.Match[str], spaced: bool, quoted: bool, first: bool) -> list[Token]:
+def _read(match: re.Match[str], spaced: bool, quoted: bool, previous: Token | None) -> list[Token]:
     if match["number"]:
         number = match["number"].replace(",", "").replace(" ", "")
         return [Token("number", number, spaced, quoted)]
     if match["letters"]:
         letters = match["letters"]
-        if first and not quoted and len(letters) == 2 and letters in UNITS:  # of nothing
+        if quoted and len(letters) == 1 and letters in UNITS and _is_value(previous, letters):
+            return [Token("word", letters, spaced, quoted)]
+        if previous is None and not quoted and len(letters) == 2 and letters in UNITS:  # of nothing
             return [Token("letter", letter, spaced) for letter in letters]
         return _letters(letters, spaced, quoted)
     if match["begin"]:
@@ -165,9 +171,11 @@ def _letters(letters: str, spaced: bool, quoted: bool) -> list[Token]:
     is_time = letters == "min" or (quoted and letters == "sec")
     if letters in FUNCTIONS and not is_time:
         return [Token("function", letters, spaced, quoted)]
-    if letters in ("pi", "infty", "infinity", "cup", "oo"):
-        name = {"infinity": "infty", "oo": "infty"}.get(letters, letters)
+    if letters in ("pi", "infty", "infinity", "inf", "cup", "oo"):
+        name = {"infinity": "infty", "inf": "infty", "oo": "infty"}.get(letters, letters)
         return [Token("sign", name, spaced, quoted)]
+    if letters >= "\u3400":
+        return _chinese(letters, spaced, quoted)
     if len(letters) == 1:
         return [Token("letter", _letter(letters), spaced, quoted)]
     if quoted or letters.lower() in _JOINING or _is_word(letters):
@@ -175,6 +183,21 @@ def _letters(letters: str, spaced: bool, quoted: bool) -> list[Token]:
     return [
         Token("letter", _letter(letter), spaced and at == 0) for at, letter in enumerate(letters)
     ]
+
+
+def _is_value(token: Token | None, letter: str) -> bool:
+    """Whether a token ends a value, behind which a letter in a text is a unit."""
+    if token is None:
+        return False
+    return token.kind == "number" or (letter.islower() and token.text in ("}", ")", "pi"))
+
+
+def _chinese(letters: str, spaced: bool, quoted: bool) -> list[Token]:
+    """A Chinese word; ten thousand of something is a word of its own."""
+    if letters[0] in SCALES and len(letters) > 1:
+        first = Token("word", letters[0], spaced, quoted)
+        return [first, Token("word", letters[1:], quoted=quoted)]
+    return [Token("word", letters, spaced, quoted)]
 
 
 def _letter(letter: str) -> str:
@@ -188,7 +211,8 @@ def _is_word(letters: str) -> bool:
     if (
         letters in UNITS
         or letters.lower() in SCALES
-        or letters in ("per", "not", "AM", "PM", "am", "pm")
+        or letters
+        in ("per", "not", "mod", "at", "is", "if", "on", "by", "of", "AM", "PM", "am", "pm")
     ):
         return True
     return len(letters) >= 4 and bool(_VOWEL.search(letters)) and not letters.isupper()

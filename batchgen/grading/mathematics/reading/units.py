@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from fractions import Fraction
 
 _PREFIXES = {
     "": "", "kilo": "k", "centi": "c", "milli": "m", "micro": "µ", "nano": "n", "mega": "M",
     "giga": "G", "deci": "d", "hecto": "h", "tera": "T", "pico": "p",
+}  # fmt: skip
+_POWERS_OF_TEN = {
+    "k": 3, "c": -2, "m": -3, "µ": -6, "n": -9, "M": 6, "G": 9, "d": -1, "h": 2, "T": 12, "p": -12,
 }  # fmt: skip
 _PREFIXED = {
     "meter": "m", "metre": "m", "gram": "g", "gramme": "g", "liter": "L", "litre": "L",
@@ -24,13 +29,27 @@ _OTHERS = {
     "cup": "", "teaspoon": "tsp", "tablespoon": "tbsp", "rpm": "", "knot": "",
     "$": "dollar USD buck",
     "cent": "", "€": "euro EUR", "£": "GBP", "yuan": "RMB CNY", "yen": "JPY", "₹": "rupee INR",
-    "peso": "", "won": "", "franc": "", "unit": "", "square": "", "cubic": "",
+    "peso": "", "won": "", "franc": "", "unit": "", "square": "sq", "cubic": "",
 }  # fmt: skip
 _SYMBOLS = (
     "m km cm mm dm nm µm g kg mg µg L l mL ml dL dl cL cl kL kl s ms ns J kJ MJ N kN MN W kW MW mW"
     " GW V kV mV A mA Hz kHz MHz GHz Pa kPa MPa mol mmol cal kcal B kB KB MB GB TB"
     " eV keV MeV GeV bar"
 )
+
+
+_CHINESE = {
+    "米": "m", "厘米": "cm", "毫米": "mm", "分米": "dm", "千米": "km", "公里": "km", "克": "g",
+    "千克": "kg", "公斤": "kg", "吨": "ton", "升": "L", "毫升": "mL", "秒": "s",
+    "分钟": "min", "分": "min", "小时": "h", "时": "h", "天": "day", "年": "year", "元": "yuan",
+    "度": "degree", "英寸": "in",
+}  # fmt: skip
+_OF_OTHERS = {
+    "min": ("s", 60), "h": ("s", 3600), "day": ("s", 86400), "week": ("s", 604800),
+    "year": ("month", 12), "decade": ("month", 120), "century": ("month", 1200),
+    "ft": ("in", 12), "yd": ("in", 36), "mi": ("in", 63360), "lb": ("oz", 16),
+    "gallon": ("cup", 16), "quart": ("cup", 4), "pint": ("cup", 2), "tablespoon": ("teaspoon", 3),
+}  # fmt: skip
 
 
 def _names() -> dict[str, str]:
@@ -51,63 +70,88 @@ def _names() -> dict[str, str]:
             symbol.replace("l", "L") if symbol[-1] == "l" and symbol[:-1] in "mdck" else symbol
         )
     found["centuries"] = "century"
+    return found | _CHINESE
+
+
+def _sizes() -> dict[str, tuple[str, Fraction]]:
+    """Each unit in terms of the one that others of its kind are measured by."""
+    found = {short: (short, Fraction(1)) for short in UNITS.values()}
+    for symbol in _PREFIXED.values():
+        for prefix, power in _POWERS_OF_TEN.items():
+            found[prefix + symbol] = symbol, Fraction(10) ** power
+    for short, (other, number) in _OF_OTHERS.items():
+        found[short] = other, Fraction(number)
+    found["cent"] = "$", Fraction(1, 100)
     return found
 
 
 UNITS = _names()
-LETTERS = frozenset("mgLlsJNWVAhK")
+_SIZES = _sizes()
+LETTERS = frozenset((*"mgLlsJNWVAhK", "Omega"))
 """Units of one letter: bare, they may as well be variables."""
 _SHORTHANDS = {"mph": ["mi", "/", "h"], "kph": ["km", "/", "h"], "kmh": ["km", "/", "h"]}
-_PLAIN = {"unit", "units"}  # "18 units" says no more than 18
-_WORD = re.compile(r"[^\W\d_]+|[$€£₹°]|\^|\d+|[-/*().{}]")
+_IGNORED = frozenset("{}()*.·")
+_WORDS_FOR_POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cubed": 3}
+
+Unit = tuple[str, Fraction]
+"""A unit's name, of units by which their kinds are measured, and how many of it are one."""
 
 
-def unit_name(words: list[str]) -> str | None:
-    """The short name of a unit such as `square cm`, `m/s`, `km per hour` or `cm ^ 2`.
+def unit_of(words: list[str]) -> Unit | None:
+    """The unit that words say, such as `square cm`, `m / s`, `km per hour` or `cm ^ 2`.
 
     Returns:
-        Factors with their powers, in order (`m s^-1`), empty for `square units`; None if a word is
-        no unit.
+        The name has factors with their powers, in order (`m s^-1`), and is empty for `units`; None
+        if a word is no unit.
     """
-    words = [part for word in words for part in _SHORTHANDS.get(word, [word])]
-    powers: dict[str, int] = {}
-    sign, coming = 1, 1
-    last: str | None = None
-    at = 0
+    words = [part for word in words for part in _SHORTHANDS.get(word, _chinese(word))]
+    factors: list[tuple[str, int]] = []
+    sign, coming, at = 1, 1, 0
     while at < len(words):
         word = words[at]
         at += 1
-        if word in ("{", "}", "(", ")", "*", ".", "·"):
+        if word in _IGNORED:
             continue
-        if word in ("/", "per", "a", "an") and last is not None:
+        power = _WORDS_FOR_POWERS.get(word.lower())
+        if word in ("/", "per", "a", "an") and factors:
             sign = -1
-        elif word == "^" and last is not None:
-            power = "".join(part for part in words[at : at + 4] if part not in "{}")
-            match = re.match(r"-?\d", power)
+        elif word == "^" and factors:
+            match = re.match(r"\{*(-?[0-9])\}*", "".join(words[at : at + 4]))
             if match is None:
                 return None
-            powers[last] += (int(match[0]) - 1) * (1 if powers[last] > 0 else -1)
-            at += sum(1 for _ in match[0]) + 2 * (words[at] == "{")
-        elif word.lower() in ("square", "sq", "squared"):
-            if word.lower() == "squared" and last is not None:
-                powers[last] *= 2
-            else:
-                coming = 2
-        elif word.lower() in ("cubic", "cubed"):
-            if word.lower() == "cubed" and last is not None:
-                powers[last] *= 3
-            else:
-                coming = 3
+            factors[-1] = factors[-1][0], factors[-1][1] * int(match[1])
+            while at < len(words) and words[at] in ("{", "}", "-", match[1].lstrip("-")):
+                at += 1
+        elif power is not None and word.lower().endswith("ed") and factors:
+            factors[-1] = factors[-1][0], factors[-1][1] * power
+        elif power is not None:
+            coming = power
         else:
             short = UNITS.get(word) or UNITS.get(word.lower() if len(word) > 3 else word)
             if short is None:
                 return None
-            last = short
-            powers[short] = powers.get(short, 0) + sign * coming
+            factors.append((short, sign * coming))
             coming = 1
-    if last is None:
-        return None
-    named = {name: power for name, power in powers.items() if name not in _PLAIN and power}
-    return " ".join(
-        name if power == 1 else f"{name}^{power}" for name, power in sorted(named.items())
-    )
+    return reduced(factors) if factors else None
+
+
+def reduced(factors: Iterable[tuple[str, int]]) -> Unit:
+    """The unit that is the product of powers of units, which have their short names."""
+    powers: dict[str, int] = {}
+    size = Fraction(1)
+    for short, power in factors:
+        base, number = _SIZES[short]
+        powers[base] = powers.get(base, 0) + power
+        size *= number**power
+    if powers.get("unit") == 1:
+        del powers["unit"]  # "18 units" says no more than 18
+    named = sorted((name, power) for name, power in powers.items() if power)
+    return " ".join(name if power == 1 else f"{name}^{power}" for name, power in named), size
+
+
+def _chinese(word: str) -> list[str]:
+    """A unit's word, apart from the word for its power before it."""
+    for prefix, power in (("平方", "square"), ("立方", "cubic")):
+        if word.startswith(prefix):
+            return [power, word.removeprefix(prefix)]
+    return [word]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from batchgen.grading.mathematics.reading.cursor import Cursor
-from batchgen.grading.mathematics.reading.units import unit_name
+from batchgen.grading.mathematics.reading.units import Unit, unit_of
 
 JOINING = {"and", "or", "und", "oder"}
 """Words between answers."""
@@ -12,10 +14,14 @@ _NO_THINGS = {
     "or", "so", "more", "less", "than", "times", "half", "least", "most", "not", "mod", "base",
     "of", "to", "is", "are", "between", "if", "when", "where", "about", "except", "point", "pm",
     "am", "log", "sqrt", "pi", "infinity", "squared", "cubed", "over", "plus", "minus",
+    "halves", "third", "thirds", "fourth", "fourths", "quarter", "quarters", "fifth", "fifths",
+    "tenth", "tenths", "hundredth", "hundredths", "thousandth", "thousandths", "hundreds",
+    "thousands", "millions", "billions", "lakh", "crore", "gross", "score", "scores", "permil",
+    "factorial", "negative", "doubled", "tripled", "below", "above", "rejected", "wrong",
 }  # fmt: skip
 
 
-def unit_behind(cursor: Cursor, counted: bool) -> str | None:
+def unit_behind(cursor: Cursor, counted: bool) -> Unit | None:
     """The unit behind a value, read; None if none follows.
 
     Args:
@@ -28,11 +34,12 @@ def unit_behind(cursor: Cursor, counted: bool) -> str | None:
     end = min(_end_of_words(cursor), cursor.at + _LONGEST_UNIT)
     for last in range(end, cursor.at, -1):
         words = [token.text for token in cursor.tokens[cursor.at : last]]
-        if (name := unit_name(words)) is not None:
+        if (unit := unit_of(words)) is not None:
             cursor.at = last
-            _things(cursor)
-            return name
-    return "" if counted and _things(cursor) else None
+            things = _things(cursor)
+            return (f"{unit[0]} {things}".strip(), unit[1]) if things else unit
+    things = _things(cursor) if counted else ""
+    return (things, Fraction(1)) if things else None
 
 
 def _begins_unit(cursor: Cursor) -> bool:
@@ -57,8 +64,8 @@ def _end_of_words(cursor: Cursor) -> int:
     return end
 
 
-def _things(cursor: Cursor) -> bool:
-    """Whether words that name what is counted follow (`18 eggs per day`), which are read."""
+def _things(cursor: Cursor) -> str:
+    """Words that name what is counted (`18 eggs per day`), which are read; empty if none follow."""
     rest = cursor.tokens[cursor.at :]
     words = []
     for token in rest:
@@ -67,13 +74,13 @@ def _things(cursor: Cursor) -> bool:
         if token.kind == "word" and token.text.lower() in JOINING:
             break
         if token.kind not in ("word", "letter") and token.text not in ("/", "-", ".", "'", "%"):
-            return False
+            return ""
         if token.kind == "letter" and not token.quoted:
-            return False
+            return ""
         words.append(token)
     if not words or not any(token.kind == "word" for token in words):
-        return False
+        return ""
     if {token.text.lower() for token in words} & _NO_THINGS:
-        return False
+        return ""
     cursor.at += len(words)
-    return True
+    return "of " + " ".join(token.text.lower().removesuffix("s") for token in words)

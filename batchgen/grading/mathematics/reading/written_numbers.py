@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from batchgen.grading.mathematics.reading.cursor import Cursor
 from batchgen.grading.mathematics.reading.nodes import Based, Node, NotRead, Number
+from batchgen.grading.mathematics.reading.number_words import NUMBERS
 from batchgen.grading.mathematics.reading.tokens import Token
 
 
@@ -73,6 +74,7 @@ def _fraction_behind(cursor: Cursor, argument: Callable[[], Node]) -> Fraction |
 def _based(cursor: Cursor, token: Token) -> Node:
     cursor.expect("_")
     base = cursor.braced_text()
+    base = str(NUMBERS.get(base, base))
     if not base.isdecimal() or not 2 <= int(base) <= 36:
         raise NotRead
     return Based(token.text, int(base))
