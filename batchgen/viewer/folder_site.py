@@ -10,7 +10,7 @@ from threading import Lock
 from batchgen.output.read_job import JobFolderReader
 from batchgen.viewer.html import NotThere, Query, answer, html_page, redirect, static_file
 from batchgen.viewer.job_view import JobView
-from batchgen.viewer.jobs_below import DEEPEST, JobBelow, jobs_below
+from batchgen.viewer.jobs_below import DEEPEST, JobBelow, config_fault, jobs_below
 from batchgen.viewer.pages import Site
 from batchgen.viewer.server import Response
 
@@ -87,6 +87,6 @@ class FolderSite:
 
 
 def _view(job: JobBelow) -> JobView:
-    if job.fault:
-        raise NotThere(f"Nothing can be shown of {job.name}: {job.fault}.")
+    if fault := job.fault or config_fault(job.path):
+        raise NotThere(f"Nothing can be shown of {job.name}: {fault}.")
     return JobView(JobFolderReader(job.path), job.name)

@@ -7,8 +7,7 @@ walk ends at a depth, after so many jobs, and after so many entries of folders.
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import yaml
 
 from batchgen.errors import ConfigError, JobError
+from batchgen.output.manifest import Manifest
 from batchgen.output.read_job import JobFolderReader
 from batchgen.viewer.overview import rows_total
 
@@ -37,7 +37,7 @@ class JobBelow:
         path: of the folder.
         fault: why nothing can be shown of it; empty if something can.
         state: how far it is.
-        model, dataset: as its configuration names them.
+        model, dataset: where they are.
         rows: answers that are finished; None if there are none yet.
         of_rows: of so many; None where they are all, or that is not known.
         score: the mean mark; None without.
@@ -126,19 +126,19 @@ def _look(folder: Path, name: str, depth: int, walk: _Walk, found: Below) -> Non
 def _job(folder: Path, name: str) -> JobBelow:
     key = blake2b(os.fsencode(name), digest_size=8).hexdigest()
     job = JobBelow(key, name, folder)
-    if fault := _unfit(folder):
-        return _with(job, fault=fault)
     try:
         reader = JobFolderReader(folder)
-        config, metrics = reader.config, reader.metrics
-        model, dataset = _group(config, "model"), _group(config, "dataset")
-        average = _group(_group(metrics, "score"), "avg").get("value")
+        if fault := _too_large(folder):
+            return _with(job, fault=fault)
+        # The configuration says the same, but takes milliseconds to read.
+        manifest, metrics = Manifest.read(folder / "manifest.json"), reader.metrics
+        dataset = manifest.identity["dataset"]
+        average = ((metrics.get("score") or {}).get("avg") or {}).get("value")
         return _with(
             job,
-            fault="" if "growing" in reader.manifest else "manifest.json is not that of a job",
             state=str(metrics["status"]) if metrics else "not begun",
-            model=_text(model.get("name")) or _text(model.get("path")),
-            dataset=_text(dataset.get("path")) or _text(dataset.get("kind")),
+            model=_text(manifest.growing.get("model.path")),
+            dataset=_text(manifest.growing.get("dataset.path")) or _text(dataset.get("kind")),
             rows=int(metrics["rows"]) if metrics else None,
             of_rows=_number(rows_total(metrics)) if metrics else None,
             score=None if average is None else float(average),
@@ -146,35 +146,35 @@ def _job(folder: Path, name: str) -> JobBelow:
     except (ConfigError, JobError, OSError) as error:
         return _with(job, fault=str(error))
     # What somebody else wrote can have any shape.
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
-        return _with(job, fault="its manifest.json, metrics.json or config.yaml is damaged")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return _with(job, fault="its manifest.json or metrics.json is damaged")
+
+
+def config_fault(folder: Path) -> str:
+    """Why the configuration of a job cannot be read; empty if it can."""
+    try:
+        config = JobFolderReader(folder).config
+    except (ConfigError, OSError) as error:
+        return str(error)
+    except (ValueError, RecursionError, yaml.YAMLError):
+        return "its config.yaml is damaged"
+    is_one = isinstance(config, dict) and all(
+        isinstance(group, dict | list | None) for group in config.values()
+    )
+    return "" if is_one else "its config.yaml is not that of a job"
 
 
 def _with(job: JobBelow, **values: Any) -> JobBelow:
     return JobBelow(job.key, job.name, job.path, **values)
 
 
-def _unfit(folder: Path) -> str:
-    """Why the small files of a job are not read; empty if they are."""
+def _too_large(folder: Path) -> str:
+    """Which small file of a job is so large that it is not read; empty if there is none."""
     for name, most in _MOST_BYTES.items():
-        try:
-            status = (folder / name).lstat()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        if stat.S_ISLNK(status.st_mode):
-            return f"{name} is a link, which is not followed"
-        if not stat.S_ISREG(status.st_mode):
-            return f"{name} is no file"
-        if status.st_size > most:
-            return f"{name} has {status.st_size:,} bytes, more than the {most:,} that are read"
+        path = folder / name
+        if path.is_file() and (size := path.stat().st_size) > most:
+            return f"{name} has {size:,} bytes, more than the {most:,} that are read"
     return ""
-
-
-def _group(values: Any, name: str) -> Mapping[str, Any]:
-    found = values.get(name) or {}
-    return found if isinstance(found, Mapping) else {}
 
 
 def _text(value: Any) -> str:

@@ -36,7 +36,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     first, second, small = (
         JobView(JobFolderReader(job), job.name) for job in (*jobs, folder / "small")
     )
-    sites = {
+    sites: dict[str, Site | FolderSite] = {
         "one": Site([first]),
         "two": Site([first, second]),
         "small": Site([small]),

@@ -106,34 +106,49 @@ def test_links_are_not_followed(outputs: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("manifest.json", "[1]", "not that of a job"),
-        ("manifest.json", "[", "damaged"),
-        ("manifest.json", "{}", "not that of a job"),
+        ("manifest.json", "[1]", "is not a manifest of batchgen"),
+        ("manifest.json", "[", "is not a manifest of batchgen"),
+        ("manifest.json", "[" * 100_000, "damaged"),
+        ("manifest.json", "{}", "is not a manifest of batchgen"),
         ("metrics.json", "[" * 100_000, "damaged"),
         ("metrics.json", json.dumps({"status": [], "rows": "many"}), "damaged"),
         ("metrics.json", json.dumps({"rows": 3}), "damaged"),
-        ("config.yaml", "{{", "damaged"),
-        ("config.yaml", "x: !!python/object:os.system {}", "damaged"),
-        ("config.yaml", "\x00", "damaged"),
-        ("config.yaml", "a: " + "b" * 2**20, "bytes, more than"),
-        ("config.yaml", None, "is no file"),
+        ("metrics.json", " " * (2**24 + 1), "bytes, more than"),
     ],
 )
 def test_a_damaged_job_has_a_word_and_hides_no_other(
-    outputs: Path, name: str, content: str | None, why: str
+    outputs: Path, name: str, content: str, why: str
 ) -> None:
-    path = outputs / "first" / name
-    path.unlink()
-    path.mkdir() if content is None else path.write_text(content)
-    listed = read(FolderSite(outputs, "outputs"), "")
+    (outputs / "first" / name).write_text(content)
+    pages = FolderSite(outputs, "outputs")
+    listed = read(pages, "")
     assert "Nothing can be shown of it" in listed.text and why in listed.text
     assert links(outputs)["sweep/day/7"] in listed.links
+    assert why in read(pages, links(outputs)["first"], 404).text
 
 
-@pytest.mark.parametrize("text", ["model: 3", "[1, 2]", "", "model: {path: [1]}"])
-def test_a_configuration_of_any_shape_is_shown_as_far_as_it_goes(outputs: Path, text: str) -> None:
-    (outputs / "first" / "config.yaml").write_text(text)
-    assert "2 jobs" in read(FolderSite(outputs, "outputs"), "").text
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{{", "damaged"),
+        ("x: !!python/object:os.system {}", "damaged"),
+        ("\x00", "damaged"),
+        ("[" * 10_000, "damaged"),
+        ("a: " + "b" * 2**20, "bytes, more than"),
+        ("model: 3", "not that of a job"),
+        ("[1, 2]", "not that of a job"),
+        ("", "not that of a job"),
+        (None, "Is a directory"),
+    ],
+)
+def test_a_job_with_a_damaged_configuration_says_so_when_it_is_opened(
+    outputs: Path, content: str | None, why: str
+) -> None:
+    path = outputs / "first" / "config.yaml"
+    path.unlink()
+    path.mkdir() if content is None else path.write_text(content)
+    opened = read(FolderSite(outputs, "outputs"), links(outputs)["first"], 404)
+    assert "Nothing can be shown of first" in opened.text and why in opened.text
 
 
 def test_names_are_texts(outputs: Path) -> None:
