@@ -25,8 +25,9 @@ from batchgen.config import (
     constraint_config,
     job_value,
 )
-from batchgen.constraint.row_constraints import MAX_CACHED, cell_text, choices_of
+from batchgen.constraint.row_constraints import MAX_CACHED, cell_text
 from batchgen.constraint.text_checks import CHECKED_BY, Check, Unchecked, make_check
+from batchgen.constraint.timed import choices_of
 from batchgen.dataset.columns import column_path, feature_at, value_at
 from batchgen.dataset.stored_json import read_back, stored_feature
 from batchgen.engine.constraint.json_text import parse_json

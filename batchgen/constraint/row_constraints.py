@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from batchgen.config import (
-    AnyConstraintConfig,
     ConstraintConfig,
     NoConstraintConfig,
     constraint_column,
     job_constraint,
-    make_constraint,
 )
+from batchgen.constraint.timed import TimedConstraints
 from batchgen.dataset.columns import column_path, feature_at, value_at
 from batchgen.dataset.source import Row
 from batchgen.dataset.stored_json import without_filled_nulls
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.errors import ConstraintError
-from batchgen.engine.constraint.json_text import compact_json, parse_json
+from batchgen.engine.constraint.json_text import compact_json
 from batchgen.engine.outputs import RequestError
 from batchgen.errors import ConfigError
 
@@ -62,7 +61,7 @@ class RowConstraints:
             )
         self._path, self._feature = path, feature_at(features, path)
         # Many rows often hold the same constraint, and a schema takes time to check.
-        self._made = lru_cache(MAX_CACHED)(partial(_made, config))
+        self._made = lru_cache(MAX_CACHED)(TimedConstraints(config).make)
 
     def of(self, row: Row) -> Constraint | None:
         """The constraint of a row, or None if the row may write anything.
@@ -103,22 +102,3 @@ def cell_text(kind: str, cell: Any, feature: Any) -> str | None:
     except (TypeError, ValueError) as error:  # a date or NaN in a struct, for example
         raise ConstraintError(f"must hold {_MUST_HOLD[kind]}, got no JSON: {error}") from None
     raise ConstraintError(f"must hold {_MUST_HOLD[kind]}, got {cell!r:.100}")
-
-
-def choices_of(text: str) -> list[str]:
-    """The list of choices that a text from `cell_text` stands for.
-
-    Raises:
-        ConstraintError: the text is not JSON of a list of strings.
-    """
-    try:
-        choices = parse_json(text)
-    except (ValueError, RecursionError) as error:
-        raise ConstraintError(f"must hold {_MUST_HOLD['choice']}: {error}") from None
-    if not (isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)):
-        raise ConstraintError(f"must hold {_MUST_HOLD['choice']}, got {choices!r:.100}")
-    return choices
-
-
-def _made(config: AnyConstraintConfig, text: str) -> Constraint:
-    return make_constraint(config, choices_of(text) if config.kind == "choice" else text)

@@ -38,6 +38,9 @@ from batchgen.engine.constraint.json_schema.validator import make_validator
 ANY = "any"
 """The name of the definition of any JSON value, in the `$defs` of a rewritten schema."""
 
+_MOST_STEPS = 100_000
+"""The most schemas that one may stand for. Each takes some 10 µs to look at."""
+
 
 def check_schema(schema: Any) -> None:
     """Check that output can be held to a schema (parsed JSON).
@@ -88,6 +91,7 @@ class _Lowering:
         definitions: rewritten schemas that references lead to, by their names.
         names: JSON pointer of a schema that references lead to → its name in `definitions`.
         marks: how many schemas `mark` has set apart.
+        steps: how many schemas were looked at.
     """
 
     def __init__(self, root: Any, base: str) -> None:
@@ -95,7 +99,7 @@ class _Lowering:
         self.validator = make_validator(root)
         self.definitions: dict[str, Any] = {}
         self.names: dict[str, str] = {}
-        self.marks = 0
+        self.marks = self.steps = 0
 
     def run(self) -> dict[str, Any]:
         """The whole document."""
@@ -106,6 +110,7 @@ class _Lowering:
 
     def schema(self, schema: Any, at: str, open_refs: tuple[str, ...] = ()) -> dict[str, Any]:
         """Any schema."""
+        self.step()
         if isinstance(schema, bool):
             if not schema:
                 raise refuse("false", at, "allows no value: remove it, or the property it is for")
@@ -121,6 +126,15 @@ class _Lowering:
             if keyword in schema:
                 return self.any_of(schema, keyword, at, open_refs)
         return self.typed(schema, at)
+
+    def step(self) -> None:
+        """Count a schema; references that lead to the same ones again and again make many."""
+        self.steps += 1
+        if self.steps > _MOST_STEPS:
+            raise ConstraintError(
+                f"the schema at {self.base} stands for more than {_MOST_STEPS:,} schemas, because "
+                "`$ref` and `allOf` repeat what they join: write it out once"
+            )
 
     # References and combinations.
 
@@ -139,6 +153,7 @@ class _Lowering:
     def expand(self, schema: Any, at: str, open_refs: tuple[str, ...]) -> list[dict[str, Any]]:
         """Schemas without `$ref` and `allOf` that together say what `schema` says. They are not
         rewritten otherwise."""
+        self.step()
         if isinstance(schema, bool):
             if not schema:
                 raise refuse("false", at, "allows no value: remove it")

@@ -17,9 +17,9 @@ def _rows(*rows: Mapping[str, Any]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def _bad_row(work: Work, run: Run, error: str) -> str | None:
-    """What is wrong if not the first row alone has an error, of this type."""
-    if (wrong := run.refused(code=3)) is not None:
+def _bad_row(work: Work, run: Run, error: str | None) -> str | None:
+    """What is wrong if not the first row alone has this error (None: no row has any)."""
+    if (wrong := run.refused(code=3 if error else 0)) is not None:
         return wrong
     tables = [pq.read_table(path) for path in sorted((work.path / "out/data").glob("*.parquet"))]
     errors = [row and row["type"] for table in tables for row in table["error"].to_pylist()]
@@ -28,13 +28,15 @@ def _bad_row(work: Work, run: Run, error: str) -> str | None:
     return None
 
 
-def _constraint(title: str, kind: str, cell: str, good: str) -> Attack:
+def _constraint(
+    title: str, kind: str, cell: str, good: str, error: str | None = "bad_constraint"
+) -> Attack:
     """An attack by the constraint of one row, beside a row with a good one."""
 
     def attack(work: Work) -> str | None:
         path = work.rows(_rows({"q": "a", "c": cell}, {"q": "b", "c": good}))
         run = work.job(path, _USER, f"constraint={kind}", "constraint.column=c")
-        return _bad_row(work, run, "bad_constraint")
+        return _bad_row(work, run, error)
 
     return _named(title, attack)
 
@@ -75,8 +77,31 @@ ATTACKS: tuple[Attack, ...] = (
     _constraint("A pattern has 600 groups in each other", "regex", "(" * 600 + ")" * 600, "[ab]"),
     _constraint("A schema is nested 50,000 deep", "json_schema", '{"a":' * 50_000, _SCHEMA),
     _constraint(
+        "A schema has a pattern that takes forever to match",
+        "json_schema",
+        json.dumps({"enum": ["a" * 60 + "!"], "pattern": "(a+)+$"}),
+        _TRUE,
+    ),
+    _constraint(
+        "A schema's references double 60 times",
+        "json_schema",
+        json.dumps(
+            {
+                "$ref": "#/$defs/d0",
+                "$defs": {
+                    **{
+                        f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)
+                    },
+                    "d60": {"type": "string"},
+                },
+            }
+        ),
+        _TRUE,
+    ),
+    _constraint(
         "A schema lists 20,000 integers", "json_schema", json.dumps({"enum": [*range(20_000)]}),
-        _TRUE
+        _TRUE,
+        error=None
     ),
     _template("A template loops without end", "{% for i in range(99999) %}{% for j in range(99999)"
               " %}{% endfor %}{% endfor %}"),

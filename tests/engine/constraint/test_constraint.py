@@ -94,6 +94,13 @@ WRONG: list[tuple[str, Any, str]] = [
 ]
 
 
+def test_references_that_double_are_refused() -> None:
+    steps = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**steps, "d60": {"type": "string"}}}
+    with pytest.raises(ConstraintError, match="stands for more than 100,000 schemas"):
+        Constraint.make("json_schema", schema)
+
+
 def test_groups_that_stand_beside_each_other_are_no_nest() -> None:
     pattern = "(a)" * 300 + r"\(" * 300 + "[(]" * 300
     assert Constraint.make("regex", pattern).text == pattern
