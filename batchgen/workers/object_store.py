@@ -24,6 +24,8 @@ PATIENCE = 60.0
 """For how many seconds a request is repeated that the store does not answer."""
 _BLOCK = 8 * 2**20
 _MOST_PAUSE = 5.0
+_LEAST_PART = 5 * 2**20
+"""The fewest bytes that a part may have on S3, except for the last one."""
 _IN_MEMORY = threading.Lock()  # in memory nothing but this makes create-if-absent one step
 T = TypeVar("T")
 
@@ -116,13 +118,17 @@ class ObjectStore:
                 "command to take part again"
             )
 
-    def create(self, name: str, payload: Payload) -> bool:
-        """Make an object if there is none; whether it is there now and has this content."""
+    def create(self, name: str, payload: Payload, **options: Any) -> bool:
+        """Make an object if there is none; whether it is there now and has this content.
+
+        Args:
+            options: of `pipe_file` of the store.
+        """
         content = _content(payload)
 
         def put() -> None:
             with self._creating:
-                self._files.pipe_file(self._path(name), content, mode="create")
+                self._files.pipe_file(self._path(name), content, mode="create", **options)
 
         try:
             self._call("write", name, put)
@@ -233,6 +239,9 @@ class ObjectStore:
     def probe(self, name: str) -> None:
         """Make sure that objects can be written here, and that none is made twice.
 
+        On S3 a large shard is sent in parts, and what makes the object is the request that ends
+        them: there are stores that heed If-None-Match in a PUT and not in that one.
+
         Args:
             name: of an object that no other process makes.
 
@@ -242,14 +251,18 @@ class ObjectStore:
         try:
             first = self.create(name, b"1")
             second = self.create(name, b"2")
+            in_parts = False
+            if "s3" in self._files.protocol and not second:
+                in_parts = self.create(name, bytes(2 * _LEAST_PART), chunksize=_LEAST_PART)
             self.delete([name])
         except JobError as error:
             raise ConfigError(f"output.dir={self.url} cannot be written: {error}") from None
-        if not first or second:
+        if not first or second or in_parts:
+            where = " at the end of an upload in parts" if in_parts else ""
             raise ConfigError(
                 f"output.dir={self.url}: this store makes an object that is there already "
-                "(it does not heed If-None-Match), so workers could not agree in it, nor be kept "
-                "from overwriting each other: use another store, or a folder, and copy it "
+                f"(it does not heed If-None-Match{where}), so workers could not agree in it, nor "
+                "be kept from overwriting each other: use another store, or a folder, and copy it "
                 "when the job is complete"
             )
 

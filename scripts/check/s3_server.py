@@ -32,6 +32,7 @@ class FaultyS3:
         url: the endpoint.
         rate: the share of requests that fail.
         hang: for how many seconds an answer is held back that is to come too late.
+        heeds_parts: whether the end of an upload in parts heeds If-None-Match, as on S3.
         faults: how many failed, by kind.
         requests: how many came.
     """
@@ -41,6 +42,7 @@ class FaultyS3:
     def __init__(self, seed: int, hang: float) -> None:
         self.rate = 0.0
         self.hang = hang
+        self.heeds_parts = True
         self.faults: dict[str, int] = {}
         self.requests = 0
         self._random = random.Random(seed)
@@ -62,6 +64,8 @@ class FaultyS3:
             kind = self._random.choice(self.kinds) if fails else None
             if kind is not None:
                 self.faults[kind] = self.faults.get(kind, 0) + 1
+            if environ["REQUEST_METHOD"] == "POST" and not self.heeds_parts:
+                environ.pop("HTTP_IF_NONE_MATCH", None)
             if kind != "error before":
                 answer = list(self._app(environ, start if kind is None else _nowhere))
         if kind is None:

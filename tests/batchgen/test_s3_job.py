@@ -122,3 +122,23 @@ def test_workers_while_requests_fail(server: FaultyS3, tmp_path: Path) -> None:
     assert [getattr(r, "exit_code", r) for r in results] == [3] * 3
     assert _data(job.out) == _whole(tmp_path, job)
     assert not {"journal", "leases", "differing"} & set(connect(job.out).names(""))
+
+
+def test_a_store_that_heeds_no_condition_at_the_end_of_an_upload_in_parts(
+    server: FaultyS3, tmp_path: Path
+) -> None:
+    """Two workers that publish a large shard would both be told that it is theirs."""
+    url, part = f"s3://{BUCKET}/parts", 5 * 2**20
+    store = connect(url)
+    store.probe("probe")
+    one, two = bytes(2 * part), bytes(2 * part + 1)
+    assert store.create("data/a", one, chunksize=part)
+    assert not store.create("data/a", two, chunksize=part)
+    server.heeds_parts = False
+    try:
+        assert store.create("data/a", two, chunksize=part)  # this is what must not be
+        with pytest.raises(ConfigError, match="does not heed If-None-Match at the end of an"):
+            ObjectJob(f"{url}/job", rows=4).run()
+    finally:
+        server.heeds_parts = True
+    assert store.sizes() == {"data/a": len(two)}

@@ -109,6 +109,27 @@ def test_a_store_without_create_if_absent_is_refused() -> None:
     assert not files.store
 
 
+def test_a_store_that_creates_in_parts_what_is_there_is_refused() -> None:
+    class Parts(FaultyFiles):
+        """S3, but for the condition of the request that ends an upload in parts."""
+
+        protocol = ("s3",)
+
+    files = Parts()
+    store_in(files, "s3://jobs").probe("x")
+    assert files.requests["pipe_file"] == 3 and not files.store
+    create = files.pipe_file
+
+    def pipe_file(path: str, value: bytes, chunksize: int = 0, **options: Any) -> None:
+        assert not chunksize or (5 * 2**20 <= chunksize and 2 * chunksize <= len(value))
+        create(path, value, **({} if chunksize else options))
+
+    files.pipe_file = pipe_file
+    with pytest.raises(ConfigError, match="does not heed If-None-Match at the end of an upload"):
+        store_in(files, "s3://jobs").probe("x")
+    assert not files.store
+
+
 def test_a_worker_of_a_session_that_is_over_writes_no_more() -> None:
     store = store_in(FaultyFiles())
     store.do(Create(SESSION, b"one"))
