@@ -36,13 +36,14 @@ class FolderSite:
 
     def respond(self, page: str, query: Query) -> Response:
         """The answer to a request for a page."""
-        if (file := static_file(page)) is not None:
-            return file
         keys, slash, rest = page.partition("/")
+        if (file := static_file(rest if slash else page)) is not None:
+            return file
         if not slash:
             make = {"": self._list, "pair": self._pair}.get(page)
             return answer(make, query, self._html)
-        return answer(lambda query: self._site(keys).respond(rest, query), query, self._html)
+        html = partial(self._html, above="../")
+        return answer(lambda query: self._site(keys).respond(rest, query), query, html)
 
     def _list(self, query: Query) -> Response:
         found = jobs_below(self._folder)

@@ -132,7 +132,7 @@ def _job(folder: Path, name: str) -> JobBelow:
             return _with(job, fault=fault)
         # The configuration says the same, but takes milliseconds to read.
         manifest, metrics = Manifest.read(folder / "manifest.json"), reader.metrics
-        dataset = manifest.identity["dataset"]
+        dataset = manifest.identity.get("dataset") or {}
         average = ((metrics.get("score") or {}).get("avg") or {}).get("value")
         return _with(
             job,

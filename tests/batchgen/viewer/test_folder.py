@@ -65,6 +65,12 @@ def test_nothing_else_is_served(outputs: Path, target: str) -> None:
     read(pages, target.replace("{key}", links(outputs)["first"][:-1]), 404)
 
 
+def test_the_page_of_a_job_that_is_not_there_leads_back_to_the_list(outputs: Path) -> None:
+    pages = FolderSite(outputs, "outputs")
+    assert "../" in read(pages, "0123/rows", 404).links
+    assert get(pages, "0123/base.css").kind.startswith("text/css")
+
+
 def test_a_job_that_runs_says_how_far_it_is(outputs: Path) -> None:
     path = outputs / "first" / "metrics.json"
     metrics = json.loads(path.read_text())
