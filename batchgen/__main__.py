@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from batchgen.command.job import be_quiet, refusal, report, run_configured
 from batchgen.command.options import Options, asks_hydra, parse_options
+from batchgen.command.terminal import guard_terminal
 from batchgen.command.verbs import VERBS, run_verb
 from batchgen.cpu_threads import share_cores
 from batchgen.errors import ConfigError, JobError
@@ -37,6 +38,7 @@ def run_command(arguments: Sequence[str]) -> int:
     """
     share_cores()
     be_quiet()
+    guard_terminal()
     try:
         if arguments and arguments[0] in VERBS:
             return run_verb(arguments[0], arguments[1:])

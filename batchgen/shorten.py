@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import unicodedata
 
+from batchgen.hidden import visible
+
 
 def beginning(text: str, length: int) -> str:
     """The first characters of a text in one line; `…` stands for what is left out.
 
     White space becomes single spaces. The result has at most `length` characters.
     """
-    line = " ".join(printable(text).split())
+    line = " ".join(visible(text).split())
     return line if len(line) <= length else line[: length - 1].rstrip() + "…"
 
 
 def end(text: str, length: int) -> str:
     """The last characters of a text in one line, as `beginning`."""
-    line = " ".join(printable(text).split())
+    line = " ".join(visible(text).split())
     return line if len(line) <= length else "…" + line[len(line) - length + 1 :].lstrip()
 
 
@@ -25,11 +27,6 @@ def both_ends(text: str, length: int) -> str:
     names of one family apart; `…` stands for its middle."""
     tail = length // 2 - 1
     return text if len(text) <= length else f"{text[: length - tail - 1]}…{text[-tail:]}"
-
-
-def printable(text: str) -> str:
-    """The text with `�` for characters that a terminal could obey; newlines and tabs stay."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 
 def wrapped(text: str, width: int, most: int | None = None) -> list[str]:
@@ -44,7 +41,7 @@ def wrapped(text: str, width: int, most: int | None = None) -> list[str]:
             number.
     """
     lines: list[str] = []
-    for line in printable(text).expandtabs(4).split("\n"):
+    for line in visible(text).expandtabs(4).split("\n"):
         lines += _broken(line.rstrip(), width)
         if most is not None and len(lines) > most:
             break

@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from batchgen.command.terminal import guard_terminal
 from batchgen.command.verbs import Parser
 from batchgen.config import (
     AnyConstraintConfig,
@@ -228,4 +229,5 @@ def _rows(path: Path, text: str, column: str | None) -> Iterator[dict[str, Any]]
 
 
 if __name__ == "__main__":
+    guard_terminal()
     sys.exit(main())

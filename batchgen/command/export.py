@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ still run; then the rows that are finished are written.
 
 jsonl  an object per row, with all columns unless --columns names some
 csv    a header and a line per row; lists and other nested values are JSON in their cells, a missing
-       value is an empty cell
+       value is an empty cell. Spreadsheets run texts that begin with = + - or @ as formulas: for
+       these, --quote-formulas puts an apostrophe before such a text, which they do not show
 txt    the generated text alone, or the one column that --columns names: a row per line, newlines
        as \\n
 """
@@ -47,11 +49,16 @@ def _export(arguments: Sequence[str]) -> int:
         "--out", dest="file", metavar="FILE",
         help="a new file, compressed if its name ends in .gz; default: standard output",
     )  # fmt: skip
+    parser.add_argument(
+        "--quote-formulas", action="store_true", help="in CSV for spreadsheets, see above"
+    )
     given = parser.parse_args(arguments)
     reader = open_job(given.out)
     path = None if given.file is None else user_path(given.file, "--out")
     form = given.format or _format_of(path)
     columns = given.columns or ([reader.text_column] if form == "txt" else None)
+    if given.quote_formulas and form != "csv":
+        raise ConfigError(f"export --quote-formulas is for CSV, and the format is {form}")
     if form == "txt" and columns is not None and len(columns) != 1:
         raise ConfigError("export --format txt writes one column: name one in --columns")
     schema = reader.fields(columns)
@@ -59,7 +66,8 @@ def _export(arguments: Sequence[str]) -> int:
         shown = reader.storage.shown
         raise ConfigError(f"no row of {shown} is finished yet: there is nothing to export")
     with _opened(path) as file:
-        count = _write(reader, schema, WRITERS[form], file)
+        writer = _spreadsheet if given.quote_formulas else WRITERS[form]
+        count = _write(reader, schema, writer, file)
     if path is not None:
         print(f"{count:,} rows in {given.file}", file=sys.stderr)
     return 0
@@ -83,6 +91,8 @@ def _write(
     return count
 
 
+_FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r]")
+"""How a text begins that spreadsheets take for a formula; some read wide signs alike."""
 _Write = Callable[[Mapping[str, Any]], None]
 
 
@@ -90,16 +100,35 @@ def _jsonl(file: TextIO, columns: Sequence[str]) -> _Write:
     return lambda row: print(json_text(row), file=file)
 
 
-def _csv(file: TextIO, columns: Sequence[str]) -> _Write:
-    """A cell is the text itself, a number as Python writes it, else as `plain_text` has it."""
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(columns)
+class _UnixLines:
+    """Writes each line that it gets to a file, with `\\n` for the `\\r\\n` at its end."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, line: str) -> int:
+        return self._file.write(line.removesuffix("\r\n") + "\n")
+
+
+def _csv(
+    file: TextIO, columns: Sequence[str], quoted: Callable[[str], str] = lambda text: text
+) -> _Write:
+    """A cell is the text itself, a number as Python writes it, else as `plain_text` has it; texts
+    are `quoted`."""
+    # It quotes a carriage return, at which readers end a line, only if lines end with one.
+    writer = csv.writer(_UnixLines(file), lineterminator="\r\n")
+    writer.writerow(map(quoted, columns))
 
     def cell(value: Any) -> Any:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return value if value is None or is_number else plain_text(value)
+        return value if value is None or is_number else quoted(plain_text(value))
 
     return lambda row: writer.writerow([cell(row[name]) for name in columns])
+
+
+def _spreadsheet(file: TextIO, columns: Sequence[str]) -> _Write:
+    """As `_csv`, without texts that a spreadsheet would take for formulas."""
+    return _csv(file, columns, lambda text: "'" + text if _FORMULA.match(text) else text)
 
 
 def _txt(file: TextIO, columns: Sequence[str]) -> _Write:

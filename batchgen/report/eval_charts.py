@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
+from batchgen.hidden import visible
 from batchgen.report.charts import LABEL, LINE, Chart, label
 from batchgen.report.collect import Lengths, Question
 from batchgen.report.svg import (
@@ -23,7 +24,6 @@ from batchgen.report.svg import (
     text,
     ticks,
 )
-from batchgen.report.texts.safe_text import visible
 
 
 def score_by_length(lengths: Lengths) -> Chart:

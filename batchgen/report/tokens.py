@@ -15,7 +15,8 @@ from typing import Any
 import pyarrow as pa
 from markupsafe import Markup, escape
 
-from batchgen.report.texts.safe_text import Span, visible
+from batchgen.hidden import visible
+from batchgen.report.texts.safe_text import Span
 from batchgen.report.token_row import Mode, TokenRow
 
 Decode = Callable[[list[int]], str]

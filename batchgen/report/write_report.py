@@ -12,6 +12,7 @@ from typing import Any
 from markupsafe import Markup
 
 from batchgen.duration import duration
+from batchgen.hidden import visible
 from batchgen.output.manifest import write_atomic
 from batchgen.output.read_job import JobFolderReader
 from batchgen.output.storage import Storage
@@ -21,7 +22,7 @@ from batchgen.report.job_data import JobData
 from batchgen.report.row_page import CSS, RowPage
 from batchgen.report.rows import ShownRows, anchor, faults, shown_rows
 from batchgen.report.sections import headline, sections
-from batchgen.report.texts.safe_text import environment, visible
+from batchgen.report.texts.safe_text import environment
 from batchgen.report.token_facts import token_facts
 from batchgen.report.tokens import Decode
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchgen.shorten import both_ends, printable
+from batchgen.hidden import visible
+from batchgen.shorten import both_ends
 
 Line = tuple[str, str]
 COUNT_AS = {"wrong": "counted as wrong", "left_out": "left out"}
@@ -35,7 +36,7 @@ def score_lines(scores: Mapping[str, Any]) -> list[Line]:
 def _short(names: Sequence[str]) -> list[str]:
     """Each name in one line of at most _NAME characters. Behind those that this makes equal stands
     their place."""
-    lines = [" ".join(printable(name).split()) for name in names]
+    lines = [" ".join(visible(name).split()) for name in names]
     shown = [both_ends(line, _NAME) for line in lines]
     often = Counter(shown)
     for place, line in enumerate(lines):

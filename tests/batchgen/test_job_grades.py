@@ -204,7 +204,7 @@ def test_right_and_wrong_marks_that_change_are_counted_apart() -> None:
         '  r1: wrong → right, answer "5" → "6"',
         '  r2: wrong → right, answer none → "7"',
         '  r3: no mark → right, answer "x"',
-        f'  r4: 0.5 → 0.25, answer "{"y" * 39}…" → "z�[2J"',
+        f'  r4: 0.5 → 0.25, answer "{"y" * 39}…" → "z⟨U+001B⟩[2J"',
     ]
 
 

@@ -139,7 +139,7 @@ def test_every_few_seconds_one_finished_answer_is_shown(monkeypatch: pytest.Monk
         progress.add([answered("d")])
     shown = stream.getvalue().splitlines()[1:]
     assert shown[:2] == ["row b, sample 2, stop, 2 tokens:", "  What is 2 + 2? answer:"]
-    assert shown[2].startswith("  → It is �[2J four. zzz") and shown[2].endswith("z…")
+    assert shown[2].startswith("  → It is ⟨U+001B⟩[2J four. zzz") and shown[2].endswith("z…")
     assert len(shown) == 3 and len(shown[2]) == 4 + 200
     assert [len(ids) for ids in decoded] == [64]
 

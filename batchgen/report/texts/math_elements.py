@@ -6,8 +6,8 @@ import re
 
 from markupsafe import escape
 
+from batchgen.hidden import visible
 from batchgen.report.texts import symbols
-from batchgen.report.texts.safe_text import visible
 
 _FENCES = frozenset("()[]{}|‖⟨⟩⌊⌋⌈⌉")
 EMPTY = "<mrow></mrow>"

@@ -12,9 +12,9 @@ from functools import lru_cache
 
 from markupsafe import Markup
 
+from batchgen.hidden import visible
 from batchgen.report.texts.math_commands import COMMANDS
 from batchgen.report.texts.math_parser import Parser, TooDeepError
-from batchgen.report.texts.safe_text import visible
 
 MOST_CHARACTERS = 5_000
 """A longer formula is shown as it is written."""

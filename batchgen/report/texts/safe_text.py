@@ -10,47 +10,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
+from batchgen.hidden import HIDDEN, code_of, visible
+
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-_HIDDEN = re.compile(
-    "["
-    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls, but tab and newline
-    "\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
-    "\U000e0000-\U000e007f"  # tags
-    "\ud800-\udfff"  # halves of pairs, which no file can hold
-    "]"
-)
-"""Characters that are not seen, or change the order in which others are seen. Joiners (U+200C and
-U+200D) are not among them: emoji and several scripts need them."""
-
-
-def visible(text: str) -> str:
-    """The text with its code in place of each hidden character, as in `⟨U+202E⟩`."""
-    return _HIDDEN.sub(_code, text)
 
 
 def marked(text: str) -> Markup:
     """The text as HTML, in which codes of hidden characters stand out."""
-    return Markup(_HIDDEN.sub(_mark, str(escape(text))))
-
-
-@lru_cache(512)
-def _named(character: str) -> str:
-    return f"⟨U+{ord(character):04X}⟩"
-
-
-def _code(match: re.Match[str]) -> str:
-    return _named(match[0])
+    return Markup(HIDDEN.sub(_mark, str(escape(text))))
 
 
 def _mark(match: re.Match[str]) -> str:
-    return f'<span class="code">{_named(match[0])}</span>'
+    return f'<span class="code">{code_of(match[0])}</span>'
 
 
 def plain(value: Any) -> Any:

@@ -132,7 +132,27 @@ def links(work: Work) -> str | None:
     return f"{changed[0]} was written over" if changed else None
 
 
+def terminal(work: Work) -> str | None:
+    """Ids, texts, names of columns and files drive the terminal."""
+    drives = "\x1b]52;c;eA==\x07\x9b2J\u202e"
+    rows = work.rows(json.dumps({"id": f"i{drives}", f"q{drives}": drives}, ensure_ascii=False))
+    user = f"prompt.user={{{{ row['q{drives}'] }}}}"
+    if (run := work.job(rows, user, "dataset.id_column=id")).code not in (0, 2, 3):
+        return run.text[-300:]
+    work.finished_job(f"o{drives}")
+    with_terminal = (sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", str(COMMAND))
+    for arguments in (
+        ["show", "out", "--json"], ["show", f"o{drives}"], ["show", f"no{drives}"],
+        ["show", f"o{drives}", "--row", drives], ["export", "out"], ["report", f"o{drives}"],
+        ["score", f"o{drives}"], [MODEL, f"dataset.path={rows}", user, "--dry-run"],
+    ):  # fmt: skip
+        shown = work.batchgen(*arguments, command=with_terminal).text
+        if found := next((c for c in "\x1b\x07\x9b\u202e" if c in shown), None):
+            return f"batchgen {arguments!r} printed {found!r}"
+    return None
+
+
 ATTACKS: tuple[Attack, ...] = (
     *(remote_code, remote_code_typed, steps_of_a_folder, steps_of_a_job_file, callbacks, modules),
-    *(environment, links),
+    *(environment, links, terminal),
 )

@@ -26,7 +26,7 @@ def test_beginnings_and_ends_are_one_short_line() -> None:
     assert beginning("one two three", 9) == "one two…"
     assert end("one two three", 8) == "…o three"
     assert end("one two three", 6) == "…three"
-    assert beginning("a\x1b[2Jb", 9) == "a�[2Jb"
+    assert beginning("a\x1b[2Jb", 12) == "a⟨U+001B⟩[2…"
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_beginnings_and_ends_are_one_short_line() -> None:
         ("日本語の文", 4, ["日本", "語の", "文"]),
         ("日本語", 5, ["日本", "語"]),
         ("e\u0301e\u0301 x", 3, ["e\u0301e\u0301", "x"]),
-        ("a\tb\x07", 10, ["a   b�"]),
+        ("a\tb\x07", 20, ["a   b⟨U+0007⟩"]),
     ],
 )
 def test_texts_are_wrapped_at_words(text: str, width: int, lines: list[str]) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from batchgen.hidden import visible
 from batchgen.report.row_page import WHOLE, Limits, RowPage, answer_spans, reasoning_end, verdict
-from batchgen.report.texts.safe_text import Span, marked, shortened, visible
+from batchgen.report.texts.safe_text import Span, marked, shortened
 
 EVIL = "<script>alert(1)</script>\"><img src=x onerror=alert(1)></style>]]>\u202e&amp;'\x00"
 LAYERS = {"moe_layers": "[1, 3]"}
