@@ -156,6 +156,11 @@ def keys(page: Any, url: str) -> list[str]:
     fact = "getComputedStyle(document.activeElement, '::after').content"
     if "id " not in page.evaluate(fact):
         found.append("a token with the focus does not show its facts")
+    page.set_viewport_size({"width": 320, "height": 400})
+    page.keyboard.press("End")
+    behind = "innerHeight - document.activeElement.getBoundingClientRect().bottom"
+    if page.evaluate(behind) < 100:
+        found.append("the facts of a token lie over it")
     return found
 
 
