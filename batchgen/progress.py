@@ -74,6 +74,7 @@ class Progress:
         )
         self._rows = resumed
         self._others, self._others_rows, self._others_speed = 0, 0, 0.0
+        self._others_errors = 0
         self._before: dict[int, int] = {}  # by worker: what it had finished before this one came
         self._resumed = resumed
         self._total = total
@@ -133,6 +134,7 @@ class Progress:
         self._bar.update(rows - self._others_rows)
         self._rows += rows - self._others_rows
         self._others_rows = rows
+        self._others_errors = sum(b["totals"]["error_rows"] for b in beats if "totals" in b)
         self._others = len(living)
         self._others_speed = sum(
             beat["attempt"]["generated_tokens"] / max(beat["attempt"]["generate_s"], 1e-9)
@@ -180,7 +182,7 @@ class Progress:
         return (self._total - self._rows) / rate if rate > 0 else None
 
     def _error_count(self) -> list[str]:
-        number = self._resumed_errors + self._errors.total()
+        number = self._resumed_errors + self._errors.total() + self._others_errors
         return [f"{number:,} error{'s' * (number > 1)}"] if number else []
 
     def _answer(self, row: FinishedRow) -> str:

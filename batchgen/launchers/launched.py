@@ -96,3 +96,8 @@ def counted_rows(beats: Iterable[Mapping[str, Any]]) -> tuple[int, int | None]:
     telling = [beat for beat in beats if "totals" in beat]
     total = next((beat["attempt"]["rows_total"] for beat in telling), None)
     return sum(beat["totals"]["rows"] for beat in telling), total
+
+
+def counted_errors(beats: Iterable[Mapping[str, Any]]) -> int:
+    """How many finished rows have an error, by all heartbeats."""
+    return sum(beat["totals"]["error_rows"] for beat in beats if "totals" in beat)

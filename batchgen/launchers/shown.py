@@ -10,7 +10,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from batchgen.duration import duration
-from batchgen.launchers.launched import LaunchedFolder, counted_rows
+from batchgen.launchers.launched import LaunchedFolder, counted_errors, counted_rows
 
 _LINE_SECONDS = 30.0
 _BAR_SECONDS = 1.0
@@ -68,6 +68,8 @@ class Shown:
         attempts = [beat["attempt"] for beat in running if "attempt" in beat]
         speed = sum(a["generated_tokens"] / max(a["generate_s"], 1e-9) for a in attempts)
         facts = [f"{speed:,.0f} tok/s", f"{len(running)} workers"]
+        if errors := counted_errors(beats):
+            facts.append(f"{errors:,} error{'s' * (errors > 1)}")
         rows, total = counted_rows(beats)
         if self._first is None and attempts:
             self._first, self._begun = rows, now

@@ -161,3 +161,16 @@ def test_a_job_says_how_many_rows_really_run(
     lines = [line for line in capsys.readouterr().err.splitlines() if " tok/s, " in line]
     running = [int(line.split(" tok/s, ")[1].split(" running")[0]) for line in lines]
     assert max(running) == 4
+
+
+def test_the_errors_of_other_workers_count() -> None:
+    stream = io.StringIO()
+    attempt = {"rows": 3, "generated_tokens": 6, "generate_s": 1.0}
+    beat = {"worker": 2, "dead": False, "attempt": attempt, "totals": {"error_rows": 2}}
+    starting = {"worker": 3, "dead": False}
+    with Progress(10, 0, stream=stream) as progress:
+        progress.add([failed("a", "bad", "no prompt")])
+        progress.set_others([beat, starting], number=1)
+        progress.show(2, np.zeros(0, np.int64))
+    line = stream.getvalue().splitlines()[-1]
+    assert line.startswith("4/10 rows, ") and ", 3 workers, 3 errors, " in line

@@ -10,8 +10,11 @@ from batchgen import run_job
 from batchgen.config.compose import compose
 from batchgen.errors import ConfigError
 from batchgen.launchers import launch as module
+from batchgen.launchers import shown as shown_module
 from batchgen.launchers.launch import check_launcher, described, launch
+from batchgen.launchers.launched import LaunchedFolder
 from batchgen.launchers.logs import make_logs, remove_logs
+from batchgen.launchers.shown import Shown
 from batchgen.output.job_folder import refuse_foreign_files
 from batchgen.output.storage import FolderStorage
 
@@ -74,3 +77,26 @@ def test_the_folder_of_logs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         make_logs(out / "thesis.tex", "slurm")
     check_launcher(compose({"dataset.path": "-"}))
+
+
+def test_the_line_of_a_launcher_counts_errors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt = {"rows_total": 20, "generated_tokens": 6, "generate_s": 1.0}
+
+    def beat(rows: int, errors: int, ended: str | None = None) -> dict[str, object]:
+        totals = {"rows": rows, "error_rows": errors}
+        return {"ended": ended, "attempt": attempt, "totals": totals}
+
+    folder = LaunchedFolder(tmp_path)
+    beats = [beat(5, 0), {"ended": None}, beat(4, 1, "complete")]
+    monkeypatch.setattr(folder, "beats", lambda: beats)
+    monkeypatch.setattr(shown_module, "_LINE_SECONDS", 0.0)
+    with Shown(folder, "title") as shown:
+        shown.show(waiting=0)
+        beats[0] = beat(5, 0)
+        beats[2] = beat(4, 0)
+        shown.show(waiting=0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1] == "9/20 rows, 6 tok/s, 2 workers, 1 error"
+    assert "error" not in lines[2]
