@@ -203,7 +203,7 @@ def _run(config: JobConfig, parts: JobParts, signals: StopSignals) -> JobResult:
                     parts.decode,
                     resumed_errors=metrics.tally.totals.error_rows,
                     longest=config.sampling.max_new_tokens,
-                    batch_share=0.0 if expected is None else expected.batch_share,
+                    expected=expected,
                 )
                 metrics.begin()
                 with closing(engine), shown as progress:

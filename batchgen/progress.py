@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from batchgen.engine.strategy import Hooks
     from batchgen.output.metrics import Metrics, Totals
     from batchgen.output.schema import FinishedRow
+    from batchgen.planning.forecast import Forecast
 
 LINE_SECONDS = 30.0
 SPEED_SECONDS = 10.0  # the speed that is shown is that of so many seconds
@@ -45,7 +46,7 @@ class Progress:
         *,
         resumed_errors: int = 0,
         longest: int = 1 << 16,
-        batch_share: float = 0.0,
+        expected: Forecast | None = None,
     ) -> None:
         """
         Args:
@@ -56,7 +57,8 @@ class Progress:
             stream: where to show it; None is stderr.
             resumed_errors: how many of the resumed rows have an error.
             longest: the most tokens of an answer.
-            batch_share: as of `planning.remaining.TimeLeft`.
+            expected: what the job is expected to take, which is shown until the first row ends;
+                None shows nothing then.
         """
         self._stream = stream if stream is not None else sys.stderr
         self._is_terminal = self._stream.isatty()
@@ -85,7 +87,9 @@ class Progress:
         self._started = self._shown = self._answer_shown = time.monotonic()
         self._speed = _Speed(self._started)
         self._left = None
+        self._expected = expected
         if total is not None:
+            batch_share = 0.0 if expected is None else expected.batch_share
             self._left = TimeLeft(total - resumed, longest, batch_share, self._started)
 
     def __enter__(self) -> Self:
@@ -161,7 +165,7 @@ class Progress:
             facts.append(f"{1 + self._others} workers")
         facts += self._error_count()
         left = self._seconds_left(now, generated_tokens, running)
-        facts += [] if left is None else [f"{duration(left, 0)} left"]
+        facts += self._estimate(now) if left is None else [f"{duration(left, 0)} left"]
         if self._is_terminal:
             self._bar.set_postfix_str(", ".join(facts))
             return
@@ -180,6 +184,21 @@ class Progress:
         rate = (self._rows - self._resumed) / max(now - self._started, 1e-9)
         assert self._total is not None
         return (self._total - self._rows) / rate if rate > 0 else None
+
+    def _estimate(self, now: float) -> list[str]:
+        """When the first rows and all should end, as long as none has ended and nothing is known
+        but the forecast. That is of one worker, so with several there is none."""
+        if self._expected is None or self._others or self._rows > self._resumed:
+            return []
+        seconds, passed = self._expected.seconds, now - self._started
+        done = self._expected.start_s + passed
+        if done >= seconds.bound:
+            return []
+        first = self._expected.first_s - passed
+        parts = [f"the first row within {duration(first, 0)}"] if first > 0 else []
+        low, bound = seconds.low - done, duration(seconds.bound - done, 0)
+        parts.append(f"all in {duration(low, 0)} to {bound}" if low > 0 else f"all within {bound}")
+        return [f"estimated: {', '.join(parts)}"]
 
     def _error_count(self) -> list[str]:
         number = self._resumed_errors + self._errors.total() + self._others_errors

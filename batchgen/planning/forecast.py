@@ -58,6 +58,7 @@ class Forecast:
     Attributes:
         seconds: from the loading of the weights to the last row.
         start_s: of those, until the first step.
+        first_s: seconds from the first step until the first row has ended, hardly more.
         generated: tokens of all answers.
         prompt_tokens: tokens of all prompts, each counted once for each sample.
         mean_rows: how many rows a decode step has on average.
@@ -68,6 +69,7 @@ class Forecast:
 
     seconds: Range
     start_s: float
+    first_s: float
     generated: Range
     prompt_tokens: int
     mean_rows: float
@@ -148,6 +150,7 @@ def forecast(cost: StepCost, work: Work) -> Forecast:
             start.low + low * speed.low, start.likely + likely, start.bound + bound * speed.bound
         ),
         start_s=start.likely,
+        first_s=runs[2].first_s * speed.bound,
         generated=Range(*generated),
         prompt_tokens=round(float(work.prompts.mean()) * work.rows * work.samples),
         mean_rows=runs[1].mean_rows,

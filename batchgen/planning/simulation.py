@@ -49,11 +49,13 @@ class Played:
         seconds: of all forwards.
         steps: how many decode steps there were.
         mean_rows: how many rows a decode step had on average.
+        first_s: the seconds until the first row ended.
     """
 
     seconds: float
     steps: float
     mean_rows: float
+    first_s: float = 0.0
 
 
 def play(
@@ -94,6 +96,7 @@ def play(
         whole.seconds + more * (whole.seconds - begun.seconds),
         whole.steps + more * (whole.steps - begun.steps),
         whole.mean_rows,
+        whole.first_s,
     )
 
 
@@ -107,6 +110,7 @@ class _Run:
         self.steps = 0
         self.row_steps = 0
         self._ends: list[tuple[int, int]] = []  # (step in which the row ends, its number)
+        self._first_s = 0.0
         self._reserved = 0  # tokens of the rows that run, with their whole answers
         self._context = 0.0  # tokens that they have in the cache now
 
@@ -126,13 +130,15 @@ class _Run:
                     self._context += read[row]
                 waiting = started
             self._decode()
+            self._first_s = self._first_s or self.seconds
             while self._ends and self._ends[0][0] <= self.steps:
                 _, row = heapq.heappop(self._ends)
                 self._reserved -= sizes[row]
                 self._context -= sizes[row]
             if not self._ends:
                 self._context = 0.0
-        return Played(self.seconds, self.steps, self.row_steps / max(self.steps, 1))
+        mean_rows = self.row_steps / max(self.steps, 1)
+        return Played(self.seconds, self.steps, mean_rows, self._first_s)
 
     def _startable(self, waiting: int, total: int, sizes: list[int]) -> int:
         """Up to which row rows start now."""

@@ -30,7 +30,7 @@ def by_steps(places: Places, prompts: list[int], answers: list[int]) -> Played:
     """The same, one step after the other, each row with its own counters."""
     waiting = list(zip(prompts, answers, strict=True))
     running: list[list[int]] = []  # prompt, answer, tokens so far
-    seconds, steps, row_steps = 0.0, 0, 0
+    seconds, steps, row_steps, first = 0.0, 0, 0, 0.0
     while waiting or running:
         free = places.rows - len(running)
         if not running or free * 8 >= places.rows or free >= len(waiting):
@@ -50,8 +50,10 @@ def by_steps(places: Places, prompts: list[int], answers: list[int]) -> Played:
         steps, row_steps = steps + 1, row_steps + len(running)
         for row in running:
             row[2] += 1
+        if any(row[2] == row[1] for row in running):
+            first = first or seconds
         running = [row for row in running if row[2] < row[1]]
-    return Played(seconds, steps, row_steps / steps)
+    return Played(seconds, steps, row_steps / steps, first)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 64])
@@ -65,6 +67,7 @@ def test_a_job_takes_what_its_steps_take(rows: int, tokens: int) -> None:
     assert played.steps == plain.steps
     assert played.mean_rows == pytest.approx(plain.mean_rows)
     assert played.seconds == pytest.approx(plain.seconds, rel=1e-9)
+    assert played.first_s == pytest.approx(plain.first_s, rel=1e-9)
 
 
 def test_a_row_larger_than_the_cache_runs_alone() -> None:
