@@ -24,14 +24,15 @@ rows: a list of steps that add columns to a row of the data set before its promp
     In a job file and on the command line:
         rows: [{_target_: batchgen.grading.choices.OrderChoices, KEY: VALUE}]
         'rows=[{_target_: batchgen.grading.choices.OrderChoices, KEY: VALUE}]'
-    A class of your own needs what batchgen.grading.choices.RowStep lists.""",
+    A class of your own needs what batchgen.grading.choices.RowStep lists, and where a file names
+    it, `--trust FILE`.""",
     "post": """\
 post: a list of steps that make columns of a finished row, such as its mark, in their order.
     In a job file and on the command line:
         post: [{_target_: batchgen.grading.extract.Extract, KEY: VALUE}]
         'post=[{_target_: batchgen.grading.extract.Extract, KEY: VALUE}]'
     `batchgen grade OUT post=…` runs them over a finished job. A class of your own needs what
-    batchgen.grading.step.PostStep lists.""",
+    batchgen.grading.step.PostStep lists, and where a file names it, `--trust FILE`.""",
 }
 
 

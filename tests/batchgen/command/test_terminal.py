@@ -40,7 +40,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A graded job whose ids, columns, texts, errors, configuration and name are hostile."""
     monkeypatch.chdir(tmp_path)
     rows = [
-        row(0, text=f"a {EVIL}", row_id=f"id {EVIL}", **{f"c {EVIL}": f"v {EVIL}"}),
+        row(0, text=f"a {EVIL}", row_id=f"id {EVIL}") | {f"c {EVIL}": f"v {EVIL}"},
         row(1, text=None, error={"type": f"t {EVIL}", "message": f"m {EVIL}"}),
     ]
     metrics = {"error_rows": 1, "errors": {f"t {EVIL}": 1}, "finish_reasons": {f"f {EVIL}": 2}}
