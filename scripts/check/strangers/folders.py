@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -152,7 +155,36 @@ def terminal(work: Work) -> str | None:
     return None
 
 
+def requests(work: Work) -> str | None:
+    """A page asks the server of `batchgen view` for what is no address."""
+    out = work.finished_job()
+    view = subprocess.Popen(
+        [COMMAND, "view", out], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        assert view.stdout is not None
+        said = next(line for line in view.stdout if "http://" in line)
+        found = re.search(r"http://127\.0\.0\.1:(\d+)(/[^/\s]+/)", said)
+        assert found is not None, said
+        for target in (
+            b"http://[",
+            b"http://a]b/",
+            b"/\xff\x00[",
+            found[2].encode() + b"row?n=\xb2",
+        ):
+            host = f"Host: localhost:{found[1]}\r\n\r\n".encode()
+            with socket.create_connection(("127.0.0.1", int(found[1])), timeout=10) as connection:
+                connection.sendall(b"GET " + target + b" HTTP/1.1\r\n" + host)
+                answer = connection.recv(100)
+            if not re.match(rb"HTTP/1\.[01] (200|40[0-9]) ", answer):
+                return f"{target!r} got {answer!r}"
+    finally:
+        view.terminate()
+        rest = view.communicate()[0]
+    return rest[-300:] if "Traceback" in rest else None
+
+
 ATTACKS: tuple[Attack, ...] = (
     *(remote_code, remote_code_typed, steps_of_a_folder, steps_of_a_job_file, callbacks, modules),
-    *(environment, links, terminal),
+    *(environment, links, terminal, requests),
 )
