@@ -17,6 +17,7 @@ from batchgen.output.checked_file import read_schema
 from batchgen.output.dataset_card import grades_section, with_grades
 from batchgen.output.manifest import write_atomic
 from batchgen.output.shards import shard_files
+from batchgen.shorten import some_names
 from batchgen.signals import JobStopped, StopSignals
 
 if TYPE_CHECKING:
@@ -127,5 +128,5 @@ def check_scored(post: Sequence[PostStep], config: ScoreConfig, columns: Sequenc
         if post and name is not None and name not in columns:
             raise ConfigError(
                 f"score.{key}: the rows of the output have no column {name!r}: choose among "
-                f"{', '.join(columns)}, or have it copied (dataset.columns)"
+                f"{some_names(columns)}, or have it copied (dataset.columns)"
             )

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 from batchgen.hidden import visible
+
+_MOST_NAMES = 20
+_MOST_COMPARED = 2000
+_NAME_LENGTH = 60
 
 
 def beginning(text: str, length: int) -> str:
@@ -27,6 +33,18 @@ def both_ends(text: str, length: int) -> str:
     names of one family apart; `…` stands for its middle."""
     tail = length // 2 - 1
     return text if len(text) <= length else f"{text[: length - tail - 1]}…{text[-tail:]}"
+
+
+def some_names(names: Iterable[str], meant: str = "") -> str:
+    """Names in one line, for a message that says which there are: all, or of many the ones most
+    like what was meant, then the first, and how many more there are."""
+    known = list(names)
+    many = len(known) > _MOST_NAMES
+    near = get_close_matches(meant[:200], known[:_MOST_COMPARED], 5) if many else []
+    shown = list(dict.fromkeys([*near, *known]))[:_MOST_NAMES]
+    line = ", ".join(both_ends(name, _NAME_LENGTH) for name in shown)
+    more = len(known) - len(shown)
+    return f"{line} and {more:,} more" if more > 0 else line
 
 
 def wrapped(text: str, width: int, most: int | None = None) -> list[str]:

@@ -21,6 +21,7 @@ from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.constraint.json_text import compact_json
 from batchgen.engine.outputs import RequestError
 from batchgen.errors import ConfigError
+from batchgen.shorten import some_names
 
 MAX_CACHED = 4096
 """How many different cells of the column are kept with the constraints that were made of them."""
@@ -57,7 +58,7 @@ class RowConstraints:
         if path is None:
             raise ConfigError(
                 f"constraint.column: the data set has no column {self._column!r}: choose among "
-                f"{', '.join(features)}"
+                f"{some_names(features, self._column)}"
             )
         self._path, self._feature = path, feature_at(features, path)
         # Many rows often hold the same constraint, and a schema takes time to check.

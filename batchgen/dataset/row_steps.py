@@ -14,6 +14,7 @@ from batchgen.engine.outputs import RequestError
 from batchgen.errors import ConfigError
 from batchgen.grading.choices import BadChoices, RowStep
 from batchgen.grading.step import arrow_schema
+from batchgen.shorten import some_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class SteppedSource:
                 if name not in known:
                     raise ConfigError(
                         f"rows[{number}]: {type(step).__name__} reads the column {name!r}, which "
-                        f"the data set does not have: choose among {', '.join(known)}"
+                        f"the data set does not have: choose among {some_names(known)}"
                     )
             known += [column.name for column in step.writes]
         added = Features.from_arrow_schema(pa.schema(list(self._made.values())))

@@ -20,6 +20,7 @@ from batchgen.dataset.row_ids import IdSet, check_unique, duplicate_error
 from batchgen.dataset.stored_json import stored_field
 from batchgen.engine.outputs import RequestError
 from batchgen.errors import ConfigError, JobError
+from batchgen.shorten import some_names
 
 BATCH = 256  # rows that are read at a time
 FIRST_ROWS = 1000  # that tell the features of a stream which does not name them itself
@@ -234,7 +235,7 @@ class RowSource:
             return ()
         path = column_path(column, features)
         if path is None:
-            known = ", ".join(features)
+            known = some_names(features, column)
             raise ConfigError(f"dataset.id_column: no column {column!r}: choose among {known}")
         feature = feature_at(features, path)
         kind = Features({column: feature}).arrow_schema.field(column).type
@@ -260,7 +261,7 @@ class RowSource:
                 raise duplicate_error(column, {row_id: [earlier, index]})
 
     def _check_columns(self, features: Features, odd: list[str]) -> None:
-        known = ", ".join(self.columns)
+        known = some_names(self.columns)
         if self._config.columns is None and odd:
             raise ConfigError(
                 f"dataset.columns: column {odd[0]!r} ({type(features[odd[0]]).__name__}) cannot be "
@@ -274,7 +275,8 @@ class RowSource:
                     f"choose among {known}"
                 )
             if name not in self.columns:
-                raise ConfigError(f"dataset.columns: no column {name!r}: choose among {known}")
+                near = some_names(self.columns, name)
+                raise ConfigError(f"dataset.columns: no column {name!r}: choose among {near}")
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:

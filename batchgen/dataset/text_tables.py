@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from batchgen.dataset.encodings import check_encoding, open_bytes
 from batchgen.errors import ConfigError
+from batchgen.shorten import some_names
 
 _ROWS = 10_000
 """Rows of a table."""
@@ -83,15 +84,16 @@ class CsvReader:
         for name in self._types:
             if name not in names:
                 raise ConfigError(
-                    f"dataset.types: {file} has no column {name!r}: choose among {', '.join(names)}"
+                    f"dataset.types: {file} has no column {name!r}: choose among "
+                    f"{some_names(names, name)}"
                 )
         if self._first is None:
             self._first = (file, names)
         elif set(names) != set(self._first[1]):
             other, others = self._first
             raise ConfigError(
-                f"dataset.path: {file} has the columns {', '.join(names)}, and {other} has "
-                f"{', '.join(others)}: give all files the same header"
+                f"dataset.path: {file} has the columns {some_names(names)}, and {other} has "
+                f"{some_names(others)}: give all files the same header"
             )
         return names
 

@@ -13,6 +13,7 @@ from batchgen.grading.choices import RowStep
 from batchgen.grading.rows import StepChain
 from batchgen.grading.step import PostStep
 from batchgen.named_code import named_code
+from batchgen.shorten import some_names
 
 
 def row_steps(configs: Sequence[StepConfig]) -> tuple[RowStep, ...]:
@@ -56,7 +57,7 @@ def check_fields(steps: Sequence[PostStep], columns: Sequence[str]) -> None:
             if name not in columns:
                 raise ConfigError(
                     f"post[{number}]: {type(step).__name__} reads the column {name!r}, which the "
-                    f"rows of the output do not have: choose among {', '.join(columns)}, or have "
+                    f"rows of the output do not have: choose among {some_names(columns)}, or have "
                     "it copied (dataset.columns)"
                 )
 

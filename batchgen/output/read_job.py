@@ -24,6 +24,7 @@ from batchgen.output.own_files import LOCK, refuse_links
 from batchgen.output.row_order import KEYS, RowsInOrder, first_key, row_keys
 from batchgen.output.shards import shard_files, shard_path
 from batchgen.output.storage import FolderStorage, Storage
+from batchgen.shorten import some_names
 from batchgen.workers.names import DATA, JOURNAL, WORKERS, parse_worker
 from batchgen.workers.process import is_gone
 from batchgen.workers.watch import read_beat
@@ -159,7 +160,7 @@ class JobFolderReader:
         if unknown := [name for name in columns if name not in schema.names]:
             raise ConfigError(
                 f"the rows of {self.storage.shown} have no column {unknown[0]!r}: choose among "
-                f"{', '.join(schema.names)}"
+                f"{some_names(schema.names)}"
             )
         return pa.schema([schema.field(name) for name in columns])
 

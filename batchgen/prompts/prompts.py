@@ -23,6 +23,7 @@ from batchgen.prompts.chat_templates import bound_chat_templates
 from batchgen.prompts.messages import checked_messages, known_roles, short
 from batchgen.prompts.templates import RENDER_ERRORS, RowTemplate, template_errors
 from batchgen.prompts.tokens import TextTokens, not_empty, text_bytes
+from batchgen.shorten import some_names
 
 if TYPE_CHECKING:
     from batchgen.dataset.source import Row
@@ -340,6 +341,6 @@ def _path(key: str, name: str, columns: Mapping[str, Any]) -> tuple[str, ...]:
     path = column_path(name, columns)
     if path is None:
         raise ConfigError(
-            f"{key}: the data set has no column {name!r}: choose among {', '.join(columns)}"
+            f"{key}: the data set has no column {name!r}: choose among {some_names(columns, name)}"
         )
     return path

@@ -12,6 +12,7 @@ from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefine
 from batchgen.errors import ConfigError
 from batchgen.prompts.bounds import TemplateLimit
 from batchgen.prompts.sandbox import BoundedEnvironment
+from batchgen.shorten import some_names
 
 RENDER_ERRORS = (
     TemplateError,
@@ -72,7 +73,8 @@ class RowTemplate:
         for name in self._names:
             if name not in columns and name not in optional:
                 raise ConfigError(
-                    f"{key}: the data set has no column {name!r}: choose among {', '.join(columns)}"
+                    f"{key}: the data set has no column {name!r}: choose among "
+                    f"{some_names(columns, name)}"
                 )
 
     @property
@@ -99,7 +101,7 @@ class RowTemplate:
         except UndefinedError as error:
             from batchgen.engine.outputs import RequestError  # brings torch
 
-            has = ", ".join(fields)
+            has = some_names(fields)
             raise RequestError(
                 "missing_field", f"{self._key}: {error.message}; the row has {has}"
             ) from None

@@ -17,6 +17,7 @@ from batchgen.grading.step import MARK
 from batchgen.output.checked_file import damaged, read_schema
 from batchgen.output.shards import read_columns
 from batchgen.scoring.marks import SAMPLES
+from batchgen.shorten import some_names
 
 _ANSWER_KEY = "answer_key"
 _ROWS = ("row_id", "sample_index", "finish_reason", "error")
@@ -76,7 +77,7 @@ class Samples:
             if name is not None and name not in names:
                 raise ConfigError(
                     f"score.{key}: the rows of {self.grades.job} have no column {name!r}: choose "
-                    f"among {', '.join(names)}"
+                    f"among {some_names(names)}"
                 )
         rows = read_columns(part.shard, self._columns)
         return self._samples(rows, grades_of(part, rows))
