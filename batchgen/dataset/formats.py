@@ -24,6 +24,10 @@ TEXT_FORMATS = ("json", "csv", "tsv", "txt")
 """Those that are text, which may be compressed (.gz) and may have another encoding than UTF-8."""
 
 
+MOST_COLUMNS = 10_000
+"""The most columns of a data set."""
+
+
 def format_of(file: Path) -> str | None:
     """The name of a file's format, told by the file's name; None if it is of none that is known."""
     name = file.name.removesuffix(".gz")
@@ -66,7 +70,7 @@ def json_list_as_lines(file: Path, folder: Path, number: int) -> Path | None:
         data.seek(0)
         try:
             rows = json.loads(data.read().decode("utf-8-sig"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"dataset.path: {file} is not a JSON list: {error}") from None
     if not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"dataset.path: {file}: all rows must be JSON objects {{…}}")
@@ -83,13 +87,35 @@ def json_list_as_lines(file: Path, folder: Path, number: int) -> Path | None:
 
 
 def is_json_lines(file: Path) -> bool:
-    """Whether the first row of a file of JSON is an object on one line."""
+    """Whether the first row of a file of JSON is an object on one line.
+
+    Raises:
+        ConfigError: that row has too many columns, or is nested too deeply.
+    """
     with open_bytes(file) as lines:
         first = next((line for line in lines if line.removeprefix(BOM_UTF8).strip()), b"")
     try:
-        return isinstance(json.loads(first.decode("utf-8-sig")), dict)
+        row = json.loads(first.decode("utf-8-sig"))
     except ValueError:
         return False
+    except RecursionError:
+        raise ConfigError(f"dataset.path: {file}: its first row is nested too deeply") from None
+    if isinstance(row, dict):
+        check_width(len(row), file)
+    return isinstance(row, dict)
+
+
+def check_width(columns: int, file: Path | str) -> None:
+    """Refuse a data set with more columns than can be read: much takes time quadratic in them.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    if columns > MOST_COLUMNS:
+        raise ConfigError(
+            f"dataset.path: {file} has {columns:,} columns, and at most {MOST_COLUMNS:,} can be "
+            "read: drop those that no prompt needs, or put them into one as a list"
+        )
 
 
 def first_bad_line(file: Path) -> str | None:
@@ -112,6 +138,8 @@ def first_bad_line(file: Path) -> str | None:
         )
     except json.JSONDecodeError as error:
         return f"{file}, line {number}: not JSON: {error.msg} at column {error.colno}"
+    except RecursionError:
+        return f"{file}, line {number}: nested too deeply"
     except (OSError, EOFError) as error:
         return f"{file}: {reason(error)}"
     return f"{file} is empty" if number == 0 else None

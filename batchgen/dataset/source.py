@@ -14,7 +14,7 @@ from datasets.features import Json, LargeList, List, Translation, TranslationVar
 from batchgen.config import DatasetConfig
 from batchgen.dataset.columns import column_path, feature_at, value_at
 from batchgen.dataset.files import LoadedDataset, load_split, quiet
-from batchgen.dataset.formats import reason
+from batchgen.dataset.formats import check_width, reason
 from batchgen.dataset.read_errors import READ_ERRORS, unreadable
 from batchgen.dataset.row_ids import IdSet, check_unique, duplicate_error
 from batchgen.dataset.stored_json import stored_field
@@ -81,6 +81,7 @@ class RowSource:
         if features is None:
             with self._reading("its first rows"):
                 features = _features_of(list(data.take(FIRST_ROWS)))
+        check_width(len(features), config.path or "the data")
         odd = [name for name, feature in features.items() if not _is_plain(feature)]
         self.columns = tuple(name for name in features if name not in odd)
         self._check_columns(features, odd)

@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.dataset.encodings import check_encoding, open_bytes
+from batchgen.dataset.formats import check_width
+from batchgen.engine.constraint.json_text import first_repeated
 from batchgen.errors import ConfigError
 from batchgen.shorten import some_names
 
@@ -78,9 +80,9 @@ class CsvReader:
 
     def _names(self, file: Path, header: Sequence[str]) -> list[str]:
         names = [name or f"Unnamed: {place}" for place, name in enumerate(header)]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(f"dataset.path: the header of {file} names {name!r} twice")
+        check_width(len(names), file)
+        if (twice := first_repeated(names)) is not None:
+            raise ConfigError(f"dataset.path: the header of {file} names {twice!r} twice")
         for name in self._types:
             if name not in names:
                 raise ConfigError(

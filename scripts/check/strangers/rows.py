@@ -70,6 +70,29 @@ def large_cell(work: Work) -> str | None:
     return _bad_row(work, work.job(path, _USER, seconds=90), "prompt_too_long")
 
 
+def wide_rows(work: Work) -> str | None:
+    """A data set has 100,000 columns."""
+    path = work.rows(_rows({**{f"c{i}": i for i in range(100_000)}, "q": "x"}))
+    if wrong := work.job(path, _USER, "--dry-run").refused("100,001 columns"):
+        return wrong
+    names = ",".join(f"c{i}" for i in range(100_000))
+    path = work.rows(f"{names}\n{names}\n", "rows.csv")
+    return work.job(path, _USER, "--dry-run").refused("100,000 columns")
+
+
+def wrong_name(work: Work) -> str | None:
+    """A message lists the names of 5,000 columns."""
+    path = work.rows(_rows({**{f"c{i}": i for i in range(5000)}, "q": "x"}))
+    run = work.job(path, _USER, "dataset.columns=[c1x]", "--dry-run")
+    return run.refused("c1") or (f"{len(run.text):,} characters" if len(run.text) > 4000 else None)
+
+
+def deep_row(work: Work) -> str | None:
+    """A row of a data set is nested 100,000 deep."""
+    path = work.rows('{"q": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    return work.job(path, _USER, "--dry-run").refused("nested too deeply")
+
+
 _SCHEMA = json.dumps({"type": "string"})
 _TRUE = json.dumps({"enum": [True]})
 
@@ -110,4 +133,7 @@ ATTACKS: tuple[Attack, ...] = (
     _template("A method makes a terabyte", "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}"),
     chat_template,
     large_cell,
+    wide_rows,
+    wrong_name,
+    deep_row,
 )  # fmt: skip
