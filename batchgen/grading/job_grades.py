@@ -84,20 +84,27 @@ class JobGrades:
 
         Raises:
             ConfigError: there are no grades, or some are missing, of other steps or of other rows.
+            DamagedFile: some are damaged.
         """
         steps = self.steps
         if steps is None:
+            self._refuse_damaged()
             raise ConfigError(
                 f"{self.job} has no grades: `batchgen grade {self.job} post=…` makes them"
             )
         parts = list(self.parts())
         missing = sum(not self._is_made(part, steps) for part in parts)
         if missing:
+            self._refuse_damaged()
             raise ConfigError(
                 f"{missing} of {len(parts)} shards of {self.job} have no grades, or such of other "
                 f"rows or steps: run `batchgen grade {self.job}` first"
             )
         return parts
+
+    def _refuse_damaged(self) -> None:
+        for path in shard_files(self.path).values() if self.path.is_dir() else ():
+            read_schema(path)
 
     def lie_beside(self) -> bool:
         """Whether every shard has a part of the same length, all by the same steps.

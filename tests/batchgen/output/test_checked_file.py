@@ -214,6 +214,15 @@ def test_verbs_refuse_grades_that_have_rotted(
     assert f"delete part-00000.parquet there and run `batchgen grade {job}`" in error
 
 
+def test_grades_whose_footer_has_rotted_are_named(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = job / "grades/part-00000.parquet"
+    path.write_bytes(_flipped(path.read_bytes(), 8 * (path.stat().st_size - 30)))
+    assert score.main([str(job)]) != 0
+    assert f"the grades {path} are damaged (its footer" in capsys.readouterr().err
+
+
 def test_the_viewer_follow_and_validate_refuse_them_too(tmp_path: Path) -> None:
     job = tmp_path / "job"
     write_job(job, 20, 2, rows_per_shard=20)
