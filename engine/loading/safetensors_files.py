@@ -170,7 +170,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # The text is not UTF-8, or not JSON.
+    except (ValueError, RecursionError) as error:  # Not UTF-8, not JSON, or nested too deeply.
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} does not hold a JSON object")

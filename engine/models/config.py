@@ -49,6 +49,10 @@ class Diffusion:
             raise ValueError(f"the model's block_length is {self.block_length}; it must be over 1")
 
 
+_MOST = 2**24
+"""The greatest size of a layer, of a vocabulary or of a stack of layers that is taken for one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyConfig:
     """The base of what one family of models has in its configuration besides `ModelConfig`."""
@@ -125,14 +129,16 @@ class ModelConfig:
 
 
 def check_positive(**sizes: int) -> None:
-    """Check that the sizes of a model are positive integers.
+    """Check that the sizes of a model are positive integers, and that a model can have them.
 
     Raises:
-        ValueError: a size is none; the message names it.
+        ValueError: a size is none, or larger than that of any model; the message names it.
     """
     for name, size in sizes.items():
         if type(size) is not int or size < 1:  # a checkpoint may say anything
             raise ValueError(f"the model's {name} is {size!r:.60}; it must be a positive integer")
+        if size > _MOST and name != "max_position_embeddings":  # which allocates nothing
+            raise ValueError(f"the model's {name} is {size:,}; no model has more than {_MOST:,}")
 
 
 def common_config(
