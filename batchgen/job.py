@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from batchgen.config import (
@@ -29,6 +30,7 @@ from batchgen.first_rows import AllRowsFailed
 from batchgen.generation import Engine, Generation
 from batchgen.grading.background import grading_beside
 from batchgen.job_grades import graded_card, save_scores, scores_of
+from batchgen.output.changed_row import changed_row
 from batchgen.output.checked_file import DamagedFile
 from batchgen.output.dataset_card import dataset_card, unfinished_card
 from batchgen.output.job_folder import JobFolder, refuse_shrinking
@@ -361,6 +363,7 @@ def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFold
         storage.path,
         job_manifest(config, parts, schema),
         lambda stop: rows_digest(parts.source, stop),
+        changed_row=partial(changed_row, storage, parts.source),
         overwrite=config.output.overwrite,
         wait=max(_OPENING_SECONDS, config.workers.stale_after),
         is_alone=lambda path: not others_run(path, config.workers),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from batchgen.config import JobConfig
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.job import job_manifest, most_rows, output_schema
+from batchgen.output.changed_row import changed_row
 from batchgen.output.job_folder import (
     has_rows,
     refuse_folder,
@@ -55,8 +56,8 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
     if old is None or not has_rows(storage):
         return FolderState(f"{path}: no answers yet")
     asked, source = _manifest(config, opened, old), opened.source
-    digests = partial(rows_digest, source)
-    if refuse_other_job(storage, old, asked, digests, config.output.overwrite):
+    digests, named = partial(rows_digest, source), partial(changed_row, storage, source)
+    if refuse_other_job(storage, old, asked, digests, named, overwrite=config.output.overwrite):
         what = "the output of a different job, which is deleted (output.overwrite)"
         return FolderState(f"{path}: {what}")
     refuse_shrinking(storage, most_rows(config, source.num_rows))

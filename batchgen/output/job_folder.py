@@ -12,7 +12,7 @@ from typing import Self
 
 from batchgen.errors import ConfigError, JobError
 from batchgen.output.journal import attempt_of, journal_files
-from batchgen.output.manifest import ROWS, Manifest, RowDigests
+from batchgen.output.manifest import ROWS, ChangedRow, Manifest, RowDigests
 from batchgen.output.own_files import LOCK, LOCKS, LOGS, MANIFEST, OF_WORKERS, OWN, refuse_links
 from batchgen.output.read_job import JobFolderReader
 from batchgen.output.retry_round import RetryRound
@@ -52,6 +52,7 @@ class JobFolder:
         manifest: Manifest,
         digests: RowDigests,
         *,
+        changed_row: ChangedRow = lambda *_: None,
         overwrite: bool,
         wait: float = 0.0,
         is_alone: Callable[[Path], bool] = lambda path: True,
@@ -64,6 +65,7 @@ class JobFolder:
         Args:
             manifest: of this job, without digests of its rows.
             digests: of the rows of this job's data set.
+            changed_row: names a row of it that has changed.
             overwrite: whether to delete the output of a different job. The same job is resumed in
                 any case, so that running a command again always resumes.
             wait: for so many seconds for another worker that is opening the folder.
@@ -76,6 +78,7 @@ class JobFolder:
                 job's output, or is in use. Nothing in it has been changed then.
         """
         self.path = path
+        self._changed_row = changed_row
         self.storage = FolderStorage(path) if storage is None else storage
         try:
             refuse_folder(self.storage)
@@ -206,7 +209,9 @@ class JobFolder:
         is_new = found is None
         if found is not None:
             self.manifest = found
-            if refuse_other_job(self.storage, found, manifest, digests, overwrite):
+            if refuse_other_job(
+                self.storage, found, manifest, digests, self._changed_row, overwrite=overwrite
+            ):
                 self.confirm()
                 for name in OWN:
                     self.storage.delete(self.path / name)
@@ -300,7 +305,13 @@ def refuse_folder(storage: Storage) -> None:
 
 
 def refuse_other_job(
-    storage: Storage, found: Manifest, asked: Manifest, digests: RowDigests, overwrite: bool
+    storage: Storage,
+    found: Manifest,
+    asked: Manifest,
+    digests: RowDigests,
+    changed_row: ChangedRow,
+    *,
+    overwrite: bool,
 ) -> list[str]:
     """Refuse a folder with rows of another job.
 
@@ -308,6 +319,7 @@ def refuse_other_job(
         found: the manifest of the job that the folder is of.
         asked: that of this job.
         digests: of the rows of this job's data set.
+        changed_row: names a row of it.
         overwrite: whether the other job may be deleted.
 
     Returns:
@@ -316,7 +328,7 @@ def refuse_other_job(
     Raises:
         ConfigError: it is another, has rows, and may not be deleted.
     """
-    differences = found.differences(asked, digests)
+    differences = found.differences(asked, digests, changed_row)
     if differences and not overwrite and has_rows(storage):
         raise ConfigError(
             f"output.dir={storage.shown} holds the output of a different job:\n  "

@@ -24,6 +24,9 @@ _BLOCK = 1000  # of batchgen.dataset.row_digest, which is not imported: it comes
 
 RowDigests = Callable[[int], list[str] | None]
 """Digests of so many first rows of the data set, as `batchgen.dataset.row_digest` makes them."""
+ChangedRow = Callable[[int, int], str | None]
+"""The first row of two numbers and those between that has changed, for people; None if it cannot be
+said."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,14 @@ class Manifest:
         """What a file with this manifest holds."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
-    def differences(self, new: "Manifest", digests: RowDigests) -> list[str]:
+    def differences(
+        self, new: "Manifest", digests: RowDigests, changed_row: ChangedRow = lambda *_: None
+    ) -> list[str]:
         """A line `key: old → new` for everything that would make the content another one.
 
         Args:
             digests: of the data set of the new manifest. They are asked for only if they matter.
+            changed_row: names a row of it.
         """
         olds, news = self._compared(), new._compared()
         lines = [
@@ -123,7 +129,7 @@ class Manifest:
                 f"{SAMPLES}: {samples} → {asked} (a job can have more samples later, not fewer: "
                 f"use {SAMPLES}={samples} or more)"
             )
-        if changed := self._changed_rows(new, digests):
+        if changed := self._changed_rows(new, digests, changed_row):
             lines.append(changed)
         return lines
 
@@ -161,7 +167,9 @@ class Manifest:
         columns = {f"column {name}": kind for name, kind in self.columns.items()}
         return _flat(self.identity) | _flat(others, "fingerprint.") | columns
 
-    def _changed_rows(self, new: "Manifest", digests: RowDigests) -> str | None:
+    def _changed_rows(
+        self, new: "Manifest", digests: RowDigests, changed_row: ChangedRow
+    ) -> str | None:
         """How the rows that the job knows have changed in the data set; None if they have not."""
         before, after = self.fingerprints.get(_DATASET), new.fingerprints.get(_DATASET)
         if before == after:
@@ -180,6 +188,8 @@ class Manifest:
         if block is not None:
             first, last = _BLOCK * block, min(_BLOCK * (block + 1), rows) - 1
             where = f"the first row that differs is one of {first:,} to {last:,}"
+            if (named := changed_row(first, min(last, now - 1))) is not None:
+                where = f"the first finished row that differs is {named}"
         elif now < rows:
             gone, same = rows - now, _BLOCK * (now // _BLOCK)
             where = "1 row is gone" if gone == 1 else f"{gone:,} rows are gone"

@@ -139,9 +139,9 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> FakeJob:
         ({"limit": 2499}, r"would have 2,499 rows, .* up to number 2,500 are finished, .* not "),
         ({"rows": 2499}, r"2,500 rows → 2,499 rows; 1 row is gone, the first 2,000 are the same"),
         ({"rows": 2000}, r"2,500 rows → 2,000 rows; 500 rows are gone, the first 2,000 "),
-        ({"changed": 2400}, r"2,500 rows → 2,500 rows; the first .* is one of 2,000 to 2,499"),
-        ({"rows": 9999, "changed": 0}, r"2,500 rows → 9,999 rows; the first .* one of 0 to 999"),
-        ({"rows": 1500, "changed": 500}, r"2,500 rows → 1,500 rows; the first .* one of 0 to 999"),
+        ({"changed": 2400}, r"2,500 rows → 2,500 rows; .* row 2400 \(id 'id2400'\)"),
+        ({"rows": 9999, "changed": 0}, r"2,500 rows → 9,999 rows; .* row 0 \(id 'id0'\)"),
+        ({"rows": 1500, "changed": 500}, r"2,500 rows → 1,500 rows; .* row 500 \(id 'id500'\)"),
         ({"prompt_token_ids": False}, r"output\.columns: .*\n.*column prompt_token_ids: list"),
     ],
 )  # fmt: skip
@@ -160,8 +160,16 @@ def test_changed_rows_beyond_those_of_the_job_do_not_matter(tmp_path: Path) -> N
     (entry,) = _manifest(tmp_path)["history"]
     assert entry["changed"] == ["dataset: other files with the same rows"]
     assert "complete already" in _unbuilt(replace(job, rows=30)).message
-    with pytest.raises(ConfigError, match="the first row that differs is one of 0 to 19"):
+    with pytest.raises(ConfigError, match=r"finished row that differs is row 5 \(id 'id5'\) "):
         _unbuilt(replace(job, changed=5))
+
+
+def test_a_changed_row_that_is_not_finished_lies_in_a_range(tmp_path: Path) -> None:
+    job = FakeJob(str(tmp_path), rows=100, bad=False, fail_at_step=6)
+    with pytest.raises(RuntimeError):
+        job.run()
+    with pytest.raises(ConfigError, match="the first row that differs is one of 0 to 99 "):
+        _unbuilt(replace(job, changed=99))
 
 
 def test_a_limit_that_was_too_high_can_be_lowered_to_what_is_done(tmp_path: Path) -> None:

@@ -263,7 +263,10 @@ def test_refused_before_the_weights_load(tmp_path: Path, refused: str) -> None:
         job, message = replace(job, temperature=0.5), r"sampling\.temperature: 1\.0 → 0\.5"
     elif refused == "dataset":
         source: Any = FakeSource(21, changed=7)
-        message = r"dataset: 20 rows → 21 rows; the first row that differs is one of 0 to 19 "
+        message = (
+            r"dataset: 20 rows → 21 rows; the first finished row that differs is row 7 "
+            r"\(id 'id7'\) \(counted"
+        )
         parts = replace(parts, source=source)
     elif refused == "foreign":
         out.mkdir()
