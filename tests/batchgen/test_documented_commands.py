@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from real_job import VOCAB, save_tokenizer
 
+from batchgen.__main__ import run_command
 from batchgen.command.options import parse_options
 from batchgen.command.run import composed
 from batchgen.command.verbs import VERBS
@@ -16,18 +21,27 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/usage.md")
 FILES = {
     "job.yaml": "{}",
+    "exam.yaml": "{}",
     "out/config.yaml": "{}",
     "prompt.jinja": "{{ order }}",
     "person.json": '{"type": "object"}',
 }
 
 
+OTHER_MACHINES = ("s3://", "launcher=", "/shared/", "Qwen/", "batchgen view", "--follow", " …")
+"""In commands that need a cluster, a store, a GPU or a browser, or that do not end."""
+
+
+def _page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8").replace("\\\n", " ")
+
+
 def _commands() -> list[str]:
-    found = []
-    for page in PAGES:
-        text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
-        found += re.findall(r"^    (?:.*\| )?batchgen (.*)$", text, re.MULTILINE)
-    return found
+    return [
+        command
+        for page in PAGES
+        for command in re.findall(r"^    (?:.*\| )?batchgen (.*)$", _page(page), re.MULTILINE)
+    ]
 
 
 def test_there_are_commands() -> None:
@@ -48,3 +62,34 @@ def test_a_documented_command_is_understood(
     options = parse_options(arguments)
     if "--multirun" not in options.flags:
         composed(options)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_first_hour_run_in_order(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are those that the page prints, and the model is a tiny one in the place of its own."""
+    model = tiny_model("llama", **VOCAB, max_position_embeddings=1024)
+    save_tokenizer(model)
+    monkeypatch.chdir(tmp_path)
+    text = _page("docs/usage.md")
+    for program in re.findall(
+        r"(?:^    (?:import json|with open)[^\n]*\n(?:    .*\n|\n)+)", text, re.M
+    ):
+        exec(textwrap.dedent(program), {"json": json})
+    files = re.findall(r"```\n((?:dataset:)\n.*?output\.dir: (\w+)\n)```", text, re.S)
+    ran = 0
+    for command in re.findall(r"^    batchgen (.*)$", text, re.MULTILINE):
+        if any(word in f"batchgen {command}" for word in OTHER_MACHINES):
+            continue
+        for content, folder in files:
+            Path({"second": "job.yaml", "exam": "exam.yaml"}[folder]).write_text(content)
+        arguments = shlex.split(command.partition(" > ")[0], comments=True)
+        if arguments[0] not in VERBS or arguments[0] == "plan":
+            arguments += ["model=hf", f"model.path={model}"]
+        if arguments[0] == "init":
+            Path("job.yaml").unlink()
+        allowed = (0, 1, 3) if arguments[0] == "plan" else (0, 3)
+        assert run_command(arguments) in allowed, command
+        ran += 1
+    assert ran >= 15
