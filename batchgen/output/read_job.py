@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from batchgen.errors import ConfigError
+from batchgen.errors import ConfigError, JobError
 from batchgen.output.checked_file import CheckedFile, Source, read_schema
 from batchgen.output.journal import journal_files, read_file
 from batchgen.output.own_files import LOCK, refuse_links
@@ -95,13 +95,22 @@ class JobFolderReader:
 
         The file says `running` of a job that was killed. Here its status is `killed` if the job ran
         on this machine. The counts may be up to ten seconds old.
+
+        Raises:
+            JobError: the file is damaged.
         """
         content = self.storage.read(self.path / "metrics.json")
         if content is None:
             return {}
-        found: dict[str, Any] = json.loads(content)
-        if found["status"] == "running" and not self.may_run:
-            found["status"] = found["attempts"][-1]["status"] = "killed"
+        try:
+            found: dict[str, Any] = json.loads(content)
+            if found["status"] == "running" and not self.may_run:
+                found["status"] = found["attempts"][-1]["status"] = "killed"
+        except (IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise JobError(
+                f"{self.path}/metrics.json is damaged ({type(error).__name__}: {error}): remove "
+                "it; rows are readable without it, and the job's next attempt writes it again"
+            ) from None
         return found
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 from markupsafe import Markup
 
 from batchgen.duration import duration
+from batchgen.errors import JobError
 from batchgen.hidden import visible
 from batchgen.output.manifest import write_atomic
 from batchgen.output.read_job import JobFolderReader
@@ -82,8 +83,19 @@ def report_html(reader: JobFolderReader, decode: Decode | None = None) -> str:
     """The text of the page, which has at most MOST_BYTES.
 
     Raises:
-        JobError: a file is damaged.
+        JobError: a file is damaged, or says what no job writes.
     """
+    try:
+        return _html(reader, decode)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise JobError(
+            f"{reader.path}: no report can be made of what metrics.json, manifest.json and "
+            f"config.yaml say ({type(error).__name__}: {error}): they are damaged, or not of "
+            "batchgen; without metrics.json there is a report of the rows alone"
+        ) from error
+
+
+def _html(reader: JobFolderReader, decode: Decode | None) -> str:
     config, metrics, data = reader.config, reader.metrics, JobData(reader)
     cut_texts = (metrics.get("score") or {}).get("cut_texts", "as_marked")
     found, tokens = collect(data, cut_texts), token_facts(data)

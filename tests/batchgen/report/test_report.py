@@ -342,6 +342,24 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         make_report(tmp_path)
 
 
+def test_metrics_that_say_anything_end_in_a_page_or_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stranger's metrics.json: each key away or of another type, and no JSON at all."""
+    job = finished_job(tmp_path / "job", exam(), graded=True)
+    path = job / "metrics.json"
+    whole = json.loads(path.read_text())
+    texts = ["", "[]", "7", '{"status": "running", "attempts": 3}', "[" * 100_000]
+    for key in whole:
+        others = [{name: value for name, value in whole.items() if name != key}]
+        others += [whole | {key: value} for value in (None, "x", [], {}, [1], -1)]
+        texts += map(json.dumps, others)
+    for text in texts:
+        path.write_text(text)
+        assert run_verb("report", [str(job)]) in (0, 1)
+        assert "Traceback" not in capsys.readouterr().err
+
+
 def test_the_page_opens_on_what_is_wrong(tmp_path: Path) -> None:
     rows = [row(i, k, "yes") for i in range(4) for k in range(2)]
     rows[3] = row(1, 1, text=None)
