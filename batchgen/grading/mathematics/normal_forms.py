@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from batchgen.grading.mathematics import numbers, real_sets
 from batchgen.grading.mathematics.evaluate import value_form
 from batchgen.grading.mathematics.forms import NAME, UNIT, Forms, text_form
@@ -78,12 +80,12 @@ def _letter_unit(node: Node) -> tuple[str, ...]:
     return value_form(number), f"{value_form(measured)} [{unit}]"
 
 
-def _powers(node: Node, *raised: tuple[str, int]) -> dict[str, int] | None:
+def _powers(node: Node, *raised: tuple[str, Fraction | int]) -> dict[str, int] | None:
     """The letter of a unit with its power, which may be one of those given besides 1."""
     match node:
         case Symbol(name) if name in LETTERS:
             power = 1
-        case Call("^", (Symbol(name), Number(exponent))) if (name, int(exponent)) in raised:
+        case Call("^", (Symbol(name), Number(exponent))) if (name, exponent) in raised:
             power = int(exponent)
         case _:
             return None
@@ -100,12 +102,11 @@ def _is_written(node: Node) -> bool:
 def _symbol(node: Symbol) -> Forms:
     if node.name == "oo":
         return Forms.of("oo")
-    if len(node.name) == 1:
-        text = value_form(node)
-        return Forms.of(text, f"text {node.name}") if node.name != "i" else Forms.of(text)
-    if node.name in ("pi",):
-        return Forms.of(value_form(node))
     forms = Forms.of(value_form(node))
+    if node.name in ("i", "pi"):
+        return forms
+    if len(node.name) == 1:  # which has a case, as words have not
+        return forms.or_else(Forms.of(f"text {node.name}"))
     return forms.or_else(Forms.of(text_form(node.name))) if node.name.isalnum() else forms
 
 

@@ -80,11 +80,10 @@ class Expressions:
             return not isinstance(before, Number) and not self._ends_with_number()
         if token.kind in ("letter", "function"):
             return True
-        if token.kind == "begin" or token.kind != "sign":
+        if token.kind != "sign":
             return False
-        if token.text in ("(", "{", "[", "langle"):
-            # `10 (units)` is no product
-            return token.text in ("(", "{") and self.cursor.peek(1).kind != "word"
+        if token.text in ("(", "{"):  # `10 (units)` is no product
+            return self.cursor.peek(1).kind != "word"
         return token.text in ("frac", "sqrt", "pi", "infty", "binom", *_FENCES)
 
     def _ends_with_number(self) -> bool:
