@@ -235,7 +235,6 @@ _FLOATS: dict[str, Any] = {
     "cot": lambda value: divide(CONTEXT.cos(value), _nonzero(CONTEXT.sin(value))),
     "sec": lambda value: divide(Fraction(1), _nonzero(CONTEXT.cos(value))),
     "csc": lambda value: divide(Fraction(1), _nonzero(CONTEXT.sin(value))),
-    "exp": lambda value: power(CONTEXT.e, value),
 }
 
 
@@ -266,10 +265,10 @@ def _call(name: str, values: tuple[Value, ...]) -> Value:
         number = as_float(values[0])
         if number and CONTEXT.mag(number) > 1000:
             raise Undefined
-        found = _checked(_FLOATS[name](number)) if name != "exp" else _FLOATS[name](number)
-        return (
-            Fraction(0) if abs(found) < _SNAP and abs(number) > _SNAP and name != "exp" else found
-        )
+        found = _checked(_FLOATS[name](number))
+        return Fraction(0) if abs(found) < _SNAP and abs(number) > _SNAP else found
+    if name == "exp":
+        return power(+CONTEXT.e, values[0])
     if name == "log":
         return _checked(_log(*values))
     if name == "abs":

@@ -63,7 +63,7 @@ def interval(low: Any, high: Any, with_low: bool, with_high: bool) -> Pieces:
 
 def union(sets: Iterable[Pieces]) -> Pieces:
     """The numbers that are in any of the sets."""
-    pieces = sorted((piece for one in sets for piece in one), key=lambda piece: _Key(piece[0]))
+    pieces = sorted((piece for one in sets for piece in one), key=lambda piece: piece[0])
     if len(pieces) > _MOST_PIECES:
         raise NotRead
     merged: list[tuple[Edge, Edge]] = []
@@ -74,16 +74,6 @@ def union(sets: Iterable[Pieces]) -> Pieces:
         else:
             merged.append((first, last))
     return tuple(merged)
-
-
-class _Key:
-    __slots__ = ("edge",)
-
-    def __init__(self, edge: Edge) -> None:
-        self.edge = edge
-
-    def __lt__(self, other: _Key) -> bool:
-        return self.edge < other.edge
 
 
 def complement(pieces: Pieces) -> Pieces:

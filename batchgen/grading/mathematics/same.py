@@ -59,7 +59,8 @@ def forms(text: str) -> Forms:
     if _CIRCLED.fullmatch(text.strip(" .。")):  # which statements are right
         return Forms.of("{" + ";".join(sorted(set(re.findall("[①-⑳]", text)))) + "}")
     plain = tidy(text)
-    if (special := _special(plain)) is not None:
+    words = _TEXT.sub(" ", plain).replace("{", "").replace("}", "").strip()
+    if (special := _special(words)) is not None:
         return special
     found: Forms | None = None
     ways: tuple[bool, ...] = (True,)
@@ -71,16 +72,14 @@ def forms(text: str) -> Forms:
         except (NotRead, RecursionError):
             continue
         found = one if found is None else found.or_else(one)
-    words = _TEXT.sub(" ", plain).replace("{", "").replace("}", "").strip()
     if _WORDS.fullmatch(words):
         said = forms_of(Words(words))
         return said if found is None else found.or_else(said)
     return Forms.of(f"unread {_bare(plain)}") if found is None else found
 
 
-def _special(plain: str) -> Forms | None:
+def _special(words: str) -> Forms | None:
     """The forms of a date, a time of day, and letters whose order matters."""
-    words = _TEXT.sub(" ", plain).replace("{", "").replace("}", "").strip()
     if _DATE.fullmatch(words):
         return Forms.of(text_form(words))
     if match := _TIME.fullmatch(_SPACE.sub("", words)):

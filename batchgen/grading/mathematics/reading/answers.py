@@ -22,7 +22,7 @@ from batchgen.grading.mathematics.reading.nodes import (
     variables_of,
 )
 from batchgen.grading.mathematics.reading.tokens import Token
-from batchgen.grading.mathematics.reading.units_behind import JOINING, unit_behind
+from batchgen.grading.mathematics.reading.units_behind import unit_behind
 
 _RELATIONS = {
     "=": "=", "ne": "!=", "<": "<", ">": ">", "le": "<=", "ge": ">=", "approx": "~", "in": "in",
@@ -78,7 +78,7 @@ class Answers:
 
     def _joining(self) -> str | None:
         token = self.cursor.next
-        if token.kind == "word" and token.text.lower() in JOINING:
+        if token.joins:
             self.cursor.take()
             return {"und": "and", "oder": "or"}.get(token.text.lower(), token.text.lower())
         return None
@@ -114,7 +114,7 @@ class Answers:
                     signs.append(at)
                 if depth < 0 or (depth == 0 and token.text in (",", ";")):
                     break
-            elif token.kind == "word" and token.text.lower() in JOINING:
+            elif token.joins:
                 break
         return signs
 
@@ -212,7 +212,7 @@ class Answers:
         """Words to the end of the clause."""
         words: list[str] = []
         while self.cursor.next.kind in ("word", "letter", "number"):
-            if self.cursor.next.text.lower() in JOINING:
+            if self.cursor.next.joins:
                 break
             words.append(self.cursor.take().text)
         return Words(" ".join(words))

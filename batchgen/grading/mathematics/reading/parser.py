@@ -6,7 +6,6 @@ from batchgen.grading.mathematics.reading.answers import Answers
 from batchgen.grading.mathematics.reading.cursor import Cursor
 from batchgen.grading.mathematics.reading.nodes import Choice, Node, NotRead, Symbol, Words
 from batchgen.grading.mathematics.reading.tokens import Token, tokens_of
-from batchgen.grading.mathematics.reading.units_behind import JOINING
 
 
 def read(text: str, thousands: bool = True) -> Node:
@@ -46,7 +45,7 @@ def _choice(tokens: list[Token]) -> Node | None:
         return None
     if len(tokens) > 3 and not (tokens[0].quoted or tokens[3].spaced):
         return None
-    if len(tokens) > 3 and (tokens[3].text in (",", ";") or tokens[3].text.lower() in JOINING):
+    if len(tokens) > 3 and (tokens[3].text in (",", ";") or tokens[3].joins):
         return None
     return _choice_of(texts[1], tokens[3:])
 

@@ -27,10 +27,10 @@ _COMMANDS = {
     "{": "{set", "}": "}set", "land": "and", "wedge": "and", "lor": "or", "vee": "or",
     "backslash": "setminus", "infin": "infty", "lvert": "|", "rvert": "|", "vert": "|",
     "colon": ":", "circ": "degree", "dbinom": "binom", "tbinom": "binom", "lbrack": "[",
-    "rbrack": "]", "%": "%", "$": "$", "#": "#", "&": "&", "_": " ", "arccot": "acot", "prime": "'",
-    "euro": "€", "pounds": "£", "ge": "ge", "approxeq": "approx", "simeq": "approx",
+    "rbrack": "]", "_": " ", "arccot": "acot", "prime": "'",
+    "euro": "€", "pounds": "£", "approxeq": "approx", "simeq": "approx",
     "thickapprox": "approx", "R": "reals", "varphi": "phi", "varepsilon": "epsilon",
-    "langle": "langle", "rangle": "rangle", "rightarrow": "to", "Rightarrow": "implies",
+    "rightarrow": "to", "Rightarrow": "implies",
 }  # fmt: skip
 _STRUCTURE = set(
     "frac binom pi infty overline bar overrightarrow angle triangle lfloor rfloor lceil rceil "
@@ -52,7 +52,7 @@ _TOKEN = re.compile(
 )
 _PLAIN_NUMBER = re.compile(_NUMBER)
 _SIGNS = {"<=": "le", ">=": "ge", "!=": "ne", "<>": "ne", "==": "="}
-_JOINING = {"and", "or", "und", "oder"}
+_JOINING = frozenset(("and", "or", "und", "oder"))
 _VOWEL = re.compile("[aeiouyAEIOUY]")
 
 
@@ -72,6 +72,11 @@ class Token:
     text: str
     spaced: bool = False
     quoted: bool = False
+
+    @property
+    def joins(self) -> bool:
+        """Whether it is a word between answers, such as `and`."""
+        return self.kind == "word" and self.text.lower() in _JOINING
 
 
 def tokens_of(text: str, thousands: bool = True) -> list[Token]:

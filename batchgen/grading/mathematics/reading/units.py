@@ -64,7 +64,6 @@ def _names() -> dict[str, str]:
         for prefix, letter in _PREFIXES.items():
             for word in (prefix + name, prefix + name + "s"):
                 found[word] = letter + symbol
-    found["hertz"] = "Hz"
     for symbol in _SYMBOLS.split():
         found[symbol] = (
             symbol.replace("l", "L") if symbol[-1] == "l" and symbol[:-1] in "mdck" else symbol

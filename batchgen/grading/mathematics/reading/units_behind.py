@@ -7,8 +7,6 @@ from fractions import Fraction
 from batchgen.grading.mathematics.reading.cursor import Cursor
 from batchgen.grading.mathematics.reading.units import Unit, unit_of
 
-JOINING = {"and", "or", "und", "oder"}
-"""Words between answers."""
 _LONGEST_UNIT = 24  # tokens
 _NO_THINGS = {
     "or", "so", "more", "less", "than", "times", "half", "least", "most", "not", "mod", "base",
@@ -53,7 +51,7 @@ def _end_of_words(cursor: Cursor) -> int:
         if end == len(cursor.tokens):
             break
         token = cursor.tokens[end]
-        if token.kind == "word" and token.text.lower() in JOINING:
+        if token.joins:
             break
         if token.kind == "sign":
             depth += {"{": 1, "(": 1, "}": -1, ")": -1}.get(token.text, 0)
@@ -71,7 +69,7 @@ def _things(cursor: Cursor) -> str:
     for token in rest:
         if token.kind == "sign" and token.text in (",", ";", ")", "}", "]", "}set"):
             break
-        if token.kind == "word" and token.text.lower() in JOINING:
+        if token.joins:
             break
         if token.kind not in ("word", "letter") and token.text not in ("/", "-", ".", "'", "%"):
             return ""
