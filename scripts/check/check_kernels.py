@@ -38,15 +38,15 @@ from linear_rows import check_linear_attention
 from rank_sums import check_ranks
 from triton.runtime import KernelInterface
 
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.inputs import SamplingInputs
-from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.sampling.sampler import draw
+from batchgen.engine.sampling.sampling_inputs import SamplingInputs
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.kernels.sampling.token_mask import TokenMask
 from batchgen.strategies.ar.strategy import ARStrategy
