@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from batchgen.kernels.moe.alignment_triton import FEW_SLOTS
 from batchgen.kernels.moe.experts import grouped_mlp_reference
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
-from batchgen.kernels.moe.panels import keeps_panels, to_panels
-from batchgen.kernels.moe.routing import route_reference
-from batchgen.kernels.moe.routing_triton import route_triton
-from batchgen.kernels.moe.tiles import TABLE, ProductTiles, Tiles
+from batchgen.kernels.moe.moe_align_triton import FEW_SLOTS
+from batchgen.kernels.moe.moe_tiles import TABLE, ProductTiles, Tiles
+from batchgen.kernels.moe.router.routing import route_reference
+from batchgen.kernels.moe.router.routing_triton import route_triton
+from batchgen.kernels.moe.tiled_layout import keeps_panels, to_panels
 
 EXPERTS, K = 6, 3
 IN_PANELS, IN_ROWS = (320, 192), (136, 72)

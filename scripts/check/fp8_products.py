@@ -8,22 +8,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from batchgen.kernels.fp8.experts import fp8_grouped_mlp_reference
-from batchgen.kernels.fp8.experts_triton import fp8_grouped_mlp_triton
+from batchgen.kernels.fp8.fp8_experts import fp8_grouped_mlp_reference
+from batchgen.kernels.fp8.fp8_experts_triton import fp8_grouped_mlp_triton
+from batchgen.kernels.fp8.fp8_linear import fp8_linear_reference
+from batchgen.kernels.fp8.fp8_linear_triton import fp8_linear_triton
+from batchgen.kernels.fp8.fp8_tiles import EXPERTS, LINEAR
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_weight
-from batchgen.kernels.fp8.linear import fp8_linear_reference
-from batchgen.kernels.fp8.linear_triton import fp8_linear_triton
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.fp8.quantise_triton import (
     quantise_rows_triton,
     rms_norm_quantised_triton,
     silu_and_mul_quantised_triton,
 )
-from batchgen.kernels.fp8.tiles import EXPERTS, LINEAR
 from batchgen.kernels.layers.activation import silu_and_mul_reference
 from batchgen.kernels.layers.rms_norm import rms_norm_of_sum, rms_norm_reference
-from batchgen.kernels.moe.panels import panel_columns, to_panels
-from batchgen.kernels.moe.shared_part import SharedPart
+from batchgen.kernels.layers.shared_part import SharedPart
+from batchgen.kernels.moe.tiled_layout import panel_columns, to_panels
 
 WIDTHS = ((200, 1168), (200, 1203))
 """Sizes that no tile divides; the copy engine reads rows of the first only."""

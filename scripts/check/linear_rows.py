@@ -13,7 +13,7 @@ from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRec
 from batchgen.kernels.linear_attention.delta_replay import delta_replay
 from batchgen.kernels.linear_attention.delta_rule import delta_prefill, delta_step
 from batchgen.kernels.linear_attention.gated_norm import gated_rms_norm
-from batchgen.kernels.linear_attention.rows import PrefillRows, StepRows
+from batchgen.kernels.linear_attention.state_rows import PrefillRows, StepRows
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 24, 40
 KEYS, VALUES = KEY_HEADS * KEY_DIM, VALUE_HEADS * VALUE_DIM

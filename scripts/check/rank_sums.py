@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from batchgen.kernels.parallel.add_sum_norm import add_sum_norm, add_sum_norm_reference
-from batchgen.kernels.parallel.gather import gather
 from batchgen.kernels.parallel.inbox import PeerMemory, as_bits, clear, memory_bytes
+from batchgen.kernels.parallel.rank_gather import gather
 
 _ROWS, _SIZE, _EPS = 3, 700, 1e-6
 _INBOX = _ROWS * _SIZE * 4 // 16 * 16 + 16

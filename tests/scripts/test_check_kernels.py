@@ -12,11 +12,11 @@ from check_kernels import KERNELS, launched_kernels
 from expert_products import EXPERTS, IN_PANELS, IN_ROWS, K, differences, token_counts
 from fp8_products import expert_tokens, linear_rows
 
-from batchgen.kernels.fp8.tiles import EXPERTS as FP8_EXPERTS
-from batchgen.kernels.fp8.tiles import LINEAR, expert_tiles, linear_tiles
-from batchgen.kernels.moe.alignment_triton import FEW_SLOTS
-from batchgen.kernels.moe.panels import keeps_panels, panels_shape
-from batchgen.kernels.moe.tiles import TABLE, choose_tiles
+from batchgen.kernels.fp8.fp8_tiles import EXPERTS as FP8_EXPERTS
+from batchgen.kernels.fp8.fp8_tiles import LINEAR, expert_tiles, linear_tiles
+from batchgen.kernels.moe.moe_align_triton import FEW_SLOTS
+from batchgen.kernels.moe.moe_tiles import TABLE, choose_tiles
+from batchgen.kernels.moe.tiled_layout import keeps_panels, panels_shape
 
 
 def launching_files() -> set[Path]:
