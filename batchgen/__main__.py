@@ -24,7 +24,7 @@ from batchgen.errors import ConfigError, JobError
 def main() -> None:
     """The console script: runs what the command line says and ends the process."""
     code = run_command(sys.argv[1:])
-    ranks = sys.modules.get("batchgen.engine.parallel.group")  # only if a job has imported it
+    ranks = sys.modules.get("batchgen.engine.parallel.rank_group")  # only if a job has imported it
     if ranks is not None:
         ranks.end_process(code)
     sys.exit(code)

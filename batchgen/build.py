@@ -24,16 +24,16 @@ from batchgen.config import (
 )
 from batchgen.config.experiment import choices_with
 from batchgen.config.groups import copies_warning
+from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.models.moe import ROUTED_EXPERTS
-from batchgen.engine.models.registry import model_class
-from batchgen.engine.outputs import OutputColumn
+from batchgen.engine.models.model_registry import model_class
+from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
 from batchgen.engine.requests import check_params, output_columns
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.rows.stopping import decode
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.scheduler import check_chunk_sizes
-from batchgen.engine.scheduling.stopping import decode
 from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError
 from batchgen.fingerprint import fingerprint_files, fingerprint_text

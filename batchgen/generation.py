@@ -13,9 +13,9 @@ from batchgen.config import JobConfig
 from batchgen.constraint.row_constraints import RowConstraints
 from batchgen.dataset.row_steps import SteppedSource
 from batchgen.dataset.source import Row, RowSource
+from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.outputs import RequestError, RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.fingerprint import derive_seed
 from batchgen.first_rows import FirstRows
 from batchgen.output.metrics import Metrics
@@ -30,7 +30,7 @@ _IDLE_SECONDS = 0.05
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from batchgen.engine.cache.memory_plan import MemoryPlan
+    from batchgen.engine.memory.memory_plan import MemoryPlan
 
 
 class Engine(Protocol):

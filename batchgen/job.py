@@ -23,7 +23,7 @@ from batchgen.constraint.row_constraints import RowConstraints
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.dataset.row_steps import SteppedSource
 from batchgen.dataset.source import Row, RowSource
-from batchgen.engine.outputs import OutputColumn, RowCount
+from batchgen.engine.base.outputs import OutputColumn, RowCount
 from batchgen.engine.strategy import Strategy
 from batchgen.errors import ConfigError, FolderLost, JobError
 from batchgen.first_rows import AllRowsFailed

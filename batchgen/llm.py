@@ -14,12 +14,12 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.execution.transfer import release_cached_memory
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestError
+from batchgen.engine.base.transfer import release_cached_memory
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import LoadFormat
 from batchgen.engine.loading.loader import Quantization
-from batchgen.engine.outputs import RequestError
 from batchgen.engine.strategy import Strategy
 from batchgen.fingerprint import derive_seed
 from batchgen.model.engine_recipe import EngineRecipe

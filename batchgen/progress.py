@@ -20,7 +20,7 @@ from batchgen.scoring.table import score_lines
 from batchgen.shorten import beginning, end
 
 if TYPE_CHECKING:
-    from batchgen.engine.cache.memory_plan import MemoryPlan
+    from batchgen.engine.memory.memory_plan import MemoryPlan
     from batchgen.engine.strategy import Hooks
     from batchgen.output.metrics import Metrics, Totals
     from batchgen.output.schema import FinishedRow

@@ -31,7 +31,7 @@ from batchgen.constraint.text_checks import CHECKED_BY, Check, Unchecked, make_c
 from batchgen.constraint.timed import choices_of
 from batchgen.dataset.columns import column_path, feature_at, value_at
 from batchgen.dataset.stored_json import read_back, stored_feature
-from batchgen.engine.constraint.json_text import parse_json
+from batchgen.engine.constraint.json_schema.json_text import parse_json
 from batchgen.errors import ConfigError, JobError
 from batchgen.output.checked_file import CheckedFile
 from batchgen.output.manifest import Manifest

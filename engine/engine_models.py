@@ -8,14 +8,14 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from batchgen.engine.cache.memory_plan import CPU_SHARE, ModelUse
-from batchgen.engine.cache.model_caches import row_bytes
-from batchgen.engine.cache.specs import StateSpec
-from batchgen.engine.engine_config import EngineConfig, ResolvedConfig, Sizes, most_pending
-from batchgen.engine.execution.host_limits import available_memory
+from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig, Sizes, most_pending
+from batchgen.engine.base.host_limits import available_memory
+from batchgen.engine.base.outputs import OutputColumn
+from batchgen.engine.caches.cache_specs import StateSpec
+from batchgen.engine.caches.model_caches import row_bytes
+from batchgen.engine.memory.memory_plan import CPU_SHARE, ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
-from batchgen.engine.outputs import OutputColumn
 from batchgen.engine.strategy import TARGET, Head, Strategy
 
 _WORK_SPACE = 3 * 2**30

@@ -13,35 +13,35 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.engine.cache.block_manager import BlockManager
-from batchgen.engine.cache.context_reader import ContextReader
-from batchgen.engine.cache.memory_plan import MemoryPlan, ModelUse, plan_memory
-from batchgen.engine.cache.model_caches import CacheSizes
-from batchgen.engine.cache.state_slots import StateSlots
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import HostCopy, HostOutput, RequestOutput, StepOutput
+from batchgen.engine.base.step_timing import StepTimer, timed
+from batchgen.engine.base.transfer import release_cached_memory, upload
+from batchgen.engine.caches.model_caches import CacheSizes
+from batchgen.engine.caches.state_slots import StateSlots
 from batchgen.engine.constraint.compiler import GrammarCompiler
-from batchgen.engine.constraint.guide import Guide
-from batchgen.engine.constraint.queue import CompileQueue
-from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.engine_models import chunk_multiple, planned_uses
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
-from batchgen.engine.execution.prefill_inputs import block_tables, prefill_inputs, state_slots
-from batchgen.engine.execution.step_timing import StepTimer, timed
-from batchgen.engine.execution.transfer import release_cached_memory, upload
+from batchgen.engine.memory.memory_plan import MemoryPlan, ModelUse, plan_memory
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.outputs import HostCopy, HostOutput, RequestOutput, StepOutput
-from batchgen.engine.parallel.replicas import Abort, Add, Leader, Step
+from batchgen.engine.replicas import Abort, Add, Leader, Step
 from batchgen.engine.requests import Requests
-from batchgen.engine.sampling.inputs import SamplingInputs
-from batchgen.engine.sampling.params import SamplingParams
-from batchgen.engine.scheduling.scheduled_batch import (
+from batchgen.engine.rows.compile_queue import CompileQueue
+from batchgen.engine.rows.context_reader import ContextReader
+from batchgen.engine.rows.guide import Guide
+from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,
     MixedBatch,
     PrefillBatch,
     ScheduledBatch,
 )
+from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.sampling.sampling_inputs import SamplingInputs
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.scheduling.block_manager import BlockManager
+from batchgen.engine.scheduling.prefill_inputs import block_tables, prefill_inputs, state_slots
 from batchgen.engine.scheduling.scheduler import Scheduler
-from batchgen.engine.sequence import Sequence
 from batchgen.engine.strategy import TARGET, JoiningRows, Limits, Strategy
 
 if TYPE_CHECKING:

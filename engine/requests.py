@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput
+from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule, decode
 from batchgen.engine.sampling.sampler import requested_columns
-from batchgen.engine.scheduling.stopping import IncrementalDecoder, StopRule, decode
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -17,17 +17,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.constraint.guide import Guide
+from batchgen.engine.base.outputs import HostOutput, OutputColumn, RowCount, StepOutput
+from batchgen.engine.base.transfer import upload
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
-from batchgen.engine.execution.transfer import upload
-from batchgen.engine.models.config import ModelConfig
-from batchgen.engine.outputs import HostOutput, OutputColumn, RowCount, StepOutput
-from batchgen.engine.sampling.inputs import SamplingInputs
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.rows.guide import Guide
+from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch
+from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.sampling.sampling_inputs import SamplingInputs
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.pacing import Pacing
-from batchgen.engine.scheduling.scheduled_batch import DecodeBatch, PrefillBatch
-from batchgen.engine.sequence import Sequence
 
 TARGET = "target"
 """The name, among a strategy's models, of the model whose tokens are wanted."""

@@ -48,9 +48,9 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from batchgen.engine.cache.memory_plan import ModelUse
-from batchgen.engine.cache.model_caches import CacheSizes
-from batchgen.engine.execution.forward_context import ForwardContext, RowMetadata
+from batchgen.engine.caches.forward_context import ForwardContext, RowMetadata
+from batchgen.engine.caches.model_caches import CacheSizes
+from batchgen.engine.memory.memory_plan import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.kernels.attention.attention import AttentionMetadata
 

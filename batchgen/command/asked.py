@@ -9,7 +9,7 @@ from typing import Any
 
 from batchgen.command.graded_job import GradedJob
 from batchgen.command.row_json import json_text
-from batchgen.engine.outputs import RequestError
+from batchgen.engine.base.outputs import RequestError
 from batchgen.prompts.templates import RowTemplate
 from batchgen.prompts.used_columns import used_columns
 

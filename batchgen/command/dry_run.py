@@ -102,7 +102,7 @@ def show(config: JobConfig) -> int:
 
 def _show_rows(config: JobConfig, opened: OpenedJob, rows: CheckedRows) -> _Seen:
     """Print the first rows, and count the prompts of more."""
-    from batchgen.engine.outputs import RequestError
+    from batchgen.engine.base.outputs import RequestError
 
     own = not isinstance(config.constraint, NoConstraintConfig) and config.params.constraint is None
     room = opened.max_model_len - config.sampling.max_new_tokens

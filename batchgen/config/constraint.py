@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchgen.engine.constraint.constraint import Constraint, Kind
-from batchgen.engine.constraint.json_text import parse_unique_json
+from batchgen.engine.constraint.json_schema.json_text import parse_unique_json
 from batchgen.errors import ConfigError
 from batchgen.paths import user_path
 

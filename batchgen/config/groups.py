@@ -18,9 +18,9 @@ from batchgen.config.launcher import LauncherConfig, NoLauncherConfig
 from batchgen.config.prompt import PROMPT_KINDS as PROMPT_KINDS
 from batchgen.config.prompt import PromptConfig as PromptConfig
 from batchgen.config.workers import WorkersConfig
-from batchgen.engine.constraint.errors import ConstraintError
-from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.sampling.params import LogprobsMode, SamplingParams
+from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.sampling.sampling_params import LogprobsMode, SamplingParams
 from batchgen.errors import ConfigError
 from batchgen.paths import is_url, user_folder
 

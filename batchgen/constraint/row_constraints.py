@@ -16,10 +16,10 @@ from batchgen.constraint.timed import TimedConstraints
 from batchgen.dataset.columns import column_path, feature_at, value_at
 from batchgen.dataset.source import Row
 from batchgen.dataset.stored_json import without_filled_nulls
+from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.constraint.errors import ConstraintError
-from batchgen.engine.constraint.json_text import compact_json
-from batchgen.engine.outputs import RequestError
+from batchgen.engine.constraint.json_schema.json_text import compact_json
 from batchgen.errors import ConfigError
 from batchgen.shorten import some_names
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config import AnyConstraintConfig, JsonConstraintConfig, JsonSchemaConstraintConfig
+from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.constraint import MARKER_GAP
-from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.constraint.json_schema.json_text import WHITESPACE, NotJson, parse_json
 from batchgen.engine.constraint.json_schema.validator import make_validator
-from batchgen.engine.constraint.json_text import WHITESPACE, NotJson, parse_json
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator

@@ -7,9 +7,9 @@ because nothing else ends a search of Python's `re`, which also keeps all other 
 from __future__ import annotations
 
 from batchgen.config import AnyConstraintConfig, make_constraint
+from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.constraint.errors import ConstraintError
-from batchgen.engine.constraint.json_text import parse_json
+from batchgen.engine.constraint.json_schema.json_text import parse_json
 from batchgen.grading.pool import WorkerPool
 from batchgen.grading.step import GradeFailure
 

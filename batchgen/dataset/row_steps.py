@@ -10,7 +10,7 @@ import pyarrow as pa
 from datasets import Features
 
 from batchgen.dataset.source import Row, RowSource
-from batchgen.engine.outputs import RequestError
+from batchgen.engine.base.outputs import RequestError
 from batchgen.errors import ConfigError
 from batchgen.grading.choices import BadChoices, RowStep
 from batchgen.grading.step import arrow_schema

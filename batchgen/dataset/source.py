@@ -18,7 +18,7 @@ from batchgen.dataset.formats import check_width, reason
 from batchgen.dataset.read_errors import READ_ERRORS, unreadable
 from batchgen.dataset.row_ids import IdSet, check_unique, duplicate_error
 from batchgen.dataset.stored_json import stored_field
-from batchgen.engine.outputs import RequestError
+from batchgen.engine.base.outputs import RequestError
 from batchgen.errors import ConfigError, JobError
 from batchgen.shorten import some_names
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from batchgen.dataset.encodings import check_encoding, open_bytes
 from batchgen.dataset.formats import check_width
-from batchgen.engine.constraint.json_text import first_repeated
+from batchgen.engine.constraint.json_schema.json_text import first_repeated
 from batchgen.errors import ConfigError
 from batchgen.shorten import some_names
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from batchgen.engine.constraint.json_text import NotJson, parse_json
+from batchgen.engine.constraint.json_schema.json_text import NotJson, parse_json
 from batchgen.errors import ConfigError
 from batchgen.grading.latex import Span, boxes, stripped
 from batchgen.grading.step import AnswerRow, AnswerRows, Column, GradeFailure, TextStep

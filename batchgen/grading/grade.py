@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.constraint.json_schema.json_text import NotJson, parse_json, parse_unique_json
 from batchgen.engine.constraint.json_schema.validator import make_validator
-from batchgen.engine.constraint.json_text import NotJson, parse_json, parse_unique_json
 from batchgen.errors import ConfigError
 from batchgen.grading.choices import LETTERS
 from batchgen.grading.integers import normal_integer, short_integers

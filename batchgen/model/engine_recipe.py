@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from batchgen.engine.cache.memory_plan import ModelUse
+from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.constraint.compiler import GrammarCompiler
-from batchgen.engine.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.engine_models import planned_uses
-from batchgen.engine.execution.rehearsal import compiling_kernels
 from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.memory.kernel_warmup import compiling_kernels
+from batchgen.engine.memory.memory_plan import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.registry import model_class
+from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.parallel.rank_processes import RankProcesses
-from batchgen.engine.parallel.replicas import Leader, follow
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.engine.replicas import Leader, follow
 from batchgen.engine.strategy import Strategy
 from batchgen.model.open_model import (
     DeviceName,

@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.host_limits import usable_cores
 from batchgen.engine.constraint.compiler import GrammarCompiler
-from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.execution.host_limits import usable_cores
 from batchgen.engine.layers.fp8_format import FP8Format, has_fp8_units
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import LoadFormat, load_config
@@ -22,9 +22,9 @@ from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
 from batchgen.engine.loading.safetensors_files import safetensors_files
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.config import ModelConfig
-from batchgen.engine.parallel.replicas import Leader
+from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.engine.replicas import Leader
 from batchgen.engine.strategy import Strategy
 from batchgen.model.source import resolve_model
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.constraint.json_text import has_lone_surrogate, parse_json
-from batchgen.engine.outputs import RequestOutput
+from batchgen.engine.constraint.json_schema.json_text import has_lone_surrogate, parse_json
 from batchgen.output.arrow_schema import Inexact, arrow_type
 
 _Fit = Callable[[Any], Any]

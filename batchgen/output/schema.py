@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.config import PARSED
-from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput, RowCount
+from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput, RowCount
 from batchgen.errors import ConfigError
 from batchgen.output.parsed_column import ParsedColumn
 

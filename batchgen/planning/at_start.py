@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchgen.config import JobConfig
-from batchgen.engine.cache.memory_plan import MemoryPlan
-from batchgen.engine.outputs import RequestError
+from batchgen.engine.base.outputs import RequestError
+from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.errors import ConfigError, JobError
 from batchgen.planning.engine_room import engine_room
 from batchgen.planning.forecast import Forecast, forecast

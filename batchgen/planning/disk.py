@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchgen.engine.outputs import OutputColumn, RequestOutput
+from batchgen.engine.base.outputs import OutputColumn, RequestOutput
 from batchgen.output.schema import FinishedRow, OutputSchema
 from batchgen.output.shards import write_shard
 from batchgen.planning.forecast import Range

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from batchgen.config import JobConfig
-from batchgen.engine.cache.expected_memory import expected_memory
-from batchgen.engine.cache.memory_plan import MemoryPlan, ModelUse, cache_token_bytes, weight_bytes
-from batchgen.engine.cache.model_caches import row_bytes
-from batchgen.engine.engine_config import ResolvedConfig, Sizes
+from batchgen.engine.base.engine_config import ResolvedConfig, Sizes
+from batchgen.engine.caches.model_caches import row_bytes
 from batchgen.engine.engine_models import model_uses
+from batchgen.engine.memory.expected_memory import expected_memory
+from batchgen.engine.memory.memory_plan import MemoryPlan, ModelUse, cache_token_bytes, weight_bytes
 from batchgen.engine.strategy import TARGET
 from batchgen.model.engine_recipe import bare
 from batchgen.model.open_model import OpenedModel

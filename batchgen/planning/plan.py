@@ -15,7 +15,7 @@ from batchgen.planning.forecast import Forecast, Range
 from batchgen.planning.scan import Scan
 
 if TYPE_CHECKING:
-    from batchgen.engine.cache.memory_plan import MemoryPlan
+    from batchgen.engine.memory.memory_plan import MemoryPlan
     from batchgen.planning.disk import DiskUse
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from batchgen.config import JobConfig, NoConstraintConfig
-from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.errors import ConfigError
 from batchgen.kernels.compile_ahead import have_compiled
@@ -29,7 +29,7 @@ from batchgen.planning.work import here, job_work, same_speed, step_cost
 
 if TYPE_CHECKING:
     from batchgen.build import OpenedJob
-    from batchgen.engine.cache.memory_plan import MemoryPlan
+    from batchgen.engine.memory.memory_plan import MemoryPlan
     from batchgen.planning.disk import DiskUse
     from batchgen.planning.seen import Seen
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchgen.config import JobConfig
-from batchgen.engine.outputs import RequestError
+from batchgen.engine.base.outputs import RequestError
 from batchgen.errors import ConfigError
 from batchgen.fingerprint import derive_seed
 from batchgen.kernels.compile_ahead import have_compiled

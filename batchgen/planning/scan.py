@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.dataset.source import Row
+from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.outputs import RequestError
 from batchgen.planning.reading import Reading
 from batchgen.prompts.tokens import text_bytes
 from batchgen.scoring.random_bits import random_words

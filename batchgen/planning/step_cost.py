@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from batchgen.engine.cache.memory_plan import ModelUse, cache_token_bytes
-from batchgen.engine.cache.model_caches import state_bytes
-from batchgen.engine.cache.specs import KVSpec
+from batchgen.engine.caches.cache_specs import KVSpec
+from batchgen.engine.caches.model_caches import state_bytes
+from batchgen.engine.memory.memory_plan import ModelUse, cache_token_bytes
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.moe import MoEConfig
+from batchgen.engine.models.transformer.moe_model import MoEConfig
 from batchgen.kernels.fp8.fp8_weight import FP8
 from batchgen.planning.devices import Device
 

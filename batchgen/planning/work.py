@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from batchgen.config import JobConfig, resolved
-from batchgen.engine.cache.memory_plan import MemoryPlan
+from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.planning.devices import Device, measured_cpu, this_gpu
 from batchgen.planning.engine_room import EngineRoom
 from batchgen.planning.forecast import Work

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from batchgen.engine.outputs import RequestError
+from batchgen.engine.base.outputs import RequestError
 
 USUAL_ROLES = ("system", "user", "assistant", "tool", "developer")
 """The roles that conversations have, whether or not a chat template names them."""

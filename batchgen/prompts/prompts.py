@@ -17,7 +17,7 @@ from batchgen.config import (
 )
 from batchgen.config.prompt import TooLong
 from batchgen.dataset.columns import column_path, value_at
-from batchgen.engine.outputs import RequestError
+from batchgen.engine.base.outputs import RequestError
 from batchgen.errors import ConfigError
 from batchgen.prompts.chat_templates import bound_chat_templates
 from batchgen.prompts.messages import checked_messages, known_roles, short

@@ -99,14 +99,14 @@ class RowTemplate:
             with template_errors(self._key):
                 return self._template.render({"row": fields, "row_index": row_index, **fields})
         except UndefinedError as error:
-            from batchgen.engine.outputs import RequestError  # brings torch
+            from batchgen.engine.base.outputs import RequestError  # brings torch
 
             has = some_names(fields)
             raise RequestError(
                 "missing_field", f"{self._key}: {error.message}; the row has {has}"
             ) from None
         except _NullOutput:
-            from batchgen.engine.outputs import RequestError
+            from batchgen.engine.base.outputs import RequestError
 
             null = [
                 name
@@ -128,11 +128,11 @@ def template_errors(key: str) -> Iterator[None]:
     except UndefinedError:
         raise
     except TemplateLimit as error:
-        from batchgen.engine.outputs import RequestError
+        from batchgen.engine.base.outputs import RequestError
 
         raise RequestError("template_error", f"{key}: {error}") from None
     except RENDER_ERRORS as error:
-        from batchgen.engine.outputs import RequestError
+        from batchgen.engine.base.outputs import RequestError
 
         text = " ".join(str(error).split())
         raise RequestError("template_error", f"{key}: {type(error).__name__}: {text}") from None

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-from batchgen.engine.outputs import RequestError
+from batchgen.engine.base.outputs import RequestError
 
 _ALWAYS_BYTES = 2**21
 """Texts up to this size are always tokenised. Tokenising takes about 250 times their memory."""

@@ -9,7 +9,7 @@ from typing import Any, cast, get_args, get_type_hints
 import torch
 
 from batchgen.config.convert import convert
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.model.open_model import DtypeName
 from batchgen.python.names import Names
 from batchgen.python.params import PARAMETER_NAMES, SamplingParams

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.outputs import RequestOutput
+from batchgen.engine.base.outputs import RequestOutput
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)

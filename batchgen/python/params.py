@@ -9,8 +9,8 @@ from numbers import Integral, Real
 from typing import Any, TypedDict, Unpack, get_type_hints
 
 from batchgen.config.convert import convert
-from batchgen.engine.sampling.params import LogprobsMode
-from batchgen.engine.sampling.params import SamplingParams as RequestParams
+from batchgen.engine.sampling.sampling_params import LogprobsMode
+from batchgen.engine.sampling.sampling_params import SamplingParams as RequestParams
 from batchgen.python.constraints import ConstraintLike, as_constraint
 from batchgen.python.names import Names
 from batchgen.python.vllm_names import SAMPLING_HARMLESS, SAMPLING_REFUSED, SAMPLING_SAME
@@ -64,7 +64,7 @@ class SamplingParams:
 
         SamplingParams(temperature=0.7, max_tokens=64, n=4, stop="\\n", logprobs=5)
 
-    The arguments are those of `batchgen.engine.sampling.params.SamplingParams`, with these
+    The arguments are those of `batchgen.engine.sampling.sampling_params.SamplingParams`, with these
     additions; each can be read as an attribute (`params.temperature`).
 
     - `n` is the number of outputs of each prompt, 1 by default. Each has random numbers of its own.

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from batchgen.config import ChatPromptConfig
-from batchgen.engine.outputs import RequestError
+from batchgen.engine.base.outputs import RequestError
 from batchgen.errors import ConfigError
 from batchgen.prompts.prompts import ChatPrompt
 

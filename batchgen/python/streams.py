@@ -8,9 +8,9 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from threading import RLock
 
+from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.outputs import RequestError, RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

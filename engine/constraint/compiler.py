@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.constraint.compile_pool import DaemonPool
 from batchgen.engine.constraint.constraint import MARKER_GAP, Constraint
-from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.constraint.matcher import Grammar
-from batchgen.engine.constraint.pool import DaemonPool
 from batchgen.engine.constraint.printed_grammar import check_print, keep_literals
 from batchgen.engine.constraint.vocabulary import Marker, Vocabulary
 from batchgen.engine.constraint.xgrammar_input import (

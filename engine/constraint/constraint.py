@@ -6,15 +6,15 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from batchgen.engine.constraint.errors import ConstraintError
-from batchgen.engine.constraint.json_schema.lower import check_schema
-from batchgen.engine.constraint.json_text import (
+from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.constraint.json_schema.json_text import (
     compact_json,
     first_repeated,
     has_lone_surrogate,
     read_object,
 )
-from batchgen.engine.constraint.regex import syntax
+from batchgen.engine.constraint.json_schema.lower_schema import check_schema
+from batchgen.engine.constraint.regex import regex_syntax as syntax
 from batchgen.engine.constraint.structural_tag import lower_tag
 
 Kind = Literal["json_schema", "json", "regex", "choice", "grammar", "structural_tag"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.vocabulary import Marker, Vocabulary, Words
 
 

@@ -11,7 +11,7 @@ import re
 from importlib.metadata import version
 from typing import Any
 
-from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.base.constraint_error import ConstraintError
 
 TESTED_VERSION = "0.2.8"
 """The version of xgrammar that the tests ran with. pyproject.toml asks for the same."""

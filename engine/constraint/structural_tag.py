@@ -4,10 +4,11 @@ as a tool call has.
 
 from typing import Any
 
-from batchgen.engine.constraint.errors import ConstraintError
-from batchgen.engine.constraint.json_schema.lower import lower
-from batchgen.engine.constraint.json_text import read_object
-from batchgen.engine.constraint.regex import syntax, text
+from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.constraint.json_schema.json_text import read_object
+from batchgen.engine.constraint.json_schema.lower_schema import lower
+from batchgen.engine.constraint.regex import regex_syntax as syntax
+from batchgen.engine.constraint.regex import regex_text as text
 
 _JSON_FORMAT = {"type": "json_schema", "style": "json", "any_order": False, "excludes": []}
 """The only values that these members may have beside a `json_schema`. xgrammar knows other styles

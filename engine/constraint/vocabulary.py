@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.constraint.errors import ConstraintError
+from batchgen.engine.base.constraint_error import ConstraintError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,9 +4,10 @@ import json
 from typing import Any
 
 from batchgen.engine.constraint.constraint import MARKER_GAP, Constraint
-from batchgen.engine.constraint.json_schema.lower import lower
-from batchgen.engine.constraint.json_text import WHITESPACE, compact_json
-from batchgen.engine.constraint.regex import syntax, text
+from batchgen.engine.constraint.json_schema.json_text import WHITESPACE, compact_json
+from batchgen.engine.constraint.json_schema.lower_schema import lower
+from batchgen.engine.constraint.regex import regex_syntax as syntax
+from batchgen.engine.constraint.regex import regex_text as text
 from batchgen.engine.constraint.regex.characters import only
 from batchgen.engine.constraint.structural_tag import lower_tag
 

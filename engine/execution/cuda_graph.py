@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.engine.base.side_stream import with_side_stream
+from batchgen.engine.base.transfer import release_cached_memory
+from batchgen.engine.caches.forward_context import OutputTokens
 from batchgen.engine.execution.fixed_inputs import RaggedInputs, fill_rows
 from batchgen.engine.execution.forward import Forward, Part
-from batchgen.engine.execution.forward_context import OutputTokens
 from batchgen.engine.execution.graph_choice import GraphChoice
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS, SHORT_ROWS, GraphShapes
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.execution.side_stream import with_side_stream
-from batchgen.engine.execution.transfer import release_cached_memory
 from batchgen.kernels.attention.attention import AttentionMetadata
 
 _Kind = Literal["decode", "short", "mixed", "prefill"]

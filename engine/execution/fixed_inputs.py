@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.engine.base.transfer import upload
 from batchgen.engine.execution.forward import Part
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.execution.transfer import upload
 from batchgen.kernels.attention.prefill import cut_tiles
 
 

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchgen.engine.cache.model_caches import ModelCaches
-from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens, RowMetadata
+from batchgen.engine.base.transfer import upload
+from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens, RowMetadata
+from batchgen.engine.caches.model_caches import ModelCaches
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.execution.transfer import upload
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_cache import slot_mapping

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.execution.batched import Batched, row, token
+from batchgen.engine.base.batched import Batched, row, token
 
 SNAPSHOTS = 2
 """The most checkpoints that one row can leave in one prefill forward."""

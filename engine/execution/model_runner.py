@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.engine.cache.model_caches import ModelCaches
-from batchgen.engine.cache.row_states import RowStates
+from batchgen.engine.base.transfer import upload
+from batchgen.engine.caches.forward_context import OutputTokens
+from batchgen.engine.caches.model_caches import ModelCaches
+from batchgen.engine.caches.row_states import RowStates
 from batchgen.engine.execution.cuda_graph import ForwardGraphs
 from batchgen.engine.execution.forward import Part, run_forward
-from batchgen.engine.execution.forward_context import OutputTokens
 from batchgen.engine.execution.graph_shapes import GraphShapes
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.execution.transfer import upload
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.prefill import tile_tokens

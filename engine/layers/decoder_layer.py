@@ -6,8 +6,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from batchgen.engine.cache.specs import CacheSpec
-from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens
+from batchgen.engine.caches.cache_specs import CacheSpec
+from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.parallel.tensor_parallel import Stream

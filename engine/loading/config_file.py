@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from batchgen.engine.loading.safetensors_files import are_equal, read_json, tensor_names
 from batchgen.engine.loading.tokenizer import load_tokenizer
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM
-from batchgen.engine.models.config import ModelConfig
-from batchgen.engine.models.registry import model_class
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.model_registry import model_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -43,8 +43,8 @@ def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
             have; the message names the path, the key and what it must be.
     """
     if path.suffix == ".gguf":
-        from batchgen.engine.loading.gguf.file import GGUFFile
-        from batchgen.engine.loading.gguf.model import gguf_config
+        from batchgen.engine.loading.gguf.gguf_file import GGUFFile
+        from batchgen.engine.loading.gguf.gguf_model import gguf_config
 
         return gguf_config(GGUFFile(path))
     file = path / "config.json"

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from batchgen.engine.execution.transfer import release_cached_memory
+from batchgen.engine.base.transfer import release_cached_memory
 from batchgen.engine.layers.fp8_format import FP8Format, has_fp8_units
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.loading.config_file import LoadFormat, load_config
@@ -24,8 +24,8 @@ from batchgen.engine.loading.safetensors_files import (
     tensors_with_scales,
 )
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM
-from batchgen.engine.models.config import ModelConfig
-from batchgen.engine.models.registry import model_class
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.kernels.fp8.fp8_weight import FP8Weight
 
@@ -84,8 +84,8 @@ def load_model(
     if load_format == "dummy":
         _fill_dummy(model)
     elif path.suffix == ".gguf":
-        from batchgen.engine.loading.gguf.file import GGUFFile
-        from batchgen.engine.loading.gguf.model import gguf_weights
+        from batchgen.engine.loading.gguf.gguf_file import GGUFFile
+        from batchgen.engine.loading.gguf.gguf_model import gguf_weights
 
         _fill(model, gguf_weights(GGUFFile(path), model), path)
     else:

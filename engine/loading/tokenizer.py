@@ -31,8 +31,8 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
             a GGUF kind that is not supported.
     """
     if path.suffix == ".gguf":
-        from batchgen.engine.loading.gguf.file import GGUFFile
-        from batchgen.engine.loading.gguf.tokenizer import gguf_tokenizer
+        from batchgen.engine.loading.gguf.gguf_file import GGUFFile
+        from batchgen.engine.loading.gguf.gguf_tokenizer import gguf_tokenizer
 
         return gguf_tokenizer(GGUFFile(path))
     if not any((path / name).is_file() for name in _VOCABULARIES):
@@ -89,7 +89,7 @@ def eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tupl
     """
     ids: set[int] = set()
     if path.suffix == ".gguf":
-        from batchgen.engine.loading.gguf.file import GGUFFile
+        from batchgen.engine.loading.gguf.gguf_file import GGUFFile
 
         metadata = GGUFFile(path).metadata
         keys = (f"tokenizer.ggml.{key}" for key in _GGUF_EOS_KEYS)

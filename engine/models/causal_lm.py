@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.cache.specs import CacheSpec
-from batchgen.engine.execution.forward_context import ForwardContext
+from batchgen.engine.base.outputs import OutputColumn
+from batchgen.engine.caches.cache_specs import CacheSpec
+from batchgen.engine.caches.forward_context import ForwardContext
 from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.embedding import Embedding, LogitsLayer
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.norm import RMSNorm
-from batchgen.engine.layers.quantise import quantise_layer
 from batchgen.engine.layers.rotary import RotaryTable
 from batchgen.engine.layers.weight_slot import WeightSlot, named_parts, weight_slots
-from batchgen.engine.models.config import ModelConfig
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.quantise import quantise_layer
 from batchgen.engine.models.token_model import TokenModel
-from batchgen.engine.outputs import OutputColumn
 from batchgen.engine.parallel.tensor_parallel import ALONE, Stream, TensorParallel
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.cache.specs import CacheSpec
-from batchgen.engine.execution.forward_context import ForwardContext
+from batchgen.engine.caches.cache_specs import CacheSpec
+from batchgen.engine.caches.forward_context import ForwardContext
 from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.models.causal_lm import CausalLM

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.cache.specs import AttentionSpec, CacheSpec, StateSpec
-from batchgen.engine.execution.forward_context import ForwardContext
-from batchgen.engine.layers.packing import pack_layers
+from batchgen.engine.caches.cache_specs import AttentionSpec, CacheSpec, StateSpec
+from batchgen.engine.caches.forward_context import ForwardContext
+from batchgen.engine.models.packing import pack_layers
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 
 

@@ -19,7 +19,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from batchgen.engine.parallel.group import DistributedGroup, join_store
+from batchgen.engine.parallel.rank_group import DistributedGroup, join_store
 from batchgen.engine.parallel.rank_processes import BEAT_SECONDS, READY
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from batchgen.engine.parallel.group import (
+from batchgen.engine.parallel.rank_group import (
     DistributedGroup,
     check_free,
     end_process,

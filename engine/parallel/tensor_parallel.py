@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from batchgen.engine.parallel.shard import Shard
+from batchgen.engine.base.shard import Shard
 from batchgen.kernels.moe.shared_part import SharedPart
 
 T = TypeVar("T")

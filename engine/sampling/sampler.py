@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.outputs import OutputColumn, StepOutput
-from batchgen.engine.sampling.inputs import SamplingInputs
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.base.outputs import OutputColumn, StepOutput
+from batchgen.engine.sampling.sampling_inputs import SamplingInputs
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.sampling import filter_triton, sampling_triton, top_logprobs_triton
 from batchgen.kernels.sampling import sampling as kernels
 from batchgen.kernels.sampling.token_mask import TokenMask, apply_token_mask

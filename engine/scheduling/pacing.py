@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.scheduling.admission import Ints
-from batchgen.engine.sequence import Sequence
 
 
 class Pacing(Protocol):

@@ -11,19 +11,19 @@ from math import lcm
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.engine.cache.block_manager import BlockManager
-from batchgen.engine.outputs import HostOutput
-from batchgen.engine.scheduling.admission import LengthPredictor, peak_tokens
-from batchgen.engine.scheduling.pacing import Pacing
-from batchgen.engine.scheduling.row_table import Places, RowTable
-from batchgen.engine.scheduling.scheduled_batch import (
+from batchgen.engine.base.outputs import HostOutput
+from batchgen.engine.rows.running_batch import Places, RowTable
+from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,
     MixedBatch,
     PrefillBatch,
     ScheduledBatch,
     Snapshot,
 )
-from batchgen.engine.sequence import Sequence, SequenceStatus
+from batchgen.engine.rows.sequence import Sequence, SequenceStatus
+from batchgen.engine.scheduling.admission import LengthPredictor, peak_tokens
+from batchgen.engine.scheduling.block_manager import BlockManager
+from batchgen.engine.scheduling.pacing import Pacing
 
 _URGENT_CHUNKS = 8
 """If the prompts that can start now fill this many chunks, they are prefilled in one batch rather

@@ -24,12 +24,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from workloads import MODELS, dummy_model
 
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.step_timing import StepTime, StepTimer
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.execution.step_timing import StepTime, StepTimer
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
 PROMPT_TOKENS = 128

@@ -22,18 +22,18 @@ import numpy as np
 import torch
 from workloads import MODELS, dummy_model
 
-from batchgen.engine.cache.memory_plan import ModelUse
-from batchgen.engine.cache.model_caches import CacheSizes
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.step_timing import StepTimer
+from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.execution.graph_shapes import GraphShapes, launch_bound_tokens
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner
-from batchgen.engine.execution.step_timing import StepTimer
 from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.memory.memory_plan import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.sampling.inputs import SamplingInputs
-from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.sampling.sampler import sample
+from batchgen.engine.sampling.sampling_inputs import SamplingInputs
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=100_000, ignore_eos=True)

@@ -28,16 +28,16 @@ from workloads import (
     requests,
 )
 
-from batchgen.engine.cache.memory_plan import ModelUse
-from batchgen.engine.engine_config import EngineConfig, ResolvedConfig
+from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
+from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.base.step_timing import PhaseSplit, StepTime, StepTimer
 from batchgen.engine.engine_models import planned_uses
-from batchgen.engine.execution.rehearsal import compiling_kernels
-from batchgen.engine.execution.step_timing import PhaseSplit, StepTime, StepTimer
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import Quantization
+from batchgen.engine.memory.kernel_warmup import compiling_kernels
+from batchgen.engine.memory.memory_plan import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
 FULL_BATCH = 256

@@ -19,13 +19,13 @@ from unittest import mock
 import torch
 from workloads import dummy_model
 
-from batchgen.engine.constraint.guide import Guide
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import StepOutput
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.outputs import StepOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.rows.guide import Guide
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import JoiningRows
 from batchgen.strategies.ar.strategy import ARStrategy
 

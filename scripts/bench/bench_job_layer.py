@@ -42,9 +42,9 @@ from batchgen.config import (
     TextPromptConfig,
 )
 from batchgen.dataset.source import Row, open_dataset
-from batchgen.engine.cache.memory_plan import MemoryPlan
-from batchgen.engine.outputs import OutputColumn, RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.base.outputs import OutputColumn, RequestOutput
+from batchgen.engine.memory.memory_plan import MemoryPlan
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.job import JobParts, run_job
 from batchgen.job_grades import scores_of
 from batchgen.prompts.prompts import Prompt

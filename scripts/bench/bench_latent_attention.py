@@ -20,7 +20,7 @@ from bench_layers import microseconds
 from device_rates import Rates, measure_rates
 from torch import Tensor
 
-from batchgen.engine.layers.kv_expansion import KVExpansion
+from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.gather import upload
 from batchgen.kernels.attention.prefill import cut_tiles, tile_tokens

@@ -21,8 +21,8 @@ from bench_layers import microseconds
 from device_rates import Rates, measure_rates
 from torch import Tensor
 
-from batchgen.engine.cache.row_states import ring_length
-from batchgen.engine.engine_config import most_pending
+from batchgen.engine.base.engine_config import most_pending
+from batchgen.engine.caches.row_states import ring_length
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.delta_prefill_triton import (

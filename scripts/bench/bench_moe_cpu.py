@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from batchgen.engine.layers.experts import Experts
+from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.linear import CPUProducts
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from workloads import dummy_model
 
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.parallel.group import DistributedGroup
 from batchgen.engine.parallel.one_shot import OneShot
-from batchgen.engine.parallel.replicas import Leader, follow
+from batchgen.engine.parallel.rank_group import DistributedGroup
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.engine.replicas import Leader, follow
 from batchgen.kernels.layers.rms_norm import rms_norm
 from batchgen.strategies.ar.strategy import ARStrategy
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from batchgen.engine.sampling.inputs import SamplingInputs
-from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.sampling.sampler import sample
+from batchgen.engine.sampling.sampling_inputs import SamplingInputs
+from batchgen.engine.sampling.sampling_params import SamplingParams
 
 CASES = {
     "greedy": SamplingParams(temperature=0),

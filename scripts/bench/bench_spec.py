@@ -34,14 +34,14 @@ from kernel_profile import profile_window
 from torch import Tensor
 from workloads import MODELS, dummy_model
 
-from batchgen.engine.constraint.guide import Guide
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput, StepOutput
 from batchgen.engine.execution.model_runner import ModelOutput
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.outputs import RequestOutput, StepOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.rows.guide import Guide
+from batchgen.engine.rows.scheduled_batch import DecodeBatch
 from batchgen.engine.sampling.sampler import sample
-from batchgen.engine.scheduling.scheduled_batch import DecodeBatch
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.kernels.sampling.token_mask import TokenMask
 from batchgen.model.open_model import open_model

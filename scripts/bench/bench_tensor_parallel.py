@@ -40,11 +40,11 @@ import torch
 from bench_recipe import SUMS, BenchRecipe, SumsRecipe
 from workloads import BenchRequest, prompt_vocab, requests
 
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.parallel.group import end_process
+from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.parallel.rank_group import end_process
 from batchgen.engine.parallel.rank_processes import RankProcesses
-from batchgen.engine.parallel.replicas import Leader
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.replicas import Leader
+from batchgen.engine.sampling.sampling_params import SamplingParams
 
 T = TypeVar("T")
 _MODELS = {"dense": "qwen3-8b", "experts": "qwen3-30b-a3b", "data": "qwen3-8b"}

@@ -40,7 +40,7 @@ from expert_counts import ROUTINGS
 from this_process import process_age
 from workloads import MODELS, WORKLOADS
 
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
 
 PEERS: dict[tuple[str, str], dict[str, float]] = {
     ("qwen3-0.6b", "mixed"): {"vLLM 0.23.0": 7.6, "lmdeploy 0.18.0": 10.2},

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from workloads import BenchRequest
 
-from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.execution.step_timing import StepTimer
-from batchgen.engine.layers.moe import SparseMoE
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.step_timing import StepTimer
+from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.moe import MoEConfig
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.models.transformer.moe_model import MoEConfig
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.moe.routing import route
 from batchgen.strategies.ar.strategy import ARStrategy
 

@@ -26,7 +26,7 @@ from batchgen.config import (
     identity,
     resolved,
 )
-from batchgen.engine.outputs import OutputColumn
+from batchgen.engine.base.outputs import OutputColumn
 from batchgen.grading.job_grades import JobGrades
 from batchgen.output.checked_file import seal
 from batchgen.output.manifest import ROWS, Manifest, write_atomic

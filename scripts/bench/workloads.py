@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from batchgen.engine.layers.latent_attention import LatentShape
+from batchgen.engine.layers.mixers.latent_attention import LatentShape
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.config import ModelConfig
-from batchgen.engine.models.dense import DenseConfig
-from batchgen.engine.models.hybrid import HybridConfig
-from batchgen.engine.models.latent import LatentConfig
-from batchgen.engine.models.moe import MoEConfig
-from batchgen.engine.models.registry import model_class
+from batchgen.engine.models.hybrids.hybrid import HybridConfig
+from batchgen.engine.models.mla.mla_model import LatentConfig
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.model_registry import model_class
+from batchgen.engine.models.transformer.dense import DenseConfig
+from batchgen.engine.models.transformer.moe_model import MoEConfig
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 
 PROMPT_VOCAB = 150_000

@@ -29,13 +29,13 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from batchgen.config import NoConstraintConfig, constraint_config, job_value, make_constraint
 from batchgen.constraint.text_checks import Check, make_check
-from batchgen.engine.cache.model_caches import paged_token_bytes
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.caches.model_caches import paged_token_bytes
 from batchgen.engine.constraint.compiler import GrammarCompiler
-from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import EngineStats
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.strategies.ar.strategy import ARStrategy

@@ -24,11 +24,11 @@ from check_parity import Errors, Reference
 from real_rows import MODEL, chat_ids, finish, read_texts
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.loading.loader import Quantization, load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.strategies.ar.strategy import ARStrategy
 

@@ -46,15 +46,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 from workloads import MODELS, bare_model, model_config
 
-from batchgen.engine.cache.memory_plan import (
+from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
+from batchgen.engine.engine_models import planned_uses
+from batchgen.engine.memory.kernel_warmup import Undone, rehearse
+from batchgen.engine.memory.memory_plan import (
     ModelUse,
     largest_decode,
     largest_prefill,
     scratch_runner,
 )
-from batchgen.engine.engine_config import EngineConfig, ResolvedConfig
-from batchgen.engine.engine_models import planned_uses
-from batchgen.engine.execution.rehearsal import Undone, rehearse
 from batchgen.kernels.compile_ahead import compiling_ahead
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy

@@ -27,12 +27,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from batchgen.engine.cache.model_caches import paged_token_bytes
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.caches.model_caches import paged_token_bytes
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.matcher import Matcher
-from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.admission import LengthPredictor
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy

@@ -26,15 +26,15 @@ import torch
 from real_rows import add_short_rows, chat_ids, comparison_arguments, finish, read_texts
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from batchgen.engine.cache.model_caches import paged_token_bytes
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.caches.model_caches import paged_token_bytes
 from batchgen.engine.layers.rotary import DefaultRope
 from batchgen.engine.llm_engine import EngineStats, LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.dense import DenseConfig
-from batchgen.engine.models.llama import LlamaForCausalLM
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.models.transformer.dense import DenseConfig
+from batchgen.engine.models.transformer.llama import LlamaForCausalLM
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.strategies.ar.strategy import ARStrategy

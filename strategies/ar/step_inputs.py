@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from batchgen.engine.outputs import StepOutput
+from batchgen.engine.base.outputs import StepOutput
 from batchgen.engine.strategy import JoiningRows
 from batchgen.strategies.base.step_inputs import StepInputs
 

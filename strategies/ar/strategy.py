@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from batchgen.engine.constraint.guide import Guide
+from batchgen.engine.base.outputs import StepOutput
 from batchgen.engine.execution.model_runner import ModelOutput
-from batchgen.engine.outputs import StepOutput
+from batchgen.engine.rows.guide import Guide
 from batchgen.engine.sampling.sampler import sample
 from batchgen.strategies.ar.step_inputs import ARStepInputs
 from batchgen.strategies.base.strategy import BaseStrategy

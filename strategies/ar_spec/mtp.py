@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.engine.base.outputs import StepOutput
+from batchgen.engine.base.transfer import upload
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
-from batchgen.engine.execution.transfer import upload
-from batchgen.engine.outputs import StepOutput
-from batchgen.engine.scheduling.scheduled_batch import PrefillBatch
+from batchgen.engine.rows.scheduled_batch import PrefillBatch
 from batchgen.strategies.ar_spec.controller import DraftCosts, StepCosts
 from batchgen.strategies.ar_spec.proposers import draft_one_by_one
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs

@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.execution.batched import Batched, row
+from batchgen.engine.base.batched import Batched, row
+from batchgen.engine.base.outputs import StepOutput
+from batchgen.engine.base.transfer import Download, upload
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.execution.transfer import Download, upload
-from batchgen.engine.outputs import StepOutput
-from batchgen.engine.sampling.inputs import SamplingInputs
-from batchgen.engine.scheduling.scheduled_batch import DecodeBatch
+from batchgen.engine.rows.scheduled_batch import DecodeBatch
+from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.strategy import JoiningRows, Limits
 from batchgen.kernels.speculation.drafts import advance, place_drafts
 from batchgen.kernels.speculation.ngram import NgramIndex

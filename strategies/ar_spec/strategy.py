@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.engine.constraint.guide import Guide
+from batchgen.engine.base.outputs import HostOutput, OutputColumn, RowCount, StepOutput
+from batchgen.engine.base.transfer import upload
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
-from batchgen.engine.execution.transfer import upload
-from batchgen.engine.outputs import HostOutput, OutputColumn, RowCount, StepOutput
-from batchgen.engine.sampling.inputs import SamplingInputs
+from batchgen.engine.rows.guide import Guide
+from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch
 from batchgen.engine.sampling.sampler import sample
-from batchgen.engine.scheduling.scheduled_batch import DecodeBatch, PrefillBatch
+from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.strategy import TARGET, Checkpoint, Head, JoiningRows, Limits, ModelRole
 from batchgen.strategies.ar_spec.controller import DraftBudget, StepCosts
 from batchgen.strategies.ar_spec.mtp import MTPProposer

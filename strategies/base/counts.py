@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from batchgen.engine.outputs import RowCount, StepOutput
+from batchgen.engine.base.outputs import RowCount, StepOutput
 
 NUM_FORWARDS = RowCount(
     "num_forwards", "forwards of the model that yielded token_ids or made their KV final"

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.engine.base.outputs import StepOutput
+from batchgen.engine.base.transfer import upload
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.execution.transfer import upload
-from batchgen.engine.outputs import StepOutput
-from batchgen.engine.sampling.inputs import SamplingInputs
-from batchgen.engine.scheduling.scheduled_batch import DecodeBatch
+from batchgen.engine.rows.scheduled_batch import DecodeBatch
+from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.strategy import JoiningRows
 
 

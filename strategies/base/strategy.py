@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from batchgen.engine.base.outputs import HostOutput, OutputColumn, RowCount, StepOutput
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
-from batchgen.engine.models.config import ModelConfig
-from batchgen.engine.outputs import HostOutput, OutputColumn, RowCount, StepOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch
+from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampler import sample
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.admission import Ints
-from batchgen.engine.scheduling.scheduled_batch import DecodeBatch, PrefillBatch
-from batchgen.engine.sequence import Sequence
 from batchgen.engine.strategy import TARGET, JoiningRows, Limits, ModelRole, Strategy
 
 

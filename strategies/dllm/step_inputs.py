@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.execution.batched import Batched, row
+from batchgen.engine.base.batched import Batched, row
+from batchgen.engine.base.outputs import OutputColumn, StepOutput
+from batchgen.engine.base.transfer import Download, upload
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.execution.transfer import Download, upload
-from batchgen.engine.outputs import OutputColumn, StepOutput
-from batchgen.engine.sampling.inputs import SamplingInputs
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.strategy import JoiningRows
 from batchgen.strategies.base.step_inputs import StepInputs
 

@@ -12,16 +12,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.constraint.guide import Guide
+from batchgen.engine.base.outputs import HostOutput, OutputColumn, RowCount, StepOutput
+from batchgen.engine.base.transfer import upload
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
-from batchgen.engine.execution.transfer import upload
-from batchgen.engine.models.config import ModelConfig
-from batchgen.engine.outputs import HostOutput, OutputColumn, RowCount, StepOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.rows.guide import Guide
+from batchgen.engine.rows.scheduled_batch import DecodeBatch
+from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampler import Drawn, draw
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.admission import Ints
-from batchgen.engine.scheduling.scheduled_batch import DecodeBatch
-from batchgen.engine.sequence import Sequence
 from batchgen.engine.strategy import TARGET, ModelRole
 from batchgen.kernels.sampling.token_mask import TokenMask
 from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH, Rule, schedule, unmask

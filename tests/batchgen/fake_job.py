@@ -33,9 +33,9 @@ from batchgen.config import (
     constraint_config,
 )
 from batchgen.dataset.source import Row
-from batchgen.engine.cache.memory_plan import MemoryPlan
-from batchgen.engine.outputs import OutputColumn, RequestError, RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput
+from batchgen.engine.memory.memory_plan import MemoryPlan
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.job import JobParts, JobResult, run_job
 from batchgen.prompts.prompts import Prompt
 

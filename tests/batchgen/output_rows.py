@@ -7,8 +7,8 @@ from typing import Any
 
 from fake_job import LOGPROBS, TOP_LOGPROBS, FakeSource, outcome
 
-from batchgen.engine.outputs import RequestError
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.base.outputs import RequestError
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.output.schema import FinishedRow, OutputSchema
 from batchgen.output.writer import OutputWriter
 

@@ -32,11 +32,11 @@ from batchgen.config import (
 from batchgen.config.trust import TYPED
 from batchgen.constraint.row_constraints import RowConstraints
 from batchgen.dataset.source import Row
+from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.constraint.errors import ConstraintError
-from batchgen.engine.outputs import RequestError
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.errors import ConfigError
 from batchgen.job import run_job
 from batchgen.output.manifest import Manifest

@@ -10,9 +10,9 @@ import pytest
 from real_job import overrides, run, save_tokenizer
 from toy_hybrid import ARCHITECTURE, write_toy
 
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.models import registry
-from batchgen.engine.outputs import RequestOutput
+from batchgen.engine.models import model_registry as registry
 from batchgen.errors import ConfigError
 
 EVERY = 29

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batchgen.__main__ import run_command
-from batchgen.engine.models.registry import MODELS
+from batchgen.engine.models.model_registry import MODELS
 
 TinyModel = Callable[..., Path]
 SHORT = ("dataset.limit=2", "sampling.max_new_tokens=6", "sampling.n=1")

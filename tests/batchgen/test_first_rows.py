@@ -11,7 +11,7 @@ from fake_job import FakeEngine, FakeJob
 from output_rows import finished_row
 
 from batchgen.command.job import report
-from batchgen.engine.outputs import RequestError, RequestOutput
+from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.first_rows import FIRST_ROWS, AllRowsFailed, FirstRows
 from batchgen.job import JobResult, run_job
 from batchgen.output.read_job import JobFolderReader

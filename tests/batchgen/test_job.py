@@ -17,8 +17,8 @@ import yaml
 from check_kill_resume import compare_outputs
 from fake_job import BAD_PROMPT, BAD_REQUEST, MEMORY, FakeEngine, FakeJob, FakeSource, outcome
 
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.errors import ConfigError, JobError
 from batchgen.fingerprint import derive_seed
 from batchgen.job import JobParts, JobResult, run_job
@@ -159,7 +159,7 @@ def test_only_error_rows(tmp_path: Path) -> None:
         def token_ids(self, row: object) -> list[int]:
             raise batch_error
 
-    from batchgen.engine.outputs import RequestError
+    from batchgen.engine.base.outputs import RequestError
 
     batch_error = RequestError("missing_field", "no question")
     job = _job(tmp_path, rows=49, on_all_errors="continue")
@@ -169,7 +169,7 @@ def test_only_error_rows(tmp_path: Path) -> None:
 
 
 def test_an_input_row_that_does_not_fit_is_an_error_row(tmp_path: Path) -> None:
-    from batchgen.engine.outputs import RequestError
+    from batchgen.engine.base.outputs import RequestError
 
     class OddSource(FakeSource):
         def passthrough(self, row: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from fake_job import FakeJob
 
 from batchgen import progress as module
 from batchgen.duration import duration
-from batchgen.engine.outputs import RequestError, RequestOutput
+from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.output.schema import FinishedRow
 from batchgen.planning.forecast import Forecast, Range
 from batchgen.progress import Progress, _Speed

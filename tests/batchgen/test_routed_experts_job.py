@@ -13,8 +13,8 @@ from real_job import VOCAB, overrides, run, save_tokenizer
 from routers import router_ids
 from transformers import Qwen3MoeForCausalLM
 
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.outputs import RequestOutput
 from batchgen.errors import ConfigError
 
 COLUMNS = "output.columns=[routed_experts,prompt_token_ids]"

@@ -19,9 +19,9 @@ from real_job import VOCAB, overrides, run, save_tokenizer
 import batchgen.conf
 from batchgen import LLM, SamplingParams
 from batchgen.command.job import report
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.outputs import RequestOutput
 from batchgen.errors import ConfigError
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 

@@ -10,8 +10,8 @@ import pytest
 from batchgen.config.constraint import JsonSchemaConstraintConfig, RegexConstraintConfig
 from batchgen.constraint import timed
 from batchgen.constraint.timed import TimedConstraints
+from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.constraint.errors import ConstraintError
 
 ENDLESS = json.dumps({"enum": ["a" * 60 + "!"], "pattern": "(a+)+$"})
 REFERENCE = json.dumps({"$ref": "#/$defs/a", "$defs": {"a": {"type": "string"}}})

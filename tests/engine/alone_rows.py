@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from engine_rows import Request
 
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.models.moe import ROUTED_EXPERTS
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
+from batchgen.engine.sampling.sampling_params import SamplingParams
 
 Run = Callable[[LLMEngine, Sequence[Request]], list[RequestOutput]]
 

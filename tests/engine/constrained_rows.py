@@ -23,17 +23,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import FinishReason, RequestOutput
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.matcher import Matcher
-from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.outputs import FinishReason, RequestOutput
-from batchgen.engine.sampling.inputs import SamplingInputs
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampler import sample
-from batchgen.engine.scheduling.stopping import decode
+from batchgen.engine.sampling.sampling_inputs import SamplingInputs
+from batchgen.engine.sampling.sampling_params import SamplingParams
 
 Logits = Callable[[Sequence[int]], Tensor]
 """Token ids → [V], the model's logits behind the last."""

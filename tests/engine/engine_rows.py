@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from batchgen.engine.cache.model_caches import paged_token_bytes
+from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.caches.model_caches import paged_token_bytes
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.admission import LengthPredictor
 
 Request = tuple[list[int], SamplingParams]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.scheduling.scheduled_batch import DecodeBatch
+from batchgen.engine.rows.scheduled_batch import DecodeBatch
 from batchgen.strategies.ar_spec.step_inputs import Drafts
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 

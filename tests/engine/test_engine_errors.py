@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.outputs import RequestError
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
 PARAMS = SamplingParams(max_new_tokens=3)

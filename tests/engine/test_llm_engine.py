@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.execution.cuda_graph import ForwardGraphs
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_inputs import ModelInputs
@@ -31,8 +32,7 @@ from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, Pre
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.outputs import RequestError, RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.strategies.ar.strategy import ARStrategy
 

@@ -22,19 +22,19 @@ import triton.language as tl
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from batchgen.engine.cache.row_states import StateCache
-from batchgen.engine.cache.specs import CacheSpec, KVSpec, StateSpec, StateTensor
-from batchgen.engine.execution.forward_context import ForwardContext, OutputTokens, RowMetadata
-from batchgen.engine.layers.attention import Attention
+from batchgen.engine.base.outputs import OutputColumn
+from batchgen.engine.caches.cache_specs import CacheSpec, KVSpec, StateSpec, StateTensor
+from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens, RowMetadata
+from batchgen.engine.caches.row_states import StateCache
 from batchgen.engine.layers.decoder_layer import DecoderLayer
+from batchgen.engine.layers.feed_forward.mlp import GatedMLP
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.merged_linear import MergedLinear
-from batchgen.engine.layers.mlp import GatedMLP
+from batchgen.engine.layers.mixers.attention import Attention
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import DefaultRope, RotaryTable
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.config import FamilyConfig, ModelConfig
-from batchgen.engine.outputs import OutputColumn
+from batchgen.engine.models.model_config import FamilyConfig, ModelConfig
 from batchgen.engine.parallel.tensor_parallel import Stream
 from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.linear_attention.rows import StepRows

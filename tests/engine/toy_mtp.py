@@ -11,9 +11,9 @@ import torch
 from engine_rows import weights
 
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.llama import LlamaForCausalLM
 from batchgen.engine.models.mtp import MTPHead
 from batchgen.engine.models.token_model import TokenModel
+from batchgen.engine.models.transformer.llama import LlamaForCausalLM
 
 
 class ToyMTPForCausalLM(LlamaForCausalLM):

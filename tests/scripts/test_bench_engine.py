@@ -12,8 +12,8 @@ from expert_counts import expert_layers
 from kernel_profile import KernelTime, KernelWindow
 from workloads import BenchRequest, requests
 
-from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.execution.step_timing import PhaseSplit, StepTime
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.step_timing import PhaseSplit, StepTime
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

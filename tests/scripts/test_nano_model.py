@@ -27,7 +27,7 @@ from train_nano_sdar import THRESHOLD
 
 import batchgen
 from batchgen import LLM, SamplingParams
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.loading.tokenizer import load_tokenizer
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 

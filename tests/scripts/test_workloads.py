@@ -19,7 +19,7 @@ from workloads import (
 )
 
 from batchgen.engine.loading.config_file import load_config
-from batchgen.engine.models.dense import DenseConfig
+from batchgen.engine.models.transformer.dense import DenseConfig
 
 H100: dict[str, Any] = {"bandwidth": 3.0e12, "flops": 790e12}
 

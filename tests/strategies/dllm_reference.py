@@ -21,7 +21,7 @@ import regex  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox
 
 INF = float("inf")

@@ -7,7 +7,7 @@ from typing import Any
 
 from batchgen.engine.constraint.json_schema.keywords import MOST, read_limits, refuse
 from batchgen.engine.constraint.json_schema.scalars import string_node
-from batchgen.engine.constraint.regex import text
+from batchgen.engine.constraint.regex import regex_text as text
 
 Lower = Callable[[Any, str], dict[str, Any]]
 """Rewrites a schema; called with it and its JSON pointer."""

@@ -25,7 +25,7 @@ from batchgen.dataset import row_ids
 from batchgen.dataset.files import LoadedDataset
 from batchgen.dataset.row_ids import IdSet, check_unique
 from batchgen.dataset.source import Row, RowSource, open_dataset
-from batchgen.engine.outputs import RequestError
+from batchgen.engine.base.outputs import RequestError
 from batchgen.errors import ConfigError, JobError
 
 BOTH = pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])

@@ -14,8 +14,8 @@ from fake_job import FakeJob
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.outputs import RequestError, RequestOutput
 from batchgen.output.arrow_schema import Inexact, arrow_type
 from batchgen.output.parsed_column import ParsedColumn
 

@@ -17,10 +17,10 @@ from batchgen.__main__ import run_command
 from batchgen.build import job_parts, open_job
 from batchgen.config import JobConfig
 from batchgen.config.compose import compose
-from batchgen.engine.cache.expected_memory import expected_memory
-from batchgen.engine.cache.memory_plan import ModelUse, Room, divide_memory
-from batchgen.engine.cache.model_caches import row_bytes
-from batchgen.engine.engine_config import EngineConfig, Sizes
+from batchgen.engine.base.engine_config import EngineConfig, Sizes
+from batchgen.engine.caches.model_caches import row_bytes
+from batchgen.engine.memory.expected_memory import expected_memory
+from batchgen.engine.memory.memory_plan import ModelUse, Room, divide_memory
 from batchgen.errors import ConfigError
 from batchgen.output.manifest import Manifest
 from batchgen.planning.plan import Plan

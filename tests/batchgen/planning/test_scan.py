@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from batchgen.dataset.source import Row
+from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.outputs import RequestError
 from batchgen.planning.reading import Reading
 from batchgen.planning.scan import (
     SAMPLE,

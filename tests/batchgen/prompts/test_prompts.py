@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from batchgen.config import ChatPromptConfig, TextPromptConfig, TokensPromptConfig
 from batchgen.config.prompt import PromptConfig
 from batchgen.dataset.source import Row
-from batchgen.engine.outputs import RequestError
+from batchgen.engine.base.outputs import RequestError
 from batchgen.errors import ConfigError
 from batchgen.prompts.prompts import Prompt, build_prompt, constant_prompt_warning, fit_prompt
 

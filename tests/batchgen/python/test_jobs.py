@@ -11,8 +11,8 @@ import pytest
 from real_job import ROWS
 
 from batchgen import run_job
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.outputs import RequestOutput
 from batchgen.errors import ConfigError
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from batchgen import Constraint, SamplingParams
-from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.sampling.params import SamplingParams as RequestParams
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.sampling.sampling_params import SamplingParams as RequestParams
 from batchgen.python import vllm_names
 from batchgen.python.arguments import engine_config
 from batchgen.python.params import NO_LIMIT, SamplingOptions

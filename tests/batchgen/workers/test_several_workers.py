@@ -18,7 +18,7 @@ from fake_job import FakeEngine, FakeJob
 from forked import fork_server
 from shared_jobs import SharedJob, in_threads
 
-from batchgen.engine.outputs import RequestOutput
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.errors import ConfigError, JobError
 from batchgen.generation import Engine
 from batchgen.job import JobParts, JobResult, _completed_elsewhere, run_job

@@ -35,18 +35,18 @@ from forced_drafts import some_slow
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from batchgen.engine import sequence as engine_sequence
+from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.constraint.matcher import Grammar, Matcher
-from batchgen.engine.constraint.queue import CompileQueue
-from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
-from batchgen.engine.scheduling.stopping import StopRule
+from batchgen.engine.rows import sequence as engine_sequence
+from batchgen.engine.rows.compile_queue import CompileQueue
+from batchgen.engine.rows.stopping import StopRule
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
 ROWS = 44

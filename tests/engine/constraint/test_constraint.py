@@ -13,9 +13,9 @@ import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.constraint.errors import ConstraintError
-from batchgen.engine.constraint.json_text import equality_key
+from batchgen.engine.constraint.json_schema.json_text import equality_key
 from batchgen.engine.constraint.xgrammar_input import (
     regex_argument,
     schema_arguments,

@@ -26,10 +26,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint import compiler as grammar_module
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.constraint.matcher import Matcher, fill_all
 from batchgen.engine.constraint.xgrammar_input import (
     regex_argument,
@@ -37,7 +37,7 @@ from batchgen.engine.constraint.xgrammar_input import (
     structural_tag_argument,
 )
 from batchgen.engine.loading.tokenizer import load_tokenizer
-from batchgen.engine.scheduling.stopping import decode
+from batchgen.engine.rows.stopping import decode
 
 LETTERS: dict[int, str] = bytes_to_unicode()
 WORDS = (

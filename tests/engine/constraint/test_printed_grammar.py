@@ -10,8 +10,8 @@ import pytest
 import xgrammar
 from constrained_rows import END, WIDTH, make_tokenizer
 
+from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.compiler import GrammarCompiler
-from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.constraint.printed_grammar import TESTED_VERSION, check_print
 
 ROOT = Path(__file__).parents[3]

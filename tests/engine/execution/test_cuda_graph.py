@@ -21,17 +21,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.engine.cache.memory_plan import ModelUse
-from batchgen.engine.cache.model_caches import CacheSizes
+from batchgen.engine.caches.forward_context import OutputTokens
+from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.execution import graph_choice
 from batchgen.engine.execution.cuda_graph import ForwardGraphs
 from batchgen.engine.execution.fixed_inputs import fill_rows
 from batchgen.engine.execution.forward import Part
-from batchgen.engine.execution.forward_context import OutputTokens
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS, GraphShapes, launch_bound_tokens
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.loading.loader import load_model
+from batchgen.engine.memory.memory_plan import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_cache import KVCache, slot_mapping

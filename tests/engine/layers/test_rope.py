@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from batchgen.engine.layers.rotary import DefaultRope, FrequencyFactorsRope, RotaryTable, YarnRope
-from batchgen.engine.models.config import extended_positions, rope_from_parameters
+from batchgen.engine.models.model_config import extended_positions, rope_from_parameters
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.engine.loading.safetensors_files import read_json
-from batchgen.engine.models.config import check_positive
+from batchgen.engine.models.model_config import check_positive
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000])

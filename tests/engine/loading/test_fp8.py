@@ -14,16 +14,16 @@ import torch
 from fp8_checkpoints import QUANTIZATION, change_tensors, write_fp8
 from torch import Tensor
 
-from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.layers.experts import Experts
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.fp8_format import FP8Format, checkpoint_format
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.fp8.fp8_weight import FP8, quantise_weight
 from batchgen.strategies.ar.strategy import ARStrategy
 

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from batchgen.engine.layers.rotary import FrequencyFactorsRope, LinearRope, YarnRope
 from batchgen.engine.loading.config_file import load_config
-from batchgen.engine.loading.gguf.file import READ_TYPES, GGUFFile
+from batchgen.engine.loading.gguf.gguf_file import READ_TYPES, GGUFFile
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.dense import DenseConfig
+from batchgen.engine.models.transformer.dense import DenseConfig
 
 CPU = torch.device("cpu")
 HOSTILE = [

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from batchgen.engine.loading.gguf.file import GGUFFile
-from batchgen.engine.loading.gguf.tokenizer import gguf_tokenizer
+from batchgen.engine.loading.gguf.gguf_file import GGUFFile
+from batchgen.engine.loading.gguf.gguf_tokenizer import gguf_tokenizer
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4

@@ -14,8 +14,8 @@ from qwen_mtp import TheirHead
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from batchgen.engine.layers import experts as expert_layers
-from batchgen.engine.layers.experts import Experts
+from batchgen.engine.layers.feed_forward import experts as expert_layers
+from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.parallel.tensor_parallel import TensorParallel

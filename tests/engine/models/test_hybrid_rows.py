@@ -20,13 +20,13 @@ from engine_rows import Request, expect_short_rows
 from forced_drafts import ForcedStrategy, some_slow
 from torch import Tensor
 
-from batchgen.engine import engine_config
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base import engine_config
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
@@ -297,7 +297,7 @@ def test_on_a_gpu(graph: bool, k: int, alone: Alone, folder: Path) -> None:
 
 
 def cache_gib(folder: Path, tokens: int) -> float:
-    from batchgen.engine.cache.model_caches import paged_token_bytes
+    from batchgen.engine.caches.model_caches import paged_token_bytes
 
     model = load(folder)
     columns = model.declared_columns(model.config)

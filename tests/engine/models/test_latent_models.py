@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.engine.layers import latent_attention, moe
-from batchgen.engine.layers.moe import SparseMoE
+from batchgen.engine.layers.feed_forward import moe
+from batchgen.engine.layers.feed_forward.moe import SparseMoE
+from batchgen.engine.layers.mixers import latent_attention
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.latent import LatentConfig
+from batchgen.engine.models.mla.mla_model import LatentConfig
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.latent_attention import expanded_triton
 from batchgen.kernels.latent_attention.attention import attend_part

@@ -19,13 +19,13 @@ from forced_drafts import ForcedStrategy
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from batchgen.engine.cache.model_caches import paged_token_bytes
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.caches.model_caches import paged_token_bytes
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.moe import ROUTED_EXPERTS
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy

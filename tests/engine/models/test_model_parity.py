@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.engine.cache.memory_plan import ModelUse
-from batchgen.engine.cache.model_caches import CacheSizes
-from batchgen.engine.execution.forward_context import ForwardContext
+from batchgen.engine.caches.forward_context import ForwardContext
+from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.loading.loader import load_model
+from batchgen.engine.memory.memory_plan import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.kernels.attention.attention import AttentionMetadata
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchgen.engine.layers import packing
 from batchgen.engine.loading.loader import load_model
+from batchgen.engine.models import packing
 from batchgen.kernels.layers import cpu_product
 
 CPU = torch.device("cpu")

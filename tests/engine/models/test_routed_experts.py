@@ -16,12 +16,12 @@ from engine_rows import Request, expect_short_rows
 from routers import router_ids
 from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.moe import ROUTED_EXPERTS
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy

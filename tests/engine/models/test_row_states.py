@@ -20,16 +20,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_hybrid import ToyHybridForCausalLM, make_toy, naive_logits
 
-from batchgen.engine.cache.memory_plan import ModelUse
-from batchgen.engine.cache.model_caches import CacheSizes
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.caches.model_caches import CacheSizes
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.inputs import SamplingInputs
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.memory.memory_plan import ModelUse
 from batchgen.engine.sampling.sampler import sample
+from batchgen.engine.sampling.sampling_inputs import SamplingInputs
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy

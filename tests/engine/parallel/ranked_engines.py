@@ -17,14 +17,14 @@ import torch
 from constrained_rows import END, make_tokenizer
 from engine_rows import Request, expect_short_rows, run
 
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import LoadFormat
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.outputs import RequestOutput
 from batchgen.engine.parallel.rank_processes import RankProcesses
-from batchgen.engine.parallel.replicas import Leader, follow
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.engine.replicas import Leader, follow
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 

@@ -14,9 +14,9 @@ from engine_rows import Request
 from qwen_mtp import TheirHead
 from ranked_engines import Case, run_divided
 
-from batchgen.engine.models.moe import ROUTED_EXPERTS
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 

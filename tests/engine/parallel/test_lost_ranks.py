@@ -16,9 +16,9 @@ from ranked_engines import Case, Cases
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.parallel import rank_processes
 from batchgen.engine.parallel.rank_processes import RankProcesses
-from batchgen.engine.parallel.replicas import Leader, follow
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.replicas import Leader, follow
+from batchgen.engine.sampling.sampling_params import SamplingParams
 
 TinyModel = Callable[..., Path]
 

@@ -15,9 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from batchgen.engine.outputs import HostCopy, StepOutput
-from batchgen.engine.sampling.inputs import SamplingInputs
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.base.outputs import HostCopy, StepOutput
 from batchgen.engine.sampling.sampler import (
     LOGPROBS,
     TOP_LOGPROB_IDS,
@@ -30,6 +28,8 @@ from batchgen.engine.sampling.sampler import (
     sample,
     sample_fused,
 )
+from batchgen.engine.sampling.sampling_inputs import SamplingInputs
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.sampling import sampling as kernels
 from batchgen.kernels.sampling.token_mask import TokenMask
 

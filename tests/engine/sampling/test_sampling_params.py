@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 
 NAN = float("nan")
 INF = float("inf")

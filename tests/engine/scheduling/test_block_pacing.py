@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.engine.cache.block_manager import BlockManager
-from batchgen.engine.models.config import Diffusion, FamilyConfig, ModelConfig
-from batchgen.engine.outputs import HostOutput
-from batchgen.engine.sampling.params import SamplingParams
-from batchgen.engine.scheduling.scheduled_batch import DecodeBatch, PrefillBatch
+from batchgen.engine.base.outputs import HostOutput
+from batchgen.engine.models.model_config import Diffusion, FamilyConfig, ModelConfig
+from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch
+from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.rows.stopping import StopRule
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.scheduler import Scheduler
-from batchgen.engine.scheduling.stopping import StopRule
-from batchgen.engine.sequence import Sequence
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 
 

@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.engine.cache.block_manager import BlockManager
-from batchgen.engine.outputs import HostOutput
-from batchgen.engine.sampling.params import SamplingParams
-from batchgen.engine.scheduling.admission import Ints, LengthPredictor
-from batchgen.engine.scheduling.scheduled_batch import (
+from batchgen.engine.base.outputs import HostOutput
+from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,
     MixedBatch,
     PrefillBatch,
     ScheduledBatch,
 )
+from batchgen.engine.rows.sequence import Sequence, SequenceStatus
+from batchgen.engine.rows.stopping import StopRule
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.scheduling.admission import Ints, LengthPredictor
+from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.scheduler import Scheduler
-from batchgen.engine.scheduling.stopping import StopRule
-from batchgen.engine.sequence import Sequence, SequenceStatus
 from batchgen.strategies.base.strategy import BaseStrategy
 
 STOP = 99

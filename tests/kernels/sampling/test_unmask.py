@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.engine.sampling.inputs import SamplingInputs
-from batchgen.engine.sampling.params import SamplingParams
 from batchgen.engine.sampling.sampler import Drawn, draw, draw_fused, process
+from batchgen.engine.sampling.sampling_inputs import SamplingInputs
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.sampling import sampling
 from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox, philox_at
 from batchgen.kernels.sampling.sampling_triton import draw as draw_triton

@@ -21,18 +21,18 @@ from torch import Tensor
 from toy_mtp import with_head
 from transformers import LlamaConfig, LlamaModel
 
-from batchgen.engine.cache.memory_plan import ModelUse
-from batchgen.engine.cache.model_caches import CacheSizes, paged_token_bytes
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
+from batchgen.engine.caches.model_caches import CacheSizes, paged_token_bytes
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
+from batchgen.engine.memory.memory_plan import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.dense import DenseConfig
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
-from batchgen.engine.scheduling.scheduled_batch import DecodeBatch
+from batchgen.engine.models.transformer.dense import DenseConfig
+from batchgen.engine.rows.scheduled_batch import DecodeBatch
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.controller import StepCosts
 from batchgen.strategies.ar_spec.mtp import MTPProposer

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from batchgen.engine.constraint.guide import Guide
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import OutputColumn, StepOutput
 from batchgen.engine.execution.model_runner import ModelOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.outputs import OutputColumn, StepOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.rows.guide import Guide
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.strategy import JoiningRows
 from batchgen.strategies.ar.strategy import ARStrategy
 

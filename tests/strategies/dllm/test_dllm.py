@@ -22,11 +22,11 @@ from forced_drafts import some_slow
 from test_llm_engine import spelling_tokenizer
 from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
 
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 

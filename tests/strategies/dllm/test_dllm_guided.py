@@ -33,18 +33,18 @@ from test_dllm import RULES, RULES_AND_OVERLAP, Request, check, run
 from test_grammar import END, PAD, PLAIN, TURN, WIDTH, compiler, ids, make_tokenizer
 
 import batchgen
+from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
-from batchgen.engine.constraint.errors import ConstraintError
 from batchgen.engine.constraint.json_schema.validator import make_validator
 from batchgen.engine.constraint.matcher import Matcher
-from batchgen.engine.engine_config import EngineConfig
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
-from batchgen.engine.models.moe import ROUTED_EXPERTS
-from batchgen.engine.outputs import RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 
 MASK = WIDTH - 1

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchgen.engine.engine_config import EngineConfig
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.outputs import RequestError, RequestOutput
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 
 CPU = torch.device("cpu")

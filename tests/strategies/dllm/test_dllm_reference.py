@@ -24,7 +24,7 @@ from dllm_reference import (
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from batchgen.engine.sampling.params import SamplingParams
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.kernels.sampling.philox import gumbel_noise, philox
 
 VOCAB, MASK = 24, 23

@@ -1,0 +1,130 @@
+"""What the layers of one forward need besides their activations, passed on explicitly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torch import Tensor
+
+from batchgen.engine.base.outputs import OutputColumn
+from batchgen.engine.caches.row_states import StateCache
+from batchgen.kernels.attention.attention import AttentionMetadata
+from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.layers.plane import write_plane
+
+LayerCache = KVCache | Tensor | StateCache
+"""What a layer keeps: made from a KVSpec, a LatentSpec or PlaneSpec, or a StateSpec."""
+
+C = TypeVar("C", KVCache, Tensor, StateCache)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTokens:
+    """The R tokens of a forward whose hidden states are wanted.
+
+    Attributes:
+        index: [R] int64, the indices of these tokens among the T tokens of the forward.
+        attention: the attention metadata of these tokens' queries only, one for each part.
+    """
+
+    index: Tensor
+    attention: Sequence[AttentionMetadata]
+
+
+@dataclass(frozen=True, slots=True)
+class RowMetadata:
+    """The B rows of one part of the tokens, for layers that keep a state per row.
+
+    In a *decode step* (`width` is given) every row has W tokens, of which only the first is
+    certain to stay. For each row the layer reads the state of the row's slot, folds the
+    `pending[slot]` records from the place `first[slot]` of the ring into it, and runs the W tokens
+    from there. Their records go to the places behind the pending ones. The folded state, without
+    these W tokens, is written back if more than `most_pending` records were pending.
+
+    In a *prefill* all tokens stay. A row whose first token has position 0 starts from a state of
+    zeros, as its slot may hold anything, even NaN. Any other row starts from the state in its slot.
+    The layer writes the state after the row's last token to the row's slot, and the states after
+    the numbers of tokens in `snapshots` to the slots named there.
+
+    Slot 0 belongs to no row; what is written there is never read.
+
+    Attributes:
+        slots: [B] int64, the rows' state slots.
+        positions: [T] int64, the absolute position of each token of the part in its row.
+        starts: [B + 1] int32 on the device, the index at which each row's tokens begin among those
+            of the part; the last entry is where the last row ends.
+        width: W, the number of tokens of each row in a decode step; None for a prefill.
+        snapshots: [B, S, 2] int64, the checkpoints that each row leaves: after how many of its
+            tokens in this part, and in which state slot. Unused entries have 0 tokens. None if the
+            part leaves no checkpoints.
+        query_lens: the number of tokens of each of the B rows, on the host; None in the captured
+            graph of a prefill, which reads `starts` at its replay.
+        replayed: how many of each row's last tokens were generated and read in decode steps before
+            the row was preempted; None if no row has any. If a layer's prefill rounds otherwise
+            than its decode step, it must read these tokens as a decode step does, one by one.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    starts: Tensor
+    width: int | None
+    snapshots: Tensor | None
+    query_lens: tuple[int, ...] | None
+    replayed: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What the layers of one forward of T tokens read and write besides their activations.
+
+    Attributes:
+        caches: what each layer keeps, by the layer's index; None for a layer that keeps nothing.
+        kv_slots: [T] int64, the KV slot of each token: block · block_size + offset in the block.
+        attention: which cached tokens each query reads, one entry for each part of the tokens.
+        rows: the rows of each part, for layers that keep a state per row; empty if the model has no
+            such layers.
+        columns: maps the name of each column of context scope that is recorded to its plane in the
+            paged cache, [num_blocks, block_size, *tail].
+        hidden: [T, hidden_size], the hidden states of another model that a head reads besides the
+            tokens; None for other models.
+        outputs: the tokens whose hidden states are wanted; None means all tokens.
+    """
+
+    caches: Sequence[LayerCache | None]
+    kv_slots: Tensor
+    attention: Sequence[AttentionMetadata]
+    rows: Sequence[RowMetadata] = ()
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    hidden: Tensor | None = None
+    outputs: OutputTokens | None = None
+
+    def cache(self, layer: int, kind: type[C]) -> C:
+        """Return what the layer with this index keeps; it must be of the given type.
+
+        Args:
+            layer: the layer's index.
+            kind: the type that the layer's spec allocates.
+        """
+        found = self.caches[layer]
+        assert isinstance(found, kind), f"layer {layer} keeps a {type(found).__name__}"
+        return found
+
+    def record(self, column: OutputColumn, values: Tensor, layer: int | None = None) -> None:
+        """Write a column of context scope for all T tokens, if rows of this job can ask for it.
+
+        The values go to the tokens' KV slots. So the values of rejected drafts are overwritten by
+        those of the tokens that take their place, and rows that share a prefix share its values.
+
+        Args:
+            column: the column to write.
+            values: [T, *tail], or [T, *tail[1:]] if a layer is given.
+            layer: the index on the first axis of the tail to write to; None writes the whole tail.
+        """
+        plane = self.columns.get(column.name)
+        if plane is None:
+            return
+        flat = plane.flatten(0, 1)
+        target = flat if layer is None else flat[:, layer]
+        write_plane(target, self.kv_slots, values)

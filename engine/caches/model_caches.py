@@ -1,0 +1,131 @@
+"""The caches of one model: allocates what its layers declare that they keep between forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.engine.base.outputs import OutputColumn
+from batchgen.engine.caches.cache_specs import CacheSpec, PlaneSpec, StateSpec
+from batchgen.engine.caches.forward_context import LayerCache
+from batchgen.engine.caches.row_states import RowStates, ring_length
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """The sizes of the caches, which are the same for every model of an engine.
+
+    Attributes:
+        num_blocks: the number of blocks in the paged cache, including the scratch block.
+        block_size: the number of tokens in one block.
+        num_rows: the most rows that can be in flight.
+        num_checkpoints: the most states that are kept for the prefix cache.
+        most_pending: as of `StateCache`.
+    """
+
+    num_blocks: int
+    block_size: int
+    num_rows: int
+    num_checkpoints: int = 0
+    most_pending: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCaches:
+    """Everything that one model keeps between forwards.
+
+    Attributes:
+        block_size: the number of tokens in one block of the paged cache.
+        layers: the cache of each layer, in the order of the layers; None for a layer that keeps
+            nothing.
+        columns: maps the name of a column of context scope to its plane in the paged cache,
+            [num_blocks, block_size, *tail].
+        states: the states of the rows; None for a model without recurrent layers.
+    """
+
+    block_size: int
+    layers: Sequence[LayerCache | None]
+    columns: Mapping[str, Tensor]
+    states: RowStates | None
+
+    @classmethod
+    def allocate(
+        cls,
+        specs: Sequence[CacheSpec | None],
+        columns: Sequence[OutputColumn],
+        sizes: CacheSizes,
+        *,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> ModelCaches:
+        """Allocate the caches of a model, filled with zeros.
+
+        Args:
+            specs: what each layer keeps, in the order of the layers.
+            columns: the columns of context scope that rows may ask for.
+            sizes: the numbers of blocks, rows and checkpoints.
+            width: the most tokens of one row in a decode step.
+            dtype: the model's dtype, for values whose spec names none.
+            device: the model's device.
+        """
+        paged = sizes.num_blocks, sizes.block_size, dtype, device
+        recurrent = [spec for spec in specs if isinstance(spec, StateSpec)]
+        states = None
+        if recurrent:
+            states = RowStates(
+                recurrent,
+                sizes.num_rows,
+                sizes.num_checkpoints,
+                width,
+                sizes.most_pending,
+                device,
+            )
+        of_states = iter(states.layers if states is not None else ())
+        layers: list[LayerCache | None] = []
+        for spec in specs:
+            if isinstance(spec, StateSpec):
+                layers.append(next(of_states))
+            else:
+                layers.append(None if spec is None else spec.allocate(*paged))
+        planes = {column.name: column_plane(column).allocate(*paged) for column in columns}
+        return cls(sizes.block_size, layers, planes, states)
+
+
+def column_plane(column: OutputColumn) -> PlaneSpec:
+    """Return the spec of the paged-cache plane that holds a column of context scope."""
+    assert column.scope == "context"
+    dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
+    return PlaneSpec(column.tail_shape, dtype)
+
+
+def paged_token_bytes(
+    specs: Sequence[CacheSpec | None], columns: Sequence[OutputColumn], dtype: torch.dtype
+) -> int:
+    """Return the bytes that one token takes in the paged cache, over all layers and columns.
+
+    Args:
+        dtype: the model's dtype, for values whose spec names none.
+    """
+    paged = [spec for spec in specs if spec is not None and not isinstance(spec, StateSpec)]
+    return sum(spec.token_bytes(dtype) for spec in [*paged, *map(column_plane, columns)])
+
+
+def state_bytes(specs: Sequence[CacheSpec | None]) -> int:
+    """Return the bytes of one row's state over all layers; 0 without recurrent layers."""
+    return sum(spec.state_bytes for spec in specs if isinstance(spec, StateSpec))
+
+
+def row_bytes(specs: Sequence[CacheSpec | None], width: int, most_pending: int) -> int:
+    """Return the bytes of one row's state and records over all layers; 0 without recurrent layers.
+
+    Args:
+        width: the most tokens of one row in a decode step.
+        most_pending: as of `StateCache`.
+    """
+    records = sum(spec.record_bytes for spec in specs if isinstance(spec, StateSpec))
+    return state_bytes(specs) + ring_length(width, most_pending) * records

@@ -1,0 +1,305 @@
+"""JSON Schemas, rewritten in the part of JSON Schema that xgrammar enforces. A keyword that cannot
+be enforced is refused by name.
+
+xgrammar reads a schema by the first keyword of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf`
+and `type` that it has, and ignores the others. It does not know many keywords at all. It takes two
+schemas for the same if they differ only in properties called `title` or like another annotation. So
+it does not get the user's schema, but one that is written anew from the keywords that are
+understood here. All that this lets through is valid under the user's schema, by `jsonschema` with
+its format checker. Not all that is valid is let through:
+
+* Properties come in the order of the schema. Properties that the schema does not name come only
+  where `additionalProperties` or `unevaluatedProperties` ask for them, or it names none at all.
+* A schema without `type` stands for the types that its keywords are about. Behind `prefixItems`
+  come other items only if `items` or `minItems` ask for them.
+* Numbers with bounds have at most 6 decimals and no exponent. Integers have no fraction.
+* A pattern matches the whole string. Formats are their common forms. A string with a pattern or a
+  length has quotes, backslashes and line ends only where the pattern leaves no other choice.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.constraint.json_schema.containers import lower_array, lower_object
+from batchgen.engine.constraint.json_schema.keywords import (
+    ANNOTATIONS,
+    DEFINITIONS,
+    TYPES_OF,
+    check_keywords,
+    refuse,
+    restricts,
+)
+from batchgen.engine.constraint.json_schema.merge_schemas import (
+    find_overlap,
+    merge,
+    split_unevaluated,
+)
+from batchgen.engine.constraint.json_schema.scalars import check_values, lower_scalar
+from batchgen.engine.constraint.json_schema.schema_references import find_endless, resolve
+from batchgen.engine.constraint.json_schema.validator import make_validator
+
+ANY = "any"
+"""The name of the definition of any JSON value, in the `$defs` of a rewritten schema."""
+
+_MOST_STEPS = 100_000
+"""The most schemas that one may stand for. Each takes some 10 µs to look at."""
+
+
+def check_schema(schema: Any) -> None:
+    """Check that output can be held to a schema (parsed JSON).
+
+    Raises:
+        ConstraintError: it is not a JSON Schema, or has a keyword that cannot be enforced. The
+            message names the keyword, its JSON pointer, and what to do.
+    """
+    lower(schema)
+
+
+def lower(schema: Any, base: str = "#") -> dict[str, Any]:
+    """The schema that xgrammar must get in place of a user's, with `strict_mode` on. It has the
+    definitions that it refers to in its `$defs`.
+
+    Args:
+        schema: the user's schema, as parsed JSON. Each `$ref` in it is relative to it.
+        base: its own JSON pointer, for messages.
+
+    Raises:
+        ConstraintError: as `check_schema`.
+    """
+    from referencing.exceptions import Unresolvable
+
+    try:
+        return _Lowering(schema, base).run()
+    except Unresolvable as error:  # beside `enum` and the like, where jsonschema follows it
+        raise ConstraintError(
+            f"a `$ref` in the schema at {base} is not resolved ({error}): copy the schema into "
+            "`$defs` and refer to it as `#/$defs/...`"
+        ) from None
+    except RecursionError:
+        raise ConstraintError(f"the schema at {base} is nested too deeply") from None
+
+
+class _Lowering:
+    """The rewriting of one document. Its methods get a part of the document and return it
+    rewritten, unless they say otherwise.
+
+    Of their arguments, `at` is the JSON pointer of the part, and `open_refs` are the pointers of
+    the references that were followed to reach it without going into a property or an item. To meet
+    one of these again would mean a value that consists of itself alone.
+
+    Attributes:
+        root: the document.
+        base: its JSON pointer.
+        validator: of the document.
+        definitions: rewritten schemas that references lead to, by their names.
+        names: JSON pointer of a schema that references lead to → its name in `definitions`.
+        marks: how many schemas `mark` has set apart.
+        steps: how many schemas were looked at.
+    """
+
+    def __init__(self, root: Any, base: str) -> None:
+        self.root, self.base = root, base
+        self.validator = make_validator(root)
+        self.definitions: dict[str, Any] = {}
+        self.names: dict[str, str] = {}
+        self.marks = self.steps = 0
+
+    def run(self) -> dict[str, Any]:
+        """The whole document."""
+        self.names["#"] = "#"
+        lowered = self.schema(self.root, self.base, ("#",))
+        self.refuse_endless(lowered)
+        return lowered | {"$defs": self.definitions} if self.definitions else lowered
+
+    def schema(self, schema: Any, at: str, open_refs: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Any schema."""
+        self.step()
+        if isinstance(schema, bool):
+            if not schema:
+                raise refuse("false", at, "allows no value: remove it, or the property it is for")
+            return self.any()
+        check_keywords(schema, at, root=schema is self.root)
+        schema = {k: v for k, v in schema.items() if restricts(k, v)}
+        if "enum" in schema or "const" in schema:
+            return self.enum(schema, at)
+        schema = {k: v for k, v in schema.items() if k not in DEFINITIONS}
+        if "$ref" in schema or "allOf" in schema:
+            return self.all_of(schema, at, open_refs)
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema:
+                return self.any_of(schema, keyword, at, open_refs)
+        return self.typed(schema, at)
+
+    def step(self) -> None:
+        """Count a schema; references that lead to the same ones again and again make many."""
+        self.steps += 1
+        if self.steps > _MOST_STEPS:
+            raise ConstraintError(
+                f"the schema at {self.base} stands for more than {_MOST_STEPS:,} schemas, because "
+                "`$ref` and `allOf` repeat what they join: write it out once"
+            )
+
+    # References and combinations.
+
+    def reference(self, ref: str, at: str, open_refs: tuple[str, ...]) -> dict[str, Any]:
+        """A schema that is a reference and nothing else."""
+        pointer, target = resolve(self.root, ref, at)
+        if pointer in open_refs:
+            raise refuse("$ref", at, f"to {ref!r} leads back to itself: no value can match")
+        if pointer not in self.names:
+            name = self.names[pointer] = f"d{len(self.names)}"
+            self.definitions[name] = {}  # keeps its place while its own references are followed
+            self.definitions[name] = self.schema(target, pointer, (*open_refs, pointer))
+        name = self.names[pointer]
+        return {"$ref": "#" if name == "#" else f"#/$defs/{name}"}
+
+    def expand(self, schema: Any, at: str, open_refs: tuple[str, ...]) -> list[dict[str, Any]]:
+        """Schemas without `$ref` and `allOf` that together say what `schema` says. They are not
+        rewritten otherwise."""
+        self.step()
+        if isinstance(schema, bool):
+            if not schema:
+                raise refuse("false", at, "allows no value: remove it")
+            return []
+        check_keywords(schema, at, root=schema is self.root)
+        skip = {"$ref", "allOf", *DEFINITIONS}
+        own = {k: v for k, v in schema.items() if k not in skip and restricts(k, v)}
+        parts = [own] if own else []
+        if "$ref" in schema:
+            pointer, target = resolve(self.root, schema["$ref"], at)
+            if pointer in open_refs:
+                raise refuse("$ref", at, f"to {schema['$ref']!r} leads back to itself")
+            parts += self.expand(target, pointer, (*open_refs, pointer))
+        for i, part in enumerate(schema.get("allOf", ())):
+            parts += self.expand(part, f"{at}/allOf/{i}", open_refs)
+        return parts
+
+    def all_of(self, schema: Any, at: str, open_refs: tuple[str, ...]) -> dict[str, Any]:
+        """A schema with `$ref` or `allOf`."""
+        if schema.keys() == {"$ref"}:
+            return self.reference(schema["$ref"], at, open_refs)
+        if schema.keys() == {"allOf"} and len(schema["allOf"]) == 1:
+            return self.schema(schema["allOf"][0], f"{at}/allOf/0", open_refs)
+        rest, last = split_unevaluated(schema)
+        return self.schema(merge(self.expand(rest, at, open_refs), at, last), at, open_refs)
+
+    def any_of(
+        self, schema: Any, keyword: str, at: str, open_refs: tuple[str, ...]
+    ) -> dict[str, Any]:
+        """A schema with branches under the keyword `anyOf` or `oneOf`."""
+        branches = schema[keyword]
+        rest, last = split_unevaluated({k: v for k, v in schema.items() if k != keyword})
+        if rest or last:  # what stands beside the branches holds in each of them
+            branches = [
+                merge([rest, *self.expand(branch, f"{at}/{keyword}/{i}", open_refs)], at, last)
+                for i, branch in enumerate(branches)
+            ]
+        if keyword == "oneOf":
+            flat = [self.flat(branch, at) for branch in branches]
+            overlap = find_overlap(flat, self.is_valid, lambda part: self.flat(part, at))
+            if overlap:
+                raise refuse(
+                    "oneOf",
+                    at,
+                    "cannot be enforced, since the branches {} and {} may both match:"
+                    " use `anyOf`, or give each branch a required property with a `const` of its"
+                    " own".format(*overlap),
+                )
+        lowered = [
+            self.schema(branch, f"{at}/{keyword}/{i}", open_refs)
+            for i, branch in enumerate(branches)
+        ]
+        return lowered[0] if len(lowered) == 1 else {"anyOf": lowered}
+
+    def flat(self, schema: Any, at: str) -> dict[str, Any]:
+        """One schema without `$ref` and `allOf` that says what `schema` says. It is not rewritten
+        otherwise."""
+        return merge(self.expand(schema, at, ()), at)
+
+    def is_valid(self, schema: Any, value: Any) -> bool:
+        return self.validator.evolve(schema=schema).is_valid(value)
+
+    # Values.
+
+    def mark(self, lowered: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        """Set a rewritten schema apart from others, if xgrammar might take it for one of them.
+
+        xgrammar leaves out members that are called like an annotation, at any depth, and writes
+        names without escapes. If two schemas then look the same, it takes them for one.
+
+        Args:
+            lowered: the rewritten schema.
+            names: the names of members that occur in it.
+        """
+        if any(name in ANNOTATIONS or '"' in name for name in names):
+            self.marks += 1
+            return lowered | {"x-mark": self.marks}
+        return lowered
+
+    def any(self) -> dict[str, Any]:
+        """A schema of any value. xgrammar has a rule for that, but it allows whitespace."""
+        ref = {"$ref": f"#/$defs/{ANY}"}
+        self.definitions[ANY] = {
+            "anyOf": [
+                {"type": "object", "additionalProperties": ref},
+                {"type": "array", "items": ref},
+                *({"type": name} for name in ("string", "number", "boolean", "null")),
+            ]
+        }
+        return ref
+
+    def enum(self, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        """A schema with `enum` or `const`. It becomes the list of those values that are valid by
+        every other keyword, too, so these keywords need not be enforced by the grammar."""
+        keyword = "enum" if "enum" in schema else "const"
+        values = schema["enum"] if keyword == "enum" else [schema["const"]]
+        others = {k: v for k, v in schema.items() if k != keyword}
+        valid = [value for value in values if not others or self.is_valid(others, value)]
+        if not valid:
+            raise refuse(keyword, at, "has no value that the other keywords allow")
+        return self.mark({"enum": valid}, check_values(valid, keyword, at))
+
+    def typed(self, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        """A schema of keywords about types: one branch for each type that it allows."""
+        types = schema.get("type")
+        if types is None:
+            if not schema:
+                return self.any()
+            found = {name for keyword in schema for name in TYPES_OF[keyword]}
+            types = sorted(found - {"integer"})
+        elif isinstance(types, str):
+            types = [types]
+        kinds: list[dict[str, Any]] = []
+        for name in types:
+            if name == "integer" and "number" in types:
+                continue
+            about = {k: v for k, v in schema.items() if name in TYPES_OF.get(k, ())}
+            match name:
+                case "object":
+                    lowered = lower_object(about, at, self.schema, self.is_valid)
+                    names = [*lowered.get("properties", ()), *lowered.get("patternProperties", ())]
+                    kinds.append(self.mark(lowered, names))
+                case "array":
+                    kinds.append(lower_array(about, at, self.schema))
+                case _:
+                    kinds.append(lower_scalar(name, about, at))
+        return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+
+    def refuse_endless(self, root: dict[str, Any]) -> None:
+        """Refuse a definition that has no value of finite size: output of it would never end.
+
+        Args:
+            root: the whole document, rewritten.
+        """
+        endless = find_endless(
+            {"#": root} | {f"#/$defs/{k}": v for k, v in self.definitions.items()}
+        )
+        if endless:
+            pointers = {f"#/$defs/{name}": pointer for pointer, name in self.names.items()}
+            raise refuse(
+                "$ref",
+                pointers.get(min(endless), self.base),
+                "makes every value contain another of its kind without end: make a property on "
+                "the way optional, or let an array be empty",
+            )

@@ -1,0 +1,152 @@
+"""Several JSON Schemas that must all hold, written as one schema; and the question whether two
+schemas can hold at once.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from itertools import combinations
+from typing import Any
+
+from batchgen.engine.constraint.json_schema.json_text import equality_key
+from batchgen.engine.constraint.json_schema.keywords import refuse
+
+Schema = Mapping[str, Any]
+IsValid = Callable[[Schema, Any], bool]
+"""Whether a value is valid under a schema; called with the schema and the value."""
+_OTHERS = ("additionalProperties", "unevaluatedProperties")
+"""Keywords about the properties of an object that the same schema does not list."""
+
+
+def split_unevaluated(schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keywords of a schema in two parts: all others, and `unevaluatedProperties` and
+    `unevaluatedItems`, which are about what the others say nothing of."""
+    last = {k: v for k, v in schema.items() if k.startswith("unevaluated")}
+    return {k: v for k, v in schema.items() if k not in last}, last
+
+
+def merge(parts: Collection[Schema], at: str, last: Schema | None = None) -> dict[str, Any]:
+    """One schema that allows what all of `parts` allow.
+
+    Args:
+        parts: schemas that have neither `$ref` nor `allOf`.
+        at: the JSON pointer of the schema that they come from.
+        last: keywords about what none of the parts speaks of (see `split_unevaluated`).
+
+    Raises:
+        ConstraintError: keywords of two parts cannot be said in one schema.
+    """
+    merged: dict[str, Any] = {}
+    for part in parts:
+        _check_others(merged, part, at)
+        _check_others(part, merged, at)
+        for keyword, value in part.items():
+            merged[keyword] = (
+                _both(keyword, merged[keyword], value, at) if keyword in merged else value
+            )
+    for keyword, value in (last or {}).items():
+        merged[keyword] = _both(keyword, merged.get(keyword, value), value, at)
+    return merged
+
+
+def _check_others(part: Schema, other: Schema, at: str) -> None:
+    """Refuse two schemas of which the first says something about further properties or items that
+    the second lists: in one schema it would not be about them."""
+    further = [keyword for keyword in _OTHERS if part.get(keyword, True) is not True]
+    new = other.get("properties", {}).keys() - part.get("properties", {}).keys()
+    unequal = not other.keys().isdisjoint(_OTHERS) and any(
+        part.get(keyword) != other.get(keyword) for keyword in _OTHERS
+    )
+    if further and (new or unequal or "patternProperties" in other):
+        raise refuse(
+            "allOf",
+            at,
+            f"joins `{further[0]}` with properties of another schema: move them into one",
+        )
+    further = [keyword for keyword in ("items", "unevaluatedItems") if keyword in part]
+    if further and "prefixItems" not in part and "prefixItems" in other:
+        raise refuse("allOf", at, f"joins `{further[0]}` with `prefixItems` of another schema")
+    if "unevaluatedItems" in part and "items" in other:
+        raise refuse("allOf", at, "joins `unevaluatedItems` with `items` of another schema")
+
+
+def _both(keyword: str, a: Any, b: Any, at: str) -> Any:
+    """The value of a keyword that says as much as its values `a` and `b` together."""
+    if a == b and type(a) is type(b):
+        return a
+    match keyword:
+        case "type":
+            types = _types(a) & _types(b)
+            if "number" not in types and "number" in _types(a) | _types(b):
+                types |= {"integer"} & (_types(a) | _types(b))
+            if not types:
+                raise refuse("type", at, f"is both {a!r} and {b!r}: no value matches")
+            return sorted(types)
+        case "required":
+            return [*a, *(name for name in b if name not in a)]
+        case "properties":
+            joined = {name: {"allOf": [a[name], b[name]]} for name in a if name in b}
+            return {**a, **b, **joined}
+        case "items" | "propertyNames" if not isinstance(a, list) and not isinstance(b, list):
+            return {"allOf": [a, b]}
+        case "minimum" | "exclusiveMinimum" | "minLength" | "minItems" | "minProperties":
+            return max(a, b)
+        case "maximum" | "exclusiveMaximum" | "maxLength" | "maxItems" | "maxProperties":
+            return min(a, b)
+        case "enum":
+            keys = set(map(equality_key, b))
+            common = [x for x in a if equality_key(x) in keys]
+            if common:
+                return common
+    raise refuse(
+        keyword,
+        at,
+        "stands in two schemas that hold together, which cannot be enforced: say it once",
+    )
+
+
+def _types(value: Any) -> set[str]:
+    return {value} if isinstance(value, str) else set(value)
+
+
+def find_overlap(
+    branches: Collection[Schema], is_valid: IsValid, flat: Callable[[Any], Schema]
+) -> tuple[int, int] | None:
+    """The indices of two branches that one value may match; None if any two exclude each other.
+
+    Args:
+        branches: schemas that have neither `$ref` nor `allOf`.
+        is_valid: checks values.
+        flat: rewrites a schema so that it has neither `$ref` nor `allOf`.
+    """
+    for (i, a), (j, b) in combinations(enumerate(branches), 2):
+        if not _exclude(a, b, is_valid, flat):
+            return i, j
+    return None
+
+
+def _exclude(a: Schema, b: Schema, is_valid: IsValid, flat: Callable[[Any], Schema]) -> bool:
+    """Whether it is certain that no value matches both schemas. Arguments as of `find_overlap`."""
+    for one, other in ((a, b), (b, a)):
+        values = _listed(one)
+        if values is not None:
+            if (others := _listed(other)) is not None:
+                keys = set(map(equality_key, others))
+                values = [v for v in values if equality_key(v) in keys]
+            return not any(is_valid(one, v) and is_valid(other, v) for v in values)
+    if "type" not in a or "type" not in b:
+        return False
+    left, right = _types(a["type"]), _types(b["type"])
+    common = left & right
+    if "number" in left | right and "integer" in left | right:
+        common = common | {"integer"}
+    if common != {"object"}:
+        return not common
+    shared = set(a.get("required", ())) & set(b.get("required", ()))
+    return any(
+        _exclude(flat(a["properties"][name]), flat(b["properties"][name]), is_valid, flat)
+        for name in shared & a.get("properties", {}).keys() & b.get("properties", {}).keys()
+    )
+
+
+def _listed(schema: Schema) -> list[Any] | None:
+    """The values that a schema lists; None if it lists none."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")

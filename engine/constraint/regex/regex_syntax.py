@@ -1,0 +1,250 @@
+"""The regular expressions that a grammar can enforce, read into trees.
+
+A grammar matches the whole text, character by character. So a pattern may have literals, classes,
+groups, alternatives and counts; what looks around (assertions, references back, word boundaries)
+is refused. Where dialects differ, the text that is allowed is the text that all of them allow:
+`\\d` means ASCII digits in ECMAScript and any Unicode digit in Python, so here it means ASCII
+digits. Whoever checks the output afterwards then agrees.
+"""
+
+import re
+from dataclasses import dataclass
+
+from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.constraint.regex.characters import (
+    CLASSES,
+    LINE_ENDS,
+    TEXT,
+    Ranges,
+    complement,
+    intersect,
+    only,
+    union,
+)
+
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
+_MOST_COUNT = 1_000_000
+_MOST_GROUPS = 100
+"""The most groups that may stand in each other: each takes some of Python's own nesting of calls,
+of which there are 1000."""
+_GROUPS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[()]", re.DOTALL)
+"""What matters for the nesting of groups: escapes, classes, and parentheses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    """One character of a set, given by its ranges of code points."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Concat:
+    """All parts, one after the other. No parts match the empty text."""
+
+    parts: "tuple[Node, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """Any one of the branches."""
+
+    branches: "tuple[Node, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """`body` at least `low` and at most `high` times. If `high` is None, there is no limit."""
+
+    body: "Node"
+    low: int
+    high: int | None
+
+
+Node = Chars | Concat | Either | Repeat
+
+
+def parse(pattern: str, alphabet: Ranges = TEXT) -> Node:
+    """The tree of a pattern. The whole text must match, so the anchors `^` at its beginning and `$`
+    at its end change nothing.
+
+    Args:
+        pattern: the regular expression.
+        alphabet: the characters that the output may have. The sets in the tree are within it.
+
+    Raises:
+        ConstraintError: it is no regular expression, or none that a grammar can enforce. The
+            message says which part it is and what to write instead.
+    """
+    if (depth := _depth(pattern)) > _MOST_GROUPS:
+        raise ConstraintError(
+            f"{depth} groups stand in each other in {pattern!r:.100}, and at most {_MOST_GROUPS} "
+            "may: write them beside each other"
+        )
+    try:
+        re.compile(pattern)  # whoever validates the output in Python must be able to read it
+    except (re.error, OverflowError) as error:
+        raise ConstraintError(f"{pattern!r} is not a regular expression: {error}") from None
+    return _Parser(pattern, alphabet).parse()
+
+
+def _depth(pattern: str) -> int:
+    """The most `(` that are open at once. Those in classes and behind backslashes do not count."""
+    depth = most = 0
+    for part in _GROUPS.findall(pattern):
+        depth += (part == "(") - (part == ")")
+        most = max(most, depth)
+    return most
+
+
+class _Parser:
+    """Reads one pattern from left to right. `at` is the index of the next character."""
+
+    def __init__(self, pattern: str, alphabet: Ranges) -> None:
+        self.pattern, self.alphabet, self.at = pattern, alphabet, 0
+
+    def refuse(self, what: str, instead: str) -> ConstraintError:
+        return ConstraintError(f"{what} at character {self.at} of {self.pattern!r}: {instead}")
+
+    def peek(self, text: str) -> bool:
+        """Whether the text comes next."""
+        return self.pattern.startswith(text, self.at)
+
+    def take(self, text: str) -> bool:
+        """Read the text if it comes next; returns whether it does."""
+        found = self.peek(text)
+        self.at += len(text) if found else 0
+        return found
+
+    def parse(self) -> Node:
+        # Parentheses are balanced, or `re.compile` would have refused the pattern.
+        return self.alternatives(top=True)
+
+    def alternatives(self, top: bool) -> Node:
+        """Branches between `|`. `top` tells that they are the outermost, which may have anchors."""
+        branches = [self.branch(top)]
+        while self.take("|"):
+            branches.append(self.branch(top))
+        return Either(tuple(branches)) if len(branches) > 1 else branches[0]
+
+    def branch(self, top: bool) -> Node:
+        """Everything up to the next `|`, the `)` of this group, or the end."""
+        parts: list[Node] = []
+        if top:
+            self.take("^")
+        while self.at < len(self.pattern) and not self.peek("|") and not self.peek(")"):
+            if self.peek("^") or self.peek("$"):
+                end = self.at + 1
+                if top and self.peek("$") and self.pattern[end : end + 1] in ("", "|"):
+                    self.at = end
+                    break
+                raise self.refuse(
+                    f"the anchor {self.pattern[self.at]!r}",
+                    "the whole text must match, so anchors may stand only at the ends of the "
+                    "pattern or of its outermost alternatives; remove it",
+                )
+            parts.append(self.counted(self.atom()))
+        return parts[0] if len(parts) == 1 else Concat(tuple(parts))
+
+    def counted(self, node: Node) -> Node:
+        """The node with the count that follows it, if one does."""
+        counts: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+        braces = re.compile(r"\{(\d+)(,?)(\d*)\}").match(self.pattern, self.at)
+        if braces:
+            low = int(braces[1])
+            high = int(braces[3]) if braces[3] else (None if braces[2] else low)
+            self.at = braces.end()
+            if max(low, high or 0) > _MOST_COUNT:
+                raise self.refuse(f"a count above {_MOST_COUNT}", "write a smaller one")
+        elif self.pattern[self.at : self.at + 1] in counts and self.at < len(self.pattern):
+            low, high = counts[self.pattern[self.at]]
+            self.at += 1
+        else:
+            return node
+        self.take("?")  # lazy or greedy: the same texts match
+        if self.peek("+"):
+            raise self.refuse("a possessive count", "remove the +")
+        return Repeat(node, low, high)
+
+    def atom(self) -> Node:
+        """A group, a class, or a single character."""
+        char = self.pattern[self.at]
+        if self.take("("):
+            self.group_start()
+            node = self.alternatives(top=False)
+            self.take(")")
+            return node
+        if char == "[":
+            return self.chars(self.bracketed())
+        if char == "{":
+            raise self.refuse("a bare {", r"write \{ for the character, {0,n} for a count up to n")
+        if self.take("."):
+            return self.chars(complement(LINE_ENDS))
+        return self.chars(self.member()[0])
+
+    def group_start(self) -> None:
+        """Read what stands behind the `(` of a group: nothing, `?:` or a name. Anything else makes
+        it more than a group, and is refused."""
+        if not self.peek("?") or self.take("?:"):
+            return
+        if not self.peek("?P<"):
+            raise self.refuse(
+                f"the group ({self.pattern[self.at : self.at + 3]}...",
+                "lookaround, flags and comments cannot be enforced; use (...) or (?:...)",
+            )
+        self.at = self.pattern.index(">", self.at) + 1
+
+    def chars(self, ranges: Ranges) -> Chars:
+        """The node of those characters that the alphabet has."""
+        allowed = intersect(ranges, self.alphabet)
+        if not allowed:
+            raise self.refuse("a character that the output cannot have", "no text can match it")
+        return Chars(tuple(allowed))
+
+    def bracketed(self) -> Ranges:
+        """A class in brackets. Of its complement only that is left which every dialect has in it,
+        so what is excluded is what any dialect has in the class."""
+        self.take("[")
+        negated = self.take("^")
+        if self.peek("]"):
+            raise self.refuse("an empty class", r"write \] for the character")
+        in_every: Ranges = []
+        in_some: Ranges = []
+        while not self.take("]"):
+            if self.peek("[:"):
+                raise self.refuse("a POSIX class", r"write the range, such as a-z, or \[ for [")
+            every, some = self.member()
+            if self.peek("-") and not self.peek("-]"):
+                self.take("-")
+                last, _ = self.member()
+                every = some = [(every[0][0], last[0][0])]
+            in_every, in_some = union(in_every, every), union(in_some, some)
+        return complement(in_some) if negated else in_every
+
+    def member(self) -> tuple[Ranges, Ranges]:
+        """One literal or escape: the characters that every dialect takes it for, and those that at
+        least one dialect takes it for."""
+        char = self.pattern[self.at]
+        self.at += 1
+        if char != "\\":
+            return only(char), only(char)
+        code = self.pattern[self.at]
+        self.at += 1
+        if code in CLASSES:
+            return CLASSES[code]
+        if code in _CONTROLS:
+            char = _CONTROLS[code]
+        elif code in "xu":
+            digits = 2 if code == "x" else 4
+            char = chr(int(self.pattern[self.at : self.at + digits], 16))
+            self.at += digits
+        elif code.isalnum():
+            self.at -= 2
+            raise self.refuse(
+                f"\\{code}",
+                "references back, word boundaries and other escapes that look around cannot be "
+                r"enforced; there are \d \w \s \D \W \S \n \r \t \f \v \xhh \uhhhh",
+            )
+        else:
+            char = code
+        return only(char), only(char)

@@ -1,0 +1,161 @@
+"""What can be done with the tree of a regular expression: the length of its matches, the matches
+of some length, and the pattern that xgrammar reads.
+"""
+
+from batchgen.engine.constraint.regex.characters import (
+    JSON_ESCAPES,
+    JSON_PLAIN,
+    Ranges,
+    complement,
+    intersect,
+    only,
+)
+from batchgen.engine.constraint.regex.regex_syntax import Chars, Concat, Either, Node, Repeat
+
+_MOST_COPIES = 64
+"""The most copies of character classes in a pattern for which xgrammar builds an automaton."""
+
+
+def width(node: Node) -> tuple[int, int | None]:
+    """The least and the greatest number of characters in a match. The greatest is None if there is
+    no limit."""
+    match node:
+        case Chars():
+            return 1, 1
+        case Repeat(body, low, high):
+            least, most = width(body)
+            return (
+                least * low,
+                0 if most == 0 else most * high if most and high is not None else None,
+            )
+        case Concat(parts):
+            widths = [width(part) for part in parts]
+            highs = [most for _, most in widths if most is not None]
+            return sum(w[0] for w in widths), sum(highs) if len(highs) == len(widths) else None
+        case Either(branches):
+            widths = [width(branch) for branch in branches]
+            highs = [most for _, most in widths if most is not None]
+            return min(w[0] for w in widths), max(highs) if len(highs) == len(widths) else None
+
+
+def bounded(node: Node, low: int, high: int | None) -> Node | None:
+    """A tree for those matches of a tree that have `low` to `high` characters (None is no limit).
+
+    Returns:
+        the tree, or None where counts cannot say it. They can if all matches have such a length,
+        or if each outermost branch has at most one part of varying length, which must repeat one
+        character.
+    """
+    least, most = width(node)
+    if least >= low and (high is None or (most is not None and most <= high)):
+        return node
+    match node:
+        case Repeat(Chars() as body, fewest, times):
+            low = max(low, fewest)
+            high = times if high is None else high if times is None else min(high, times)
+            return Repeat(body, low, high) if high is None or low <= high else None
+        case Either(branches):
+            fitting = [bounded(branch, low, high) for branch in branches]
+            kept = tuple(branch for branch in fitting if branch is not None)
+            return Either(kept) if len(kept) == len(branches) else None
+        case Concat(parts):
+            varying = [i for i, part in enumerate(parts) if len(set(width(part))) > 1]
+            if len(varying) != 1:
+                return None
+            [at] = varying
+            fixed = least - width(parts[at])[0]
+            rest = None if high is None else high - fixed
+            if rest is not None and rest < 0:
+                return None
+            part = bounded(parts[at], max(0, low - fixed), rest)
+            return None if part is None else Concat((*parts[:at], part, *parts[at + 1 :]))
+        case _:
+            return None
+
+
+def other_than(words: list[str], alphabet: Ranges = JSON_PLAIN) -> Node:
+    """A tree for every text of characters of the alphabet, except for the given words."""
+    heads = sorted({word[0] for word in words if word})
+    anything = Repeat(Chars(tuple(alphabet)), 0, None)
+    different = tuple(intersect(alphabet, complement(only("".join(heads)))))
+    branches: list[Node] = [] if "" in words else [Concat(())]
+    branches.append(Concat((Chars(different), anything)))
+    for head in heads:
+        if intersect(alphabet, only(head)):
+            tails = [word[1:] for word in words if word.startswith(head)]
+            branches.append(Concat((Chars(tuple(only(head))), other_than(tails, alphabet))))
+    return Either(tuple(branches))
+
+
+def write(node: Node, json: bool = False) -> str:
+    """The pattern of a tree as xgrammar reads it.
+
+    Args:
+        node: the tree.
+        json: whether the pattern is for what stands between the quotes of a JSON string. A class
+            that has characters which JSON writes as they are then loses its others (quotes,
+            backslashes, line ends): a mask for a class takes microseconds, and one for a choice
+            between a class and escapes, under a count, takes 0.1 s.
+    """
+    text = _write(node, json)
+    if not json or (
+        text.isascii() and not _has_escapes(node) and _num_copies(node) <= _MOST_COPIES
+    ):
+        return text
+    # xgrammar compiles an ASCII pattern of a JSON string into an automaton. That takes time
+    # quadratic in counts and leaves out every match with an escaped character. The character
+    # beyond ASCII, which is to occur zero times, makes it write rules of a grammar instead.
+    return text + "é{0}"
+
+
+def _has_escapes(node: Node) -> bool:
+    """Whether the tree has a class of which JSON writes every character with a backslash."""
+    match node:
+        case Chars(ranges):
+            return not intersect(list(ranges), JSON_PLAIN)
+        case Repeat(body):
+            return _has_escapes(body)
+        case Concat(parts) | Either(parts):
+            return any(map(_has_escapes, parts))
+
+
+def _num_copies(node: Node) -> int:
+    """The number of character classes in the pattern if its counts are written out."""
+    match node:
+        case Chars():
+            return 1
+        case Repeat(body, low, high):
+            return _num_copies(body) * max(1, low, high or 1)
+        case Concat(parts) | Either(parts):
+            return sum(map(_num_copies, parts))
+
+
+def _write(node: Node, json: bool) -> str:
+    match node:
+        case Chars(ranges):
+            return _write_chars(list(ranges), json)
+        case Repeat(body, low, high):
+            if width(body)[1] == 0:
+                return ""
+            return f"({_write(body, json)}){{{low},{'' if high is None else high}}}"
+        case Concat(parts):
+            return "".join(_write(part, json) for part in parts)
+        case Either(branches):
+            return "(" + "|".join(_write(branch, json) or "()" for branch in branches) + ")"
+
+
+def _write_chars(ranges: Ranges, json: bool) -> str:
+    plain = intersect(ranges, JSON_PLAIN) if json else ranges
+    if plain:
+        pairs = (_literal(a) if a == b else f"{_literal(a)}-{_literal(b)}" for a, b in plain)
+        return "[" + "".join(pairs) + "]"
+    escaped = [code for char, code in JSON_ESCAPES.items() if intersect(ranges, only(char))]
+    return "(" + "|".join(r"\u005c" + _literal(ord(code)) for code in escaped) + ")"
+
+
+def _literal(code: int) -> str:
+    """A character within a pattern. Letters, digits and what is beyond ASCII stand for themselves,
+    others are written as \\uhhhh: xgrammar would read \\xhh with every hexadecimal digit behind it.
+    """
+    char = chr(code)
+    return char if code >= 0x80 or char.isalnum() else f"\\u{code:04x}"

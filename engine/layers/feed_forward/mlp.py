@@ -1,0 +1,89 @@
+"""The gated MLP: the feed-forward part of dense layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from batchgen.engine.caches.forward_context import ForwardContext
+from batchgen.engine.layers.linear import Linear, RowParallelLinear
+from batchgen.engine.layers.merged_linear import MergedLinear
+from batchgen.engine.parallel.tensor_parallel import (
+    ALONE,
+    FEED_FORWARD_LANE,
+    Stream,
+    TensorParallel,
+)
+from batchgen.kernels.fp8.quantise import FP8Rows, silu_and_mul_quantised
+from batchgen.kernels.layers.activation import silu_and_mul
+
+
+class GatedMLP(nn.Module):
+    """A SwiGLU feed-forward part: residual + down(silu(gate(x)) · up(x)) (Shazeer 2020).
+
+    Args:
+        hidden_size: the width of the hidden states.
+        intermediate_size: the width between the projections, over all ranks.
+        bias: whether the projections have a bias.
+        size_name: what the model's configuration calls `intermediate_size`, for error messages.
+        parallel: the ranks, each of which has a share of the width between the projections.
+        device: where the parameters are created.
+        dtype: the dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        size_name: str = "intermediate_size",
+        parallel: TensorParallel = ALONE,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        own = parallel.share(size_name, intermediate_size)
+        parts = {"gate_proj": own, "up_proj": own}
+        shards = dict.fromkeys(parts, parallel.shard(0, intermediate_size))
+        self.gate_up_proj = MergedLinear(
+            hidden_size,
+            parts,
+            bias=bias,
+            shards=shards if parallel.size > 1 else None,
+            device=device,
+            dtype=dtype,
+        )
+        self.down_proj = RowParallelLinear(
+            intermediate_size,
+            hidden_size,
+            bias=bias,
+            lane=FEED_FORWARD_LANE,
+            parallel=parallel,
+            device=device,
+            dtype=dtype,
+        )
+
+    @property
+    def input_projection(self) -> Linear:
+        """The only module that reads the hidden states."""
+        return self.gate_up_proj
+
+    def forward(self, x: Tensor | FP8Rows, residual: Tensor, ctx: ForwardContext) -> Stream:
+        """Add the result for x [T, hidden_size] to `residual` [T, hidden_size] in place and return
+        it."""
+        return self.down_proj.add_to(residual, self.activated(x))
+
+    def compute(self, x: Tensor | FP8Rows) -> Tensor:
+        """Compute this rank's part of the result for x [T, hidden_size]; the sum over all ranks is
+        the whole."""
+        result: Tensor = self.down_proj(self.activated(x))
+        return result
+
+    def activated(self, x: Tensor | FP8Rows) -> Tensor | FP8Rows:
+        """Compute silu(gate(x)) · up(x) for x [T, hidden_size], of which `down_proj` makes the
+        result; in FP8 if that projection computes in it."""
+        form = self.down_proj.form
+        if self.down_proj.computes_in_fp8 and form is not None:
+            return silu_and_mul_quantised(self.gate_up_proj(x), powers_of_two=form.powers_of_two)
+        return silu_and_mul(self.gate_up_proj(x))

@@ -1,0 +1,181 @@
+"""Grouped-query self-attention over the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from batchgen.engine.base.shard import Shard
+from batchgen.engine.caches.cache_specs import CacheSpec, KVSpec
+from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
+from batchgen.engine.layers.linear import Linear, RowParallelLinear
+from batchgen.engine.layers.merged_linear import MergedLinear
+from batchgen.engine.layers.norm import RMSNorm
+from batchgen.engine.layers.rotary import rotary_order
+from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, Stream, TensorParallel
+from batchgen.kernels.attention.attention import paged_attention
+from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.attention.qkv import prepare_qkv
+from batchgen.kernels.fp8.quantise import FP8Rows
+from batchgen.kernels.layers.activation import mul_sigmoid
+
+
+class Attention(nn.Module):
+    """Causal grouped-query self-attention with rotary embedding, added to the residual.
+
+    Grouped-query attention is from Ainslie et al. 2023, rotary embedding from Su et al. 2021.
+
+    With an output gate, the projection to queries makes a gate of the same size beside them, and
+    what attention yields is multiplied by sigmoid(gate) before the output projection (Qiu et al.
+    2025, arXiv 2505.06708).
+
+    Args:
+        layer: the layer's index, under which it finds its cache.
+        hidden_size: the width of the hidden states.
+        shape: the numbers of heads and their size, over all ranks.
+        qkv_bias: whether the projections to queries, keys and values have a bias.
+        output_bias: whether the output projection has a bias.
+        norm_eps: the epsilon of an RMSNorm over the head_dim values of each query and key head;
+            None if there is no such norm.
+        rotary_dim: how many of the first values of a head are rotated; None means all.
+        output_gate: whether there is an output gate. Checkpoints hold its weight in that of
+            `q_proj`: for each head the rows of the query, then those of the gate.
+        zero_centred: checkpoints hold the weights of the norms minus 1 (`RMSNorm`).
+        parallel: the ranks, each of which has some heads.
+        device: where the parameters are created.
+        dtype: the dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        shape: KVSpec,
+        *,
+        qkv_bias: bool,
+        output_bias: bool,
+        norm_eps: float | None,
+        rotary_dim: int | None = None,
+        output_gate: bool = False,
+        zero_centred: bool = False,
+        parallel: TensorParallel = ALONE,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        whole, own_heads = shape, parallel.share("num_attention_heads", shape.num_heads)
+        kv_heads = parallel.kv_heads(whole.num_kv_heads)
+        shape = replace(
+            shape,
+            num_heads=own_heads,
+            num_kv_heads=kv_heads[1] - kv_heads[0],
+        )
+        self.shape = shape
+        self.cache_spec: CacheSpec | None = shape
+        self.scale = shape.head_dim**-0.5
+        heads, head_dim = shape.num_heads, shape.head_dim
+        order = rotary_order(head_dim, rotary_dim or head_dim)
+        self._gate_size = heads * head_dim if output_gate else 0
+        parts = {
+            "q_proj": heads * head_dim + self._gate_size,
+            "k_proj": shape.num_kv_heads * head_dim,
+            "v_proj": shape.num_kv_heads * head_dim,
+        }
+        shards: dict[str, Shard] = {}
+        if parallel.size > 1:
+            rows = whole.num_kv_heads * head_dim
+            own = Shard(0, rows, ((kv_heads[0] * head_dim, kv_heads[1] * head_dim),))
+            queries = parts["q_proj"] * parallel.size
+            shards = {"q_proj": parallel.shard(0, queries), "k_proj": own, "v_proj": own}
+        arrange: dict[str, Callable[[Tensor], Tensor]] = {}
+        if output_gate:
+            arrange["q_proj"] = partial(_gate_first, heads=heads, order=order)
+        elif order is not None:
+            arrange["q_proj"] = partial(_ordered, order=order)
+        if order is not None:
+            arrange["k_proj"] = partial(_ordered, order=order)
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.qkv_proj = MergedLinear(
+            hidden_size, parts, bias=qkv_bias, arrange=arrange, shards=shards, **where
+        )
+        self.o_proj = RowParallelLinear(
+            whole.num_heads * head_dim,
+            hidden_size,
+            bias=output_bias,
+            lane=MIXER_LANE,
+            parallel=parallel,
+            **where,
+        )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        self.norm_eps = 0.0 if norm_eps is None else norm_eps
+        if norm_eps is not None:
+            norm = partial(RMSNorm, head_dim, norm_eps, zero_centred=zero_centred, order=order)
+            self.q_norm, self.k_norm = norm(**where), norm(**where)
+
+    @property
+    def input_projection(self) -> Linear:
+        """The only module that reads the hidden states."""
+        return self.qkv_proj
+
+    def forward(
+        self,
+        hidden: Tensor | FP8Rows,
+        residual: Tensor,
+        cos_sin: Tensor | None,
+        ctx: ForwardContext,
+        outputs: OutputTokens | None,
+    ) -> Stream:
+        """Return residual + attention(hidden), as `Mixer` says.
+
+        The keys and values of all T tokens are written into the layer's cache, and the result
+        overwrites the residual.
+        """
+        assert cos_sin is not None
+        cache = ctx.cache(self.layer, KVCache)
+        gate, qkv = self.qkv_proj(hidden).tensor_split([self._gate_size], dim=1)
+        q = prepare_qkv(
+            qkv,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.norm_eps,
+            cos_sin,
+            cache,
+            ctx.kv_slots,
+            self.shape.num_heads,
+            self.shape.num_kv_heads,
+        )
+        attention = ctx.attention
+        if outputs is not None:
+            q, residual, attention = q[outputs.index], residual[outputs.index], outputs.attention
+            gate = gate[outputs.index]
+        attended = paged_attention(q, cache, attention, self.scale).flatten(1)
+        if self._gate_size:
+            attended = mul_sigmoid(attended, gate)
+        return self.o_proj.add_to(residual, attended)
+
+
+def _ordered(rows: Tensor, order: Tensor) -> Tensor:
+    """Put the rows [heads · head_dim, …] of each head in this order [head_dim]."""
+    ordered: Tensor = rows.unflatten(0, (-1, len(order)))[:, order]
+    return ordered.flatten(0, 1)
+
+
+def _gate_first(rows: Tensor, heads: int, order: Tensor | None) -> Tensor:
+    """Put the gates of all heads before all queries.
+
+    Args:
+        rows: [heads · 2 · head_dim, …], for each head the rows of the query, then those of the
+            gate.
+        heads: the number of heads.
+        order: the order of a query's rows, as for `_ordered`; None leaves them as they are.
+    """
+    query, gate = rows.unflatten(0, (heads, 2, -1)).unbind(1)
+    query = query.flatten(0, 1)
+    return torch.cat((gate.flatten(0, 1), query if order is None else _ordered(query, order)))

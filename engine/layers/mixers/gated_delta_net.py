@@ -1,0 +1,357 @@
+"""The gated delta network: a recurrence with a matrix as its state, in place of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from batchgen.engine.base.shard import Shard
+from batchgen.engine.base.transfer import upload
+from batchgen.engine.caches.cache_specs import CacheSpec, StateSpec, StateTensor
+from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens, RowMetadata
+from batchgen.engine.caches.row_states import StateCache
+from batchgen.engine.layers.linear import RowParallelLinear, empty_parameter
+from batchgen.engine.layers.merged_linear import MergedLinear
+from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, Stream, TensorParallel
+from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
+from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
+from batchgen.kernels.linear_attention.delta_replay import delta_replay
+from batchgen.kernels.linear_attention.delta_rule import delta_prefill, delta_step
+from batchgen.kernels.linear_attention.gated_norm import gated_rms_norm
+from batchgen.kernels.linear_attention.rows import CHUNK, PrefillRows, StepRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape:
+    """The shape of a gated delta network.
+
+    Attributes:
+        num_key_heads: the number of heads of queries and of keys.
+        num_value_heads: the number of heads of values, a multiple of that. Consecutive value heads
+            share a key head.
+        key_dim: the number of values in a query or key head.
+        value_dim: the number of values in a value head.
+        conv_width: how many tokens the convolution sees, the token itself included.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    def __post_init__(self) -> None:
+        for name, size in (
+            ("linear_num_key_heads", self.num_key_heads),
+            ("linear_num_value_heads", self.num_value_heads),
+            ("linear_key_head_dim", self.key_dim),
+            ("linear_value_head_dim", self.value_dim),
+        ):
+            if size < 1:
+                raise ValueError(f"the model's {name} is {size}; it must be positive")
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads {self.num_value_heads} is not a multiple of "
+                f"linear_num_key_heads {self.num_key_heads}"
+            )
+        if self.conv_width < 2:
+            raise ValueError(f"linear_conv_kernel_dim is {self.conv_width}; it must be at least 2")
+
+    @property
+    def keys(self) -> int:
+        """The number of values in all key heads of a token, and in all query heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """The number of values in all value heads of a token."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """The number of values that go through the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+
+class GatedDeltaNet(nn.Module):
+    """A gated delta network, added to the residual (Yang et al. 2024, arXiv 2412.06464).
+
+    Each value head carries a matrix S [value_dim, key_dim] from token to token. A token lets S
+    fade by a factor that depends on the token, and then moves what S makes of the token's key
+    towards the token's value:
+
+        S ← e^g · S,  u = β · (v − S·k),  S ← S + u·kᵀ,  o = S·q
+
+    Queries, keys and values come from a projection and a causal convolution over the last tokens;
+    queries and keys are normalised. The output is normalised, gated, and projected.
+
+    Args:
+        layer: the layer's index, under which it finds its cache.
+        hidden_size: the width of the hidden states.
+        shape: the numbers of heads and their sizes, over all ranks.
+        norm_eps: the epsilon of the norm of the output.
+        parallel: the ranks, each of which has some key heads and the value heads that share them.
+        interleaved: checkpoints hold the input projections in two tensors, key head by key head:
+            `in_proj_qkvz` has the rows of the head's query, key, values and output gates, and
+            `in_proj_ba` those of β and of the decay. Otherwise there are four tensors: queries,
+            keys and values in `in_proj_qkv`, and `in_proj_z`, `in_proj_b`, `in_proj_a`.
+        device: where the parameters are created.
+        dtype: the dtype of the projections. The small parameters are in float32, whatever dtype
+            checkpoints hold them in.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        shape: DeltaShape,
+        *,
+        norm_eps: float,
+        interleaved: bool,
+        parallel: TensorParallel = ALONE,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        whole = shape
+        shape = replace(
+            whole,
+            num_key_heads=parallel.share("linear_num_key_heads", whole.num_key_heads),
+            num_value_heads=parallel.share("linear_num_value_heads", whole.num_value_heads),
+        )
+        self.layer, self.shape, self.eps = layer, shape, norm_eps
+        heads = shape.num_value_heads
+        parts, gates, arrange = _input_projections(shape, interleaved)
+        # Which of the channels of checkpoints, and which of the value heads, are of this rank.
+        self._channels: Shard | None = None
+        self._heads: Shard | None = None
+        shards: dict[str, Shard] = {}
+        if parallel.size > 1:
+            self._channels = parallel.shard(0, whole.keys, whole.keys, whole.values)
+            self._heads = parallel.shard(0, whole.num_value_heads)
+            shards = {name: parallel.shard(0, parallel.size * own) for name, own in parts.items()}
+            if not interleaved:
+                shards["in_proj_qkv"] = self._channels
+        self.in_proj = MergedLinear(
+            hidden_size,
+            parts,
+            bias=False,
+            arrange=arrange,
+            shards=shards,
+            unquantised=gates,
+            device=device,
+            dtype=dtype,
+        )
+        self.out_proj = RowParallelLinear(
+            whole.values,
+            hidden_size,
+            bias=False,
+            lane=MIXER_LANE,
+            parallel=parallel,
+            device=device,
+            dtype=dtype,
+        )
+        wide = partial(empty_parameter, device=device, dtype=torch.float32)
+        self.conv_weight = empty_parameter(
+            shape.channels, shape.conv_width, device=device, dtype=dtype
+        )
+        self.A_log, self.dt_bias = wide(heads), wide(heads)
+        self.norm_weight = wide(shape.value_dim)
+        self.cache_spec: CacheSpec | None = _state_spec(shape, dtype)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        cos_sin: Tensor | None,
+        ctx: ForwardContext,
+        outputs: OutputTokens | None,
+    ) -> Stream:
+        """Return residual + network(hidden), as `Mixer` says.
+
+        The state of every row is moved on as `RowMetadata` says.
+        """
+        shape, heads = self.shape, self.shape.num_value_heads
+        mixed, gate, b, a = self.in_proj(hidden).split(
+            [shape.channels, shape.values, heads, heads], dim=1
+        )
+        cache = ctx.cache(self.layer, StateCache)
+        start, found = 0, []
+        for rows in ctx.rows:
+            tokens = slice(start, start := start + len(rows.positions))
+            found.append(self._run(mixed[tokens], a[tokens], b[tokens], cache, rows))
+        assert start == len(hidden)
+        out = found[0] if len(found) == 1 else torch.cat(found)
+        if outputs is not None:
+            out, gate, residual = (x[outputs.index] for x in (out, gate, residual))
+        normed = gated_rms_norm(out, gate, self.norm_weight, self.eps)
+        return self.out_proj.add_to(residual, normed)
+
+    def _run(self, x: Tensor, a: Tensor, b: Tensor, cache: StateCache, rows: RowMetadata) -> Tensor:
+        """Compute the output [T, value heads, value_dim] of one part of the tokens.
+
+        Args:
+            x: [T, channels], queries, keys and values before the convolution.
+            a, b: [T, value heads], what the decays and the β are made of.
+            cache: the layer's states and records.
+            rows: the rows of the part.
+        """
+        window, matrix = cache.state["window"], cache.state["matrix"]
+        if rows.width is not None:
+            step = StepRows(rows.slots, cache.pending, cache.first, rows.width, cache.most_pending)
+            inputs = cache.records["inputs"]
+            x = causal_conv_step(x, self.conv_weight, window, inputs, step)
+            records = DeltaRecords(*(cache.records[name] for name in DeltaRecords._fields))
+            return delta_step(self._inputs(x, a, b), matrix, records, step)
+        own = _own_tokens(rows)
+        if not own:
+            return x.new_zeros((len(x), self.shape.num_value_heads, self.shape.value_dim))
+        if own < len(x):
+            out = self._run(x[:own], a[:own], b[:own], cache, _first_tokens(rows, own))
+            return F.pad(out, (0, 0, 0, 0, 0, len(x) - own))
+        prefill = PrefillRows(
+            rows.slots, rows.positions, rows.starts, rows.snapshots, rows.query_lens
+        )
+        x = causal_conv_prefill(x, self.conv_weight, window, prefill)
+        tokens = self._inputs(x, a, b)
+        if rows.replayed is None:
+            return delta_prefill(tokens, matrix, prefill)
+        return _read_again(tokens, matrix, prefill, rows.replayed)
+
+    def _inputs(self, x: Tensor, a: Tensor, b: Tensor) -> DeltaInputs:
+        return DeltaInputs(x, a, b, self.A_log, self.dt_bias)
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slots of the parameters that are not in a linear layer."""
+        conv = f"{path}.conv1d.weight"
+        # Checkpoints have an axis of one input channel, as no channel sees another.
+        yield WeightSlot(
+            self.conv_weight,
+            (conv,),
+            (conv,),
+            lambda tensors: tensors[conv].flatten(1),
+            shard=self._channels,
+        )
+        yield WeightSlot.plain(f"{path}.A_log", self.A_log, shard=self._heads)
+        yield WeightSlot.plain(f"{path}.dt_bias", self.dt_bias, shard=self._heads)
+        yield WeightSlot.plain(f"{path}.norm.weight", self.norm_weight, dummy=1.0)
+
+
+def _input_projections(
+    shape: DeltaShape, interleaved: bool
+) -> tuple[dict[str, int], tuple[str, ...], dict[str, Callable[[Tensor], Tensor]]]:
+    """The input projections as `MergedLinear` takes them: how many output features each has, which
+    of them make β and the decays, and what puts the features of some in order."""
+    heads = shape.num_value_heads
+    if not interleaved:
+        parts = {
+            "in_proj_qkv": shape.channels,
+            "in_proj_z": shape.values,
+            "in_proj_b": heads,
+            "in_proj_a": heads,
+        }
+        return parts, ("in_proj_b", "in_proj_a"), {}
+    share = heads // shape.num_key_heads
+    values = share * shape.value_dim
+    sizes = [shape.key_dim, shape.key_dim, values, values]
+    return (
+        {"in_proj_qkvz": shape.channels + shape.values, "in_proj_ba": 2 * heads},
+        ("in_proj_ba",),
+        {
+            "in_proj_qkvz": partial(_kind_by_kind, sizes=sizes),
+            "in_proj_ba": partial(_kind_by_kind, sizes=[share, share]),
+        },
+    )
+
+
+def _state_spec(shape: DeltaShape, dtype: torch.dtype) -> StateSpec:
+    """What a layer of this shape keeps of a row, with a window of the dtype."""
+    heads = shape.num_value_heads
+    return StateSpec(
+        state={
+            "window": StateTensor((shape.conv_width - 1, shape.channels), dtype),
+            "matrix": StateTensor((heads, shape.value_dim, shape.key_dim)),
+        },
+        records={
+            "inputs": StateTensor((shape.channels,), dtype),
+            "update": StateTensor((heads, shape.value_dim)),
+            "key": StateTensor((shape.num_key_heads, shape.key_dim)),
+            "decay": StateTensor((heads,)),
+        },
+        chunk_multiple=CHUNK,
+    )
+
+
+def _kind_by_kind(rows: Tensor, sizes: list[int]) -> Tensor:
+    """Put rows that stand key head by key head in the order of their kinds.
+
+    Args:
+        rows: [key heads · sum(sizes), …], for each key head the rows of all kinds.
+        sizes: how many rows of each kind a key head has.
+    """
+    kinds = rows.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+    return torch.cat([kind.flatten(0, 1) for kind in kinds])
+
+
+def _read_again(
+    tokens: DeltaInputs, matrix: Tensor, rows: PrefillRows, replayed: tuple[int, ...]
+) -> Tensor:
+    """Run a prefill of B rows in which every token goes through the form that read it first: those
+    of the prompts through the chunked one, and the last `replayed` tokens of each row one by one.
+
+    Returns:
+        [T, value heads, value_dim].
+    """
+    assert rows.query_lens is not None
+    again = np.array(replayed, np.int64)
+    first = np.array(rows.query_lens, np.int64) - again
+    is_again = np.repeat(np.tile([False, True], len(again)), np.stack((first, again), 1).ravel())
+    prompts = rows._replace(query_lens=tuple(first.tolist()))
+    answers = rows._replace(query_lens=replayed, snapshots=None)
+    out = tokens.qkv.new_empty((len(tokens.qkv), *matrix.shape[1:3]))
+    for run, part, chosen in (
+        (delta_prefill, prompts, ~is_again),
+        (delta_replay, answers, is_again),
+    ):
+        if chosen.any():
+            index = upload(np.flatnonzero(chosen), torch.int64, rows.positions.device)
+            starts = upload([0, *accumulate(part.lengths())], torch.int32, index.device)
+            part = part._replace(positions=rows.positions[index], starts=starts)
+            picked = DeltaInputs(
+                tokens.qkv[index], tokens.a[index], tokens.b[index], tokens.a_log, tokens.dt_bias
+            )
+            out[index] = run(picked, matrix, part)
+    return out
+
+
+def _own_tokens(rows: RowMetadata) -> int:
+    """Return how many of a prefill's tokens belong to rows.
+
+    On a CPU forwards are filled up with a last row on scratch, which would take time as others do.
+    """
+    count = len(rows.positions)
+    if rows.positions.is_cuda or rows.query_lens is None or int(rows.slots[-1]):
+        return count
+    return count - rows.query_lens[-1]
+
+
+def _first_tokens(rows: RowMetadata, count: int) -> RowMetadata:
+    """Leave out the last row of a prefill, which has all tokens from `count` on."""
+    assert rows.query_lens is not None
+    return replace(
+        rows,
+        slots=rows.slots[:-1],
+        positions=rows.positions[:count],
+        starts=rows.starts[:-1],
+        snapshots=None if rows.snapshots is None else rows.snapshots[:-1],
+        query_lens=rows.query_lens[:-1],
+        replayed=None if rows.replayed is None else rows.replayed[:-1],
+    )

@@ -1,0 +1,108 @@
+"""The weight that expands latents to keys and values, for latent attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from batchgen.engine.layers.feed_forward.experts import packed_products
+from batchgen.engine.layers.linear import CPUProducts, empty_parameter
+from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
+from batchgen.kernels.moe.experts_cpu import ExpertProducts
+
+
+class KVExpansion(nn.Module):
+    """The linear map from a latent to the keys and values of all heads, as `Expansion` says.
+
+    Args:
+        num_heads: the number of heads, over all ranks.
+        latent_size: L, the number of values in a latent.
+        key_size: N, the number of values of a head's key that are not rotated.
+        value_size: V, the number of values of a head's value.
+        parallel: the ranks, each of which has some heads.
+        device: where the parameter is created.
+        dtype: the dtype of the parameter.
+    """
+
+    weight: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        latent_size: int,
+        key_size: int,
+        value_size: int,
+        *,
+        parallel: TensorParallel = ALONE,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self._key_size, self.value_size = key_size, value_size
+        rows = num_heads * (key_size + value_size)
+        self._shard = parallel.shard(0, rows) if parallel.size > 1 else None
+        shape = (num_heads // parallel.size, key_size + value_size, latent_size)
+        self.weight = empty_parameter(*shape, device=device, dtype=dtype)
+        self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Turn queries [T, heads, N] of keys into queries [T, heads, L] of latents."""
+        if self._packed is not None:
+            return _by_head(q, self._packed[0])
+        return _multiply_heads(q, self.weight[:, : self._key_size])
+
+    def values(self, mixed: Tensor, out: Tensor | None = None) -> Tensor:
+        """Turn mixtures [T, heads, L] of latents into those [T, heads, V] of their values, in `out`
+        if that is given, which is contiguous."""
+        if self._packed is None:
+            return _multiply_heads(mixed, self.weight[:, self._key_size :].transpose(1, 2), out)
+        found = _by_head(mixed, self._packed[1])
+        return found if out is None else out.copy_(found)
+
+    def expand(self, latents: Tensor) -> Tensor:
+        """Expand latents [S, L] to keys and values [S, heads, N + V]; not once it is packed."""
+        expanded: Tensor = F.linear(latents, self.weight.flatten(0, 1))
+        return expanded.view(-1, *self.weight.shape[:2])
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slot of the weight, which checkpoints hold as [heads · (N + V), L]."""
+        rows = self.weight.view(-1, self.weight.shape[2])
+        yield WeightSlot.plain(f"{path}.weight", rows, shard=self._shard)
+
+    def pack(self, products: CPUProducts) -> None:
+        """Convert the loaded weight to the layout that was chosen for this CPU.
+
+        After that it cannot be loaded again. On a GPU it stays as it is.
+
+        Args:
+            products: chooses how to compute; shared by all layers of a model.
+        """
+        if self._packed is not None or self.weight.device.type != "cpu":
+            return
+        keys, values = self.weight.split([self._key_size, self.value_size], 1)
+        self._packed = (
+            packed_products(keys.transpose(1, 2).contiguous(), products),
+            packed_products(values.contiguous(), products),
+        )
+        del self.weight
+
+
+def _by_head(x: Tensor, products: ExpertProducts) -> Tensor:
+    """Multiply each head of x [T, heads, K] by its weight alone, to [T, heads, N]."""
+    return torch.stack([products(rows, head) for head, rows in enumerate(x.unbind(1))], 1)
+
+
+def _multiply_heads(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiply each head of x [T, heads, K] by its matrix of weights [heads, K, N], to
+    [T, heads, N], in `out` if that is given. On a GPU the result is contiguous: its products write
+    there themselves."""
+    if out is None and not x.is_cuda:
+        return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)
+    if out is None:
+        out = x.new_empty((len(x), len(weights), weights.shape[2]))
+    torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
+    return out

@@ -1,0 +1,74 @@
+"""How the memory will be divided, before weights are loaded and on devices that are not here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchgen.engine.base.engine_config import ResolvedConfig
+from batchgen.engine.base.host_limits import available_memory
+from batchgen.engine.memory.memory_plan import (
+    CPU_SHARE,
+    GRAPH_BYTES,
+    LIBRARY_BYTES,
+    MemoryPlan,
+    ModelUse,
+    Room,
+    divide_memory,
+    weight_bytes,
+)
+
+_CONTEXT_BYTES = 768 * 2**20
+"""What CUDA itself takes of a GPU: its context and the code of the libraries."""
+_ACTIVATIONS = 14
+"""How many values of the hidden width are alive at most for each token of a prefill."""
+_NUM_GRAPHS = 60
+"""About how many CUDA graphs the memory plan keeps room for."""
+
+
+def expected_memory(
+    uses: Sequence[ModelUse], config: ResolvedConfig, gpu_bytes: int | None
+) -> MemoryPlan:
+    """Return what `plan_memory` will probably decide once the weights are loaded.
+
+    The division is the same. What differs is the room: on a GPU the work space is measured by
+    running a forward, and here it is estimated; on a CPU the weights are not in memory yet, so they
+    are taken off what is free.
+
+    Args:
+        uses: the models that will run; their parameters may be on the device `meta`.
+        config: the engine's settings for that device.
+        gpu_bytes: the memory of the GPU; None for this machine's CPU.
+
+    Raises:
+        ValueError: as `plan_memory`, or the weights alone do not fit.
+    """
+    weights = weight_bytes(uses)
+    if gpu_bytes is None:
+        # The ranks share the machine's memory.
+        ranks = uses[0].model.parallel.size
+        free = available_memory() - ranks * weights
+        if free <= 0:
+            raise ValueError(
+                f"the weights need {ranks * weights / 2**30:.2f} GiB, and the machine has "
+                f"{available_memory() / 2**30:.2f} GiB free"
+            )
+        return divide_memory(uses, config, Room(int(free * CPU_SHARE) // ranks))
+    work_space = sum(_work_space(use, config) for use in uses)
+    usable = int(gpu_bytes * config.gpu_memory_utilization) - _CONTEXT_BYTES
+    if weights + work_space > usable:
+        raise ValueError(
+            f"the weights need {weights / 2**30:.2f} GiB and a step about "
+            f"{work_space / 2**30:.2f}, and engine.gpu_memory_utilization leaves "
+            f"{max(usable, 0) / 2**30:.2f} GiB of the GPU: choose a larger GPU or a smaller model"
+        )
+    return divide_memory(uses, config, Room(usable - weights - work_space, work_space, gpu_bytes))
+
+
+def _work_space(use: ModelUse, config: ResolvedConfig) -> int:
+    """Estimate the bytes that a step needs besides weights and caches."""
+    model, rows = use.model, config.max_num_seqs * max(use.widths)
+    activations = config.max_batched_tokens * _ACTIVATIONS * model.hidden_size
+    logits = rows * model.vocab_size * (2 * model.dtype.itemsize + 4)
+    histories = config.max_num_seqs * config.max_model_len * 3 * 8
+    graphs = _NUM_GRAPHS * GRAPH_BYTES if config.cuda_graph else 0
+    return activations * model.dtype.itemsize + logits + histories + graphs + LIBRARY_BYTES

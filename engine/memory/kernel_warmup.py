@@ -1,0 +1,202 @@
+"""Goes through an engine's forwards without computing anything, to compile their kernels ahead."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from batchgen.engine.base.engine_config import ResolvedConfig
+from batchgen.engine.base.host_limits import usable_cores
+from batchgen.engine.memory.memory_plan import (
+    ModelUse,
+    largest_decode,
+    largest_prefill,
+    scratch_runner,
+)
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.token_model import TokenModel
+from batchgen.kernels.compile_ahead import can_compile_ahead, compiling_ahead
+
+Plan = Callable[[], tuple[Sequence[ModelUse], ResolvedConfig]]
+
+_META = torch.device("meta")
+_MOST_THREADS = 16
+"""The most kernels that are compiled at once; an engine has some fifty, and few take long."""
+
+
+@contextmanager
+def compiling_kernels(device: torch.device, plan: Plan) -> Iterator[None]:
+    """Compile an engine's kernels in other threads while its weights are loaded in the context.
+
+    The context ends when all are compiled. Nothing depends on it but time: what is not compiled
+    here, the first forwards compile. That is all on a CPU and with a Triton that does not compile
+    in threads.
+
+    Args:
+        device: where the engine will be.
+        plan: makes the models that will run, with parameters that have no values, and the engine's
+            settings. It is called in another thread, so it must import nothing of a library whose
+            modules import each other on demand, such as transformers.
+    """
+    if device.type != "cuda" or not can_compile_ahead():
+        yield
+        return
+    index = torch.cuda.current_device()
+    thread = Thread(target=_compile, args=(index, plan), name="kernels")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _compile(index: int, plan: Plan) -> None:
+    """Compile an engine's kernels for the GPU with this index."""
+    # Triton compiles for the current device, and each thread has its own.
+    start_thread = partial(torch.cuda.set_device, index)
+    start_thread()
+    try:
+        try:
+            with Undone(torch.device("cuda", index)):
+                uses, config = plan()
+        except ValueError:  # the user's mistake, of which the engine itself will tell
+            return
+        with compiling_ahead(min(usable_cores(), _MOST_THREADS), start_thread):
+            rehearse(uses, config)
+    except Exception as error:
+        message = f"kernels are compiled one after another, as they are needed: {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+@torch.inference_mode()
+def rehearse(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
+    """Go through the forwards that the engine runs before its first step, without a device.
+
+    All launches of kernels are made, so the caller must keep them from running. Of layers that are
+    built alike only one takes part, since the others launch the same kernels.
+
+    Args:
+        uses: the models that run. Their parameters have been made within `Undone` for their device,
+            or are on it.
+        config: the engine's settings.
+    """
+    with Undone(uses[0].model.device):
+        for use in uses:
+            runner, shapes = scratch_runner(use, config), use.graph_shapes(config)
+            with _one_layer_of_each_kind(use.model):
+                largest_prefill(runner, use, config)
+                largest_decode(runner, use, config)
+                if config.cuda_graph:
+                    runner.run_uncaptured(shapes)
+
+
+@contextmanager
+def _one_layer_of_each_kind(model: TokenModel) -> Iterator[None]:
+    """Leave out the layers of a model that have the same modules and shapes as an earlier one. The
+    last layer stays, because it computes fewer tokens than the others."""
+    if not isinstance(model, CausalLM):  # a head, which has one layer
+        yield
+        return
+    decoder, layers = model.model, model.layers
+    firsts = {_kind(layer): layer for layer in reversed(layers[:-1])}
+    kept = [layer for layer in layers if layer is firsts.get(_kind(layer))]
+    decoder.layers = nn.ModuleList([*kept, layers[-1]])
+    try:
+        yield
+    finally:
+        decoder.layers = nn.ModuleList(layers)
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """Return what layers that launch the same kernels have in common."""
+    modules = [(name, type(module)) for name, module in layer.named_modules()]
+    shapes = [(name, p.shape, p.dtype) for name, p in layer.named_parameters()]
+    return tuple(modules), tuple(shapes)
+
+
+class Undone(TorchFunctionMode):
+    """Within it, operations on tensors of a device yield shapes and dtypes alone.
+
+    Tensors that are made on the device are on `meta` and say that they are on the device. Those
+    that were there before take part as if they were so, too.
+
+    Args:
+        device: the GPU, which need not be there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._shapes: dict[int, tuple[Tensor, Tensor]] = {}
+        self._own: dict[Any, Callable[..., Any]] = {
+            Tensor.is_cuda.__get__: lambda x: x.is_meta or x.is_cuda,  # type: ignore[attr-defined]
+            Tensor.device.__get__: self._device_of,
+            Tensor.pin_memory: lambda x: x,
+            torch.device: torch.device,
+            Tensor.addmm_: self._addmm,
+            Tensor.__getitem__: self._item,
+            torch.cat: self._cat,
+            F.linear: self._linear,
+        }
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        own = self._own.get(func)
+        options = {name: self._undone(value) for name, value in (kwargs or {}).items()}
+        if own is not None:
+            return own(*args, **options)
+        return func(*map(self._undone, args), **options)
+
+    def _undone(self, value: Any) -> Any:
+        """Replace the device and its tensors by `meta` and tensors there."""
+        if isinstance(value, Tensor) and value.is_cuda:
+            # Kept with the tensor, whose id another one could have after it.
+            if id(value) not in self._shapes:
+                self._shapes[id(value)] = value, value.to(_META)
+            return self._shapes[id(value)][1]
+        if isinstance(value, torch.device) and value.type == self._device.type:
+            return _META
+        if type(value) in (list, tuple):
+            return type(value)(map(self._undone, value))
+        return value
+
+    def _device_of(self, x: Tensor) -> torch.device:
+        return self._device if x.is_meta else x.device
+
+    # For these, torch would first import its decompositions of operators, its compiler or what
+    # computes with symbolic shapes, each of which takes about a second.
+
+    def _addmm(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        return x if x.is_meta else x.addmm_(*args, **options)
+
+    def _item(self, x: Tensor, index: Any) -> Any:
+        if isinstance(index, Tensor) and x.is_meta:
+            return x.new_empty((*index.shape, *x.shape[1:]))
+        return self._undone(x)[self._undone(index)]
+
+    def _cat(self, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+        first: Tensor = self._undone(tensors[0])
+        if not first.is_meta:
+            return torch.cat(list(tensors), dim)
+        shape = list(first.shape)
+        shape[dim] = sum(x.shape[dim] for x in tensors)
+        return first.new_empty(shape)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        shape = (*x.shape[:-1], len(weight))
+        undone: Tensor = self._undone(x)
+        return undone.new_empty(shape) if undone.is_meta else F.linear(x, weight, bias)

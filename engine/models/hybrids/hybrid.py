@@ -1,0 +1,251 @@
+"""Decoders of gated delta networks with attention in every few layers: what Qwen3.5 and Qwen3-Next
+share.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from batchgen.engine.layers.decoder_layer import DecoderLayer, Mixer
+from batchgen.engine.layers.mixers.attention import Attention
+from batchgen.engine.layers.mixers.gated_delta_net import DeltaShape, GatedDeltaNet
+from batchgen.engine.layers.norm import RMSNorm
+from batchgen.engine.layers.rotary import RotaryTable
+from batchgen.engine.models.model_config import ModelConfig, rope_from_parameters
+from batchgen.engine.models.mtp import MTP_HEAD, MTPHead, check_mtp_layers
+from batchgen.engine.models.token_model import TokenModel
+from batchgen.engine.models.transformer.dense import DenseConfig, dense_config
+from batchgen.engine.models.transformer.moe_model import MoEConfig, MoEForCausalLM, num_experts
+from batchgen.kernels.linear_attention.rows import CHUNK
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_LAYER_TYPES = ("linear_attention", "full_attention")
+_PREFIX = re.compile(r"(model\.language_model|language_model\.model|language_model)\.(?=\w)")
+_VISION = re.compile(r"(model\.)?visual\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridConfig(MoEConfig):
+    """What these decoders have in their configuration besides that of other ones.
+
+    Attributes:
+        attention_layers: the indices of the layers with attention, in ascending order. The others
+            have a gated delta network.
+        delta: the shape of the gated delta networks.
+        rotary_dim: how many of the first values of a query or key head are rotated.
+        output_gate: attention has an output gate.
+        mtp_layers: how many layers the head for multi-token prediction has; 0 if the checkpoint's
+            configuration names no such head.
+    """
+
+    attention_layers: tuple[int, ...]
+    delta: DeltaShape
+    rotary_dim: int
+    output_gate: bool
+    mtp_layers: int
+
+    def __post_init__(self) -> None:
+        super(HybridConfig, self).__post_init__()
+        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise ValueError(
+                f"partial_rotary_factor makes {self.rotary_dim} of {self.head_dim} values of a "
+                "head rotate; it must be an even number of them"
+            )
+
+    @property
+    def chunk_multiple(self) -> int:
+        return CHUNK
+
+
+class HybridForCausalLM(MoEForCausalLM):
+    """A decoder of gated delta networks, with gated attention in every few layers.
+
+    Its norms are zero-centred (`RMSNorm`). Layers may have experts.
+    """
+
+    qk_norm = True
+    interleaved: ClassVar[bool] = False
+    """Whether checkpoints hold the input projections of a gated delta network key head by key head
+    (`GatedDeltaNet`)."""
+
+    @property
+    def family(self) -> HybridConfig:
+        """The family's part of the configuration."""
+        return self.config.family_as(HybridConfig)
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        """Make a layer of attention or of a gated delta network, and a feed-forward part."""
+        is_attention = index in self.family.attention_layers
+        mixer: Mixer = self.make_attention(index) if is_attention else self._make_delta_net(index)
+        return DecoderLayer(
+            mixer,
+            self.make_mlp(index),
+            self.make_norm(),
+            self.make_norm(),
+            mixer_name="self_attn" if is_attention else "linear_attn",
+        )
+
+    def make_attention(self, index: int) -> Attention:
+        """Make the attention of a layer, which finds its cache under this index."""
+        family = self.family
+        return Attention(
+            index,
+            self.config.hidden_size,
+            family.attention,
+            qkv_bias=family.qkv_bias,
+            output_bias=family.output_bias,
+            norm_eps=family.rms_norm_eps,
+            rotary_dim=family.rotary_dim,
+            output_gate=family.output_gate,
+            zero_centred=True,
+            parallel=self.parallel,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def _make_delta_net(self, index: int) -> GatedDeltaNet:
+        return GatedDeltaNet(
+            index,
+            self.config.hidden_size,
+            self.family.delta,
+            norm_eps=self.family.rms_norm_eps,
+            interleaved=self.interleaved,
+            parallel=self.parallel,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def make_norm(self) -> RMSNorm:
+        """Make a zero-centred RMSNorm over hidden states."""
+        return RMSNorm(
+            self.config.hidden_size,
+            self.family.rms_norm_eps,
+            device=self.device,
+            dtype=self.dtype,
+            zero_centred=True,
+        )
+
+    def make_rotary(self) -> RotaryTable:
+        """Make the table for all positions that the model was made for."""
+        family, positions = self.family, self.config.max_position_embeddings
+        return RotaryTable(family.rope, family.rotary_dim, positions, self.device)
+
+    def make_head(self, name: str) -> TokenModel:
+        """Make the head for multi-token prediction. Its layer has attention, and experts if any
+        layer of the model has."""
+        if name != MTP_HEAD or name not in self.config.heads:
+            return super().make_head(name)
+        family = self.family
+        check_mtp_layers(family.mtp_layers)
+        layer = DecoderLayer(
+            self.make_attention(0),
+            self.make_mlp(family.moe_layers[0] if family.moe_layers else 0),
+            self.make_norm(),
+            self.make_norm(),
+        )
+        return MTPHead(self, layer, spared=self.spared_parameters if family.moe_layers else 0)
+
+    @classmethod
+    def piece_name(cls, name: str, config: ModelConfig) -> str:
+        """Take away what checkpoints with a vision tower put before the decoder's names."""
+        return _PREFIX.sub("" if name.startswith("language_model.lm_head") else "model.", name, 1)
+
+    def skipped_part(self, name: str) -> str | None:
+        if _VISION.match(name):
+            return "the vision tower"
+        if name.startswith(f"{MTP_HEAD}.") and MTP_HEAD not in self.heads:
+            return "the head for multi-token prediction"
+        return None
+
+
+def hybrid_config(
+    hf: PretrainedConfig,
+    model: type[HybridForCausalLM],
+    *,
+    renormalise: bool = True,
+    moe_layers: tuple[int, ...] = (),
+    output_gate: bool = True,
+    mtp_layers: int = 0,
+) -> ModelConfig:
+    """Make the configuration of a hybrid decoder from that of transformers.
+
+    Args:
+        hf: the configuration of the decoder as transformers read it, without that of a vision
+            tower.
+        model: the model's class.
+        renormalise: the weights of a token's experts are divided by their sum.
+        moe_layers: the indices of the layers that have experts, in ascending order.
+        output_gate: attention has an output gate.
+        mtp_layers: how many layers the head for multi-token prediction has; 0 if there is none.
+
+    Raises:
+        ValueError: the checkpoint needs something that the engine does not have, which the message
+            names.
+    """
+    values = hf.to_dict()
+    parameters: dict[str, Any] = dict(hf.rope_parameters)
+    rotary = parameters.pop("partial_rotary_factor", None)
+    rotary = 1.0 if rotary is None else rotary
+    if type(rotary) not in (int, float) or not 0 < rotary <= 1:
+        raise ValueError(
+            f"partial_rotary_factor is {rotary!r:.60}, and must be a number over 0 and at most 1"
+        )
+    # Rows of text have the same position on all three axes of multimodal rotary embedding, so its
+    # sections make no difference.
+    for name in ("mrope_section", "mrope_interleaved"):
+        parameters.pop(name, None)
+    dense = dense_config(
+        hf,
+        model,
+        head_dim=hf.head_dim,
+        qkv_bias=hf.attention_bias,
+        output_bias=hf.attention_bias,
+        mlp_bias=False,
+        rope=rope_from_parameters(parameters),
+        intermediate_size=values.get("intermediate_size") or hf.moe_intermediate_size,
+    )
+    moe: dict[str, Any] = {"num_experts": 0, "experts_per_token": 0, "expert_size": 0}
+    if moe_layers:
+        moe = {
+            "num_experts": num_experts(hf),
+            "experts_per_token": hf.num_experts_per_tok,
+            "expert_size": hf.moe_intermediate_size,
+            "shared_size": hf.shared_expert_intermediate_size,
+        }
+    common = dense.family_as(DenseConfig)
+    family = HybridConfig(
+        **{field.name: getattr(common, field.name) for field in fields(DenseConfig)},
+        **moe,
+        moe_layers=moe_layers,
+        renormalise=renormalise,
+        attention_layers=_attention_layers(hf.layer_types),
+        delta=DeltaShape(
+            num_key_heads=hf.linear_num_key_heads,
+            num_value_heads=hf.linear_num_value_heads,
+            key_dim=hf.linear_key_head_dim,
+            value_dim=hf.linear_value_head_dim,
+            conv_width=hf.linear_conv_kernel_dim,
+        ),
+        rotary_dim=int(hf.head_dim * rotary),
+        output_gate=output_gate,
+        mtp_layers=mtp_layers,
+    )
+    return replace(dense, family=family, heads=(MTP_HEAD,) if mtp_layers else ())
+
+
+def _attention_layers(layer_types: list[str]) -> tuple[int, ...]:
+    """Return the indices of the layers with attention.
+
+    Raises:
+        ValueError: a type is unknown.
+    """
+    if unknown := set(layer_types) - set(_LAYER_TYPES):
+        raise ValueError(
+            f"layer_types has {min(unknown)!r}, which is not supported; supported: "
+            f"{', '.join(_LAYER_TYPES)}"
+        )
+    return tuple(i for i, kind in enumerate(layer_types) if kind == "full_attention")

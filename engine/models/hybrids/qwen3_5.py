@@ -1,0 +1,87 @@
+"""Qwen3.5, dense (Qwen team 2026). Qwen3.6 and Qwen3.8 have the same classes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from batchgen.engine.models.hybrids.hybrid import HybridForCausalLM, hybrid_config
+from batchgen.engine.models.model_config import ModelConfig, extra_value, fp8_format, own_dtype
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Qwen3_5ForCausalLM(HybridForCausalLM):
+    """Qwen3.5 without a vision tower: gated delta networks, gated attention and gated MLPs."""
+
+    @classmethod
+    def hf_config(cls) -> type[PretrainedConfig]:
+        from transformers import Qwen3_5TextConfig
+
+        return Qwen3_5TextConfig
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        return hybrid_config(
+            hf, cls, output_gate=has_output_gate(hf), mtp_layers=num_mtp_layers(hf)
+        )
+
+
+class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
+    """The decoder of a Qwen3.5 checkpoint with a vision tower, which is not loaded."""
+
+    @classmethod
+    def hf_config(cls) -> type[PretrainedConfig]:
+        from transformers import Qwen3_5Config
+
+        return Qwen3_5Config
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        return text_part(hf, super().config_from_hf(text_config(hf)))
+
+
+def has_output_gate(hf: PretrainedConfig) -> bool:
+    """Return whether attention has an output gate, which classes of transformers know only as a
+    value beyond their own."""
+    return extra_value(hf, "attn_output_gate", bool, True)
+
+
+def num_mtp_layers(hf: PretrainedConfig) -> int:
+    """Return how many layers the head for multi-token prediction has; 0 if there is no head."""
+    return extra_value(hf, "mtp_num_hidden_layers", int, 0)
+
+
+def text_config(hf: PretrainedConfig) -> PretrainedConfig:
+    """Return the decoder's part of the configuration of a checkpoint with a vision tower.
+
+    Raises:
+        ValueError: the two parts disagree on whether the embedding and the head share their weight.
+    """
+    text: PretrainedConfig = hf.text_config
+    if text.tie_word_embeddings and not hf.tie_word_embeddings:
+        raise ValueError(
+            "tie_word_embeddings is true in text_config, and false or missing above it: write the "
+            "same value in both places of config.json"
+        )
+    return text
+
+
+def text_part(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
+    """Complete a decoder's configuration with what stands above its own part.
+
+    Args:
+        hf: the configuration of the whole checkpoint.
+        config: what was made of the decoder's part.
+
+    Raises:
+        ValueError: the checkpoint is quantised in a way that is not supported.
+    """
+    dtype = config.dtype if hf.text_config.dtype is not None else own_dtype(hf)
+    return replace(
+        config,
+        tie_word_embeddings=hf.tie_word_embeddings,
+        dtype=dtype,
+        form=fp8_format(hf) or config.form,
+    )

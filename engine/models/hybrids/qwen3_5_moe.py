@@ -1,0 +1,51 @@
+"""Qwen3.5 with experts (Qwen team 2026)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchgen.engine.models.hybrids.hybrid import HybridForCausalLM, hybrid_config
+from batchgen.engine.models.hybrids.qwen3_5 import (
+    has_output_gate,
+    num_mtp_layers,
+    text_config,
+    text_part,
+)
+from batchgen.engine.models.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Qwen3_5MoeForCausalLM(HybridForCausalLM):
+    """Qwen3.5-MoE without a vision tower: every layer has experts and a shared one."""
+
+    @classmethod
+    def hf_config(cls) -> type[PretrainedConfig]:
+        from transformers import Qwen3_5MoeTextConfig
+
+        return Qwen3_5MoeTextConfig
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        return hybrid_config(
+            hf,
+            cls,
+            moe_layers=tuple(range(hf.num_hidden_layers)),
+            output_gate=has_output_gate(hf),
+            mtp_layers=num_mtp_layers(hf),
+        )
+
+
+class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
+    """The decoder of a Qwen3.5-MoE checkpoint with a vision tower, which is not loaded."""
+
+    @classmethod
+    def hf_config(cls) -> type[PretrainedConfig]:
+        from transformers import Qwen3_5MoeConfig
+
+        return Qwen3_5MoeConfig
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        return text_part(hf, super().config_from_hf(text_config(hf)))

@@ -1,0 +1,36 @@
+"""Qwen3-Next (Qwen team 2025): gated delta networks, gated attention and many small experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchgen.engine.models.hybrids.hybrid import HybridForCausalLM, hybrid_config
+from batchgen.engine.models.model_config import ModelConfig, extra_value
+from batchgen.engine.models.transformer.moe_model import sparse_layers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Qwen3NextForCausalLM(HybridForCausalLM):
+    """Qwen3-Next, whose checkpoints hold the projections of a gated delta network key head by key
+    head."""
+
+    interleaved = True
+
+    @classmethod
+    def hf_config(cls) -> type[PretrainedConfig]:
+        from transformers import Qwen3NextConfig
+
+        return Qwen3NextConfig
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        return hybrid_config(
+            hf,
+            cls,
+            renormalise=hf.norm_topk_prob,
+            moe_layers=sparse_layers(hf),
+            # The published configurations do not name the head that their checkpoints have.
+            mtp_layers=extra_value(hf, "num_nextn_predict_layers", int, 1),
+        )

@@ -1,0 +1,240 @@
+"""Decoders with latent attention and experts: what DeepSeek-V2, V3 and GLM-4.7-Flash share."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward
+from batchgen.engine.layers.feed_forward.moe import Router
+from batchgen.engine.layers.mixers.latent_attention import LatentAttention, LatentShape
+from batchgen.engine.layers.norm import RMSNorm
+from batchgen.engine.layers.rotary import YarnRope
+from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD
+from batchgen.engine.models.model_config import ModelConfig, check_positive, extra_value
+from batchgen.engine.models.mtp import MTP_HEAD, MTPHead, check_mtp_layers
+from batchgen.engine.models.token_model import TokenModel
+from batchgen.engine.models.transformer.dense import DenseConfig, dense_config
+from batchgen.engine.models.transformer.moe_model import MoEConfig, MoEForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_LATENT_NORM_EPS = 1e-6
+"""The epsilon of the norms of latents, whatever a checkpoint says of its other norms."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_HEAD_NAMES = {
+    "enorm.": "pre_fc_norm_embedding.",
+    "hnorm.": "pre_fc_norm_hidden.",
+    "eh_proj.": "fc.",
+    "shared_head.norm.": "norm.",
+    "embed_tokens.": "embed_tokens.",
+    "shared_head.head.": "lm_head.",
+}
+"""What the head for multi-token prediction calls its parts, by their beginning in checkpoints. The
+rest belong to its layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig(MoEConfig):
+    """What these decoders have in their configuration besides that of others with experts.
+
+    Attributes:
+        latent: the sizes of attention.
+        interleaved: the two values of a rotated pair are neighbours in checkpoints.
+        mtp_layers: how many layers behind the last one predict tokens further ahead; 0 if the
+            checkpoint's configuration names none.
+    """
+
+    latent: LatentShape
+    interleaved: bool
+    mtp_layers: int
+
+    def __post_init__(self) -> None:
+        super(LatentConfig, self).__post_init__()
+        latent = self.latent
+        check_positive(
+            q_lora_rank=1 if latent.query_rank is None else latent.query_rank,
+            kv_lora_rank=latent.latent_size,
+            qk_nope_head_dim=latent.key_size,
+            qk_rope_head_dim=latent.rotated_size,
+            v_head_dim=latent.value_size,
+        )
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of attention's scores: 1 / sqrt(d) for queries of d values.
+
+        YaRN with `mscale_all_dim` multiplies it by the square of the factor by which the cosines
+        and sines would be longer, so that it holds for values that are not rotated as well.
+        """
+        scale: float = self.latent.query_size**-0.5
+        rope = self.rope
+        if isinstance(rope, YarnRope) and rope.mscale_all_dim and rope.factor > 1:
+            scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+        return scale
+
+
+class LatentForCausalLM(MoEForCausalLM):
+    """A decoder with latent attention in every layer, and experts in those that its configuration
+    names."""
+
+    @property
+    def family(self) -> LatentConfig:
+        """The family's part of the configuration."""
+        return self.config.family_as(LatentConfig)
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        """Make a layer of latent attention and a feed-forward part."""
+        return self._make_layer(index, self.make_mlp(index))
+
+    def _make_layer(self, index: int, mlp: FeedForward) -> DecoderLayer:
+        """Make a layer that finds its cache under this index."""
+        family = self.family
+        attention = LatentAttention(
+            index,
+            self.config.hidden_size,
+            family.latent,
+            bias=family.qkv_bias,
+            norm_eps=_LATENT_NORM_EPS,
+            scale=family.score_scale,
+            interleaved=family.interleaved,
+            parallel=self.parallel,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        return DecoderLayer(attention, mlp, self.make_norm(), self.make_norm())
+
+    def make_norm(self) -> RMSNorm:
+        """Make an RMSNorm over hidden states."""
+        return RMSNorm(
+            self.config.hidden_size,
+            self.family.rms_norm_eps,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def make_head(self, name: str) -> TokenModel:
+        """Make the head for multi-token prediction, whose layer has experts if any of the model
+        has. It shares the embedding and the layer for logits, of which checkpoints hold copies."""
+        if name != MTP_HEAD or name not in self.config.heads:
+            return super().make_head(name)
+        family = self.family
+        check_mtp_layers(family.mtp_layers)
+        mlp = self.make_mlp(family.moe_layers[-1] if family.moe_layers else 0)
+        spared = self.spared_parameters if family.moe_layers else 0
+        return MTPHead(self, self._make_layer(0, mlp), spared=spared)
+
+    @classmethod
+    def piece_name(cls, name: str, config: ModelConfig) -> str:
+        """Name the tensors of the layer behind the last one as the head's weight slots do."""
+        found = _LAYER.match(name)
+        if found is None or int(found[1]) < config.num_layers:
+            return name
+        rest = name[found.end() :]
+        for published, own in _HEAD_NAMES.items():
+            if rest.startswith(published):
+                return f"{MTP_HEAD}.{own}{rest.removeprefix(published)}"
+        return f"{MTP_HEAD}.layers.0.{rest}"
+
+    @property
+    def copies(self) -> Mapping[str, str]:
+        """The head for multi-token prediction shares what checkpoints hold once more."""
+        logits = EMBEDDING if self.config.tie_word_embeddings else LM_HEAD
+        shared = {
+            f"{MTP_HEAD}.embed_tokens.weight": EMBEDDING,
+            f"{MTP_HEAD}.lm_head.weight": logits,
+        }
+        return {**super().copies, **shared}
+
+    def skipped_part(self, name: str) -> str | None:
+        """Name the layers behind the last one, which predict tokens further ahead."""
+        found = _LAYER.match(name)
+        behind = found is not None and int(found[1]) >= self.config.num_layers
+        return "the head for multi-token prediction" if behind and not self.heads else None
+
+
+def latent_config(
+    hf: PretrainedConfig,
+    model: type[LatentForCausalLM],
+    *,
+    router: Router,
+    renormalise: bool,
+    moe_layers: Collection[int],
+    interleaved: bool = True,
+    mlp_bias: bool = False,
+    mtp_layers: int = 0,
+) -> ModelConfig:
+    """Make the configuration of a decoder with latent attention from that of transformers.
+
+    Args:
+        hf: the configuration as transformers read it.
+        model: the model's class.
+        router: the form of its routers.
+        renormalise: the weights of a token's experts are divided by their sum.
+        moe_layers: the indices of the layers that have experts.
+        interleaved: the two values of a rotated pair are neighbours in checkpoints.
+        mlp_bias: the projections of MLPs have a bias.
+        mtp_layers: how many layers behind the last one predict tokens further ahead.
+
+    Raises:
+        ValueError: the checkpoint needs something that the engine does not have, which the message
+            names.
+    """
+    if hf.attention_bias and hf.q_lora_rank is None:
+        raise ValueError("attention_bias without q_lora_rank is not supported")
+    if not 0 < router.form.scale < math.inf:
+        raise ValueError(f"routed_scaling_factor is {router.form.scale}; it must be over 0")
+    if mlp_bias:
+        raise ValueError("mlp_bias is not supported for models with experts")
+    dense = dense_config(
+        hf,
+        model,
+        head_dim=hf.qk_rope_head_dim,
+        qkv_bias=hf.attention_bias,
+        output_bias=hf.attention_bias,
+        mlp_bias=False,
+    )
+    common = dense.family_as(DenseConfig)
+    shared: int | None = hf.n_shared_experts
+    values: dict[str, Any] = {field.name: getattr(common, field.name) for field in fields(common)}
+    family = LatentConfig(
+        **values,
+        moe_layers=tuple(sorted(moe_layers)),
+        num_experts=hf.n_routed_experts or 0,
+        experts_per_token=hf.num_experts_per_tok,
+        expert_size=hf.moe_intermediate_size,
+        renormalise=renormalise,
+        shared_size=shared * hf.moe_intermediate_size if shared else None,
+        router=router,
+        latent=LatentShape(
+            num_heads=hf.num_attention_heads,
+            query_rank=hf.q_lora_rank,
+            latent_size=hf.kv_lora_rank,
+            key_size=hf.qk_nope_head_dim,
+            rotated_size=hf.qk_rope_head_dim,
+            value_size=hf.v_head_dim,
+        ),
+        interleaved=interleaved,
+        mtp_layers=mtp_layers,
+    )
+    return replace(dense, family=family, heads=(MTP_HEAD,) if mtp_layers else ())
+
+
+def sparse_from(hf: PretrainedConfig) -> list[int]:
+    """Return the indices of the layers with experts of a DeepSeek checkpoint: from
+    `first_k_dense_replace` on, those whose index is a multiple of `moe_layer_freq`.
+
+    Raises:
+        ValueError: `moe_layer_freq` is not positive.
+    """
+    # transformers knows no such key, and keeps what the file says.
+    step = extra_value(hf, "moe_layer_freq", int, 1)
+    check_positive(moe_layer_freq=step)
+    if not hf.n_routed_experts:
+        return []
+    first = max(0, extra_value(hf, "first_k_dense_replace", int, 0))
+    return [i for i in range(first, hf.num_hidden_layers) if i % step == 0]

@@ -1,0 +1,81 @@
+"""The registry of models: finds a model's class by the name that checkpoints give it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+from batchgen.engine.models.causal_lm import CausalLM
+
+
+class ModelEntry(NamedTuple):
+    """Where the class of a model is defined.
+
+    Attributes:
+        module: the module of the class, which is imported only when a checkpoint needs it. The
+            class has the name of the architecture.
+        gguf: the value of `general.architecture` in GGUF files of this model; None if its GGUF
+            files are not supported.
+    """
+
+    module: str
+    gguf: str | None = None
+
+
+MODELS: Mapping[str, ModelEntry] = {
+    "DeepseekV2ForCausalLM": ModelEntry("batchgen.engine.models.mla.deepseek_v2"),
+    "DeepseekV3ForCausalLM": ModelEntry("batchgen.engine.models.mla.deepseek_v3"),
+    "Glm4MoeLiteForCausalLM": ModelEntry("batchgen.engine.models.mla.glm4_moe_lite"),
+    "LlamaForCausalLM": ModelEntry("batchgen.engine.models.transformer.llama", gguf="llama"),
+    "Qwen2ForCausalLM": ModelEntry("batchgen.engine.models.transformer.qwen2", gguf="qwen2"),
+    "Qwen3ForCausalLM": ModelEntry("batchgen.engine.models.transformer.qwen3", gguf="qwen3"),
+    "Qwen2MoeForCausalLM": ModelEntry("batchgen.engine.models.transformer.qwen2_moe"),
+    "Qwen3MoeForCausalLM": ModelEntry("batchgen.engine.models.transformer.qwen3_moe"),
+    "Qwen3NextForCausalLM": ModelEntry("batchgen.engine.models.hybrids.qwen3_next"),
+    "Qwen3_5ForCausalLM": ModelEntry("batchgen.engine.models.hybrids.qwen3_5"),
+    "Qwen3_5ForConditionalGeneration": ModelEntry("batchgen.engine.models.hybrids.qwen3_5"),
+    "Qwen3_5MoeForCausalLM": ModelEntry("batchgen.engine.models.hybrids.qwen3_5_moe"),
+    "Qwen3_5MoeForConditionalGeneration": ModelEntry("batchgen.engine.models.hybrids.qwen3_5_moe"),
+    "SDARForCausalLM": ModelEntry("batchgen.engine.models.transformer.sdar"),
+    "SDARMoeForCausalLM": ModelEntry("batchgen.engine.models.transformer.sdar_moe"),
+}
+
+
+def model_class(architecture: str, source: Path) -> type[CausalLM]:
+    """Find the class of a model by the architecture in its config.json.
+
+    Args:
+        architecture: the class name that config.json gives.
+        source: the checkpoint, for the error message.
+
+    Raises:
+        ValueError: the architecture is not supported; the message lists those that are.
+    """
+    if architecture not in MODELS:
+        raise ValueError(
+            f"{source}: architecture {architecture!r} is not supported; "
+            f"supported: {', '.join(MODELS)}"
+        )
+    found: type[CausalLM] = vars(import_module(MODELS[architecture].module))[architecture]
+    return found
+
+
+def gguf_model_class(architecture: str, source: Path) -> type[CausalLM]:
+    """Find the class of a model by the `general.architecture` of a GGUF file.
+
+    Args:
+        architecture: the value of that key.
+        source: the file, for the error message.
+
+    Raises:
+        ValueError: the architecture is not supported; the message lists those that are.
+    """
+    names = {entry.gguf: name for name, entry in MODELS.items() if entry.gguf is not None}
+    if architecture not in names:
+        raise ValueError(
+            f"{source}: GGUF architecture {architecture!r} is not supported; "
+            f"supported: {', '.join(names)}"
+        )
+    return model_class(names[architecture], source)

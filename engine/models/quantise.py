@@ -1,0 +1,36 @@
+"""Turns layers to FP8 before their weights are loaded."""
+
+from __future__ import annotations
+
+from batchgen.engine.layers.decoder_layer import DecoderLayer, HasInputProjection
+from batchgen.engine.layers.feed_forward.experts import Experts
+from batchgen.engine.layers.feed_forward.moe import SparseMoE
+from batchgen.engine.layers.fp8_format import FP8Format
+from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.weight_slot import named_parts
+
+
+def quantise_layer(layer: DecoderLayer, path: str, form: FP8Format) -> None:
+    """Keep the weights of a layer's projections and experts in FP8, as `FP8Format` says.
+
+    Norms whose result a projection or experts in FP8 read quantise it.
+
+    Args:
+        layer: a layer of a decoder, whose weights are not loaded yet.
+        path: the layer's name in checkpoints.
+        form: how, and which modules are not.
+
+    Raises:
+        ValueError: the form excludes some of several modules that are computed together.
+    """
+    for place, part in named_parts(layer, path):
+        if isinstance(part, Linear | Experts):
+            part.quantise(form, place)
+    for reader, norm in (
+        (layer.mixer, layer.input_layernorm),
+        (layer.mlp, layer.post_attention_layernorm),
+    ):
+        if isinstance(reader, HasInputProjection) and reader.input_projection.computes_in_fp8:
+            norm.quantise_result(form)
+        if isinstance(reader, SparseMoE) and reader.experts.computes_in_fp8:
+            norm.quantise_result(form, keep=True)

@@ -1,0 +1,193 @@
+"""Dense decoders: grouped-query attention and a gated MLP in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from batchgen.engine.caches.cache_specs import KVSpec
+from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward
+from batchgen.engine.layers.feed_forward.mlp import GatedMLP
+from batchgen.engine.layers.mixers.attention import Attention
+from batchgen.engine.layers.norm import RMSNorm
+from batchgen.engine.layers.rotary import DefaultRope, RotaryTable
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.model_config import (
+    FamilyConfig,
+    ModelConfig,
+    check_positive,
+    common_config,
+    rope_from_parameters,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseConfig(FamilyConfig):
+    """What dense decoders have in their configuration besides `ModelConfig`.
+
+    Attributes:
+        num_heads: the number of query heads.
+        num_kv_heads: the number of key heads, which is also that of value heads.
+        head_dim: the number of values in one head.
+        intermediate_size: the width of the MLP.
+        rms_norm_eps: the epsilon of all norms.
+        rope: the variant of rotary embedding.
+        qkv_bias: the projections to queries, keys and values have a bias.
+        output_bias: attention's output projection has a bias.
+        mlp_bias: the projections of the MLP have a bias.
+        qk_norm: an RMSNorm is applied to each query and key head.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: DefaultRope
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+    def __post_init__(self) -> None:
+        check_positive(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate_size,
+        )
+        if not 0 < self.rms_norm_eps < 1:
+            raise ValueError(
+                f"the model's rms_norm_eps is {self.rms_norm_eps}; it must be between 0 and 1"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary embedding needs pairs")
+
+    @property
+    def attention(self) -> KVSpec:
+        """The shape of attention, which is the same in every layer."""
+        return KVSpec(self.num_heads, self.num_kv_heads, self.head_dim)
+
+
+class DenseForCausalLM(CausalLM):
+    """The decoder of Llama, Qwen and similar models; a subclass says what differs.
+
+    Modules have the names that transformers' checkpoints use.
+    """
+
+    qk_norm: ClassVar[bool] = False
+    """Whether an RMSNorm is applied to each query and key head."""
+    gguf_permutes_qk: ClassVar[bool] = False
+    """Whether GGUF files of this model hold the rows of the query and key projections in the order
+    of interleaved rotary embedding, in which the two values of a pair are neighbours."""
+
+    @property
+    def family(self) -> DenseConfig:
+        """The family's part of the configuration."""
+        return self.config.family_as(DenseConfig)
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        """Make a layer of attention and a feed-forward part."""
+        family, size, eps = self.family, self.config.hidden_size, self.family.rms_norm_eps
+        device, dtype = self.device, self.dtype
+        attention = Attention(
+            index,
+            size,
+            family.attention,
+            qkv_bias=family.qkv_bias,
+            output_bias=family.output_bias,
+            norm_eps=eps if family.qk_norm else None,
+            parallel=self.parallel,
+            device=device,
+            dtype=dtype,
+        )
+        return DecoderLayer(
+            attention,
+            self.make_mlp(index),
+            RMSNorm(size, eps, device=device, dtype=dtype),
+            RMSNorm(size, eps, device=device, dtype=dtype),
+        )
+
+    def make_mlp(self, index: int) -> FeedForward:
+        """Make the feed-forward part of the layer with this index."""
+        return GatedMLP(
+            self.config.hidden_size,
+            self.family.intermediate_size,
+            bias=self.family.mlp_bias,
+            parallel=self.parallel,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def make_norm(self) -> RMSNorm:
+        """Make an RMSNorm."""
+        return RMSNorm(
+            self.config.hidden_size,
+            self.family.rms_norm_eps,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def make_rotary(self) -> RotaryTable:
+        """Make the table for all positions that the model was made for."""
+        positions = self.config.max_position_embeddings
+        return RotaryTable(self.family.rope, self.family.head_dim, positions, self.device)
+
+
+def dense_config(
+    hf: PretrainedConfig,
+    model: type[DenseForCausalLM],
+    *,
+    head_dim: int,
+    qkv_bias: bool,
+    output_bias: bool,
+    mlp_bias: bool,
+    rope: DefaultRope | None = None,
+    intermediate_size: int | None = None,
+) -> ModelConfig:
+    """Make the configuration of a dense decoder from that of transformers.
+
+    Args:
+        hf: the configuration as transformers read it.
+        model: the model's class.
+        head_dim: the number of values in one head.
+        qkv_bias: the projections to queries, keys and values have a bias.
+        output_bias: attention's output projection has a bias.
+        mlp_bias: the projections of the MLP have a bias.
+        rope: the variant of rotary embedding; None makes it from the configuration.
+        intermediate_size: the width of the MLP; None takes it from the configuration.
+
+    Raises:
+        ValueError: the checkpoint needs something that the engine does not have, which the message
+            names.
+    """
+    if hf.hidden_act != "silu":
+        raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
+    rope = rope or rope_from_parameters(hf.rope_parameters)
+    family = DenseConfig(
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_key_value_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate_size or hf.intermediate_size,
+        rms_norm_eps=hf.rms_norm_eps,
+        rope=rope,
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=model.qk_norm,
+    )
+    return common_config(hf, model.__name__, rope, family)
+
+
+def head_size(hf: PretrainedConfig) -> int:
+    """Return the number of values in one head, for a class of transformers that has this field only
+    if the checkpoint gives it."""
+    size: int = hf.to_dict().get("head_dim") or hf.hidden_size // hf.num_attention_heads
+    return size

@@ -1,0 +1,185 @@
+"""Decoders some of whose layers have experts: what Qwen2-MoE, Qwen3-MoE and SDAR-MoE share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from batchgen.engine.base.outputs import OutputColumn
+from batchgen.engine.layers.decoder_layer import FeedForward
+from batchgen.engine.layers.feed_forward.moe import SOFTMAX_ROUTER, Router, SparseMoE
+from batchgen.engine.models.model_config import ModelConfig, check_positive, extra_value
+from batchgen.engine.models.transformer.dense import DenseConfig, DenseForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ROUTED_EXPERTS = "routed_experts"
+"""The name of the column of the experts that each token went through."""
+_REPLAY = (
+    "entry t belongs to token t of prompt_token_ids followed by token_ids, whose last token has no "
+    "entry because the model never read it; entry[t][l] are the ids of the experts that the token "
+    "went through in layer moe_layers[l] of the model, the one that the router chose first in "
+    "front. To replay the routing in training, let token t in that layer go through these experts, "
+    "with weights that the trained router gives them"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig(DenseConfig):
+    """What decoders with experts have in their configuration besides that of dense ones.
+
+    Attributes:
+        moe_layers: the indices of the layers that have experts, in ascending order. The others have
+            a gated MLP of width `intermediate_size`.
+        num_experts: the number of experts in such a layer.
+        experts_per_token: the number of experts that a token goes through in such a layer.
+        expert_size: the width of one expert.
+        renormalise: the weights of a token's experts are divided by their sum.
+        shared_size: the width of the expert that every token goes through; None if there is none.
+        router: what else differs between routers.
+    """
+
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    renormalise: bool
+    shared_size: int | None = None
+    router: Router = SOFTMAX_ROUTER
+
+    def __post_init__(self) -> None:
+        # A dataclass with slots is made anew, so that super() without arguments finds another one.
+        super(MoEConfig, self).__post_init__()
+        if not self.moe_layers:
+            return
+        check_positive(
+            num_experts=self.num_experts,
+            num_experts_per_tok=self.experts_per_token,
+            moe_intermediate_size=self.expert_size,
+        )
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.experts_per_token} is more than num_experts "
+                f"{self.num_experts}"
+            )
+        if self.shared_size is not None:
+            check_positive(shared_expert_intermediate_size=self.shared_size)
+        self.router.form.check(self.num_experts, self.experts_per_token)
+
+    @property
+    def routed_experts(self) -> OutputColumn:
+        """The column of the experts that each token went through, [moe_layers, experts per token].
+
+        The ids stand in the order in which the router chose them: that of their weights, unless it
+        adds something to the scores for the choice.
+        """
+        return OutputColumn(
+            ROUTED_EXPERTS,
+            np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16),
+            (len(self.moe_layers), self.experts_per_token),
+            "context",
+            metadata=(
+                ("moe_layers", str(list(self.moe_layers))),
+                ("num_experts", str(self.num_experts)),
+                ("use", _REPLAY),
+            ),
+        )
+
+
+class MoEForCausalLM(DenseForCausalLM):
+    """A decoder with experts in the layers that its configuration names."""
+
+    @property
+    def family(self) -> MoEConfig:
+        """The family's part of the configuration."""
+        return self.config.family_as(MoEConfig)
+
+    @property
+    def parameters_per_token(self) -> int:
+        return self.num_parameters - len(self.family.moe_layers) * self.spared_parameters
+
+    @property
+    def spared_parameters(self) -> int:
+        """How many parameters of a layer with experts on this rank a token does not go through,
+        if as many of its experts are on each rank."""
+        family = self.family
+        expert = 3 * self.config.hidden_size * family.expert_size
+        return (family.num_experts - family.experts_per_token) * expert // self.parallel.size
+
+    @classmethod
+    def declared_columns(cls, config: ModelConfig) -> tuple[OutputColumn, ...]:
+        family = config.family_as(MoEConfig)
+        return (family.routed_experts,) if family.moe_layers else ()
+
+    def make_mlp(self, index: int) -> FeedForward:
+        family = self.family
+        if index not in family.moe_layers:
+            return super().make_mlp(index)
+        return SparseMoE(
+            self.config.hidden_size,
+            family.num_experts,
+            family.experts_per_token,
+            family.expert_size,
+            renormalise=family.renormalise,
+            shared_size=family.shared_size,
+            router=family.router,
+            column=(family.routed_experts, family.moe_layers.index(index)),
+            parallel=self.parallel,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+
+def moe_config(
+    hf: PretrainedConfig, dense: ModelConfig, *, shared_size: int | None = None
+) -> ModelConfig:
+    """Add the experts to the configuration of a decoder as Qwen's models configure them.
+
+    Args:
+        hf: the configuration as transformers read it.
+        dense: what was made of it without the experts.
+        shared_size: the width of the expert that every token goes through; None if there is none.
+
+    Raises:
+        ValueError: the configuration of the experts makes no sense.
+    """
+    family = dense.family_as(DenseConfig)
+    moe = MoEConfig(
+        **{field.name: getattr(family, field.name) for field in fields(DenseConfig)},
+        moe_layers=sparse_layers(hf),
+        num_experts=num_experts(hf),
+        experts_per_token=hf.num_experts_per_tok,
+        expert_size=hf.moe_intermediate_size,
+        renormalise=hf.norm_topk_prob,
+        shared_size=shared_size,
+    )
+    return replace(dense, family=moe)
+
+
+def sparse_layers(hf: PretrainedConfig) -> tuple[int, ...]:
+    """Return the indices of the layers that have experts, as Qwen's models configure them.
+
+    Raises:
+        ValueError: the step between such layers is not positive.
+    """
+    check_positive(decoder_sparse_step=hf.decoder_sparse_step)
+    return tuple(
+        index
+        for index in range(hf.num_hidden_layers)
+        if index not in hf.mlp_only_layers
+        and num_experts(hf) > 0
+        and (index + 1) % hf.decoder_sparse_step == 0
+    )
+
+
+def num_experts(hf: PretrainedConfig) -> int:
+    """Return the number of experts in a layer that has some.
+
+    transformers renamed the field in 5.23, and a version before that knows the new name as one
+    which is none of its own.
+    """
+    renamed = "num_local_experts" in hf.to_dict()
+    return extra_value(hf, "num_local_experts" if renamed else "num_experts", int, 0)

@@ -1,0 +1,130 @@
+"""How the engines of several ranks stay the same: rank 0 tells the others what it was asked for.
+
+All ranks run the same engine on the same requests. What an engine does follows from the requests,
+from the tokens, which all ranks compute from the same logits, and from a few things that depend on
+clocks, which rank 0 decides. So rank 0 sends what comes from outside, in order, and with every step
+a digest of the tokens so far, by which a rank that has come apart is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from batchgen.engine.sampling.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from batchgen.engine.llm_engine import LLMEngine
+    from batchgen.engine.parallel.rank_processes import RankProcesses
+
+
+class Add(NamedTuple):
+    """A request was added; the fields are the arguments of `LLMEngine.add_request`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+class Abort(NamedTuple):
+    """A request was dropped."""
+
+    request_id: str
+
+
+class Step(NamedTuple):
+    """A step begins.
+
+    Attributes:
+        compiled: the requests whose constraints rank 0 has compiled since the last step, each with
+            the error that it ends with, or None.
+        digest: of all tokens that rank 0 has read so far.
+    """
+
+    compiled: list[tuple[str, str | None]]
+    digest: int
+
+
+Command = Add | Abort | Step
+
+
+class Leader:
+    """What the engine of rank 0 knows of the other ranks.
+
+    Args:
+        processes: the processes of the other ranks.
+    """
+
+    def __init__(self, processes: RankProcesses) -> None:
+        self._processes = processes
+        self._posted: list[Command] = []
+        self._interrupted = False
+
+    def post(self, command: Command) -> None:
+        """Let the other ranks do this before their next step."""
+        self._posted.append(command)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Watch a step, which must end in time.
+
+        Raises:
+            RuntimeError: a rank was lost before or in the step, or a step was interrupted before.
+        """
+        if self._interrupted:
+            raise RuntimeError(
+                "an earlier step of the engine was interrupted, so its ranks no longer do the "
+                "same: make a new engine"
+            )
+        with self._processes.watched():
+            try:
+                yield
+            except BaseException:
+                self._interrupted = True
+                raise
+
+    def begin(self, compiled: Sequence[tuple[str, str | None]], digest: int) -> None:
+        """Let the other ranks begin the step that rank 0 begins."""
+        self._posted.append(Step(list(compiled), digest))
+        posted, self._posted = self._posted, []
+        self._processes.send(posted)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank was lost. Its GPU's neighbours may wait for it for ever."""
+        return self._processes.is_lost
+
+    def check(self) -> None:
+        """Raise an error if a rank was lost, because then results may be wrong.
+
+        Raises:
+            RuntimeError: a rank was lost.
+        """
+        self._processes.check()
+
+    def close(self) -> None:
+        """End the other ranks. May be called again."""
+        self._processes.close()
+
+
+def follow(engine: LLMEngine, connection: Connection[Any, Any]) -> None:
+    """Do what rank 0 does, until it closes the connection.
+
+    Raises:
+        RuntimeError: this rank's tokens differ from those of rank 0.
+    """
+    while True:
+        try:
+            commands: list[Command] = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        for command in commands:
+            match command:
+                case Add():
+                    engine.add_request(*command)
+                case Abort(request_id):
+                    engine.abort(request_id)
+                case Step():
+                    engine.follow(command)

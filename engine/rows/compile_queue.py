@@ -1,0 +1,120 @@
+"""Rows whose constraints are still being compiled. Other rows run meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import TYPE_CHECKING
+
+from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.base.outputs import RequestError
+from batchgen.engine.constraint.compiler import GrammarCompiler
+from batchgen.engine.constraint.matcher import Grammar, Matcher
+from batchgen.engine.rows.sequence import Sequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class CompileQueue:
+    """Holds rows until their constraints are compiled, and then gives each its matcher.
+
+    Args:
+        compiler: compiles for this tokenizer and vocabulary. If it is None, the queue makes one
+            when the first row comes, and then owns it.
+        tokenizer: the tokenizer of the model. It may be None only if no row has a constraint.
+        vocab_size: the width V of the logits.
+        special_ids: as for `GrammarCompiler`.
+    """
+
+    def __init__(
+        self,
+        compiler: GrammarCompiler | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        special_ids: tuple[int, ...],
+    ) -> None:
+        self._compiler = compiler
+        self._owns_compiler = compiler is None
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._special_ids = special_ids
+        self._waiting: dict[str, tuple[Sequence, Future[Grammar]]] = {}
+
+    def __len__(self) -> int:
+        """The number of rows that wait."""
+        return len(self._waiting)
+
+    def add(self, seq: Sequence) -> None:
+        """Start to compile the constraint of a row, which must have one, and let the row wait.
+
+        Raises:
+            ConstraintError: constraints do not work with the tokenizer or the installed xgrammar.
+                The row does not wait then.
+        """
+        assert seq.params.constraint is not None
+        if self._compiler is None:
+            assert self._tokenizer is not None, "constraints need a tokenizer"
+            self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._special_ids)
+        self._waiting[seq.request_id] = seq, self._compiler.prepare(seq.params.constraint)
+
+    def remove(self, seq: Sequence) -> bool:
+        """Forget a row. Returns False if it does not wait here."""
+        return self._waiting.pop(seq.request_id, None) is not None
+
+    def take(self, *, block: bool) -> Iterator[Sequence]:
+        """Remove the rows whose constraints are compiled, in the order in which they came, and give
+        them their matchers. A row whose constraint cannot be followed has failed instead, with the
+        error `bad_constraint`.
+
+        Args:
+            block: whether to wait until there is such a row, if any row waits at all.
+        """
+        if self._waiting and block:
+            wait([future for _, future in self._waiting.values()], return_when=FIRST_COMPLETED)
+        for seq, future in list(self._waiting.values()):
+            if future.done():
+                del self._waiting[seq.request_id]
+                _start(seq, future)
+                yield seq
+
+    def take_one(self, request_id: str, error: str | None) -> Sequence:
+        """Remove a row whose constraint another rank has compiled, wait until it is compiled here,
+        and give it its matcher.
+
+        Args:
+            request_id: the row's request.
+            error: why the row cannot be followed, as the other rank says; None if it can.
+
+        Raises:
+            RuntimeError: the constraint cannot be compiled here.
+        """
+        seq, future = self._waiting.pop(request_id)
+        if error is not None:
+            seq.fail(RequestError("bad_constraint", error))
+            return seq
+        _start(seq, future)
+        if seq.error is not None:
+            raise RuntimeError(f"only rank 0 could compile a constraint; here: {seq.error}")
+        return seq
+
+    def close(self) -> None:
+        """Forget all rows, and close the compiler if the queue made it. One that was given to the
+        queue is left to its owner. Does not wait for anything, and may be called again.
+        """
+        self._waiting.clear()
+        if self._owns_compiler and self._compiler is not None:
+            self._compiler.close()
+
+
+def _start(seq: Sequence, compiled: Future[Grammar]) -> None:
+    """Give a row the matcher of its compiled constraint, or let it fail."""
+    error = compiled.exception()
+    if error is None:
+        try:
+            seq.matcher = Matcher(compiled.result(), seq.stop.stop_ids)
+            return
+        except ConstraintError as refused:
+            error = refused
+    if not isinstance(error, ConstraintError):
+        raise error
+    seq.fail(RequestError("bad_constraint", str(error)))

@@ -1,0 +1,49 @@
+"""Reads columns of context scope out of the paged cache, for the rows that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.engine.base.transfer import Download, upload
+from batchgen.engine.rows.sequence import Sequence
+
+
+class ContextReader:
+    """Reads the values of a row's tokens before its blocks are given to other rows.
+
+    The host does not wait for the device: the copy is enqueued after the forwards that wrote the
+    values, and before any forward that could overwrite them.
+
+    Args:
+        planes: maps the name of each column that rows may ask for to its plane in the paged cache,
+            [num_blocks, block_size, *tail].
+        block_size: the number of tokens in one block.
+    """
+
+    def __init__(self, planes: Mapping[str, Tensor], block_size: int) -> None:
+        self._planes = planes
+        self._block_size = block_size
+
+    def read(self, seq: Sequence) -> None:
+        """Read what was not read yet of a row that ends or is preempted; it still owns its blocks.
+
+        What was read before stays: after a preemption tokens are computed again, and the values
+        that were used to generate the row are those of the first time.
+        """
+        names, rows = seq.context_columns, seq.context
+        # The last token of a row that has ended was never read, or its value does not count.
+        known = seq.num_tokens - 1
+        if seq.finish_reason is None:
+            known = min(seq.num_computed_tokens, known)
+        places = np.arange(rows.num_tokens, known)
+        if not names or not len(places):
+            return
+        blocks = np.array(seq.block_table, np.int64)[places // self._block_size]
+        slots = blocks * self._block_size + places % self._block_size
+        there = upload(slots, torch.int64, self._planes[names[0]].device)
+        part = {name: Download(self._planes[name].flatten(0, 1)[there]) for name in names}
+        rows.add(part, len(places))

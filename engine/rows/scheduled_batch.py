@@ -1,0 +1,95 @@
+"""The batches that the scheduler plans: what one step runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.engine.rows.guide import Guide
+from batchgen.engine.rows.running_batch import Places
+from batchgen.engine.rows.sequence import Sequence
+
+
+class Snapshot(NamedTuple):
+    """A checkpoint that a prefill writes: the state of a row after some of its tokens.
+
+    Attributes:
+        row: the row's index in the batch.
+        length: how many tokens of the row's chunk the state has taken in.
+        slot: the state slot that the checkpoint is written to.
+    """
+
+    row: int
+    length: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBatch:
+    """B rows that each read a chunk of their known tokens, either for the first time or again after
+    a preemption.
+
+    Attributes:
+        seqs: the B rows.
+        starts: for each row, the position of the first token of its chunk.
+        lengths: for each row, the number of tokens of its chunk.
+        completing: the indices in `seqs` of the rows whose prefill ends with this chunk. They join
+            the decoding rows in this order.
+        places: int64, the places in the RowTable of those completing rows whose prefill yields a
+            token.
+        epochs: int64, the epochs of these places.
+        keep: int64, which of the rows that the strategy's `StepInputs` hold stay, as ascending
+            indices among them. None if all stay, or if no row completes.
+        snapshots: the checkpoints that this prefill writes for the prefix cache. Only models with
+            recurrent layers have any.
+    """
+
+    seqs: list[Sequence]
+    starts: list[int]
+    lengths: list[int]
+    completing: list[int]
+    places: Places
+    epochs: npt.NDArray[np.int64]
+    keep: npt.NDArray[np.int64] | None
+    snapshots: list[Snapshot] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """The B rows that decode in this step, in the order in which they joined.
+
+    Attributes:
+        places: [B], their places in the RowTable.
+        epochs: [B], the epochs of these places.
+        keep: [B], where each of them stands among the rows that the strategy's `StepInputs` hold,
+            ascending; the others are dropped. None if all stay.
+        new_blocks: (row, index in its block table, block number) for each block of the paged cache
+            that was reserved for this step.
+        width: W, the number of tokens of each row in the forward.
+        context_lens: [B], the number of tokens of each row in the paged cache after the forward, or
+            a bound above that.
+        guide: the guide of the constrained rows; None if there are none.
+    """
+
+    places: Places
+    epochs: npt.NDArray[np.int64]
+    keep: npt.NDArray[np.int64] | None
+    new_blocks: list[tuple[int, int, int]]
+    width: int
+    context_lens: npt.NDArray[np.int64]
+    guide: Guide | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MixedBatch:
+    """A decode batch and a prefill batch that share one forward."""
+
+    decode: DecodeBatch
+    prefill: PrefillBatch
+
+
+ScheduledBatch = PrefillBatch | DecodeBatch | MixedBatch
+"""Any batch that the scheduler can plan for a step."""

@@ -1,0 +1,240 @@
+"""What the sampler reads about the rows of a batch: their options, as tensors on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from batchgen.engine.base.batched import Batched, row
+from batchgen.engine.base.transfer import upload
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.kernels.sampling.history import append_tokens
+
+_FLOAT32 = torch.finfo(torch.float32)
+# The indices of two of the six floats per row that `build` uploads together.
+_TEMPERATURE, _REPETITION = 0, 3
+
+
+@dataclass(frozen=True)
+class SamplingInputs(Batched):
+    """What the sampler reads about B rows. The properties tell what any row of the batch needs;
+    they are known on the host, so nothing waits for the device.
+
+    A strategy's `StepInputs` owns these inputs, as `append` writes to `history` in place. The
+    tensors that `index_select`, and `concat` of several parts, return are copies.
+
+    Every row is sampled at one position, or after `repeat` at `width` positions. So the inputs
+    describe R = B · width rows of logits; row r of them belongs to row r // width of the batch.
+
+    Attributes:
+        params: the options of the B rows, on the host.
+        seeds: [R] int64, the same 64 bits as `SamplingParams.seed`.
+        greedy: [R] bool. Greedy rows have temperature 1 here and every filter off.
+        temperature: [R] float32.
+        top_k: [R] int64, 0 where it is off.
+        top_p: [R] float32.
+        min_p: [R] float32.
+        repetition: [R] float32, the repetition penalty.
+        presence: [R] float32, the presence penalty.
+        frequency: [R] float32, the frequency penalty.
+        min_positions: [R] int64, the number of prompt tokens plus min_new_tokens. At smaller
+            absolute positions no token of `stop_ids` may be sampled.
+        stop_ids: [R, S] int64, the ids that end the row, and then -1. Rows without min_new_tokens
+            have only -1.
+        history: [B, H] int64, the row's token ids by absolute position; anything from the position
+            on that is sampled next. H is the most tokens that any row with penalties can have. Rows
+            without penalties have only -1.
+        prompt_lens: [R] int64, the number of prompt tokens.
+        processed_logprobs: [R] bool, whether the row's `logprobs_mode` is `processed`.
+    """
+
+    params: tuple[SamplingParams, ...] = row()
+    seeds: Tensor = row()
+    greedy: Tensor = row()
+    temperature: Tensor = row()
+    top_k: Tensor = row()
+    top_p: Tensor = row()
+    min_p: Tensor = row()
+    repetition: Tensor = row()
+    presence: Tensor = row()
+    frequency: Tensor = row()
+    min_positions: Tensor = row()
+    stop_ids: Tensor = row(pad=-1)
+    history: Tensor = row(pad=-1)
+    prompt_lens: Tensor = row()
+    processed_logprobs: Tensor = row()
+
+    @classmethod
+    def build(
+        cls,
+        params: Sequence[SamplingParams],
+        prompt_lens: Sequence[int],
+        histories: Sequence[Sequence[int]],
+        stop_ids: Sequence[Sequence[int]],
+        capacities: Sequence[int],
+        device: torch.device,
+    ) -> SamplingInputs:
+        """Make the inputs of B rows. All arguments but the last have B entries.
+
+        Args:
+            params: the options of each row.
+            prompt_lens: the number of prompt tokens of each row.
+            histories: the prompt and output token ids of each row so far.
+            stop_ids: the ids that end each row: EOS unless it is ignored, and its stop_token_ids.
+            capacities: the most prompt and output tokens that each row can have together.
+            device: where the tensors are made.
+        """
+
+        banned = [ids if p.min_new_tokens else () for p, ids in zip(params, stop_ids, strict=True)]
+        kept = [ids if p.has_penalties else () for p, ids in zip(params, histories, strict=True)]
+        widths = [n for p, n in zip(params, capacities, strict=True) if p.has_penalties]
+        starts = np.array(prompt_lens, dtype=np.int64)
+        ints = np.stack([
+            np.array([p.seed % 2**64 for p in params], dtype=np.uint64).view(np.int64),
+            np.array([0 if p.greedy else min(p.top_k, 2**62) for p in params], dtype=np.int64),
+            starts + np.array([p.min_new_tokens for p in params], dtype=np.int64),
+            starts,
+        ])  # fmt: skip
+        floats = np.array([_filters(p) + _penalties(p) for p in params]).reshape(-1, 6)
+        # A value that float32 rounds to 0 or infinity would give NaN, from 0 / 0 or inf / inf.
+        for column in (_TEMPERATURE, _REPETITION):
+            floats[:, column] = floats[:, column].clip(_FLOAT32.tiny, _FLOAT32.max)
+        bools = [[p.greedy for p in params], [p.logprobs_mode == "processed" for p in params]]
+        seeds, top_k, min_positions, starts_there = upload(ints, torch.int64, device)
+        temperature, top_p, min_p, repetition, presence, frequency = upload(
+            floats.T.copy(), torch.float32, device
+        )
+        greedy, processed_logprobs = upload(np.array(bools), torch.bool, device)
+        return cls(
+            params=tuple(params),
+            seeds=seeds,
+            greedy=greedy,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition=repetition,
+            presence=presence,
+            frequency=frequency,
+            min_positions=min_positions,
+            stop_ids=_padded(banned, max(map(len, banned), default=0), device),
+            history=_padded(kept, max(widths, default=0), device),
+            prompt_lens=starts_there,
+            processed_logprobs=processed_logprobs,
+        )
+
+    def append(self, token_ids: Tensor, num_tokens: Tensor, positions: Tensor) -> SamplingInputs:
+        """Write tokens to the histories of rows with penalties, in place.
+
+        They replace what was written at their positions before: drafts are written before they are
+        verified, and then replaced by the tokens that were sampled. Tokens past the end of the
+        histories are dropped, because a step may be launched for a row that has already ended.
+
+        Args:
+            token_ids: [B, W] int64, consecutive tokens of each row.
+            num_tokens: [B], how many of a row's W tokens are written.
+            positions: [B] int64, the absolute position of each row's first token, at least 1.
+
+        Returns:
+            these inputs themselves.
+        """
+        if self.history.shape[1]:
+            append_tokens(self.history, token_ids, num_tokens, positions)
+        return self
+
+    def repeat(self, width: int) -> SamplingInputs:
+        """The inputs for sampling each row at `width` positions, whose logits follow one another.
+
+        The history is shared and not copied, so each sees what is appended to the other. For a
+        width of 1 the result is these inputs themselves.
+        """
+        if width == 1:
+            return self
+        assert self.width == 1
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        columns = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.dim() == 1}
+        repeated: dict[str, Any] = {}
+        for dtype in {column.dtype for column in columns.values()}:  # one launch for each dtype
+            same = {name: column for name, column in columns.items() if column.dtype == dtype}
+            stacked = torch.stack([c.unsqueeze(1).expand(-1, width) for c in same.values()])
+            repeated |= zip(same, stacked.flatten(1), strict=True)
+        return replace(self, stop_ids=self.stop_ids.repeat_interleave(width, 0), **repeated)
+
+    def index_select(self, rows: npt.NDArray[np.int64]) -> SamplingInputs:
+        assert self.width == 1, "pick rows first, then repeat them"
+        return super().index_select(rows)
+
+    @classmethod
+    def concat(cls, parts: Sequence[SamplingInputs]) -> SamplingInputs:
+        assert all(part.width == 1 for part in parts), "join rows first, then repeat them"
+        return super().concat(parts)
+
+    @property
+    def width(self) -> int:
+        """How many rows of logits each row of the batch has."""
+        return len(self.seeds) // self.num_rows if self.num_rows else 1
+
+    @cached_property
+    def all_greedy(self) -> bool:
+        return all(p.greedy for p in self.params)
+
+    @cached_property
+    def any_penalties(self) -> bool:
+        return any(p.has_penalties for p in self.params)
+
+    @cached_property
+    def any_min_new_tokens(self) -> bool:
+        return any(p.min_new_tokens for p in self.params)
+
+    @cached_property
+    def any_temperature(self) -> bool:
+        return any(p.temperature != 1 and not p.greedy for p in self.params)
+
+    @cached_property
+    def any_filters(self) -> bool:
+        """Whether any row that is not greedy has top_k, top_p or min_p on."""
+        return any((p.top_k, p.top_p, p.min_p) != (0, 1, 0) and not p.greedy for p in self.params)
+
+    @cached_property
+    def any_logprobs(self) -> bool:
+        return any(p.logprobs for p in self.params)
+
+    @cached_property
+    def any_columns(self) -> bool:
+        """Whether any row asks for an output column besides those of the sampler."""
+        return any(p.columns for p in self.params)
+
+    @cached_property
+    def any_processed_logprobs(self) -> bool:
+        return any(p.logprobs_mode == "processed" for p in self.params)
+
+    @cached_property
+    def max_top_logprobs(self) -> int:
+        """The largest K of top_logprobs that any row asks for; 0 if none does."""
+        return max((p.top_logprobs for p in self.params), default=0)
+
+
+def _filters(params: SamplingParams) -> tuple[float, float, float]:
+    """The temperature, top_p and min_p of a row, in this order; all are off for a greedy row."""
+    return (1, 1, 0) if params.greedy else (params.temperature, params.top_p, params.min_p)
+
+
+def _penalties(params: SamplingParams) -> tuple[float, float, float]:
+    """The repetition, presence and frequency penalty of a row, in this order."""
+    return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
+    """Put B lists of ids into one tensor [B, width] int64, each followed by -1."""
+    out = np.full((len(rows), width), -1, dtype=np.int64)
+    for i, ids in enumerate(rows):
+        assert len(ids) <= width, f"{len(ids)} ids for a width of {width}"
+        out[i, : len(ids)] = ids
+    return upload(out, torch.int64, device)

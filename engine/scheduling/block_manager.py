@@ -1,0 +1,290 @@
+"""Hands out the blocks of the paged cache, counts their owners, and keeps the prefix cache."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from hashlib import blake2b
+from itertools import takewhile
+from math import lcm
+from typing import NamedTuple
+
+from batchgen.engine.caches.state_slots import StateSlots
+from batchgen.engine.rows.sequence import Sequence
+
+
+class Prefix(NamedTuple):
+    """The part of a row's tokens that the prefix cache already holds.
+
+    Attributes:
+        blocks: the published blocks of the longest prefix that the row can start from.
+        checkpoint: the state slot that holds the state after that prefix; None for models without
+            recurrent layers, and if no prefix was found.
+        is_pending: the batch that is being planned writes a checkpoint after a longer prefix, so
+            the row should wait for the next batch.
+        branch_tokens: the number of tokens in all published blocks of the row's beginning, if no
+            checkpoint stands after the last of them; otherwise 0. The row should write one there.
+    """
+
+    blocks: list[int]
+    checkpoint: int | None = None
+    is_pending: bool = False
+    branch_tokens: int = 0
+
+
+class BlockManager:
+    """Hands out the blocks of the paged cache, and the state slots of models with recurrent layers.
+
+    A block is free, or owned by one or more rows. Full blocks of known tokens are published under a
+    hash of their tokens and of all tokens before them, so that rows with a common prefix share its
+    blocks. A published block that nobody owns can still be found until it is handed out again; the
+    blocks that were freed first are handed out first. Block 0 is scratch and never handed out.
+
+    With recurrent layers, a prefix can be reused only if there is a checkpoint: a copy of the state
+    after the prefix. A prefill writes one at the last possible place of its prompt, and one at the
+    place where the prompt departs from an earlier one.
+
+    Args:
+        num_blocks: the number of blocks in the paged cache, including the scratch block.
+        block_size: the number of tokens in one block.
+        prefix_caching: whether blocks are published and shared.
+        states: the state slots; None for models without recurrent layers.
+        state_multiple: a checkpoint stands only after a number of tokens that is a multiple of
+            this.
+        tokens_ahead: what some model keeps of a token depends on so many tokens behind it. A block
+            is then shared only by rows that have these tokens behind it in common as well.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool,
+        states: StateSlots | None = None,
+        state_multiple: int = 1,
+        tokens_ahead: int = 0,
+    ) -> None:
+        assert num_blocks >= 2 and block_size >= 1
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self._owners = [0] * num_blocks
+        self._free = OrderedDict.fromkeys(range(1, num_blocks))
+        self._hash_of: dict[int, bytes] = {}
+        self._published: dict[bytes, int] = {}
+        self.states = states
+        self._ahead = tokens_ahead
+        # A checkpoint can stand only after a multiple of this many blocks.
+        self._checkpoint_blocks = lcm(block_size, state_multiple) // block_size
+
+    @property
+    def capacity(self) -> int:
+        """The number of tokens that fit into all blocks but the scratch block."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def num_free(self) -> int:
+        """The number of blocks that no row owns, including published ones."""
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """The share of the blocks that rows own, from 0 to 1."""
+        return 1 - self.num_free / (self.num_blocks - 1)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks this many tokens of one row take."""
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, seq: Sequence) -> Prefix:
+        """Find the longest cached prefix of the tokens that the row has to prefill.
+
+        If the prefill must yield a token, the prefix leaves out at least the last token, so that a
+        forward has a token to compute. So it does where a model looks ahead, which goes on from
+        what it makes of that token. With recurrent layers it ends within the prompt.
+        """
+        if not self.prefix_caching:
+            return Prefix([])
+        tokens = seq.num_prefill_tokens - max(int(seq.prefill_yields), self._ahead)
+        if self.states is not None:
+            tokens = min(tokens, seq.num_prompt_tokens)
+        digests = self._hashes(seq, tokens // self.block_size)
+        found = list(takewhile(lambda b: b is not None, map(self._published.get, digests)))
+        blocks = [block for block in found if block is not None]
+        return Prefix(blocks) if self.states is None else self._with_state(blocks, digests)
+
+    def _with_state(self, blocks: list[int], digests: list[bytes]) -> Prefix:
+        """Cut a prefix of published blocks back to the last one after which a checkpoint stands.
+
+        Args:
+            blocks: the published blocks at the row's beginning.
+            digests: the hashes of the row's full blocks, at least as many.
+        """
+        assert self.states is not None
+        step = self._checkpoint_blocks
+        longest = len(blocks) // step * step
+        for count in range(longest, 0, -step):
+            digest = digests[count - 1]
+            if self.states.is_pending(digest):
+                return Prefix([], is_pending=True)
+            slot = self.states.find(digest)
+            if slot is not None:
+                branch = longest if count < longest else 0
+                return Prefix(blocks[:count], slot, branch_tokens=branch * self.block_size)
+        return Prefix([], branch_tokens=longest * self.block_size)
+
+    def admit(self, seq: Sequence, headroom: int) -> bool:
+        """Give a row that owns no blocks those that its known tokens need, sharing cached prefixes.
+
+        On success it also has a state slot, if the model has states, and
+        `seq.num_computed_tokens` counts the tokens that were found in the cache.
+
+        Returns:
+            False, with nothing changed, if fewer than `headroom` blocks would stay free, or if the
+            row can start from a longer prefix one batch later.
+        """
+        assert not seq.block_table and not seq.num_computed_tokens
+        prefix = self.find_prefix(seq)
+        if prefix.is_pending:
+            return False
+        cached = prefix.blocks
+        idle = sum(1 for block in cached if block in self._free)
+        new = self.blocks_for(seq.num_tokens) - len(cached)
+        if self.num_free - idle - new < headroom:
+            return False
+        for block in cached:
+            self._free.pop(block, None)
+            self._owners[block] += 1
+        seq.block_table.extend(cached)
+        seq.num_computed_tokens = seq.num_shared_tokens = len(cached) * self.block_size
+        if self.states is not None:
+            seq.state_slot = self.states.take()
+            seq.restore_from, seq.branch_tokens = prefix.checkpoint, prefix.branch_tokens
+        return self.reserve(seq, seq.num_tokens)
+
+    def checkpoints(self, seq: Sequence, start: int, end: int) -> list[tuple[int, int]]:
+        """Reserve the checkpoints that a prefill of the row's tokens from `start` to `end` writes.
+
+        They are pending until `StateSlots.publish`.
+
+        Returns:
+            A pair for each checkpoint: the number of the row's tokens that its state has read, and
+            its state slot.
+        """
+        if self.states is None or not self.prefix_caching:
+            return []
+        step = self._checkpoint_blocks * self.block_size
+        # No other row has the generated tokens after the prompt, so no checkpoint is kept there.
+        last = min(seq.num_prefill_tokens - seq.prefill_yields, seq.num_prompt_tokens)
+        found = []
+        for tokens in sorted({last // step * step, seq.branch_tokens}):
+            if start < tokens <= end:
+                digest = self._hashes(seq, tokens // self.block_size)[-1]
+                slot = self.states.reserve(digest)
+                if slot is not None:
+                    found.append((tokens, slot))
+        return found
+
+    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
+        """Extend the row's block table until it holds `num_tokens` tokens.
+
+        Returns:
+            False, with nothing changed, if too few blocks are free.
+        """
+        new = self.blocks_for(num_tokens) - len(seq.block_table)
+        if new > self.num_free:
+            return False
+        for _ in range(new):
+            block, _ = self._free.popitem(last=False)
+            digest = self._hash_of.pop(block, None)
+            if digest is not None:
+                del self._published[digest]
+                if self.states is not None:
+                    self.states.forget(digest)
+            self._owners[block] = 1
+            seq.block_table.append(block)
+        return True
+
+    def trim(self, seq: Sequence, num_tokens: int) -> None:
+        """Take back the row's blocks that its first `num_tokens` tokens do not need."""
+        while len(seq.block_table) > self.blocks_for(num_tokens):
+            block = seq.block_table.pop()
+            assert self._owners[block] == 1 and block not in self._hash_of, "a shared lookahead"
+            self._release(block)
+
+    def _release(self, block: int) -> None:
+        """Remove one owner; a block without owners is free and last in line to be handed out."""
+        self._owners[block] -= 1
+        if not self._owners[block]:
+            self._free[block] = None
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Let other rows share those full blocks that hold the row's first `num_tokens` tokens.
+
+        Those tokens must be final, and the models have read them or read them in the next forward.
+        Another row may share a block in that same forward, because each layer writes the keys and
+        values of all tokens before it reads any.
+        """
+        if not self.prefix_caching:
+            return
+        if self.states is not None:
+            # A recurrent layer may read tokens of a prompt otherwise than generated ones, and then
+            # rounds otherwise. A row that has generated tokens in its prompt must not see that.
+            num_tokens = min(num_tokens, seq.num_prompt_tokens)
+        full = min(num_tokens, seq.num_tokens - self._ahead) // self.block_size
+        if full <= seq.num_published_blocks:
+            return
+        digests = self._hashes(seq, full)
+        for i in range(seq.num_published_blocks, full):
+            block = seq.block_table[i]
+            if digests[i] not in self._published and block not in self._hash_of:
+                self._published[digests[i]] = block
+                self._hash_of[block] = digests[i]
+        seq.num_published_blocks = full
+
+    def free(self, seq: Sequence) -> None:
+        """Take back the row's blocks and state slot. Its last blocks will be reused first, because
+        a prefix is of no use without its beginning."""
+        for block in reversed(seq.block_table):
+            self._release(block)
+        seq.block_table.clear()
+        seq.num_computed_tokens = 0
+        seq.num_published_blocks = 0
+        if seq.state_slot and self.states is not None:
+            self.states.give(seq.state_slot)
+            seq.state_slot, seq.restore_from = 0, None
+
+    def _hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+        """Return the digests of the row's first `num_blocks` full blocks.
+
+        Each digest covers its block's tokens, those behind them that a model looks ahead to, and,
+        through the digest before it, all earlier tokens. Digests are computed once and kept in
+        `seq.block_hashes`.
+        """
+        size = self.block_size
+        hashes = seq.block_hashes
+        while len(hashes) < num_blocks:
+            start = len(hashes) * size
+            parent = hashes[-1] if hashes else b""
+            end = start + size + self._ahead
+            assert end <= seq.num_tokens, "the token ahead is not known yet"
+            tokens = array("q", seq.token_ids[start:end]).tobytes()
+            hashes.append(blake2b(parent + tokens, digest_size=16).digest())
+        return hashes[:num_blocks]
+
+    def check_integrity(self, seqs: Iterable[Sequence]) -> None:
+        """Assert that owner counts, free blocks and published hashes agree.
+
+        Args:
+            seqs: every row that owns blocks.
+        """
+        seqs = list(seqs)
+        owned = Counter(block for seq in seqs for block in seq.block_table)
+        assert 0 not in owned, "a row owns the scratch block"
+        for block in range(1, self.num_blocks):
+            assert self._owners[block] == owned[block], f"block {block}: wrong owner count"
+            assert (block in self._free) == (owned[block] == 0), f"block {block}: free and owned"
+        assert {b: h for h, b in self._published.items()} == self._hash_of, "unmatched hashes"
+        slots = [seq.state_slot for seq in seqs if seq.state_slot]
+        assert len(set(slots)) == len(slots), "two rows have one state slot"

@@ -1,0 +1,88 @@
+"""Makes the inputs of a forward from a scheduled prefill."""
+
+from __future__ import annotations
+
+from collections import abc
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from batchgen.engine.base.transfer import upload
+from batchgen.engine.execution.model_inputs import SNAPSHOTS, ModelInputs
+from batchgen.engine.execution.model_runner import PrefillInputs
+from batchgen.engine.rows.scheduled_batch import PrefillBatch
+from batchgen.engine.rows.sequence import Sequence
+
+
+def prefill_inputs(batch: PrefillBatch, device: torch.device, states: bool) -> PrefillInputs | None:
+    """Make the inputs of a scheduled prefill's forward.
+
+    Rows without tokens to compute, which the prefix cache has whole, are left out.
+
+    Args:
+        batch: the prefill as the scheduler planned it.
+        device: the model's device.
+        states: whether the model has recurrent layers.
+
+    Returns:
+        The tokens, and which rows yield one; None if no row has tokens to compute.
+    """
+    chosen = np.flatnonzero(batch.lengths)
+    if not len(chosen):
+        return None
+    seqs = [batch.seqs[i] for i in chosen]
+    lengths = np.array(batch.lengths, np.int64)[chosen]
+    starts = np.array(batch.starts, np.int64)[chosen]
+    ends = starts + lengths
+    input_ids: list[int] = []
+    for seq, start, end in zip(seqs, starts.tolist(), ends.tolist(), strict=True):
+        input_ids += seq.token_ids[start:end]
+    # Positions count up within a row: the repeated term moves each row's count to its own start.
+    positions = np.arange(len(input_ids)) + np.repeat(ends - lengths.cumsum(), lengths)
+    inputs = ModelInputs(
+        upload(input_ids, torch.int64, device),
+        upload(positions, torch.int64, device),
+        upload(block_tables(seqs), torch.int64, device),
+        lengths,
+        ends,
+        state_slots(seqs, device) if states else None,
+        _snapshots(batch, chosen, device) if batch.snapshots else None,
+        _replayed(seqs, starts, ends) if states else None,
+    )
+    yielding = [i for i in batch.completing if batch.seqs[i].prefill_yields]
+    rows = np.searchsorted(chosen, np.array(yielding, np.int64)).astype(np.int64)
+    return PrefillInputs(inputs, rows)
+
+
+def _snapshots(batch: PrefillBatch, chosen: npt.NDArray[np.int64], device: torch.device) -> Tensor:
+    """Make `ModelInputs.snapshots` [B, SNAPSHOTS, 2] for the B chosen rows."""
+    table = np.zeros((len(batch.seqs), SNAPSHOTS, 2), np.int64)
+    used = np.zeros(len(batch.seqs), np.int64)
+    for row, length, slot in batch.snapshots:
+        table[row, used[row]] = length, slot
+        used[row] += 1
+    return upload(table[chosen], torch.int64, device)
+
+
+def _replayed(
+    seqs: abc.Sequence[Sequence], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64] | None:
+    """Make `ModelInputs.replayed` [B] for rows that read the tokens from `starts` to `ends` [B]."""
+    prompts = np.array([seq.num_prompt_tokens for seq in seqs], np.int64)
+    counts: npt.NDArray[np.int64] = np.maximum(ends - np.maximum(starts, prompts), 0)
+    return counts if counts.any() else None
+
+
+def state_slots(seqs: abc.Sequence[Sequence], device: torch.device) -> Tensor:
+    """Upload the rows' state slots, [B] int64."""
+    return upload([seq.state_slot for seq in seqs], torch.int64, device)
+
+
+def block_tables(seqs: abc.Sequence[Sequence]) -> npt.NDArray[np.int64]:
+    """Return the rows' block tables [B, N] on the host; unused entries are 0, the scratch block."""
+    tables = np.zeros((len(seqs), max(len(seq.block_table) for seq in seqs)), np.int64)
+    for table, seq in zip(tables, seqs, strict=True):
+        table[: len(seq.block_table)] = seq.block_table
+    return tables
