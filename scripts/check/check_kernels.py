@@ -1,341 +1,231 @@
-"""Run every Triton kernel a few times on a GPU, in engines of tiny random models.
+"""Compile the Triton kernels for an NVIDIA GPU that need not be there.
 
-    python scripts/check/check_kernels.py [--only experts,fp8,deepseek_v3]
+    python scripts/check/check_kernels.py [--model tiny,tiny-moe] [--threads 4] [--hashes NEW.json]
+    python scripts/check/check_kernels.py --tests tests/kernels
 
-It is made for NVIDIA's memory checker, which slows kernels down by 20 to 50 times:
+With --model, an engine's kernels are compiled ahead for each model, as its start-up does, with an
+empty Triton cache. Then all its forwards are gone through with launches that compile what is still
+missing. With --tests, the launches of those tests are compiled and not run, so their results are
+wrong and only what the compiler refuses counts; the interpreter accepts more than the compiler.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
-        --report-api-errors no --error-exitcode 9 python scripts/check/check_kernels.py
+--hashes writes the SHA-256 of each variant's PTX, by kernel, signature, constants and options.
+--against compares them with an earlier such file and lists the variants whose code it lacks; the
+names of kernels and arguments do not matter there.
 
-Without PyTorch's caching every tensor is an allocation of its own, so a write past its end is
-noticed. CUDA graphs cannot be captured then, so they are off. The exit code is 1 if greedy rows in
-float32 differ from those of the PyTorch references on the CPU, or if a kernel was never launched.
-
-With --only, some parts run: masks, experts, linear_attention, ranks, fp8, and models by their
-`model_type`. Then kernels may stay without a launch.
+The exit code is 1 if a kernel does not compile, asks for more shared memory than there is, was
+missing after the start-up, or has other code than in the file of --against.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import hashlib
 import json
+import os
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from importlib import import_module
+import time
+from collections import Counter, defaultdict
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import torch
-from expert_products import check_experts
-from fp8_products import check_fp8
-from linear_rows import check_linear_attention
-from rank_sums import check_ranks
-from triton.runtime import KernelInterface
+os.environ["TRITON_INTERPRET"] = "0"  # read when a kernel is defined
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # the code names no files and lines
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.base.outputs import RequestOutput
-from batchgen.engine.layers.fp8_format import has_fp8_units
-from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.sampling.sampler import draw
-from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.engine.strategy import Strategy
-from batchgen.kernels.sampling.token_mask import TokenMask
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+from workloads import MODELS, bare_model, model_config
+
+from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
+from batchgen.engine.engine_models import planned_uses
+from batchgen.engine.memory.kernel_warmup import Undone, rehearse
+from batchgen.engine.memory.memory_plan import (
+    ModelUse,
+    largest_decode,
+    largest_prefill,
+    scratch_runner,
+)
+from batchgen.kernels.compile_ahead import compiling_ahead
 from batchgen.strategies.ar.strategy import ARStrategy
-from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 
-KERNELS = Path(__file__).parents[2] / "kernels"
-EOS = 2
-_SIZES: dict[str, Any] = {
-    "hidden_size": 96,
-    "intermediate_size": 200,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 5003,  # a prime, so no multiple of any tile
-    "max_position_embeddings": 1024,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
-QWEN3 = _SIZES | {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_attention_heads": 6,
-    "head_dim": 128,
-    "attention_bias": False,
-}
-LLAMA = _SIZES | {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_attention_heads": 8,
-    "head_dim": 24,
-    "attention_bias": True,
-    "mlp_bias": True,
-}
-SDAR = QWEN3 | {
-    "architectures": ["SDARForCausalLM"],
-    "model_type": "sdar",
-    "block_size": 4,
-    "mask_token_id": 5002,
-}
-QWEN3_MOE = QWEN3 | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 72,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-DEEPSEEK = _SIZES | {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "q_lora_rank": 40,
-    "kv_lora_rank": 72,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 40,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 72,
-    "n_group": 4,
-    "topk_group": 2,
-    "num_nextn_predict_layers": 0,
-}
-RUNS = (
-    (QWEN3, torch.float32),
-    (LLAMA, torch.float32),
-    (QWEN3, torch.bfloat16),
-    (SDAR, torch.float32),
-    (QWEN3_MOE, torch.float32),
-    (QWEN3_MOE, torch.bfloat16),
-    (DEEPSEEK, torch.float32),
-    (DEEPSEEK, torch.bfloat16),
-)
-
-STRATEGIES: dict[str, dict[str, Any] | None] = {
-    "ar": None,
-    "ngram": {"adaptive": False, "ngram_min": 1, "ngram_pool": True},
-    "draft": {"adaptive": False, "proposer": "draft", "verifier": "rejection"},
-}
-"""The strategies that models of one token per step run in: the options of `ar_spec`, or None for
-`ar`."""
-
-GREEDY = SamplingParams(temperature=0, max_new_tokens=3)
-PLAIN = [(1, GREEDY), (17, GREEDY), (33, SamplingParams(temperature=1.3, max_new_tokens=3))]
-"""Rows that run together: (tokens of the prompt, sampling parameters)."""
-EVERY_OPTION = [
-    (70, replace(GREEDY, logprobs=True, repetition_penalty=1.3, presence_penalty=0.5)),
-    (16, replace(GREEDY, frequency_penalty=0.7, min_new_tokens=3, stop_token_ids=(7, 4999))),
-    (31, SamplingParams(temperature=0.7, top_k=40, top_p=0.9, max_new_tokens=3)),
-    (
-        5,
-        SamplingParams(
-            min_p=0.01, top_p=0.8, top_logprobs=20, logprobs_mode="processed", max_new_tokens=3
-        ),
-    ),
-    # This prompt is longer than a split of the decode kernel, and is prefilled in several steps.
-    (530, replace(GREEDY, top_logprobs=7)),
-]
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""The most shared memory of a program, by compute capability (CUDA C++ programming guide)."""
+H200 = {"total_memory": 141 * 2**30, "multi_processor_count": 132}
 
 
-class Counted:
-    """A kernel whose launches are counted in `launches[name]`."""
+class AbsentGPU(DriverBase):  # type: ignore[misc]
+    """What Triton asks of a driver to compile a kernel; nothing can be launched."""
 
-    def __init__(self, name: str, kernel: KernelInterface, launches: Counter[str]) -> None:
-        self._name, self._kernel, self._launches = name, kernel, launches
+    map_python_to_cpp_type = get_active_torch_device = get_benchmarker = None
 
-    def __getitem__(self, grid: Any) -> Any:
-        self._launches[self._name] += 1
-        return self._kernel[grid]
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
 
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
 
-def launched_kernels() -> Iterator[tuple[ModuleType, str]]:
-    """Find every kernel that is launched in `kernels/`: the module of the launch, and the name."""
-    for source in sorted(KERNELS.rglob("*.py")):
-        parts = source.relative_to(KERNELS.parent).with_suffix("").parts
-        module = import_module(".".join(("batchgen", *parts)))
-        names = {
-            ast.unparse(node.func.value)
-            for node in ast.walk(ast.parse(source.read_text()))
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)  # kernel[grid]()
-        }
-        for name in sorted(names):
-            if isinstance(vars(module).get(name), KernelInterface):
-                yield module, name
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
-def count_launches() -> Counter[str]:
-    """Count from now on the launches of every kernel, by MODULE.KERNEL."""
-    launches: Counter[str] = Counter()
-    for module, name in launched_kernels():
-        full_name = f"{module.__name__.removeprefix('batchgen.kernels.')}.{name}"
-        launches[full_name] = 0
-        setattr(module, name, Counted(full_name, vars(module)[name], launches))
-    return launches
+class Compiled:
+    """The variants that were compiled, and what went wrong."""
 
+    def __init__(self, capability: int) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.hashes: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
+        self._shared = SHARED_BYTES.get(capability, SHARED_BYTES[80])
+        self._run = JITFunction.run
+        triton.knobs.compilation.listener = self._listen
 
-def make_model(sizes: dict[str, Any], dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Make a model with random weights that are drawn on the CPU, so they are the same anywhere.
-
-    `sizes` is its config.json.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(sizes))
-        model = load_model(Path(folder), device=device, dtype=dtype, load_format="dummy")
-    for index, (name, weight) in enumerate(model.named_parameters()):
-        generator = torch.Generator().manual_seed(index)
-        mean = 1.0 if name.endswith("norm.weight") else 0.0
-        weight.copy_(torch.empty(weight.shape).normal_(mean, 0.15, generator=generator))
-    return model
-
-
-def batches_of(sizes: dict[str, Any]) -> tuple[list[tuple[int, SamplingParams]], ...]:
-    """Return the batches for a model: rows without options, and rows with all that it allows."""
-    diffusion = sizes["model_type"] == "sdar"
-    return PLAIN, [row for row in EVERY_OPTION if not (diffusion and row[1].has_penalties)]
-
-
-def run(
-    model: CausalLM,
-    strategy: Strategy,
-    batches: tuple[list[tuple[int, SamplingParams]], ...],
-    draft: CausalLM | None = None,
-) -> list[RequestOutput]:
-    """Run the batches one after another in one engine; returns the outputs of all rows in order."""
-    config = EngineConfig(
-        max_num_seqs=len(EVERY_OPTION), max_batched_tokens=256, kv_cache_gib=0.02, cuda_graph=False
-    )
-    engine = LLMEngine(
-        model, None, (EOS,), strategy, config, others={} if draft is None else {"draft": draft}
-    )
-    outputs: dict[str, RequestOutput] = {}
-    index = 0
-    for rows in batches:
-        for length, params in rows:
-            prompt = [(7 * index + 13 * i + i * i) % model.config.vocab_size for i in range(length)]
-            engine.add_request(str(index), prompt, replace(params, seed=index))
-            index += 1
-        while engine.has_unfinished():
-            outputs |= {output.request_id: output for output in engine.step()}
-    return [outputs[str(i)] for i in range(index)]
-
-
-def differences(
-    expected: list[RequestOutput],
-    found: list[RequestOutput],
-    batches: tuple[list[tuple[int, SamplingParams]], ...],
-) -> list[str]:
-    """List how the greedy rows of `found` differ from those of `expected`."""
-    problems = []
-    params = [params for rows in batches for _, params in rows]
-    for index, (a, b, own) in enumerate(zip(expected, found, params, strict=True)):
-        if not own.greedy:
-            continue
-        if a.token_ids != b.token_ids or a.error != b.error:
-            problems.append(f"row {index}: tokens {b.token_ids} ({b.error}), not {a.token_ids}")
-        elif any(not np.allclose(a.columns[k], b.columns[k], atol=1e-3) for k in a.columns):
-            problems.append(f"row {index}: other log-probabilities")
-    return problems
-
-
-def check_masks() -> list[str]:
-    """Compare draws under token masks with the reference on the CPU; returns the differences.
-
-    With penalties the mask is applied in place, without them to a copy.
-    """
-    problems = []
-    rows, vocab = len(EVERY_OPTION), _SIZES["vocab_size"]
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.empty(rows, vocab).normal_(0, 2, generator=generator)
-    words = torch.empty((2, -(-vocab // 32))).uniform_(-(2**31), 2**31 - 1, generator=generator)
-    lines = torch.tensor([0, -1, 1, 1, 0], dtype=torch.int32)
-    for options in (PLAIN, EVERY_OPTION):
-        params = [(options * rows)[i][1] for i in range(rows)]
-        expected, found = (
-            draw(
-                logits.to(device),
-                SamplingInputs.build(
-                    params, [4] * rows, [[5, 6, 7, 8]] * rows, [(2,)] * rows, [99] * rows, device
-                ),
-                torch.full((rows,), 4, device=device),
-                mask=TokenMask(words.int().to(device), lines.to(device)),
+    def _listen(
+        self, src: Any, metadata: Any, metadata_group: dict[str, str], times: Any, cache_hit: bool
+    ) -> None:
+        """Triton calls this once for each variant, in the thread that compiled it."""
+        if not cache_hit:
+            self.seconds[src.name].append(times.total / 1e6)
+        options = {name: metadata[name] for name in ("num_warps", "num_stages", "num_ctas")}
+        attributes = sorted(map(str, src.attrs.items()))
+        constants = {src.fn.arg_names[at[0]]: str(value) for at, value in src.constants.items()}
+        key = json.dumps([src.name, src.signature, constants, attributes, options])
+        (code,) = (Path(path) for name, path in metadata_group.items() if name.endswith(".ptx"))
+        text = code.read_text().replace(src.name, "kernel")
+        self.hashes[key] = hashlib.sha256(text.encode()).hexdigest()
+        if metadata["shared"] > self._shared:
+            self.errors[src.name] = (
+                f"{metadata['shared']:,} bytes of shared memory, of {self._shared:,}"
             )
-            for device in (torch.device("cpu"), torch.device("cuda"))
-        )
-        if expected.token_ids.tolist() != found.token_ids.tolist():
-            problems.append(f"masked tokens {found.token_ids}, not {expected.token_ids}")
-    return problems
+
+    def launch(self, kernel: JITFunction[Any], *args: Any, **options: Any) -> Any:
+        """Compile in place of a launch; it takes the place of `JITFunction.run`."""
+        options["warmup"] = True
+        if "INTERPRETED" in options:
+            options["INTERPRETED"] = False
+        try:
+            return self._run(kernel, *args, **options)
+        except Exception as error:
+            self.errors.setdefault(kernel.__name__, f"{type(error).__name__}: {error}")
+            raise
+
+    def differences(self, earlier: dict[str, str]) -> list[str]:
+        """Say which variants have code that no earlier one had, and the reverse."""
+        new = [key for key, code in self.hashes.items() if code not in set(earlier.values())]
+        gone = [key for key, code in earlier.items() if code not in set(self.hashes.values())]
+        return [f"other code: {key}" for key in new] + [f"code is gone: {key}" for key in gone]
+
+
+def pretend(capability: int) -> None:
+    """Let torch and Triton see a GPU, on which nothing can run."""
+    major, minor = divmod(capability, 10)
+    shared = SHARED_BYTES.get(capability, SHARED_BYTES[80])
+    properties: Any = SimpleNamespace(
+        major=major, minor=minor, shared_memory_per_block_optin=shared, **H200
+    )
+    torch.cuda.get_device_properties = lambda *_: properties
+    torch.cuda.get_device_capability = lambda *_: (major, minor)
+
+
+def plan(name: str, device: torch.device) -> tuple[ModelUse, ResolvedConfig]:
+    """Make a model of `workloads.MODELS` with shapes and no values, and an engine's settings."""
+    with Undone(device):
+        model = bare_model(model_config(name), device)
+        strategy = DLLMStrategy(block_length=4) if "sdar" in name else ARStrategy()
+        uses, config = planned_uses(model, {}, strategy, EngineConfig(), ())
+        (use,) = uses.values()
+        return use, config
+
+
+@torch.inference_mode()
+def run_all(use: ModelUse, config: ResolvedConfig) -> None:
+    """Go through all forwards before the first step of an engine, with all layers of the model."""
+    with Undone(use.model.device):
+        runner = scratch_runner(use, config)
+        largest_prefill(runner, use, config)
+        largest_decode(runner, use, config)
+        runner.run_uncaptured(use.graph_shapes(config))
+
+
+def compile_start_up(name: str, threads: int, compiled: Compiled) -> list[str]:
+    """Compile what an engine with this model compiles; return what was missing afterwards."""
+    use, config = plan(name, torch.device("cuda", 0))
+    compiled.seconds.clear()
+    start, cpu = time.perf_counter(), time.process_time()
+    with compiling_ahead(threads, lambda: None):
+        rehearse([use], config)
+        gone_through = time.perf_counter() - start
+    took, cpu = time.perf_counter() - start, time.process_time() - cpu
+    for kernel, each in sorted(compiled.seconds.items(), key=lambda item: -sum(item[1])):
+        print(f"{kernel}: {', '.join(f'{one:.2f}' for one in each)} s")
+    print(
+        f"{name}: {sum(map(len, compiled.seconds.values()))} variants in {took:.2f} s with "
+        f"{threads} threads; {gone_through:.2f} s to go through the forwards, "
+        f"{cpu:.2f} s of cores without the assembler"
+    )
+    compiled.seconds.clear()
+    JITFunction.run = lambda kernel, *args, **options: compiled.launch(kernel, *args, **options)
+    run_all(use, config)
+    JITFunction.run = compiled._run
+    return [
+        f"{kernel}: {len(each)} variants were missing" for kernel, each in compiled.seconds.items()
+    ]
+
+
+def compile_tests(tests: list[str], compiled: Compiled) -> None:
+    """Compile what tests launch."""
+    JITFunction.run = lambda kernel, *args, **options: compiled.launch(kernel, *args, **options)
+    quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    pytest.main([*quiet, *tests])
+    JITFunction.run = compiled._run
+    for name, count in sorted(Counter(json.loads(key)[0] for key in compiled.hashes).items()):
+        print(f"{name}: {count} variants")
 
 
 def main() -> None:
-    checks: dict[str, Callable[[torch.device], list[str]]] = {
-        "masks": lambda _: check_masks(),
-        "experts": check_experts,
-        "linear_attention": check_linear_attention,
-        "ranks": check_ranks,
-        "fp8": check_fp8,
-    }
-    every = [*checks, *dict.fromkeys(sizes["model_type"] for sizes, _ in RUNS)]
-    parser = argparse.ArgumentParser(description="Run every Triton kernel on a GPU.")
-    parser.add_argument("--only", default="", help="comma separated, of " + ", ".join(every))
-    only = [name for name in parser.parse_args().only.split(",") if name]
-    if unknown := [name for name in only if name not in every]:
-        parser.error(f"there is no part {unknown[0]!r}: --only takes {', '.join(every)}")
-    if not torch.cuda.is_available():
-        sys.exit("needs a GPU: the kernels run on nothing else")
-    gpu, chosen = torch.device("cuda"), only or every
-    has_fp8 = has_fp8_units(gpu)
-    if not has_fp8:
-        del checks["fp8"]
-    launches = count_launches()
-    problems = [found for name, check in checks.items() if name in chosen for found in check(gpu)]
-    for sizes, dtype in RUNS:
-        if sizes["model_type"] not in chosen:
-            continue
-        batches, diffusion = batches_of(sizes), sizes["model_type"] == "sdar"
-        reference = DLLMStrategy() if diffusion else ARStrategy()
-        expected = run(make_model(sizes, torch.float32, torch.device("cpu")), reference, batches)
-        strategies = {"dllm": None} if diffusion else STRATEGIES
-        for kind, options in strategies.items():
-            drafting = options is not None and options.get("proposer") == "draft"
-            model, draft = (make_model(sizes, dtype, torch.device("cuda")) for _ in range(2))
-            strategy: Strategy = DLLMStrategy() if diffusion else ARStrategy()
-            if options is not None:
-                strategy = ARSpecStrategy(**options)
-            found = run(model, strategy, batches, draft if drafting else None)
-            torch.cuda.synchronize()
-            name = f"{sizes['model_type']} {str(dtype).removeprefix('torch.')} {kind}"
-            if dtype == torch.float32:
-                problems += [
-                    f"{name}, {problem}" for problem in differences(expected, found, batches)
-                ]
-            problems += [f"{name}: {row.error}" for row in found if row.error is not None]
-    print(", ".join(f"{name} {count}" for name, count in launches.items()))
-    problems += [
-        f"{name} was never launched"
-        for name, count in launches.items()
-        if not (count or only) and (has_fp8 or not name.startswith("fp8."))
-    ]
-    for problem in problems:
-        print(problem)
-    print(f"{len(launches)} kernels, {launches.total()} launches, {len(problems)} problems")
-    sys.exit(1 if problems else 0)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="tiny-hybrid", help=f"'all' or of {', '.join(MODELS)}")
+    parser.add_argument("--tests", nargs="+", help="compile what these tests launch instead")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--capability", type=int, default=90, help="such as 90 for Hopper")
+    parser.add_argument("--hashes", type=Path, metavar="FILE", help="write the hashes here")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with these hashes")
+    arguments = parser.parse_args()
+    driver.set_active(AbsentGPU(arguments.capability))
+    compiled, problems = Compiled(arguments.capability), []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        if arguments.tests:
+            compile_tests(arguments.tests, compiled)
+        else:
+            pretend(arguments.capability)
+            names = list(MODELS) if arguments.model == "all" else arguments.model.split(",")
+            for name in names:
+                problems += compile_start_up(name, arguments.threads, compiled)
+    problems += [f"{name} does not compile: {error}" for name, error in compiled.errors.items()]
+    if arguments.hashes:
+        arguments.hashes.write_text(json.dumps(compiled.hashes, indent=1, sort_keys=True))
+    if arguments.against:
+        problems += compiled.differences(json.loads(arguments.against.read_text()))
+    print("\n".join([*problems, f"{len(compiled.hashes)} variants, {len(problems)} problems"]))
+    sys.exit(1 if problems or not compiled.hashes else 0)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Launches that are compiled ahead. Kernels stand in for Triton's, which a CPU only interprets;
-`scripts/check/check_start_up.py` compiles real ones."""
+`scripts/check/check_kernels.py` compiles real ones."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_of_mistakes_in_the_settings_the_engine_tells() -> None:
 )
 def test_all_kernels_of_the_start_are_compiled_ahead(model: str) -> None:
     pytest.importorskip("triton.backends.nvidia")
-    script = ROOT / "scripts" / "check" / "check_start_up.py"
+    script = ROOT / "scripts" / "check" / "check_kernels.py"
     found = subprocess.run(
         [sys.executable, script, "--model", model, "--threads", "2"],
         capture_output=True,

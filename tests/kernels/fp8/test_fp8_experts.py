@@ -131,6 +131,18 @@ def test_the_whole_is_near_the_reference(powers_of_two: bool) -> None:
         assert float((found - expected).norm() / expected.norm()) < 2**-6
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_panels", [False, True])
+def test_every_line_of_the_table(in_panels: bool) -> None:
+    hidden, inner = (640, 384) if in_panels else (272, 144)
+    for most, _ in EXPERTS:
+        case = Case(int(min(most, 100) * 2), 3, 6, hidden, inner, False, in_panels)
+        routed = case.ids, case.weights
+        expected = fp8_grouped_mlp_reference(case.x, *case.weights_in_rows, *routed)
+        found = fp8_grouped_mlp_triton(case.x, case.gate_up, case.down, *routed)
+        assert float((found - expected).norm() / expected.norm()) < 2**-6
+
+
 def test_tokens_that_are_quantised_already() -> None:
     case = Case(9, 2, 3, 128, 128, False, in_panels=True)
     arguments = case.gate_up, case.down, case.ids, case.weights

@@ -116,6 +116,18 @@ def test_sums_are_cut_where_there_are_few_tiles() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("depth", [1168, 1203])
+def test_every_line_of_the_table(depth: int, by_row: bool) -> None:
+    """No tile divides these sizes, and the copy engine reads only rows of the first depth."""
+    for most, _ in LINEAR:
+        x, weight = operands(int(min(most, 600)), 200, depth)
+        out = torch.empty((x.num_rows, 200), device=DEVICE)
+        fp8_linear_triton(x.values, x.scales, weight.by_row() if by_row else weight, out)
+        assert_near(out, x, weight, torch.float32)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1024, 1030])
 def test_the_library_is_near_float64(rows: int) -> None:
     x, weight = operands(rows, 384, 1024)
