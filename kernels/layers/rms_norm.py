@@ -34,10 +34,10 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_of_sum(
     x: Tensor, parts: Tensor, shared: SharedPart | None, weight: Tensor, eps: float
 ) -> Tensor:
-    """Add partial sums to rows, and normalise these as `rms_norm` does.
+    """Add partial sums [P, T, D] to rows x [T, D], and normalise these as `rms_norm` does.
 
-    x is overwritten with x + Σ_p parts_p + shared, computed in that order in float32 and rounded
-    once.
+    x is overwritten with x + Σ_p parts_p + shared, computed in float32 in the order of the parts
+    and rounded once. The last axes are contiguous.
     """
     if x.is_cuda:
         return rms_norm_triton(x, weight, eps, parts, shared)

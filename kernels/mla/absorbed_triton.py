@@ -175,7 +175,7 @@ def _latent_decode(
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes one (unit, group of heads) item of each round, as `_decode_kernel` does."""
+    """Each program takes one (unit, group of heads) of each round, as in `_decode_kernel`."""
     programs = tl.num_programs(0)
     total = tl.load(count) * GROUPS
     query = tl.arange(0, QUERIES_PAD)

@@ -15,7 +15,7 @@ from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, grouped_part
 
 def grouped_mlp(
     x: Tensor,  # [T, H]
-    gate_up: Tensor,  # [E, 2·I, H]: the I rows of gate, then those of up
+    gate_up: Tensor,  # [E, 2·I, H]: the I rows of gate, then of up
     down: Tensor,  # [E, H, I]
     ids: Tensor,  # [T, k] int32, each in [0, E)
     weights: Tensor,  # [T, k] float32

@@ -37,7 +37,7 @@ def grouped_mlp_cpu(
     of weights so, and `few_keep_bits` holds where few rows are not filled up.
     """
     experts, num_experts = ids.flatten().long(), len(gate_up.weights)
-    # An id past those of the experts stands for one that is elsewhere, whose part is zero here.
+    # An id past the last expert stands for one that is elsewhere, whose part is zero here.
     counts = experts.bincount(minlength=num_experts)[:num_experts].tolist()
     order = experts.argsort(stable=True)
     weight_of_pair, first = weights.reshape(-1, 1), 0
@@ -50,7 +50,7 @@ def grouped_mlp_cpu(
         rows = x.index_select(0, tokens)
         inner = silu_and_mul_reference(_by_expert(rows, gate_up, group, lengths))
         found = _by_expert(inner, down, group, lengths)
-        # One row after another is added, so those of a token in the order of their experts.
+        # One row after another is added: a token's parts in the order of their experts.
         total.index_add_(0, tokens, found * weight_of_pair.index_select(0, pairs))
     return total.to(x.dtype)
 

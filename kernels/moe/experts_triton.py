@@ -97,7 +97,7 @@ def sum_slots(
     *,
     add: bool,  # to what `out` holds
 ) -> None:
-    """Sum the k slots of each token in their order, in float32, and round the sum once into `out`."""
+    """Sum the k slots of each token in their order, in float32, and round once into `out`."""
     tokens, hidden = out.shape
     values, gate = shared or (None, None)
     if shared is not None:

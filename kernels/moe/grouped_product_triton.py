@@ -30,7 +30,11 @@ _PANEL = tl.constexpr(PANEL)
 def gate_up_product(
     x: Tensor, weight: Tensor, alignment: Alignment, tiles: ProductTiles, k: int, out: Tensor
 ) -> None:
-    """Compute silu(gate·x) · (up·x) of every slot in float32, into `out` in the order of places."""
+    """Compute silu(gate·x) · (up·x) of every slot in float32, into out [T·k, I] in the order of
+    places.
+
+    x is [T, H], the weight [E, 2·I, H] or its panels: the I rows of gate, then the rows of up.
+    """
     inner, hidden = out.shape[1], x.shape[1]
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
     _gate_up[grid](

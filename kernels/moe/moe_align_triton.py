@@ -186,7 +186,7 @@ def _place_chunk(
     """Each program sorts the slots of one chunk and writes them to their places."""
     first = tl.program_id(0) * CHUNK
     index = tl.arange(0, CHUNK)
-    # Slots past the last one are sorted behind all others, like those of experts elsewhere.
+    # Slots past the last one are sorted behind all others, as slots of experts elsewhere are.
     ids = tl.load(ids_ptr + first + index, mask=first + index < num_slots, other=BLOCK_E)
     ordered = tl.sort(ids * CHUNK + index)
     expert = ordered // CHUNK

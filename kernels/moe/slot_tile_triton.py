@@ -10,7 +10,7 @@ import triton.language as tl
 def tile_of_program(
     tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns,
 ):  # fmt: skip
-    """Load the tile that `columns` programs share: whether there is none, expert, first place, end."""
+    """Load the tile that `columns` programs share: (is there none, expert, first place, end)."""
     tile = tl.program_id(0) // columns
     # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
     num_tiles = tl.load(num_tiles_ptr)

@@ -65,7 +65,7 @@ def _largest(values: Tensor, k: int) -> Tensor:
     """Return the indices [T, k] of the k largest of values [T, E], of equal ones the first in
     front, which torch.topk does not promise."""
     count = values.shape[1]
-    # As integers the bits of floats that are not negative have their order, and those of negative
+    # As integers the bits of floats that are not negative have their order, and bits of negative
     # ones the opposite order. NaN is above or below all. Adding 0 makes 0 of -0.
     bits = (values + 0.0).view(torch.int32)
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
