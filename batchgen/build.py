@@ -13,17 +13,11 @@ from typing import TYPE_CHECKING, Generic, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from batchgen.config import (
-    COMMON_COLUMNS,
-    PARSED,
-    ConstraintConfig,
-    JobConfig,
-    NoConstraintConfig,
-    StrategyConfig,
-    strategy_options,
-)
+from batchgen.config.constraint_config import ConstraintConfig, NoConstraintConfig
 from batchgen.config.experiment import choices_with
 from batchgen.config.groups import copies_warning
+from batchgen.config.job_config import COMMON_COLUMNS, PARSED, JobConfig, StrategyConfig
+from batchgen.config.strategy_options import strategy_options
 from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint

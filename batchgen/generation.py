@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.config import JobConfig
+from batchgen.config.job_config import JobConfig
 from batchgen.constraint.row_constraints import RowConstraints
 from batchgen.dataset.row_steps import SteppedSource
 from batchgen.dataset.source import Row, RowSource

@@ -9,16 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from batchgen.config import (
-    PARSED,
-    JobConfig,
-    JsonConstraintConfig,
-    JsonSchemaConstraintConfig,
-    growing,
-    identity,
-    job_file_text,
-    resolved,
-)
+from batchgen.compose.load_config import growing, identity, job_file_text, resolved
+from batchgen.config.constraint_config import JsonConstraintConfig, JsonSchemaConstraintConfig
+from batchgen.config.job_config import PARSED, JobConfig
 from batchgen.constraint.row_constraints import RowConstraints
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.dataset.row_steps import SteppedSource

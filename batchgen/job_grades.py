@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchgen.config import JobConfig, ScoreConfig
+from batchgen.config.job_config import JobConfig, ScoreConfig
 from batchgen.errors import ConfigError
 from batchgen.grading.background import GradingProcess
 from batchgen.grading.changed_marks import ChangedMarks

@@ -19,11 +19,11 @@ from typing import Any
 
 from batchgen.command.terminal import guard_terminal
 from batchgen.command.verbs import Parser
-from batchgen.config import (
+from batchgen.compose.load_config import constraint_config
+from batchgen.config.constraint_config import (
     AnyConstraintConfig,
     NoConstraintConfig,
     constraint_column,
-    constraint_config,
     job_value,
 )
 from batchgen.constraint.row_constraints import MAX_CACHED, cell_text

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from batchgen.config import COMMON_COLUMNS, JobConfig, NoConstraintConfig, SamplingConfig
+from batchgen.config.constraint_config import NoConstraintConfig
+from batchgen.config.job_config import COMMON_COLUMNS, JobConfig, SamplingConfig
 from batchgen.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from batchgen.config import JobConfig
+from batchgen.config.job_config import JobConfig
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.job import job_manifest, most_rows, output_schema
 from batchgen.output.changed_row import changed_row

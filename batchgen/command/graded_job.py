@@ -13,7 +13,7 @@ from batchgen.errors import ConfigError
 from batchgen.paths import short_user_path
 
 if TYPE_CHECKING:
-    from batchgen.config import ScoreConfig, StepConfig
+    from batchgen.config.job_config import ScoreConfig, StepConfig
     from batchgen.output.lock import FolderLock
 
 _KEYS = ("post", "score", "experiment")

@@ -27,7 +27,7 @@ from batchgen.command.job import Result, be_quiet, report, run_configured
 from batchgen.command.options import Options
 from batchgen.command.run import choice_folders, trust_of
 from batchgen.command.sweep import SweepJob, dated_folder, folder_name, record, table, worst
-from batchgen.config import load_config
+from batchgen.compose.load_config import load_config
 from batchgen.config.keys import choice_values
 from batchgen.config.references import RESOLVERS_OF_HYDRA
 from batchgen.config.trust import Trust

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from batchgen.errors import ConfigError, JobError
 
 if TYPE_CHECKING:
-    from batchgen.config import JobConfig
+    from batchgen.config.job_config import JobConfig
 
 
 class Result(Protocol):

@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 
 from batchgen.command.options import Options
-from batchgen.config import JobConfig, resolved
+from batchgen.compose.load_config import resolved
 from batchgen.config.compose import Composed, checked, compose_groups
+from batchgen.config.job_config import JobConfig
 from batchgen.config.job_file import read_job_file
 from batchgen.config.trust import TYPED, Trust
 from batchgen.errors import ConfigError

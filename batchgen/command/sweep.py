@@ -21,8 +21,8 @@ import yaml
 
 from batchgen.command.options import Options
 from batchgen.command.run import compose_options, trust_of
-from batchgen.config import JobConfig
 from batchgen.config.compose import checked
+from batchgen.config.job_config import JobConfig
 from batchgen.config.keys import choice_values, choices
 from batchgen.config.overrides import names_worker
 from batchgen.errors import ConfigError

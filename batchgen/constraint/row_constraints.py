@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from batchgen.config import (
+from batchgen.config.constraint_config import (
     ConstraintConfig,
     NoConstraintConfig,
     constraint_column,

@@ -6,7 +6,7 @@ because nothing else ends a search of Python's `re`, which also keeps all other 
 
 from __future__ import annotations
 
-from batchgen.config import AnyConstraintConfig, make_constraint
+from batchgen.config.constraint_config import AnyConstraintConfig, make_constraint
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.json_schema.json_text import parse_json

@@ -17,8 +17,8 @@ from datasets.utils import logging as datasets_logging
 from huggingface_hub import DatasetCard
 from huggingface_hub.utils import logging as hub_logging
 
-from batchgen.config import DatasetConfig
 from batchgen.config.dataset import STDIN
+from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.formats import SUPPORTED, TEXT_FORMATS, format_of, reason
 from batchgen.dataset.local_files import check_reading, file_builder
 from batchgen.dataset.read_errors import READ_ERRORS, unreadable

@@ -10,7 +10,7 @@ import datasets
 import pyarrow as pa
 from datasets import DatasetBuilder
 
-from batchgen.config import DatasetConfig
+from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.builder import TableBuilder
 from batchgen.dataset.encodings import as_utf8, is_utf8
 from batchgen.dataset.formats import TEXT_FORMATS, is_json_lines, json_list_as_lines

@@ -11,7 +11,7 @@ import pyarrow as pa
 from datasets import ClassLabel, Dataset, Features, Value
 from datasets.features import Json, LargeList, List, Translation, TranslationVariableLanguages
 
-from batchgen.config import DatasetConfig
+from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.columns import column_path, feature_at, value_at
 from batchgen.dataset.files import LoadedDataset, load_split, quiet
 from batchgen.dataset.formats import check_width, reason

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from batchgen.config import JobConfig, ScoreConfig, StepConfig
+from batchgen.config.job_config import JobConfig, ScoreConfig, StepConfig
 from batchgen.errors import ConfigError, JobError
 from batchgen.grading.worker import die_with
 

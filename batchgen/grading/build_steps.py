@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
-from batchgen.config import StepConfig, strategy_options
+from batchgen.config.job_config import StepConfig
+from batchgen.config.strategy_options import strategy_options
 from batchgen.errors import ConfigError
 from batchgen.grading.choices import RowStep
 from batchgen.grading.rows import StepChain

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from batchgen.config import ScoreConfig, StepConfig
+from batchgen.config.job_config import ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
 from batchgen.grading.build_steps import check_fields, described, post_steps
 from batchgen.grading.changed_marks import ChangedMarks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from batchgen.config import (
-    JobConfig,
+from batchgen.config.job_config import JobConfig
+from batchgen.config.launcher_config import (
     LocalLauncherConfig,
     RayLauncherConfig,
     SlurmLauncherConfig,

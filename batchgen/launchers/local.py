@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from batchgen.config import JobConfig, LocalLauncherConfig
+from batchgen.config.job_config import JobConfig
+from batchgen.config.launcher_config import LocalLauncherConfig
 from batchgen.errors import ConfigError
 from batchgen.launchers.launched import Launched, LaunchedFolder
 from batchgen.launchers.process import (

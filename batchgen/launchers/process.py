@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 import batchgen
-from batchgen.config import JobConfig, NoLauncherConfig
+from batchgen.config.job_config import JobConfig
+from batchgen.config.launcher_config import NoLauncherConfig
 from batchgen.config.load import job_file_text
 from batchgen.workers.heartbeat import LAUNCHER
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import ray
 
-from batchgen.config import JobConfig, RayLauncherConfig
+from batchgen.config.job_config import JobConfig
+from batchgen.config.launcher_config import RayLauncherConfig
 from batchgen.errors import ConfigError
 
 _ANSWER_SECONDS = 10.0

@@ -15,7 +15,8 @@ from pathlib import Path
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError, UncompletedJobError
 
-from batchgen.config import JobConfig, SlurmLauncherConfig
+from batchgen.config.job_config import JobConfig
+from batchgen.config.launcher_config import SlurmLauncherConfig
 from batchgen.errors import ConfigError
 from batchgen.launchers.launched import COMPLETE, Launched, LaunchedFolder
 from batchgen.launchers.local import BEAT_SECONDS

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchgen.config import PARSED
+from batchgen.config.job_config import PARSED
 from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput, RowCount
 from batchgen.errors import ConfigError
 from batchgen.output.parsed_column import ParsedColumn

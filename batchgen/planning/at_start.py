@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchgen.config import JobConfig
+from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.errors import ConfigError, JobError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from batchgen.config import JobConfig
+from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.engine_config import ResolvedConfig, Sizes
 from batchgen.engine.caches.model_caches import row_bytes
 from batchgen.engine.engine_models import model_uses

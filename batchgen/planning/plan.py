@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from batchgen.config import JobConfig
+from batchgen.config.job_config import JobConfig
 from batchgen.launchers.launch import described
 from batchgen.planning.engine_room import EngineRoom
 from batchgen.planning.forecast import Forecast, Range

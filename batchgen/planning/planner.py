@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from batchgen.config import JobConfig, NoConstraintConfig
+from batchgen.config.constraint_config import NoConstraintConfig
+from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchgen.config import JobConfig
+from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.outputs import RequestError
 from batchgen.errors import ConfigError
 from batchgen.fingerprint import derive_seed

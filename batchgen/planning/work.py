@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from batchgen.config import JobConfig, resolved
+from batchgen.compose.load_config import resolved
+from batchgen.config.job_config import JobConfig
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.planning.devices import Device, measured_cpu, this_gpu
 from batchgen.planning.engine_room import EngineRoom

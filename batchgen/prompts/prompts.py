@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jinja2 import UndefinedError
 from transformers import PreTrainedTokenizerBase
 
-from batchgen.config import (
+from batchgen.config.prompt import TooLong
+from batchgen.config.prompt_config import (
     ChatPromptConfig,
     PromptConfig,
     TextPromptConfig,
     TokensPromptConfig,
 )
-from batchgen.config.prompt import TooLong
 from batchgen.dataset.columns import column_path, value_at
 from batchgen.engine.base.outputs import RequestError
 from batchgen.errors import ConfigError

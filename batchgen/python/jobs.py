@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.command.job import Result
-from batchgen.config import JobConfig, SlurmLauncherConfig
 from batchgen.config.compose import compose
+from batchgen.config.job_config import JobConfig
+from batchgen.config.launcher_config import SlurmLauncherConfig
 from batchgen.errors import ConfigError, JobError
 from batchgen.paths import folder_here
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from batchgen.config import ChatPromptConfig
+from batchgen.config.prompt_config import ChatPromptConfig
 from batchgen.engine.base.outputs import RequestError
 from batchgen.errors import ConfigError
 from batchgen.prompts.prompts import ChatPrompt

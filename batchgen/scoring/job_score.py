@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batchgen.config import ScoreConfig
+from batchgen.config.job_config import ScoreConfig
 from batchgen.output.manifest import write_atomic
 from batchgen.output.timeline import metrics_text
 from batchgen.scoring.marks import Marks

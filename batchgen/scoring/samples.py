@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.config import ScoreConfig
+from batchgen.config.job_config import ScoreConfig
 from batchgen.errors import ConfigError
 from batchgen.grading.grading_pass import Witness
 from batchgen.grading.job_grades import JobGrades

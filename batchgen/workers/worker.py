@@ -10,7 +10,7 @@ from pathlib import Path
 from secrets import randbelow
 from typing import Any, Literal
 
-from batchgen.config import WorkersConfig
+from batchgen.config.workers_config import WorkersConfig
 from batchgen.output.lock import lost
 from batchgen.output.older import Older
 from batchgen.output.storage import FolderStorage, Storage

@@ -30,8 +30,8 @@ import numpy as np
 import numpy.typing as npt
 from this_process import resident_mib
 
-from batchgen.config import (
-    DatasetConfig,
+from batchgen.config.dataset_config import DatasetConfig
+from batchgen.config.job_config import (
     EngineGroup,
     JobConfig,
     ModelGroup,
@@ -39,8 +39,8 @@ from batchgen.config import (
     SamplingConfig,
     StepConfig,
     StrategyConfig,
-    TextPromptConfig,
 )
+from batchgen.config.prompt_config import TextPromptConfig
 from batchgen.dataset.source import Row, open_dataset
 from batchgen.engine.base.outputs import OutputColumn, RequestOutput
 from batchgen.engine.memory.memory_plan import MemoryPlan

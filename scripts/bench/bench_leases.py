@@ -18,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-from batchgen.config import WorkersConfig
+from batchgen.config.workers_config import WorkersConfig
 from batchgen.workers.names import mark_name
 from batchgen.workers.operations import Create
 from batchgen.workers.worker import Worker

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from batchgen.config import (
-    ChatPromptConfig,
-    DatasetConfig,
+from batchgen.compose.load_config import growing, identity, resolved
+from batchgen.config.dataset_config import DatasetConfig
+from batchgen.config.job_config import (
     EngineGroup,
     JobConfig,
     ModelGroup,
@@ -22,10 +22,8 @@ from batchgen.config import (
     ScoreConfig,
     StepConfig,
     StrategyConfig,
-    growing,
-    identity,
-    resolved,
 )
+from batchgen.config.prompt_config import ChatPromptConfig
 from batchgen.engine.base.outputs import OutputColumn
 from batchgen.grading.job_grades import JobGrades
 from batchgen.output.checked_file import seal

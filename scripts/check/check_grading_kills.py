@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).parents[1] / "bench"))
 from bench_job_layer import InstantEngine, null_job
 from synthetic_job import write_job
 
-from batchgen.config import StepConfig
+from batchgen.config.job_config import StepConfig
 from batchgen.job import run_job
 from batchgen.output.shards import shard_files
 

@@ -31,7 +31,7 @@ from check_workers import (
 )
 from s3_server import BUCKET, FaultyS3, served
 
-from batchgen.config import WorkersConfig
+from batchgen.config.workers_config import WorkersConfig
 from batchgen.output.open_storage import open_storage
 from batchgen.output.read_job import JobFolderReader, Shard
 from batchgen.output.row_order import KEYS

@@ -48,8 +48,8 @@ from typing import Any
 import batchgen.build
 import batchgen.job
 import batchgen.llm
-from batchgen.config import WorkersConfig
 from batchgen.config.compose import compose
+from batchgen.config.workers_config import WorkersConfig
 from batchgen.errors import JobError
 from batchgen.job import JobResult
 from batchgen.output.read_job import JobFolderReader

@@ -20,9 +20,9 @@ import numpy.typing as npt
 import pyarrow as pa
 from datasets import Features
 
-from batchgen.config import (
-    ChatPromptConfig,
-    DatasetConfig,
+from batchgen.compose.load_config import constraint_config
+from batchgen.config.dataset_config import DatasetConfig
+from batchgen.config.job_config import (
     EngineGroup,
     JobConfig,
     ModelGroup,
@@ -30,8 +30,8 @@ from batchgen.config import (
     ProgressConfig,
     SamplingConfig,
     StrategyConfig,
-    constraint_config,
 )
+from batchgen.config.prompt_config import ChatPromptConfig
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput
 from batchgen.engine.memory.memory_plan import MemoryPlan

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from batchgen.config import ScoreConfig, StepConfig
+from batchgen.config.job_config import ScoreConfig, StepConfig
 from batchgen.grading.job_grades import JobGrades
 from batchgen.output.checked_file import seal
 from batchgen.output.manifest import FORMAT_VERSION

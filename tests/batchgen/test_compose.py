@@ -11,9 +11,10 @@ from forced_drafts import some_slow
 
 from batchgen.__main__ import run_command
 from batchgen.command.init import job_file_text
-from batchgen.config import JobConfig, resolved
+from batchgen.compose.load_config import resolved
 from batchgen.config.choices import inferred_choice
 from batchgen.config.compose import compose, compose_groups
+from batchgen.config.job_config import JobConfig
 from batchgen.config.job_file import read_job_file
 from batchgen.config.keys import EXPERIMENT, GROUPS, PARTS, choices, edit_distance, nearest_key
 from batchgen.errors import ConfigError

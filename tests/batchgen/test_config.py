@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 import batchgen.conf
 from batchgen.__main__ import run_command
 from batchgen.build import build_strategy
-from batchgen.config import (
+from batchgen.compose.load_config import identity, load_config, resolved
+from batchgen.config.job_config import (
     COMMON_COLUMNS,
     EngineGroup,
     JobConfig,
@@ -23,9 +24,6 @@ from batchgen.config import (
     ProgressConfig,
     SamplingConfig,
     StrategyConfig,
-    identity,
-    load_config,
-    resolved,
 )
 from batchgen.config.trust import TYPED
 from batchgen.errors import ConfigError

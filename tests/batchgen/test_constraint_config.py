@@ -22,13 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from real_job import VOCAB, overrides, save_tokenizer
 
 from batchgen.build import job_parts
-from batchgen.config import (
-    JobConfig,
-    constraint_config,
-    identity,
-    load_config,
-    resolved,
-)
+from batchgen.compose.load_config import constraint_config, identity, load_config, resolved
+from batchgen.config.job_config import JobConfig
 from batchgen.config.trust import TYPED
 from batchgen.constraint.row_constraints import RowConstraints
 from batchgen.dataset.source import Row

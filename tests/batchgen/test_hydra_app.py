@@ -12,7 +12,8 @@ from hydra.core.global_hydra import GlobalHydra
 
 import batchgen.command.hydra_app as hydra_app
 from batchgen.__main__ import run_command
-from batchgen.config import JobConfig, WorkersConfig
+from batchgen.config.job_config import JobConfig
+from batchgen.config.workers_config import WorkersConfig
 from batchgen.errors import JobError
 from batchgen.job import run_job
 

@@ -19,7 +19,7 @@ from fake_job import FakeJob
 from forked import fork_server
 
 from batchgen.command.verbs import run_verb
-from batchgen.config import ScoreConfig, StepConfig
+from batchgen.config.job_config import ScoreConfig, StepConfig
 from batchgen.errors import ConfigError
 from batchgen.grading.background import GradingProcess, grading_beside
 from batchgen.grading.changed_marks import ChangedMarks

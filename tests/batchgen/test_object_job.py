@@ -15,7 +15,8 @@ from fake_job import FakeEngine, FakeJob
 from object_files import FaultyFiles, at_random, use
 from shared_jobs import in_threads
 
-from batchgen.config import JobConfig, StepConfig, WorkersConfig
+from batchgen.config.job_config import JobConfig, StepConfig
+from batchgen.config.workers_config import WorkersConfig
 from batchgen.errors import ConfigError, JobError
 from batchgen.job import JobResult, run_job
 from batchgen.output.object_lock import ObjectLock

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.config import DatasetConfig
+from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.row_steps import SteppedSource
 from batchgen.dataset.source import Row, open_dataset
 from batchgen.errors import ConfigError

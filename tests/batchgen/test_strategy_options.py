@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.build import build_strategy
-from batchgen.config import StrategyConfig, strategy_options
+from batchgen.config.job_config import StrategyConfig
+from batchgen.config.strategy_options import strategy_options
 from batchgen.errors import ConfigError
 from batchgen.strategies.ar.strategy import ARStrategy
 

@@ -7,7 +7,7 @@ import pytest
 
 from batchgen.command.options import parse_options
 from batchgen.command.sweep import run_sweep, swept_values, worst
-from batchgen.config import JobConfig
+from batchgen.config.job_config import JobConfig
 from batchgen.errors import ConfigError
 
 

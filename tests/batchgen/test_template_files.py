@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.config import ChatPromptConfig, TextPromptConfig
+from batchgen.config.prompt_config import ChatPromptConfig, TextPromptConfig
 from batchgen.errors import ConfigError
 
 

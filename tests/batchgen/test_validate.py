@@ -14,7 +14,9 @@ from fake_job import FakeJob, FakeSource
 from forked import run_forked
 from jsonschema import Draft202012Validator
 
-from batchgen.config import DatasetConfig, NoConstraintConfig, constraint_config
+from batchgen.compose.load_config import constraint_config
+from batchgen.config.constraint_config import NoConstraintConfig
+from batchgen.config.dataset_config import DatasetConfig
 from batchgen.constraint.text_checks import CHECKED_BY, Unchecked, make_check
 from batchgen.dataset.source import open_dataset
 from batchgen.errors import ConfigError, JobError

@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from batchgen.command.hydra_arguments import hydra_argument, hydra_arguments
 from batchgen.command.options import parse_options
 from batchgen.command.run import composed
-from batchgen.config import load_config, resolved
+from batchgen.compose.load_config import load_config, resolved
 from batchgen.config.trust import TYPED
 from batchgen.errors import ConfigError
 

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen.config import DatasetConfig
+from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset import row_ids
 from batchgen.dataset.files import LoadedDataset
 from batchgen.dataset.row_ids import IdSet, check_unique

@@ -15,7 +15,7 @@ import datasets
 import pyarrow as pa
 import pytest
 
-from batchgen.config import DatasetConfig
+from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset import json_tables, text_tables
 from batchgen.dataset.row_digest import rows_digest
 from batchgen.dataset.source import RowSource, open_dataset

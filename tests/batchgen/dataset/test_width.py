@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.config import DatasetConfig
+from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.source import open_dataset
 from batchgen.errors import ConfigError
 

@@ -10,7 +10,7 @@ import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from batchgen.config import JobConfig
+from batchgen.config.job_config import JobConfig
 from batchgen.config.load import load_config
 from batchgen.config.trust import TYPED
 from batchgen.grading.choices import OrderChoices

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from batchgen.config import StepConfig
+from batchgen.config.job_config import StepConfig
 from batchgen.errors import ConfigError
 from batchgen.grading.build_steps import post_steps
 from batchgen.grading.extract import Extract

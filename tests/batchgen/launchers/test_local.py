@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from fake_job import FakeJob
 
-from batchgen.config import LocalLauncherConfig
 from batchgen.config.compose import compose
+from batchgen.config.launcher_config import LocalLauncherConfig
 from batchgen.errors import ConfigError
 from batchgen.launchers import supervisor
 from batchgen.launchers.launch import launch

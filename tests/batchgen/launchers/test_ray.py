@@ -19,7 +19,8 @@ import ray
 from fake_job import FakeJob
 from launched_job import beats, data, when_rows_are_done, worker_of
 
-from batchgen.config import EngineGroup, JobConfig, RayLauncherConfig
+from batchgen.config.job_config import EngineGroup, JobConfig
+from batchgen.config.launcher_config import RayLauncherConfig
 from batchgen.errors import ConfigError
 from batchgen.launchers.launched import Launched
 from batchgen.launchers.process import End

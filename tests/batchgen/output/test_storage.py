@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from object_files import FaultyFiles, store_in
 
-from batchgen.config import WorkersConfig
+from batchgen.config.workers_config import WorkersConfig
 from batchgen.output.fsync import fsync_path
 from batchgen.output.metrics import Metrics, Tally
 from batchgen.output.object_storage import ObjectStorage

@@ -15,8 +15,8 @@ from real_job import VOCAB, contents, overrides, save_tokenizer
 
 from batchgen.__main__ import run_command
 from batchgen.build import job_parts, open_job
-from batchgen.config import JobConfig
 from batchgen.config.compose import compose
+from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.engine_config import EngineConfig, Sizes
 from batchgen.engine.caches.model_caches import row_bytes
 from batchgen.engine.memory.expected_memory import expected_memory

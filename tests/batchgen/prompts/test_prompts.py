@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from batchgen.config import ChatPromptConfig, TextPromptConfig, TokensPromptConfig
 from batchgen.config.prompt import PromptConfig
+from batchgen.config.prompt_config import ChatPromptConfig, TextPromptConfig, TokensPromptConfig
 from batchgen.dataset.source import Row
 from batchgen.engine.base.outputs import RequestError
 from batchgen.errors import ConfigError

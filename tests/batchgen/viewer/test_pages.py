@@ -20,7 +20,7 @@ from finished_job import row as job_row
 from synthetic_job import grade_job, write_job
 from viewed_page import Page, get, read, site
 
-from batchgen.config import ScoreConfig
+from batchgen.config.job_config import ScoreConfig
 from batchgen.grading.job_grades import JobGrades
 from batchgen.output.read_job import JobFolderReader
 from batchgen.scoring.job_score import job_score, save_score

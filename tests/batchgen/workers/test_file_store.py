@@ -14,7 +14,7 @@ import pytest
 from racing_workers import winners
 
 from batchgen.__main__ import run_command
-from batchgen.config import WorkersConfig
+from batchgen.config.workers_config import WorkersConfig
 from batchgen.errors import JobError
 from batchgen.launchers.launched import LaunchedFolder
 from batchgen.output.fsync import fsync_path

@@ -163,7 +163,7 @@ def test_an_object_is_read_as_a_file() -> None:
 def test_the_working_folder_of_a_process_that_is_gone_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from batchgen.config import WorkersConfig
+    from batchgen.config.workers_config import WorkersConfig
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     first = ObjectStorage(store_in(FaultyFiles()), WorkersConfig())

@@ -11,7 +11,7 @@ import pytest
 from fake_job import FakeJob
 
 from batchgen.__main__ import run_command
-from batchgen.config import WorkersConfig
+from batchgen.config.workers_config import WorkersConfig
 from batchgen.output.job_folder import JobFolder
 from batchgen.output.read_job import JobFolderReader
 from batchgen.workers.names import mark_name
