@@ -212,7 +212,7 @@ def _config(head_dim: int, itemsize: int, queries: int) -> DecodeConfig:
     # With these warps the compiler for sm_90 spills no registers. float32 needs more of them: its
     # products do not run on tensor cores, so their operands are in registers too.
     more = 2 if itemsize == 4 and queries > 32 else 1
-    # A multiprocessor's registers hold only one program of this many queries: it loads further ahead.
+    # Registers hold only one program of this many queries, so it loads further ahead.
     if queries > 64:
         return DecodeConfig(block_n, num_warps=8 * more, num_stages=3, programs_per_sm=1)
     return DecodeConfig(block_n, num_warps=4 * more, num_stages=2, programs_per_sm=2)
