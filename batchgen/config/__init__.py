@@ -1,6 +1,14 @@
 """The configuration of a job: load.py reads it; the other files have its keys."""
 
-from batchgen.config.constraint import (
+from batchgen.compose.load_config import (
+    constraint_config,
+    growing,
+    identity,
+    job_file_text,
+    load_config,
+    resolved,
+)
+from batchgen.config.constraint_config import (
     CONSTRAINT_KINDS,
     AnyConstraintConfig,
     ConstraintConfig,
@@ -12,8 +20,8 @@ from batchgen.config.constraint import (
     job_value,
     make_constraint,
 )
-from batchgen.config.dataset import DatasetConfig
-from batchgen.config.groups import (
+from batchgen.config.dataset_config import DatasetConfig
+from batchgen.config.job_config import (
     COMMON_COLUMNS,
     PARSED,
     EngineGroup,
@@ -26,29 +34,21 @@ from batchgen.config.groups import (
     StepConfig,
     StrategyConfig,
 )
-from batchgen.config.launcher import (
+from batchgen.config.launcher_config import (
     LauncherConfig,
     LocalLauncherConfig,
     NoLauncherConfig,
     RayLauncherConfig,
     SlurmLauncherConfig,
 )
-from batchgen.config.load import (
-    constraint_config,
-    growing,
-    identity,
-    job_file_text,
-    load_config,
-    resolved,
-)
-from batchgen.config.options import strategy_options
-from batchgen.config.prompt import (
+from batchgen.config.prompt_config import (
     ChatPromptConfig,
     PromptConfig,
     TextPromptConfig,
     TokensPromptConfig,
 )
-from batchgen.config.workers import WorkersConfig
+from batchgen.config.strategy_options import strategy_options
+from batchgen.config.workers_config import WorkersConfig
 
 __all__ = [
     "COMMON_COLUMNS",

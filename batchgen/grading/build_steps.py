@@ -8,13 +8,13 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from batchgen.config.job_config import StepConfig
+from batchgen.config.named_code import named_code
 from batchgen.config.strategy_options import strategy_options
-from batchgen.errors import ConfigError
 from batchgen.grading.choices import RowStep
-from batchgen.grading.rows import StepChain
+from batchgen.grading.grade_rows import StepChain
 from batchgen.grading.step import PostStep
-from batchgen.named_code import named_code
-from batchgen.shorten import some_names
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
 
 
 def row_steps(configs: Sequence[StepConfig]) -> tuple[RowStep, ...]:

@@ -11,10 +11,10 @@ from batchgen.config.launcher_config import (
     RayLauncherConfig,
     SlurmLauncherConfig,
 )
-from batchgen.errors import ConfigError
 from batchgen.launchers.launched import Launched
-from batchgen.output.own_files import refuse_links
-from batchgen.paths import is_url
+from batchgen.leases.own_files import refuse_links
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url
 
 _PACKAGES = {"ray": "ray", "slurm": "submitit"}
 

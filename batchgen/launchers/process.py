@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Protocol
 
 import batchgen
+from batchgen.compose.load_config import job_file_text
 from batchgen.config.job_config import JobConfig
 from batchgen.config.launcher_config import NoLauncherConfig
-from batchgen.config.load import job_file_text
-from batchgen.workers.heartbeat import LAUNCHER
+from batchgen.leases.heartbeat import LAUNCHER
 
 Output = tuple[Path, Path]
 """The files that get what a worker prints to stdout and stderr."""

@@ -16,7 +16,7 @@ import ray
 
 from batchgen.config.job_config import JobConfig
 from batchgen.config.launcher_config import RayLauncherConfig
-from batchgen.errors import ConfigError
+from batchgen.util.errors import ConfigError
 
 _ANSWER_SECONDS = 10.0
 _LOOK_SECONDS = 2.0

@@ -25,12 +25,12 @@ from batchgen.config.job_config import (
 )
 from batchgen.config.prompt_config import ChatPromptConfig
 from batchgen.engine.base.outputs import OutputColumn
-from batchgen.grading.job_grades import JobGrades
-from batchgen.output.checked_file import seal
-from batchgen.output.manifest import ROWS, Manifest, write_atomic
-from batchgen.output.schema import OutputSchema
-from batchgen.output.shards import shard_path
+from batchgen.grades.folder_grades import JobGrades
 from batchgen.scoring.job_score import job_score, save_score
+from batchgen.shards.checked_file import seal
+from batchgen.shards.output_schema import OutputSchema
+from batchgen.shards.shard_files import shard_path
+from batchgen.storage.manifest import ROWS, Manifest, write_atomic
 
 WORDS = 40
 """About how many words an answer has."""

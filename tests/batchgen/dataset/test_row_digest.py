@@ -16,7 +16,7 @@ import pytest
 
 from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.row_digest import rows_digest
-from batchgen.dataset.source import open_dataset
+from batchgen.dataset.row_source import open_dataset
 
 ROWS: list[dict[str, Any]] = [
     {
