@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from batchgen.engine.constraint.constraint import Constraint
     from batchgen.grading.mathematics.same import same_math
-    from batchgen.llm import LLM
-    from batchgen.python.jobs import run_job
+    from batchgen.python.job_calls import run_job
+    from batchgen.python.llm import LLM
     from batchgen.python.output import Output
     from batchgen.python.params import SamplingParams
 
@@ -26,10 +26,10 @@ __all__ = ["LLM", "Constraint", "Output", "SamplingParams", "run_job", "same_mat
 
 _HOME = {
     "Constraint": "batchgen.engine.constraint.constraint",
-    "LLM": "batchgen.llm",
+    "LLM": "batchgen.python.llm",
     "Output": "batchgen.python.output",
     "SamplingParams": "batchgen.python.params",
-    "run_job": "batchgen.python.jobs",
+    "run_job": "batchgen.python.job_calls",
     "same_math": "batchgen.grading.mathematics.same",
 }
 

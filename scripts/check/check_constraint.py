@@ -27,7 +27,8 @@ from constraint_schemas import NUM_SCHEMAS, constraints
 from real_rows import MODEL, chat_ids, finish, read_texts
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from batchgen.config import NoConstraintConfig, constraint_config, job_value, make_constraint
+from batchgen.compose.load_config import constraint_config
+from batchgen.config.constraint_config import NoConstraintConfig, job_value, make_constraint
 from batchgen.constraint.text_checks import Check, make_check
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.outputs import RequestOutput

@@ -33,9 +33,9 @@ sys.path.append(str(Path(__file__).parents[1] / "bench"))
 from bench_job_layer import InstantEngine, null_job
 from synthetic_job import write_job
 
-from batchgen.config import StepConfig
-from batchgen.job import run_job
-from batchgen.output.shards import shard_files
+from batchgen.config.job_config import StepConfig
+from batchgen.jobs.run_job import run_job
+from batchgen.shards.shard_files import shard_files
 
 ROWS_PER_SHARD = 20
 PER_STEP = 8

@@ -31,13 +31,13 @@ from check_workers import (
 )
 from s3_server import BUCKET, FaultyS3, served
 
-from batchgen.config import WorkersConfig
-from batchgen.output.open_storage import open_storage
-from batchgen.output.read_job import JobFolderReader, Shard
-from batchgen.output.row_order import KEYS
-from batchgen.output.shards import shard_files
-from batchgen.workers.names import DATA
-from batchgen.workers.object_store import connect
+from batchgen.config.workers_config import WorkersConfig
+from batchgen.folder.read_job import JobFolderReader, Shard
+from batchgen.leases.lease_files import DATA
+from batchgen.leases.object_store import connect
+from batchgen.shards.row_order import KEYS
+from batchgen.shards.shard_files import shard_files
+from batchgen.storage.open_storage import open_storage
 
 URL = f"s3://{BUCKET}/out"
 

@@ -45,14 +45,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import batchgen.build
-import batchgen.job
-import batchgen.llm
-from batchgen.config import WorkersConfig
-from batchgen.config.compose import compose
-from batchgen.errors import JobError
-from batchgen.job import JobResult
-from batchgen.output.read_job import JobFolderReader
+import batchgen.jobs.job_parts
+import batchgen.jobs.run_job
+import batchgen.python.llm
+from batchgen.compose.compose_config import compose
+from batchgen.config.workers_config import WorkersConfig
+from batchgen.folder.read_job import JobFolderReader
+from batchgen.jobs.run_job import JobResult
+from batchgen.util.errors import JobError
 
 sys.path.append(str(Path(__file__).parents[2] / "tests/batchgen"))
 from fake_job import FakeJob
@@ -86,7 +86,7 @@ def arguments(out: Path, rows: Path) -> list[str]:
 
 def run_real(command: list[str]) -> JobResult:
     config = compose({}, command)
-    return batchgen.job.run_job(config, batchgen.build.job_parts(config))
+    return batchgen.jobs.run_job.run_job(config, batchgen.jobs.job_parts.job_parts(config))
 
 
 def work(job: Job, clock: float) -> None:
