@@ -19,7 +19,6 @@ from batchgen.folder.changed_row import changed_row
 from batchgen.folder.dataset_card import dataset_card, unfinished_card
 from batchgen.folder.job_folder import JobFolder, refuse_shrinking
 from batchgen.folder.job_metrics import Metrics, Tally, Totals
-from batchgen.folder.peers import totals_of
 from batchgen.forecast.forecast import Forecast
 from batchgen.grades.background_grading import grading_beside
 from batchgen.jobs.fail_fast import AllRowsFailed
@@ -299,7 +298,7 @@ def _completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobRes
     figures = json.loads(content)
     if figures["status"] != "complete":
         return None
-    totals = totals_of(Totals, figures)
+    totals = Totals.of(figures)
     head = f"The job is complete; this worker has computed {rows:,} rows of it.\n"
     table = summary(totals, storage.shown, strategy=parts.strategy, score=figures.get("score"))
     return JobResult(totals.error_rows, None, head + table)
