@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream, TensorParallel
+from batchgen.kernels.fp8.fp8_linear import fp8_linear, fp8_linear_parts
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, scales_shape
-from batchgen.kernels.fp8.linear import fp8_linear, fp8_linear_parts
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.layers.cpu_product import CPUProduct, choose_product, few_keep_bits
 from batchgen.kernels.layers.linear import MOST_ROWS, add_linear_, linear, pack_weight

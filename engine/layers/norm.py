@@ -19,7 +19,7 @@ from batchgen.kernels.fp8.quantise import (
     rms_norm_quantised,
 )
 from batchgen.kernels.layers.rms_norm import rms_norm, rms_norm_of_sum
-from batchgen.kernels.moe.shared_part import SharedPart
+from batchgen.kernels.layers.shared_part import SharedPart
 
 
 class RMSNorm(nn.Module):

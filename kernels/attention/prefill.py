@@ -34,14 +34,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from batchgen.kernels.attention.gather import (
+from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.attention.kv_gather import (
     GatherPlan,
     does_gathering_pay,
     gather_context,
     plan_gather,
     upload,
 )
-from batchgen.kernels.attention.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from batchgen.kernels.fp8.fp8_linear_triton import block_product, scaled, weight_scales
+from batchgen.kernels.fp8.fp8_tiles import ExpertTiles, fitting_stages
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
-from batchgen.kernels.fp8.linear_triton import block_product, scaled, weight_scales
-from batchgen.kernels.fp8.tiles import ExpertTiles, fitting_stages
-from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
-from batchgen.kernels.moe.panels_triton import load_panel, weights_operand
+from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
 from batchgen.kernels.moe.slot_tile_triton import store_places, tile_of_program
+from batchgen.kernels.moe.tiled_layout_triton import load_panel, weights_operand
 
 
 def fp8_down_columns(

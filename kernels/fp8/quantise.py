@@ -16,7 +16,7 @@ from batchgen.kernels.fp8.quantise_triton import (
 )
 from batchgen.kernels.layers.activation import silu_and_mul_reference
 from batchgen.kernels.layers.rms_norm import add_parts_reference, rms_norm_reference
-from batchgen.kernels.moe.shared_part import SharedPart
+from batchgen.kernels.layers.shared_part import SharedPart
 
 
 class FP8Rows(NamedTuple):

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, LARGEST, LEAST
-from batchgen.kernels.layers.parts_triton import sum_parts
+from batchgen.kernels.layers.partial_sums_triton import sum_parts
 from batchgen.kernels.layers.rms_norm import sizes_of_parts
-from batchgen.kernels.moe.shared_part import SharedPart
+from batchgen.kernels.layers.shared_part import SharedPart
 
 ROW_MULTIPLE = 16
 """Rows are allocated in such numbers: cuBLAS reads the scales of a group in whole vectors."""

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.layers.parts_triton import sum_parts
-from batchgen.kernels.moe.shared_part import SharedPart
+from batchgen.kernels.layers.partial_sums_triton import sum_parts
+from batchgen.kernels.layers.shared_part import SharedPart
 
 _TILE = 1024
 """Elements per program: a program takes several rows if they are shorter than this."""

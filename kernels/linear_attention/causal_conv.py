@@ -14,7 +14,7 @@ from batchgen.kernels.linear_attention.causal_conv_triton import (
     causal_conv_prefill_triton,
     causal_conv_step_triton,
 )
-from batchgen.kernels.linear_attention.rows import PrefillRows, StepRows
+from batchgen.kernels.linear_attention.state_rows import PrefillRows, StepRows
 
 
 def causal_conv_step(

@@ -27,7 +27,7 @@ from batchgen.kernels.device import has_large_shared_memory
 from batchgen.kernels.linear_attention.chunks_triton import row_of_chunk, tokens_of_chunk
 from batchgen.kernels.linear_attention.delta_inputs import NORM_EPS, DeltaInputs
 from batchgen.kernels.linear_attention.gates_triton import log_decay_of, strength_of
-from batchgen.kernels.linear_attention.rows import CHUNK, PrefillRows
+from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows
 
 
 class PrefillTiles(NamedTuple):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.linear_attention.delta_inputs import NORM_EPS, DeltaInputs, DeltaRecords
-from batchgen.kernels.linear_attention.rows import CHUNK, PrefillRows, StepRows
+from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows, StepRows
 
 _CACHE_BYTES = 2 * 2**20
 """Bytes of states that are worked on at a time: with those of 243 rows at once, each of 64 KiB, a

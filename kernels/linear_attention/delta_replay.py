@@ -14,7 +14,7 @@ from torch import Tensor
 from batchgen.kernels.linear_attention.delta_inputs import NORM_EPS, DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.delta_reference import delta_step_reference
 from batchgen.kernels.linear_attention.gates_triton import log_decay_of, strength_of
-from batchgen.kernels.linear_attention.rows import PrefillRows, StepRows
+from batchgen.kernels.linear_attention.state_rows import PrefillRows, StepRows
 
 _WIDTH = 64
 """The most tokens of a step of the reference."""

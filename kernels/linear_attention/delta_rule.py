@@ -24,7 +24,7 @@ from batchgen.kernels.linear_attention.delta_reference import (
     delta_step_reference,
 )
 from batchgen.kernels.linear_attention.delta_step_triton import delta_step_triton
-from batchgen.kernels.linear_attention.rows import PrefillRows, StepRows
+from batchgen.kernels.linear_attention.state_rows import PrefillRows, StepRows
 
 
 def delta_step(inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: StepRows) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from batchgen.kernels.linear_attention.delta_inputs import NORM_EPS, DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.gates_triton import log_decay_of, strength_of
-from batchgen.kernels.linear_attention.rows import StepRows
+from batchgen.kernels.linear_attention.state_rows import StepRows
 
 
 class StepTiles(NamedTuple):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.layers.activation import silu_and_mul_reference
+from batchgen.kernels.layers.shared_part import SharedPart, add_up
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, grouped_parts_triton
-from batchgen.kernels.moe.shared_part import SharedPart, add_up
 
 
 def grouped_mlp(

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.layers.parts_triton import sum_parts
-from batchgen.kernels.moe.alignment_triton import align
+from batchgen.kernels.layers.partial_sums_triton import sum_parts
+from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
-from batchgen.kernels.moe.panels import are_panels, matrix_sizes
-from batchgen.kernels.moe.shared_part import SharedPart
-from batchgen.kernels.moe.tiles import Tiles, choose_tiles
+from batchgen.kernels.moe.moe_align_triton import align
+from batchgen.kernels.moe.moe_tiles import Tiles, choose_tiles
+from batchgen.kernels.moe.tiled_layout import are_panels, matrix_sizes
 
 _CHUNK = 1024
 """Columns of a token that a program adds up."""

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
-from batchgen.kernels.moe.panels import PANEL, are_panels
-from batchgen.kernels.moe.panels_triton import load_weights, weights_operand
+from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
+from batchgen.kernels.moe.moe_tiles import ProductTiles
 from batchgen.kernels.moe.persistent_triton import persistent_down_product
 from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
-from batchgen.kernels.moe.tiles import ProductTiles
+from batchgen.kernels.moe.tiled_layout import PANEL, are_panels
+from batchgen.kernels.moe.tiled_layout_triton import load_weights, weights_operand
 
 _PANEL = tl.constexpr(PANEL)
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.device import device_programs
-from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
-from batchgen.kernels.moe.panels import PANEL, are_panels
-from batchgen.kernels.moe.panels_triton import load_panel, weights_operand
+from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
+from batchgen.kernels.moe.moe_tiles import ProductTiles
 from batchgen.kernels.moe.slot_tile_triton import store_slots
-from batchgen.kernels.moe.tiles import ProductTiles
+from batchgen.kernels.moe.tiled_layout import PANEL, are_panels
+from batchgen.kernels.moe.tiled_layout_triton import load_panel, weights_operand
 
 _INTERPRETED_PROGRAMS = 3
 

@@ -11,21 +11,21 @@ from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import CPUProducts, empty_fp8, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.tensor_parallel import ALONE, PendingParts, Stream, TensorParallel
-from batchgen.kernels.fp8.experts import fp8_grouped_mlp, fp8_grouped_parts
+from batchgen.kernels.fp8.fp8_experts import fp8_grouped_mlp, fp8_grouped_parts
+from batchgen.kernels.fp8.fp8_tiles import copy_engine_reads
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
 from batchgen.kernels.fp8.quantise import BothRows
-from batchgen.kernels.fp8.tiles import copy_engine_reads
 from batchgen.kernels.layers.linear import pack_weight
+from batchgen.kernels.layers.shared_part import SharedPart, add_up
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_parts
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
-from batchgen.kernels.moe.panels import (
+from batchgen.kernels.moe.tiled_layout import (
     are_panels,
     keeps_panels,
     matrix_sizes,
     panels_shape,
     rows_of_panels,
 )
-from batchgen.kernels.moe.shared_part import SharedPart, add_up
 
 
 class Experts(nn.Module):

@@ -22,9 +22,9 @@ from batchgen.engine.parallel.tensor_parallel import (
     TensorParallel,
 )
 from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, plain_rows
-from batchgen.kernels.moe.router_form import SOFTMAX, RouterForm
-from batchgen.kernels.moe.routing import route
-from batchgen.kernels.moe.shared_part import SharedPart, add_up
+from batchgen.kernels.layers.shared_part import SharedPart, add_up
+from batchgen.kernels.moe.router.router_form import SOFTMAX, RouterForm
+from batchgen.kernels.moe.router.routing import route
 
 
 @dataclass(frozen=True, slots=True)

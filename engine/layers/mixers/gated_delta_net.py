@@ -26,7 +26,7 @@ from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRec
 from batchgen.kernels.linear_attention.delta_replay import delta_replay
 from batchgen.kernels.linear_attention.delta_rule import delta_prefill, delta_step
 from batchgen.kernels.linear_attention.gated_norm import gated_rms_norm
-from batchgen.kernels.linear_attention.rows import CHUNK, PrefillRows, StepRows
+from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows, StepRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

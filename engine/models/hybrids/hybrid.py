@@ -18,7 +18,7 @@ from batchgen.engine.models.mtp import MTP_HEAD, MTPHead, check_mtp_layers
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.models.transformer.dense import DenseConfig, dense_config
 from batchgen.engine.models.transformer.moe_model import MoEConfig, MoEForCausalLM, num_experts
-from batchgen.kernels.linear_attention.rows import CHUNK
+from batchgen.kernels.linear_attention.state_rows import CHUNK
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward
 from batchgen.engine.layers.feed_forward.moe import Router
-from batchgen.engine.layers.mixers.latent_attention import LatentAttention, LatentShape
+from batchgen.engine.layers.mixers.mla import LatentAttention, LatentShape
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import YarnRope
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels.moe import alignment_triton
-from batchgen.kernels.moe.alignment_triton import Alignment, align, bound_of_tiles
+from batchgen.kernels.moe import moe_align_triton as alignment_triton
+from batchgen.kernels.moe.moe_align_triton import Alignment, align, bound_of_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -7,17 +7,17 @@ import torch
 from product_bounds import product_bound
 from torch import Tensor
 
-from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_weight
-from batchgen.kernels.fp8.linear import (
+from batchgen.kernels.fp8.fp8_linear import (
     fp8_linear,
     fp8_linear_library,
     fp8_linear_parts,
     fp8_linear_reference,
     library_multiplies,
 )
-from batchgen.kernels.fp8.linear_triton import fp8_linear_parts_triton, fp8_linear_triton
+from batchgen.kernels.fp8.fp8_linear_triton import fp8_linear_parts_triton, fp8_linear_triton
+from batchgen.kernels.fp8.fp8_tiles import LINEAR, LinearTiles, fitting_stages, linear_tiles
+from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_weight
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
-from batchgen.kernels.fp8.tiles import LINEAR, LinearTiles, fitting_stages, linear_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SWAPPED = LinearTiles(16, 64, 4, 3, swap=True, programs=64)

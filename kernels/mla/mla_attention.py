@@ -30,22 +30,22 @@ from batchgen.kernels.attention.decode import (
     plan_decode,
     split_length,
 )
-from batchgen.kernels.attention.gather import upload
 from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.attention.kv_gather import upload
 from batchgen.kernels.attention.prefill import cut_equal_tiles, cut_tiles, tile_tokens
-from batchgen.kernels.latent_attention.absorbed_triton import (
+from batchgen.kernels.mla.absorbed_triton import (
     decode_span,
     latent_decode,
     latent_prefill,
     most_latent_splits,
 )
-from batchgen.kernels.latent_attention.expanded_triton import (
+from batchgen.kernels.mla.expanded_triton import (
     ExpandedPlan,
     does_expansion_pay,
     expanded_attention,
     plan_expanded,
 )
-from batchgen.kernels.latent_attention.expansion import Expansion
+from batchgen.kernels.mla.latent_expansion import Expansion
 
 
 def latent_attention(

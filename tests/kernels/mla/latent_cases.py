@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.attention.attention import AttentionMetadata
-from batchgen.kernels.latent_attention.attention import latent_attention_reference
+from batchgen.kernels.mla.mla_attention import latent_attention_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchgen.kernels.fp8.fp8_weight import FP8
-from batchgen.kernels.moe.panels import (
+from batchgen.kernels.moe.tiled_layout import (
     keeps_panels,
     matrix_sizes,
     panels_shape,

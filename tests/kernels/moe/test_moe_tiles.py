@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from batchgen.kernels.moe.panels import PANEL, panels_shape
-from batchgen.kernels.moe.tiles import TABLE, Tiles, choose_tiles
+from batchgen.kernels.moe.moe_tiles import TABLE, Tiles, choose_tiles
+from batchgen.kernels.moe.tiled_layout import PANEL, panels_shape
 
 
 def _weight(experts: int, inner: int, hidden: int) -> torch.Tensor:

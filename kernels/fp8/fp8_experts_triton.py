@@ -12,17 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.fp8.down_columns_triton import fp8_down_columns
+from batchgen.kernels.fp8.fp8_linear_triton import block_product, scaled, weight_scales
+from batchgen.kernels.fp8.fp8_tiles import ExpertTiles, expert_tiles, fitting_stages
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
-from batchgen.kernels.fp8.linear_triton import block_product, scaled, weight_scales
 from batchgen.kernels.fp8.quantise import BothRows, plain_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_groups, quantise_rows_triton
-from batchgen.kernels.fp8.tiles import ExpertTiles, expert_tiles, fitting_stages
-from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment, align
+from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe.experts_triton import new_or_residual, sum_slots
-from batchgen.kernels.moe.panels import are_panels, matrix_sizes
-from batchgen.kernels.moe.panels_triton import load_weights, weights_operand
-from batchgen.kernels.moe.shared_part import SharedPart
+from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment, align
 from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
+from batchgen.kernels.moe.tiled_layout import are_panels, matrix_sizes
+from batchgen.kernels.moe.tiled_layout_triton import load_weights, weights_operand
 
 
 def fp8_grouped_mlp_triton(

@@ -12,18 +12,18 @@ from torch import Tensor
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.decode import plan_decode
 from batchgen.kernels.attention.prefill import cut_equal_tiles, cut_tiles
-from batchgen.kernels.latent_attention import expanded_triton
-from batchgen.kernels.latent_attention.absorbed_triton import (
+from batchgen.kernels.mla import expanded_triton
+from batchgen.kernels.mla.absorbed_triton import (
     decode_span,
     latent_decode,
     latent_prefill,
 )
-from batchgen.kernels.latent_attention.attention import attend_part, latent_attention_reference
-from batchgen.kernels.latent_attention.expanded_triton import (
+from batchgen.kernels.mla.expanded_triton import (
     does_expansion_pay,
     expanded_attention,
     plan_expanded,
 )
+from batchgen.kernels.mla.mla_attention import attend_part, latent_attention_reference
 
 SCALE = 0.3
 SIZES = [Sizes(), Sizes(1, 16, 16, 16, 16), Sizes(6, 40, 24, 4, 32), Sizes(20, 32, 8, 8, 8)]

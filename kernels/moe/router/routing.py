@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchgen.kernels.moe.router_form import SOFTMAX, RouterForm
-from batchgen.kernels.moe.routing_triton import route_triton
+from batchgen.kernels.moe.router.router_form import SOFTMAX, RouterForm
+from batchgen.kernels.moe.router.routing_triton import route_triton
 
 
 def route(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.attention.rotary import apply_rotary
-from batchgen.kernels.latent_attention.prepare_triton import prepare_latent_triton
 from batchgen.kernels.layers.rms_norm import rms_norm_reference
+from batchgen.kernels.mla.latent_prepare_triton import prepare_latent_triton
 
 
 def prepare_latent(

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.layers.matrix_tile_triton import load_tile
-from batchgen.kernels.moe.panels import are_panels
+from batchgen.kernels.moe.tiled_layout import are_panels
 
 
 def weights_operand(weights: Tensor, rows: int) -> Tensor | TensorDescriptor:

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.attention.gather import upload
 from batchgen.kernels.attention.kv_cache import slot_mapping
+from batchgen.kernels.attention.kv_gather import upload
 from batchgen.kernels.attention.prefill import cut_tiles
 
 _MOST_CONTEXT = 4

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from batchgen.kernels.moe.panels import are_panels
+from batchgen.kernels.moe.tiled_layout import are_panels
 
 
 class ProductTiles(NamedTuple):

@@ -9,18 +9,18 @@ import torch
 from product_bounds import product_bound
 from torch import Tensor
 
-from batchgen.kernels.fp8.experts import (
+from batchgen.kernels.fp8.fp8_experts import (
     fp8_grouped_mlp,
     fp8_grouped_mlp_reference,
     fp8_grouped_parts,
 )
-from batchgen.kernels.fp8.experts_triton import fp8_down, fp8_gate_up, fp8_grouped_mlp_triton
+from batchgen.kernels.fp8.fp8_experts_triton import fp8_down, fp8_gate_up, fp8_grouped_mlp_triton
+from batchgen.kernels.fp8.fp8_tiles import EXPERTS, ExpertTiles, expert_tiles
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_weight
 from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, quantise_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
-from batchgen.kernels.fp8.tiles import EXPERTS, ExpertTiles, expert_tiles
-from batchgen.kernels.moe.alignment_triton import align
-from batchgen.kernels.moe.panels import to_panels
+from batchgen.kernels.moe.moe_align_triton import align
+from batchgen.kernels.moe.tiled_layout import to_panels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SWAPPED = ExpertTiles(16, 4, 3, True, 64, 4, 3, True)

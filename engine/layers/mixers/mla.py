@@ -19,8 +19,8 @@ from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, Stream, TensorParallel
 from batchgen.kernels.fp8.quantise import FP8Rows
-from batchgen.kernels.latent_attention.attention import latent_attention
-from batchgen.kernels.latent_attention.prepare import prepare_latent
+from batchgen.kernels.mla.latent_prepare import prepare_latent
+from batchgen.kernels.mla.mla_attention import latent_attention
 
 
 @dataclass(frozen=True, slots=True)

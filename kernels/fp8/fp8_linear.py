@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.kernels.fp8.fp8_linear_triton import fp8_linear_parts_triton, fp8_linear_triton
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
-from batchgen.kernels.fp8.linear_triton import fp8_linear_parts_triton, fp8_linear_triton
 from batchgen.kernels.fp8.quantise import FP8Rows
 
 _LIBRARY_ROWS = 384

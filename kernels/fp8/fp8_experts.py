@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from batchgen.kernels.fp8.experts_triton import fp8_grouped_mlp_triton, fp8_grouped_parts_triton
+from batchgen.kernels.fp8.fp8_experts_triton import fp8_grouped_mlp_triton, fp8_grouped_parts_triton
+from batchgen.kernels.fp8.fp8_linear import fp8_linear_reference
 from batchgen.kernels.fp8.fp8_weight import FP8Weight
-from batchgen.kernels.fp8.linear import fp8_linear_reference
 from batchgen.kernels.fp8.quantise import BothRows, plain_rows, quantise_rows
 from batchgen.kernels.layers.activation import silu_and_mul_reference
-from batchgen.kernels.moe.shared_part import SharedPart, add_up
+from batchgen.kernels.layers.shared_part import SharedPart, add_up
 
 
 def fp8_grouped_mlp(

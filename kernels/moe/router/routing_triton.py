@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.moe.router_form import SOFTMAX, RouterForm
+from batchgen.kernels.moe.router.router_form import SOFTMAX, RouterForm
 
 _TILE = 512
 """Logits per program: a program takes several tokens if there are fewer experts than this."""

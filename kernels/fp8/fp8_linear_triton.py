@@ -14,8 +14,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from batchgen.kernels.fp8.fp8_tiles import (
+    LinearTiles,
+    copy_engine_reads,
+    fitting_stages,
+    linear_tiles,
+)
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
-from batchgen.kernels.fp8.tiles import LinearTiles, copy_engine_reads, fitting_stages, linear_tiles
 from batchgen.kernels.layers.matrix_tile_triton import load_tile
 
 _GROUP = 8

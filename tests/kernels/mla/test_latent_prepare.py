@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels.latent_attention.prepare import prepare_latent_reference
-from batchgen.kernels.latent_attention.prepare_triton import prepare_latent_triton
+from batchgen.kernels.mla.latent_prepare import prepare_latent_reference
+from batchgen.kernels.mla.latent_prepare_triton import prepare_latent_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
