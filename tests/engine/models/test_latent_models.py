@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchgen.engine.layers.feed_forward import moe
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
-from batchgen.engine.layers.mixers import mla as latent_attention
+from batchgen.engine.layers.mixers import mla
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.mla.mla_model import LatentConfig
@@ -95,8 +95,8 @@ def test_a_model_computes_the_same_with_triton(
         plans.extend(type(plan).__name__ for plan in part.plans.values())
         return found
 
-    monkeypatch.setattr(latent_attention, "latent_attention", attend)
-    monkeypatch.setattr(latent_attention, "prepare_latent", prepare_latent_triton)
+    monkeypatch.setattr(mla, "latent_attention", attend)
+    monkeypatch.setattr(mla, "prepare_latent", prepare_latent_triton)
     monkeypatch.setattr(moe, "route", route_triton)
     monkeypatch.setattr(expanded_triton, "_LEAST_TOKENS", 20)
     kind, config = CASES[name]
