@@ -7,25 +7,13 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from batchgen.python.configured_job import Result
 from batchgen.util.errors import ConfigError, JobError
 
 if TYPE_CHECKING:
-    from batchgen.config.job_config import JobConfig
-
-
-class Result(Protocol):
-    """How a job ended, whether it ran in this process or in others."""
-
-    @property
-    def exit_code(self) -> int: ...
-
-    @property
-    def stopped_by(self) -> int | None: ...
-
-    @property
-    def message(self) -> str: ...
+    pass
 
 
 def report(run: Callable[[], Result]) -> int:
@@ -42,30 +30,6 @@ def report(run: Callable[[], Result]) -> int:
     else:
         print(result.message)
     return result.exit_code
-
-
-def run_configured(config: JobConfig) -> Result:
-    """Run the job of a configuration, and say before the first import that it begins."""
-    if config.launcher.kind != "none":
-        from batchgen.launchers.launch import launch
-
-        return launch(config)
-    from batchgen.util.versions import version
-
-    print(
-        f"batchgen {version('batchgen')}: reading model {config.model.path} and data set "
-        f"{config.dataset.path or config.dataset.kind} …",
-        file=sys.stderr,
-        flush=True,
-    )
-    # Each import takes seconds: torch and transformers come with the first one, datasets and
-    # pyarrow with the second, and a mistake in the model is found before.
-    from batchgen.jobs.job_parts import job_parts
-
-    parts = job_parts(config)
-    from batchgen.jobs.run_job import run_job
-
-    return run_job(config, parts)
 
 
 def refusal(error: ConfigError | JobError) -> int:
@@ -85,3 +49,27 @@ def be_quiet() -> None:
     }.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", module=r"transformers|datasets|huggingface_hub|torch")
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """Do the work of a verb and return its exit code; mistakes and errors are printed.
+
+    A reader that wants no more (`batchgen show OUT | head`) and Ctrl-C end it without a word.
+    """
+    try:
+        code = work()
+        sys.stdout.flush()
+    except (ConfigError, JobError) as error:
+        return refusal(error)
+    except BrokenPipeError:
+        # What is left in the buffer would raise once more when Python closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def column_list(text: str) -> list[str]:
+    """The names in `a,b`."""
+    return [name.strip() for name in text.split(",") if name.strip()]

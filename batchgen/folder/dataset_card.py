@@ -265,8 +265,7 @@ def _constraint(constraint: Mapping[str, Any], totals: Totals) -> list[str]:
     )
     return [
         f"Constraint: {constraint['kind']}, {what}",
-        f"Rows by constraint: {counts or 'none'}. `python -m batchgen.cli.verbs.validate FOLDER` checks them "
-        "again.",
+        f"Rows by constraint: {counts or 'none'}. `batchgen validate FOLDER` checks them again.",
     ]
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -118,6 +118,11 @@ class Totals:
     generated_tokens: int
     counts: Mapping[str, int]
     constraint: Mapping[str, int]
+
+    @classmethod
+    def of(cls, figures: Mapping[str, Any]) -> Totals:
+        """The totals that metrics.json holds."""
+        return cls(**{field.name: figures[field.name] for field in fields(cls)})
 
 
 class Tally:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from batchgen.folder.job_metrics import Totals
+from typing import Any, Protocol
 
 
 class Team(Protocol):
@@ -75,8 +71,3 @@ def seconds(attempts: Sequence[Mapping[str, Any]], key: str) -> float:
         session = attempt.get("session") or number
         longest[session] = max(longest.get(session, 0.0), attempt[key])
     return round(sum(longest.values()), 3)
-
-
-def totals_of(cls: type[Totals], figures: Mapping[str, Any]) -> Totals:
-    """The totals that metrics.json holds."""
-    return cls(**{field.name: figures[field.name] for field in fields(cls)})

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchgen.config.job_config import JobConfig, ScoreConfig
+from batchgen.config.job_config import JobConfig
 from batchgen.folder.dataset_card import grades_section, with_grades
 from batchgen.grades.background_grading import GradingProcess
 from batchgen.grades.changed_marks import ChangedMarks
 from batchgen.grades.folder_grades import JobGrades
-from batchgen.grading.step import MARK, PostStep
 from batchgen.shards.checked_file import read_schema
 from batchgen.shards.shard_files import shard_files
 from batchgen.storage.manifest import write_atomic
-from batchgen.util.errors import ConfigError
-from batchgen.util.shorten import some_names
 from batchgen.util.signals import JobStopped, StopSignals
 
 if TYPE_CHECKING:
@@ -105,28 +102,3 @@ def graded_card(card: str, folder: Path, shown: str | None = None) -> str:
         return card
     rows = next((read_schema(path) for path in shard_files(folder / "data").values()), schema)
     return with_grades(card, grades_section(schema, rows.names, shown or str(folder)))
-
-
-def check_scored(post: Sequence[PostStep], config: ScoreConfig, columns: Sequence[str]) -> None:
-    """Check before a job runs that it can be scored when it ends. Marks whose column has a prefix
-    give no scores, which is said on stderr if there are no others.
-
-    Args:
-        columns: of the output.
-
-    Raises:
-        ConfigError: a column of the group `score` is not among them.
-    """
-    made = [column.name for step in post for column in step.columns]
-    if MARK not in made and (marks := [name for name in made if name.endswith(f"_{MARK}")]):
-        print(
-            f"batchgen: warning: there will be no scores: these are made of the column {MARK}, and "
-            f"the steps of post write {', '.join(marks)}: leave out the prefix of one of them",
-            file=sys.stderr,
-        )
-    for key, name in {"subset": config.subset, "cluster": config.cluster}.items():
-        if post and name is not None and name not in columns:
-            raise ConfigError(
-                f"score.{key}: the rows of the output have no column {name!r}: choose among "
-                f"{some_names(columns)}, or have it copied (dataset.columns)"
-            )

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,23 +14,20 @@ from batchgen.config.constraint_config import JsonConstraintConfig, JsonSchemaCo
 from batchgen.config.job_config import PARSED, JobConfig
 from batchgen.constraint.row_constraints import RowConstraints
 from batchgen.dataset.row_digest import rows_digest
-from batchgen.dataset.row_source import Row, RowSource
-from batchgen.dataset.row_steps import SteppedSource
-from batchgen.engine.base.outputs import OutputColumn, RowCount
-from batchgen.engine.strategy import Strategy
+from batchgen.dataset.row_source import Row
 from batchgen.folder.changed_row import changed_row
 from batchgen.folder.dataset_card import dataset_card, unfinished_card
 from batchgen.folder.job_folder import JobFolder, refuse_shrinking
 from batchgen.folder.job_metrics import Metrics, Tally, Totals
-from batchgen.folder.peers import totals_of
 from batchgen.forecast.forecast import Forecast
 from batchgen.grades.background_grading import grading_beside
 from batchgen.jobs.fail_fast import AllRowsFailed
 from batchgen.jobs.generation import Engine, Generation
 from batchgen.jobs.graded_job import graded_card, save_scores, scores_of
+from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.progress import Progress, show_memory, summary
 from batchgen.leases.file_store import FolderGone
-from batchgen.prompts.row_prompts import Prompt, fit_prompt
+from batchgen.prompts.row_prompts import fit_prompt
 from batchgen.report.write_report import REPORT, is_up_to_date, try_report
 from batchgen.scoring.samples import Samples
 from batchgen.shards.checked_file import DamagedFile
@@ -48,48 +45,6 @@ from batchgen.workers.worker import How, Worker, others_run
 
 _OPENING_SECONDS = 60.0
 """How long a worker waits, at least, for the one that opens the folder."""
-
-
-@dataclass(frozen=True)
-class JobParts:
-    """What a job runs on; everything but the weights has been opened and checked.
-
-    Attributes:
-        prompt: makes the token ids of a row.
-        bos_id: the id with which the tokenizer begins a text; a prompt that is cut keeps it. None
-            if there is no such id.
-        max_model_len: how many tokens prompt and answer may have together.
-        columns: the per-token columns that the engine returns for this job's parameters.
-        fingerprints: of what decides the answers besides the configuration and the data set, by
-            name: the files of the models, the dtype, the constraint.
-        build_engine: loads the weights. It is called last, and only if there are rows to compute.
-        strategy: declares what is counted for each row, which becomes columns, and has lines for
-            the job's summary. None if it has none of either.
-        decode: the text of token ids, to show prompts to people; None without a tokenizer.
-        decode_all: the same with special tokens, to show single tokens.
-        close: ends what was opened and works in the background.
-        predict: what an attempt will take, given its engine, how many answers it computes, and the
-            seconds that it has taken so far; None
-            makes no prediction. It takes a fraction of a second.
-    """
-
-    source: RowSource | SteppedSource
-    prompt: Prompt
-    bos_id: int | None
-    max_model_len: int
-    columns: Sequence[OutputColumn]
-    fingerprints: Mapping[str, str]
-    build_engine: Callable[[], Engine]
-    strategy: Strategy | None = None
-    decode: Callable[[list[int]], str] | None = None
-    decode_all: Callable[[list[int]], str] | None = None
-    close: Callable[[], None] = lambda: None
-    predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
-
-    @property
-    def counts(self) -> Sequence[RowCount]:
-        """What the strategy counts for each row."""
-        return () if self.strategy is None else self.strategy.counts
 
 
 @dataclass(frozen=True)
@@ -343,7 +298,7 @@ def _completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobRes
     figures = json.loads(content)
     if figures["status"] != "complete":
         return None
-    totals = totals_of(Totals, figures)
+    totals = Totals.of(figures)
     head = f"The job is complete; this worker has computed {rows:,} rows of it.\n"
     table = summary(totals, storage.shown, strategy=parts.strategy, score=figures.get("score"))
     return JobResult(totals.error_rows, None, head + table)

@@ -67,6 +67,7 @@ def show(config: JobConfig) -> int:
     """
     model, data = config.model.path, config.dataset.path or config.dataset.kind
     print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
+    from batchgen.jobs.job_parts import parts_of
     from batchgen.jobs.run_job import check_rows  # these take seconds: hence the line above
     from batchgen.launchers.launch import check_here, described
     from batchgen.planning.folder_state import folder_state
@@ -74,7 +75,7 @@ def show(config: JobConfig) -> int:
 
     check_here(config)
     opened = open_job(config)
-    with closing(opened.parts(config, {})) as parts:
+    with closing(parts_of(opened, config, {})) as parts:
         rows = check_rows(config, parts)
         try:
             folder, refusal = folder_state(config, opened).text, None

@@ -17,6 +17,7 @@ from batchgen.folder.job_folder import (
     written_manifest,
 )
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.jobs.job_parts import parts_of
 from batchgen.jobs.run_job import job_manifest, most_rows, output_schema
 from batchgen.storage.job_storage import Storage
 from batchgen.storage.manifest import Manifest
@@ -79,5 +80,5 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
 def _manifest(config: JobConfig, opened: OpenedJob, old: Manifest) -> Manifest:
     """The manifest of the job, if its models are those that the folder was made with."""
     models = {name: text for name, text in old.fingerprints.items() if name != "dataset"}
-    parts = opened.parts(config, models)
+    parts = parts_of(opened, config, models)
     return job_manifest(config, parts, output_schema(config, parts))

@@ -22,6 +22,7 @@ from batchgen.forecast.engine_estimate import EngineRoom, engine_room
 from batchgen.forecast.forecast import Forecast, forecast
 from batchgen.forecast.planned_work import here, job_work, same_speed, step_cost
 from batchgen.forecast.scan import FoundRows, Scan, scan_rows
+from batchgen.jobs.job_parts import parts_of
 from batchgen.kernels.compile_ahead import have_compiled
 from batchgen.planning.job_plan import Constraints, Plan
 from batchgen.planning.plan_settings import PlanSettings
@@ -58,7 +59,7 @@ def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
         config = replace(config, engine=replace(config.engine, device="auto"))
     check_launcher(config)
     opened = open_job(config)
-    with closing(opened.parts(config, {})) as parts:
+    with closing(parts_of(opened, config, {})) as parts:
         from batchgen.jobs.run_job import check_rows
 
         check_rows(config, parts)  # refuses what a run refuses
@@ -243,7 +244,7 @@ class _Planner:
         from batchgen.shards.output_schema import FinishedRow
 
         config, source = self._config, self._opened.source
-        parts = self._opened.parts(config, {})
+        parts = parts_of(self._opened, config, {})
         schema = output_schema(config, parts)
         sample = [
             (read, FinishedRow(read.row.id, read.row.index, 0, source.passthrough(read.row)))

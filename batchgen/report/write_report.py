@@ -213,3 +213,9 @@ def _attempt(attempt: Mapping[str, Any]) -> tuple[str, ...]:
         attempt["started"], attempt["host"], device, attempt["status"], f"{attempt['rows']:,}",
         duration(attempt["wall_s"]), f"{speed:,.0f}", f"{attempt['peak_rss_mib']:,.0f} MiB",
     )  # fmt: skip
+
+
+def renew_report(job: Path) -> None:
+    """Make the report of a job again, if it has one, so that it tells of the present scores."""
+    if (job / REPORT).is_file():
+        try_report(job)

@@ -7,7 +7,6 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING, Generic, Protocol
 
@@ -30,7 +29,7 @@ from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
-from batchgen.engine.requests import check_params, output_columns
+from batchgen.engine.requests import check_params
 from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.scheduler import check_chunk_sizes
@@ -42,7 +41,6 @@ from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
 from batchgen.strategies.base.strategy import BaseStrategy
-from batchgen.texts.tokens.decode_tokens import decode_with
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_files, fingerprint_text
 
@@ -51,9 +49,6 @@ if TYPE_CHECKING:
 
     from batchgen.dataset.row_source import RowSource
     from batchgen.dataset.row_steps import SteppedSource
-    from batchgen.forecast.forecast import Forecast
-    from batchgen.jobs.generation import Engine
-    from batchgen.jobs.job_parts import JobParts
 
 _SAID_BY_CLASS = ("name", "step_inputs", "decide")
 """Attributes that every strategy's own class has: what BaseStrategy cannot say for it."""
@@ -84,38 +79,6 @@ class OpenedJob:
     prompt: Prompt
     dtype: torch.dtype
     max_model_len: int
-
-    def parts(self, config: JobConfig, fingerprints: Mapping[str, str]) -> JobParts:
-        """What `batchgen.jobs.run_job` runs the job on.
-
-        Args:
-            config: the job's configuration.
-            fingerprints: of the models, the dtype and the constraint, by name.
-        """
-        from batchgen.jobs.job_parts import JobParts
-
-        tokenizer = self.model.tokenizer
-        return JobParts(
-            source=self.source,
-            prompt=self.prompt,
-            bos_id=None if tokenizer is None else tokenizer.bos_token_id,
-            max_model_len=self.max_model_len,
-            columns=output_columns(config.params, self.strategy, self.context_columns),
-            fingerprints=fingerprints,
-            build_engine=partial(self.build_engine, config),
-            strategy=self.strategy,
-            decode=None if tokenizer is None else partial(decode, tokenizer),
-            decode_all=None if tokenizer is None else decode_with(tokenizer),
-            close=lambda: None if self.compiler is None else self.compiler.close(),
-            predict=partial(self._predict, config),
-        )
-
-    def _predict(
-        self, config: JobConfig, engine: Engine, answers: int, start_s: float
-    ) -> Forecast | None:
-        from batchgen.forecast.at_start import predict
-
-        return predict(config, self, engine.memory, answers, start_s)
 
     def fingerprints(self, config: JobConfig) -> dict[str, str]:
         """Fingerprints of what decides the answers besides configuration and data set.
@@ -171,16 +134,6 @@ class OpenedJob:
             config.engine.device,
             tuple(column.name for column in self.context_columns),
         )
-
-
-def job_parts(config: JobConfig) -> JobParts:
-    """Open and check all that a job runs on, except the weights: those load when rows need them.
-
-    Raises:
-        ConfigError: a user's mistake in any of them.
-    """
-    opened = open_job(config)
-    return opened.parts(config, opened.fingerprints(config))
 
 
 def open_job(config: JobConfig) -> OpenedJob:

@@ -67,13 +67,6 @@ class GradedJob:
         if numbers and (copies := copies_warning(n, temperature)) is not None:
             print(f"batchgen: warning: {self.given} has {copies}", file=sys.stderr)
 
-    def renew_report(self) -> None:
-        """Make the report again, if the job has one, so that it tells of the present scores."""
-        from batchgen.report.write_report import REPORT, try_report
-
-        if (self.path / REPORT).is_file():
-            try_report(self.path)
-
     @property
     def text_column(self) -> str:
         return self._reader.text_column

@@ -45,9 +45,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import batchgen.jobs.job_parts
 import batchgen.jobs.run_job
 import batchgen.python.llm
-import batchgen.resolve.opened_job
 from batchgen.compose.compose_config import compose
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.folder.read_job import JobFolderReader
@@ -86,7 +86,7 @@ def arguments(out: Path, rows: Path) -> list[str]:
 
 def run_real(command: list[str]) -> JobResult:
     config = compose({}, command)
-    return batchgen.jobs.run_job.run_job(config, batchgen.resolve.opened_job.job_parts(config))
+    return batchgen.jobs.run_job.run_job(config, batchgen.jobs.job_parts.job_parts(config))
 
 
 def work(job: Job, clock: float) -> None:

@@ -23,7 +23,6 @@ import pytest
 
 import batchgen.jobs.run_job
 import batchgen.python.llm  # noqa: F401  (the imports are what the forks need)
-import batchgen.resolve.opened_job
 
 
 def fork_server() -> ForkServerContext:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,7 +15,8 @@ from batchgen.cli.job_outcome import column_list, exit_code
 from batchgen.cli.verb_table import Parser
 from batchgen.folder.open_folder import open_job
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.texts.row_json import json_readers, json_text, plain_text
+from batchgen.texts.row_json import json_readers
+from batchgen.texts.row_writers import WRITERS, WriteRow, spreadsheet
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import user_path
 
@@ -67,7 +66,7 @@ def _export(arguments: Sequence[str]) -> int:
         shown = reader.storage.shown
         raise ConfigError(f"no row of {shown} is finished yet: there is nothing to export")
     with _opened(path) as file:
-        writer = _spreadsheet if given.quote_formulas else WRITERS[form]
+        writer = spreadsheet if given.quote_formulas else WRITERS[form]
         count = _write(reader, schema, writer, file)
     if path is not None:
         print(f"{count:,} rows in {given.file}", file=sys.stderr)
@@ -77,7 +76,7 @@ def _export(arguments: Sequence[str]) -> int:
 def _write(
     reader: JobFolderReader,
     schema: pa.Schema,
-    writer: Callable[[TextIO, Sequence[str]], _Write],
+    writer: Callable[[TextIO, Sequence[str]], WriteRow],
     file: TextIO,
 ) -> int:
     """Write all rows and return their number."""
@@ -90,63 +89,6 @@ def _write(
         write(row)
         count += 1
     return count
-
-
-_FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r]")
-"""How a text begins that spreadsheets take for a formula; some read wide signs alike."""
-_Write = Callable[[Mapping[str, Any]], None]
-
-
-def _jsonl(file: TextIO, columns: Sequence[str]) -> _Write:
-    return lambda row: print(json_text(row), file=file)
-
-
-class _UnixLines:
-    """Writes each line that it gets to a file, with `\\n` for the `\\r\\n` at its end."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def write(self, line: str) -> int:
-        return self._file.write(line.removesuffix("\r\n") + "\n")
-
-
-def _csv(
-    file: TextIO, columns: Sequence[str], quoted: Callable[[str], str] = lambda text: text
-) -> _Write:
-    """A cell is the text itself, a number as Python writes it, else as `plain_text` has it; texts
-    are `quoted`."""
-    # It quotes a carriage return, at which readers end a line, only if lines end with one.
-    writer = csv.writer(_UnixLines(file), lineterminator="\r\n")
-    writer.writerow(map(quoted, columns))
-
-    def cell(value: Any) -> Any:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return value if value is None or is_number else quoted(plain_text(value))
-
-    return lambda row: writer.writerow([cell(row[name]) for name in columns])
-
-
-def _spreadsheet(file: TextIO, columns: Sequence[str]) -> _Write:
-    """As `_csv`, without texts that a spreadsheet would take for formulas."""
-    return _csv(file, columns, lambda text: "'" + text if _FORMULA.match(text) else text)
-
-
-def _txt(file: TextIO, columns: Sequence[str]) -> _Write:
-    def write(row: Mapping[str, Any]) -> None:
-        value = row[columns[0]]
-        text = "" if value is None else plain_text(value)
-        print(text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r"), file=file)
-
-    return write
-
-
-WRITERS: dict[str, Callable[[TextIO, Sequence[str]], _Write]] = {
-    "jsonl": _jsonl,
-    "csv": _csv,
-    "txt": _txt,
-}
-"""For each format, what makes a function that writes a row to a text file."""
 
 
 def _format_of(path: Path | None) -> str:

@@ -61,6 +61,7 @@ def _grade(arguments: Sequence[str]) -> int:
     from batchgen.grades.changed_marks import ChangedMarks
     from batchgen.grading.build_steps import check_scored, post_steps
     from batchgen.jobs.graded_job import save_scores, score
+    from batchgen.report.write_report import renew_report
     from batchgen.scoring.samples import Samples
 
     check_scored(post_steps(config.post), config.score, job.columns)
@@ -74,7 +75,7 @@ def _grade(arguments: Sequence[str]) -> int:
                 print(line)
         scores = score(samples)
         save_scores(job.path, scores)
-        job.renew_report()
+        renew_report(job.path)
     print(f"{count:,} rows graded" if count else "All rows have these grades already.")
     if scores is not None:
         job.warn_of_copies()

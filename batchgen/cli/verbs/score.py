@@ -41,6 +41,7 @@ def _score(arguments: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     job = GradedJob(given.out, "score")
     config = scoring(job, given.override)
+    from batchgen.report.write_report import renew_report
     from batchgen.scoring.job_score import job_score, save_score
     from batchgen.texts.text_table import score_lines, table
 
@@ -49,7 +50,7 @@ def _score(arguments: Sequence[str]) -> int:
     if given.save:
         with job.locked():
             save_score(job.path, scores)
-            job.renew_report()
+            renew_report(job.path)
     print(
         json.dumps(scores, indent=2, ensure_ascii=False)
         if given.json

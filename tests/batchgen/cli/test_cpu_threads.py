@@ -12,7 +12,7 @@ import torch
 from batchgen.cli.cpu_threads import share_cores
 from batchgen.model import open_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_threads_spin_shortly_and_then_sleep() -> None:

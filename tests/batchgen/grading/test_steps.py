@@ -231,7 +231,8 @@ def test_no_text_takes_long(piece: str) -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     program = (
-        "import sys, batchgen.grading.grade_rows, batchgen.grading.extract, batchgen.grading.grade, "
+        "import sys, batchgen.grading.grade_rows, batchgen.grading.extract, "
+        "batchgen.grading.grade, "
         "batchgen.grading.parse_score, batchgen.grading.choices; "
         "print({'torch', 'numpy', 'pyarrow', 'sympy', 'hydra'} & set(sys.modules))"
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from object_files import AFTER, BEFORE, FaultyFiles, store_in
 from racing_workers import winners
-from test_protocol import Workers
+from test_lease_protocol import Workers
 from workers_model import MemoryStore
 
 from batchgen.leases.file_store import FolderGone

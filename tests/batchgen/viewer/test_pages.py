@@ -341,7 +341,7 @@ def test_the_server_starts_without_the_libraries_of_models(tmp_path: Path) -> No
     program = """
 import sys
 from pathlib import Path
-from batchgen.command import view
+from batchgen.cli.verbs import view
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.viewer.job_view import JobView
 from batchgen.viewer.job_view import Sample

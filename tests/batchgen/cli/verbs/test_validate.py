@@ -1,4 +1,4 @@
-"""batchgen.cli.verbs.validate: which shards it finds valid, which not, and what it reports of a folder."""
+"""`batchgen validate`: which shards it finds valid, which not, and what it reports of a folder."""
 
 from __future__ import annotations
 
