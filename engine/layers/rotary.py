@@ -139,7 +139,7 @@ class YarnRope(DefaultRope):
         return 1.0 / (self.factor * powers) * (1 - keep) + 1.0 / powers * keep
 
     def _ramp_range(self, head_dim: int) -> tuple[float, float]:
-        """Return the pairs of `beta_fast` and `beta_slow` turns, at which the ramp starts and ends."""
+        """Return the pairs of `beta_fast` and `beta_slow` turns, where the ramp starts and ends."""
 
         def pair(turns: float) -> float:
             positions = self.original_max_position_embeddings

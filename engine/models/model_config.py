@@ -150,7 +150,7 @@ def extra_value(hf: PretrainedConfig, key: str, kind: type[T], default: T) -> T:
 
 
 def fp8_format(hf: PretrainedConfig) -> FP8Format | None:
-    """Return how a checkpoint's weights are in FP8, or raise ValueError for another quantisation."""
+    """Return how a checkpoint's weights are in FP8; raise ValueError for another quantisation."""
     return checkpoint_format(hf.to_dict().get("quantization_config"))
 
 

@@ -65,8 +65,8 @@ class TokenModel(nn.Module, ABC):
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute the hidden states from which `compute_logits` computes logits.
 
-        Returns [T, hidden_size] in the model's dtype, or [R, hidden_size] if `ctx.outputs` names R
-        tokens.
+        The tokens [T] int64 stand at absolute positions [T] in their rows. Returns [T, hidden_size]
+        in the model's dtype, or [R, hidden_size] if `ctx.outputs` names R tokens.
         """
 
     @abstractmethod

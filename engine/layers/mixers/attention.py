@@ -116,7 +116,7 @@ class Attention(nn.Module):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + attention(hidden), as `Mixer` says; the result overwrites the residual."""
+        """Return residual + attention(hidden) as `Mixer` says, in the place of the residual."""
         assert cos_sin is not None
         cache = ctx.cache(self.layer, KVCache)
         gate, qkv = self.qkv_proj(hidden).tensor_split([self._gate_size], dim=1)

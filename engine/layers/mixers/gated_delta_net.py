@@ -158,7 +158,7 @@ class GatedDeltaNet(nn.Module):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + network(hidden), as `Mixer` says; states move on as `RowMetadata` says."""
+        """Return residual + network(hidden) as `Mixer` says; states move on as `RowMetadata` says."""
         shape, heads = self.shape, self.shape.num_value_heads
         mixed, gate, b, a = self.in_proj(hidden).split(
             [shape.channels, shape.values, heads, heads], dim=1
@@ -265,7 +265,7 @@ def _state_spec(shape: DeltaShape, dtype: torch.dtype) -> StateSpec:
 
 
 def _kind_by_kind(rows: Tensor, sizes: list[int]) -> Tensor:
-    """Put rows [key heads · sum(sizes), …] that stand key head by key head in the order of kinds."""
+    """Put rows [key heads · sum(sizes), …] that stand key head by key head in order of kinds."""
     kinds = rows.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
     return torch.cat([kind.flatten(0, 1) for kind in kinds])
 
