@@ -158,7 +158,7 @@ class GatedDeltaNet(nn.Module):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + network(hidden) as `Mixer` says; states move on as `RowMetadata` says."""
+        """Return residual + network(hidden) as `Mixer` says; `RowMetadata` says where states go."""
         shape, heads = self.shape, self.shape.num_value_heads
         mixed, gate, b, a = self.in_proj(hidden).split(
             [shape.channels, shape.values, heads, heads], dim=1
