@@ -40,7 +40,7 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype | None = None,  # None: the checkpoint's, float32 for a GGUF file
     load_format: LoadFormat = "auto",
-    heads: Collection[str] = (),  # those of the model's heads to load with it
+    heads: Collection[str] = (),  # the model's heads to load with it
     quantization: Quantization | None = None,  # `fp8` rounds weights of layers that are not in FP8
     native_fp8: bool | None = None,  # keep FP8 instead of dequantising; None: if the device can
     parallel: TensorParallel = ALONE,  # the ranks; only this one's weights are read
