@@ -123,8 +123,7 @@ def gguf_weights(file: GGUFFile, model: CausalLM) -> Iterator[tuple[str, Tensor]
 
 
 def _hf_name(name: str) -> str:
-    """Return a tensor's name in transformers' checkpoints; unknown ones stay, for the loader to
-    report."""
+    """Return a tensor's name in transformers' checkpoints, or an unknown one as it is."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
