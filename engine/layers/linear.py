@@ -45,7 +45,7 @@ class CPUProducts:
 
     @property
     def unsteady(self) -> list[str]:
-        """The weights whose rows' bits depend on the batch in any case, as `1024×3072 in float32`."""
+        """The weights whose rows' bits depend on the batch anyhow, as `1024×3072 in float32`."""
         return [
             f"{k}×{n} in {str(dtype).removeprefix('torch.')}"
             for ((n, k), dtype, _), product in self._chosen.items()
