@@ -13,12 +13,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from batchgen.command.job import be_quiet, refusal, report, run_configured
-from batchgen.command.options import Options, asks_hydra, parse_options
-from batchgen.command.terminal import guard_terminal
-from batchgen.command.verbs import VERBS, run_verb
-from batchgen.cpu_threads import share_cores
-from batchgen.errors import ConfigError, JobError
+from batchgen.cli.cpu_threads import share_cores
+from batchgen.cli.job_outcome import be_quiet, refusal, report
+from batchgen.cli.options import Options, asks_hydra, parse_options
+from batchgen.cli.verb_table import VERBS, run_verb
+from batchgen.python.configured_job import run_configured
+from batchgen.texts.terminal import guard_terminal
+from batchgen.util.errors import ConfigError, JobError
 
 
 def main() -> None:
@@ -54,37 +55,37 @@ def run_command(arguments: Sequence[str]) -> int:
 
 def _run_options(options: Options) -> int:
     if "--version" in options.flags:
-        from batchgen.command.version import versions
+        from batchgen.util.versions import versions
 
         print(versions())
         return 0
     if "--help" in options.flags:
-        from batchgen.command.help import help_text
+        from batchgen.cli.help import help_text
 
         print(help_text(options.overrides))
         return 0
     if "--completion" in options.flags:
-        from batchgen.command.completion import completion_script
+        from batchgen.cli.completion import completion_script
 
         print(completion_script(options.values["--completion"][-1]))
         return 0
     if asks_hydra(options):
-        from batchgen.command.hydra_app import run_hydra
+        from batchgen.cli.hydra_app import run_hydra
 
         return run_hydra(options)
-    from batchgen.command.run import composed, show_config
+    from batchgen.cli.run_options import composed, show_config
 
     if "--cfg" in options.flags:
         return show_config(options)
     if {"--multirun", "--dry-run"} <= options.flags:
         raise ConfigError("--dry-run shows one job: leave out --multirun and give one value each")
     if "--multirun" in options.flags:
-        from batchgen.command.sweep import run_sweep
+        from batchgen.cli.sweep import run_sweep
 
         return run_sweep(options, lambda config: report(lambda: run_configured(config)))
     config = composed(options)
     if "--dry-run" in options.flags:
-        from batchgen.command.dry_run import show
+        from batchgen.planning.dry_run import show
 
         return show(config)
     return report(lambda: run_configured(config))

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from batchgen.engine.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from batchgen.engine.llm_engine import LLMEngine
     from batchgen.engine.parallel.rank_processes import RankProcesses
 
 
@@ -109,7 +108,19 @@ class Leader:
         self._processes.close()
 
 
-def follow(engine: LLMEngine, connection: Connection[Any, Any]) -> None:
+class Follower(Protocol):
+    """The engine of a rank that does what rank 0 does."""
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+    ) -> None: ...
+
+    def abort(self, request_id: str) -> bool: ...
+
+    def follow(self, step: Step) -> None: ...
+
+
+def follow(engine: Follower, connection: Connection[Any, Any]) -> None:
     """Do what rank 0 does, until it closes the connection.
 
     Raises:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from step_map_data import Histogram, Line, PlotError, StepMaps, TracedRow, load_tokenizer, read_job
 
-from batchgen.paths import short_user_path
+from batchgen.util.paths import short_user_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,7 +16,7 @@ import pyarrow.dataset as ds
 import yaml
 
 from batchgen.prompts.used_columns import used_columns
-from batchgen.shorten import beginning, end
+from batchgen.util.shorten import beginning, end
 
 STEP_NAMES = {"DLLMStrategy": "denoise step", "ARSpecStrategy": "forward"}
 """The name of what step_map counts, by the class of the strategy; for others it is "step"."""

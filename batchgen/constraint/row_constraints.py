@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from batchgen.config import (
+from batchgen.config.constraint_config import (
     ConstraintConfig,
     NoConstraintConfig,
     constraint_column,
     job_constraint,
 )
-from batchgen.constraint.timed import TimedConstraints
-from batchgen.dataset.columns import column_path, feature_at, value_at
-from batchgen.dataset.source import Row
+from batchgen.constraint.timed_checks import TimedConstraints
+from batchgen.dataset.dataset_columns import column_path, feature_at, value_at
+from batchgen.dataset.row_source import Row
 from batchgen.dataset.stored_json import without_filled_nulls
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.json_schema.json_text import compact_json
-from batchgen.errors import ConfigError
-from batchgen.shorten import some_names
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
 
 MAX_CACHED = 4096
 """How many different cells of the column are kept with the constraints that were made of them."""

@@ -9,7 +9,11 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from batchgen.config import AnyConstraintConfig, JsonConstraintConfig, JsonSchemaConstraintConfig
+from batchgen.config.constraint_config import (
+    AnyConstraintConfig,
+    JsonConstraintConfig,
+    JsonSchemaConstraintConfig,
+)
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.constraint import MARKER_GAP
 from batchgen.engine.constraint.json_schema.json_text import WHITESPACE, NotJson, parse_json

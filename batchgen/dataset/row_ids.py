@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
-from batchgen.errors import ConfigError
+from batchgen.util.errors import ConfigError
 
 MAX_NAMED = 3
 

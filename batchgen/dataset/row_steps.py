@@ -9,12 +9,12 @@ from typing import Any
 import pyarrow as pa
 from datasets import Features
 
-from batchgen.dataset.source import Row, RowSource
+from batchgen.dataset.row_source import Row, RowSource
 from batchgen.engine.base.outputs import RequestError
-from batchgen.errors import ConfigError
 from batchgen.grading.choices import BadChoices, RowStep
 from batchgen.grading.step import arrow_schema
-from batchgen.shorten import some_names
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
-from batchgen.config import StepConfig, strategy_options
-from batchgen.errors import ConfigError
+from batchgen.config.job_config import ScoreConfig, StepConfig
+from batchgen.config.named_code import named_code
+from batchgen.config.strategy_options import strategy_options
 from batchgen.grading.choices import RowStep
-from batchgen.grading.rows import StepChain
-from batchgen.grading.step import PostStep
-from batchgen.named_code import named_code
-from batchgen.shorten import some_names
+from batchgen.grading.grade_rows import StepChain
+from batchgen.grading.step import MARK, PostStep
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
 
 
 def row_steps(configs: Sequence[StepConfig]) -> tuple[RowStep, ...]:
@@ -86,3 +88,28 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def check_scored(post: Sequence[PostStep], config: ScoreConfig, columns: Sequence[str]) -> None:
+    """Check before a job runs that it can be scored when it ends. Marks whose column has a prefix
+    give no scores, which is said on stderr if there are no others.
+
+    Args:
+        columns: of the output.
+
+    Raises:
+        ConfigError: a column of the group `score` is not among them.
+    """
+    made = [column.name for step in post for column in step.columns]
+    if MARK not in made and (marks := [name for name in made if name.endswith(f"_{MARK}")]):
+        print(
+            f"batchgen: warning: there will be no scores: these are made of the column {MARK}, and "
+            f"the steps of post write {', '.join(marks)}: leave out the prefix of one of them",
+            file=sys.stderr,
+        )
+    for key, name in {"subset": config.subset, "cluster": config.cluster}.items():
+        if post and name is not None and name not in columns:
+            raise ConfigError(
+                f"score.{key}: the rows of the output have no column {name!r}: choose among "
+                f"{some_names(columns)}, or have it copied (dataset.columns)"
+            )

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, Literal, Protocol, TypeVar
 
-from batchgen.errors import ConfigError
 from batchgen.grading.step import Column
+from batchgen.util.errors import ConfigError
 
 T = TypeVar("T")
 

@@ -9,14 +9,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from batchgen.engine.constraint.json_schema.json_text import NotJson, parse_json
-from batchgen.errors import ConfigError
 from batchgen.grading.latex import Span, boxes, stripped
 from batchgen.grading.step import AnswerRow, AnswerRows, Column, GradeFailure, TextStep
+from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from batchgen.grading.lone_boxes import LoneBoxes
+    from batchgen.grading.boxed_fast import LoneBoxes
 
 Method = Literal["boxed", "last_number", "letter", "regex", "json_path", "whole"]
 METHODS = ("boxed", "last_number", "letter", "regex", "json_path", "whole")
@@ -133,7 +133,7 @@ class Extract(TextStep):
     def apply_all(
         self, rows: AnswerRows, failures: dict[int, GradeFailure]
     ) -> dict[str, list[Any]]:
-        from batchgen.grading.lone_boxes import parts_of  # workers need no numpy
+        from batchgen.grading.boxed_fast import parts_of  # workers need no numpy
 
         texts = rows.texts
         lone = self._lone_boxes(texts)
@@ -148,7 +148,7 @@ class Extract(TextStep):
 
     def _lone_boxes(self, texts: pa.StringArray) -> LoneBoxes:
         """`lone_boxes` of texts without a mark of the reasoning, if nothing comes before boxes."""
-        from batchgen.grading.lone_boxes import LoneBoxes, lone_boxes
+        from batchgen.grading.boxed_fast import LoneBoxes, lone_boxes
 
         marks = [mark for mark in (self.reasoning_start, self.reasoning_end) if mark is not None]
         if self.methods[0] != "boxed" or self.reasoning_required or "" in marks:

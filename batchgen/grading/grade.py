@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
+from batchgen.config.named_code import named_code
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.constraint.json_schema.json_text import NotJson, parse_json, parse_unique_json
 from batchgen.engine.constraint.json_schema.validator import make_validator
-from batchgen.errors import ConfigError
 from batchgen.grading.choices import LETTERS
 from batchgen.grading.integers import normal_integer, short_integers
 from batchgen.grading.latex import plain
 from batchgen.grading.mathematics.same import MOST_CHARACTERS, forms, same_math
 from batchgen.grading.step import AnswerRow, AnswerRows, Column, GradeFailure
-from batchgen.named_code import named_code
+from batchgen.util.errors import ConfigError
 
 Method = Literal["integer", "math", "choice", "exact", "regex", "json_schema", "function"]
 METHODS = ("integer", "math", "choice", "exact", "regex", "json_schema", "function")

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.errors import ConfigError
 from batchgen.grading.latex import number
 from batchgen.grading.step import AnswerRow, Column, TextStep
+from batchgen.util.errors import ConfigError
 
 _LABELLED = (
     r"(?i:\b(?:score|rating|grade|mark)\b)[\s*_\"']{0,4}(?:is\b|[:=])?[\s*_\"'\[(]{0,6}"

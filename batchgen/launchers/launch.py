@@ -5,16 +5,16 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from batchgen.config import (
-    JobConfig,
+from batchgen.config.job_config import JobConfig
+from batchgen.config.launcher_config import (
     LocalLauncherConfig,
     RayLauncherConfig,
     SlurmLauncherConfig,
 )
-from batchgen.errors import ConfigError
 from batchgen.launchers.launched import Launched
-from batchgen.output.own_files import refuse_links
-from batchgen.paths import is_url
+from batchgen.leases.own_files import refuse_links
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url
 
 _PACKAGES = {"ray": "ray", "slurm": "submitit"}
 

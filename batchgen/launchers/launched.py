@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import ConfigError
-from batchgen.output.lock import FolderLock
-from batchgen.output.patience import patiently
-from batchgen.workers.watch import read_beat
+from batchgen.leases.failure_detector import read_beat
+from batchgen.leases.folder_lock import FolderLock
+from batchgen.leases.patience import patiently
+from batchgen.util.errors import ConfigError
 
 COMPLETE = (0, 3)
 """The exit codes of a complete job, and of a worker that has seen it complete."""

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from batchgen.config import JobConfig, LocalLauncherConfig
-from batchgen.errors import ConfigError
+from batchgen.config.job_config import JobConfig
+from batchgen.config.launcher_config import LocalLauncherConfig
 from batchgen.launchers.launched import Launched, LaunchedFolder
 from batchgen.launchers.process import (
     Command,
@@ -20,6 +20,7 @@ from batchgen.launchers.process import (
     worker_job,
 )
 from batchgen.launchers.supervisor import Place, Supervisor
+from batchgen.util.errors import ConfigError
 
 BEAT_SECONDS = 2.0
 """Seconds between heartbeats of workers on this machine, where one costs next to nothing."""

@@ -10,9 +10,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from batchgen.output.job_folder import refuse_foreign_files, unusable
-from batchgen.output.own_files import LOGS
-from batchgen.output.storage import FolderStorage
+from batchgen.folder.job_folder import refuse_foreign_files, unusable
+from batchgen.leases.own_files import LOGS
+from batchgen.storage.job_storage import FolderStorage
 
 
 def make_logs(out: Path, launcher: str) -> Path:

@@ -12,15 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-import batchgen
-from batchgen.config import JobConfig, NoLauncherConfig
-from batchgen.config.load import job_file_text
-from batchgen.workers.heartbeat import LAUNCHER
+from batchgen.compose.load_config import job_file_text
+from batchgen.config.job_config import JobConfig
+from batchgen.config.launcher_config import NoLauncherConfig
+from batchgen.leases.heartbeat import LAUNCHER
 
 Output = tuple[Path, Path]
 """The files that get what a worker prints to stdout and stderr."""
 Command = Callable[[Path, int], Sequence[str]]
 """The arguments of a worker's interpreter, from the job's file and the worker's place."""
+
+_ROOT = Path(__file__).parents[2]
+"""The folder that the package batchgen is in."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def worker_arguments(job: Path, place: int) -> list[str]:
     """
     # Python would look for batchgen in the working directory first, where it may well be another
     # one; where this one is there, nothing else may say where it is.
-    safe = [] if Path.cwd() == Path(batchgen.__path__[0]).parent else ["-P"]
+    safe = [] if Path.cwd() == _ROOT else ["-P"]
     return [*safe, "-m", "batchgen", str(job), f"workers.name={place}", "--trust", str(job)]
 
 

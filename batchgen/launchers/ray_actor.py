@@ -11,9 +11,9 @@ from typing import Any
 
 import ray
 
-from batchgen.errors import ConfigError
 from batchgen.launchers.process import End, Output, WorkerProcess
 from batchgen.launchers.ray_cluster import Heart
+from batchgen.util.errors import ConfigError
 
 _LOOK_SECONDS = 0.1
 _STOPPED = End(143, "was stopped")

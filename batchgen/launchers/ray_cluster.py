@@ -14,8 +14,9 @@ from typing import Any
 
 import ray
 
-from batchgen.config import JobConfig, RayLauncherConfig
-from batchgen.errors import ConfigError
+from batchgen.config.job_config import JobConfig
+from batchgen.config.launcher_config import RayLauncherConfig
+from batchgen.util.errors import ConfigError
 
 _ANSWER_SECONDS = 10.0
 _LOOK_SECONDS = 2.0

@@ -17,7 +17,8 @@ from typing import Any
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from batchgen.config import JobConfig, RayLauncherConfig
+from batchgen.config.job_config import JobConfig
+from batchgen.config.launcher_config import RayLauncherConfig
 from batchgen.launchers.launched import COMPLETE, Launched, LaunchedFolder
 from batchgen.launchers.local import BEAT_SECONDS
 from batchgen.launchers.logs import make_logs, remove_logs

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from batchgen.duration import duration
 from batchgen.launchers.launched import LaunchedFolder, counted_errors, counted_rows
+from batchgen.util.duration import duration
 
 _LINE_SECONDS = 30.0
 _BAR_SECONDS = 1.0

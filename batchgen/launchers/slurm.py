@@ -15,8 +15,8 @@ from pathlib import Path
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError, UncompletedJobError
 
-from batchgen.config import JobConfig, SlurmLauncherConfig
-from batchgen.errors import ConfigError
+from batchgen.config.job_config import JobConfig
+from batchgen.config.launcher_config import SlurmLauncherConfig
 from batchgen.launchers.launched import COMPLETE, Launched, LaunchedFolder
 from batchgen.launchers.local import BEAT_SECONDS
 from batchgen.launchers.logs import make_logs, remove_logs
@@ -29,6 +29,7 @@ from batchgen.launchers.process import (
 )
 from batchgen.launchers.slurm_task import SlurmTask
 from batchgen.launchers.supervisor import Place, Supervisor
+from batchgen.util.errors import ConfigError
 
 _ASK_SECONDS = 30.0
 """How often Slurm is asked how the tasks are; their results are seen as files, at once."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from batchgen.launchers.launched import COMPLETE, Launched, LaunchedFolder, counted_rows
 from batchgen.launchers.process import End, Output, Process
 from batchgen.launchers.shown import Shown
-from batchgen.signals import StopSignals
+from batchgen.util.signals import StopSignals
 
 _LOOK_SECONDS = 0.2
 _LAST_LINES = 15

@@ -26,7 +26,7 @@ from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.replicas import Leader
 from batchgen.engine.strategy import Strategy
-from batchgen.model.source import resolve_model
+from batchgen.model.model_source import resolve_model
 
 DeviceName = Literal["auto", "cuda", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]

@@ -8,8 +8,8 @@ from batchgen.engine.loading.config_file import LoadFormat
 from batchgen.engine.loading.safetensors_files import tensor_names
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.strategy import Checkpoint, Head, Strategy
-from batchgen.errors import ConfigError
 from batchgen.model.open_model import OpenedModel, open_model
+from batchgen.util.errors import ConfigError
 
 
 def strategy_heads(strategy: Strategy, model: OpenedModel) -> list[str]:

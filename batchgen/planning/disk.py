@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from batchgen.engine.base.outputs import OutputColumn, RequestOutput
-from batchgen.output.schema import FinishedRow, OutputSchema
-from batchgen.output.shards import write_shard
-from batchgen.planning.forecast import Range
-from batchgen.planning.scan import ReadRow
-from batchgen.planning.work import common_prefix
-from batchgen.scoring.random_bits import random_below, random_words
+from batchgen.forecast.forecast import Range
+from batchgen.forecast.planned_work import common_prefix
+from batchgen.forecast.scan import ReadRow
+from batchgen.shards.output_schema import FinishedRow, OutputSchema
+from batchgen.shards.shard_files import write_shard
+from batchgen.util.random_bits import random_below, random_words
 
 _ROWS = 200
 _TOKENS = 100_000

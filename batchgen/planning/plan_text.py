@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from batchgen.duration import duration
+from batchgen.forecast.forecast import Range
+from batchgen.forecast.scan import Scan
 from batchgen.launchers.launch import described
-from batchgen.planning.forecast import Range
-from batchgen.planning.plan import Constraints, Plan, length_figures
-from batchgen.planning.scan import Scan
-from batchgen.shorten import beginning, wrapped
+from batchgen.planning.job_plan import Constraints, Plan, length_figures
+from batchgen.util.duration import duration
+from batchgen.util.shorten import beginning, wrapped
 
 WIDTH = 80
 _NAME = 11

@@ -13,25 +13,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from batchgen.config import JobConfig, NoConstraintConfig
+from batchgen.config.constraint_config import NoConstraintConfig
+from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.layers.fp8_format import has_fp8_units
-from batchgen.errors import ConfigError
+from batchgen.forecast.devices import DEVICES, Device, device_named
+from batchgen.forecast.engine_estimate import EngineRoom, engine_room
+from batchgen.forecast.forecast import Forecast, forecast
+from batchgen.forecast.planned_work import here, job_work, same_speed, step_cost
+from batchgen.forecast.scan import FoundRows, Scan, scan_rows
+from batchgen.jobs.job_parts import parts_of
 from batchgen.kernels.compile_ahead import have_compiled
-from batchgen.paths import is_url
-from batchgen.planning.devices import DEVICES, Device, device_named
-from batchgen.planning.engine_room import EngineRoom, engine_room
-from batchgen.planning.forecast import Forecast, forecast
-from batchgen.planning.plan import Constraints, Plan
-from batchgen.planning.scan import FoundRows, Scan, scan_rows
-from batchgen.planning.settings import PlanSettings
-from batchgen.planning.work import here, job_work, same_speed, step_cost
+from batchgen.planning.job_plan import Constraints, Plan
+from batchgen.planning.plan_settings import PlanSettings
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url
 
 if TYPE_CHECKING:
-    from batchgen.build import OpenedJob
     from batchgen.engine.memory.memory_plan import MemoryPlan
+    from batchgen.forecast.calibration import Seen
     from batchgen.planning.disk import DiskUse
-    from batchgen.planning.seen import Seen
+    from batchgen.resolve.opened_job import OpenedJob
 
 SHOWN_PROMPTS = 2
 MEASURE_S = 0.2
@@ -50,15 +52,15 @@ def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
             is nothing to plan.
     """
     started = time.perf_counter()
-    from batchgen.build import open_job
     from batchgen.launchers.launch import check_launcher
+    from batchgen.resolve.opened_job import open_job
 
     if settings.device is not None:  # the job's own device need not be here
         config = replace(config, engine=replace(config.engine, device="auto"))
     check_launcher(config)
     opened = open_job(config)
-    with closing(opened.parts(config, {})) as parts:
-        from batchgen.job import check_rows
+    with closing(parts_of(opened, config, {})) as parts:
+        from batchgen.jobs.run_job import check_rows
 
         check_rows(config, parts)  # refuses what a run refuses
         return _Planner(config, settings, opened).plan(started)
@@ -73,7 +75,7 @@ class _Planner:
         self._warnings: list[str] = []
 
     def plan(self, started: float) -> Plan:
-        from batchgen.planning.reading import job_reading
+        from batchgen.forecast.prompt_reading import job_reading
 
         config, opened = self._config, self._opened
         reading = job_reading(config, opened)
@@ -117,7 +119,7 @@ class _Planner:
 
     def _folder(self) -> tuple[str, int]:
         """What lies in the output folder, and how many answers of this job."""
-        from batchgen.command.dry_run_folder import folder_state
+        from batchgen.planning.folder_state import folder_state
 
         try:
             state = folder_state(self._config, self._opened)
@@ -173,7 +175,7 @@ class _Planner:
 
     def _seen(self, scan: Scan, device: Device) -> Seen | None:
         """What an earlier job or a probe has shown."""
-        from batchgen.planning.seen import seen_in
+        from batchgen.forecast.calibration import seen_in
 
         config, settings = self._config, self._settings
         if settings.probe:
@@ -185,7 +187,7 @@ class _Planner:
             return probe(config, self._opened, scan.sample, number, answers)
         same = same_speed(config)
         if settings.like is not None:
-            from batchgen.command.job_rows import open_folder
+            from batchgen.folder.open_folder import open_folder
 
             path = open_folder(settings.like, "plan.like").path
             found = seen_in(path, same, device.name, settings.like)
@@ -229,7 +231,7 @@ class _Planner:
         return Constraints(len(scan.constraints), compiled, slowest_s, slowest)
 
     def _prompts(self, scan: Scan) -> Iterator[tuple[str, str]]:
-        from batchgen.command.dry_run import shown_prompt
+        from batchgen.planning.dry_run import shown_prompt
 
         for read in scan.sample[:SHOWN_PROMPTS]:
             own = "" if read.row.id == str(read.row.index) else f" ({read.row.id})"
@@ -237,12 +239,12 @@ class _Planner:
             yield title, shown_prompt(read.ids, self._opened.model.tokenizer)
 
     def _disk(self, scan: Scan, expected: Forecast, done: int) -> DiskUse:
-        from batchgen.job import output_schema
-        from batchgen.output.schema import FinishedRow
+        from batchgen.jobs.run_job import output_schema
         from batchgen.planning.disk import disk_use
+        from batchgen.shards.output_schema import FinishedRow
 
         config, source = self._config, self._opened.source
-        parts = self._opened.parts(config, {})
+        parts = parts_of(self._opened, config, {})
         schema = output_schema(config, parts)
         sample = [
             (read, FinishedRow(read.row.id, read.row.index, 0, source.passthrough(read.row)))

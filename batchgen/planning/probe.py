@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchgen.config import JobConfig
+from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.outputs import RequestError
-from batchgen.errors import ConfigError
-from batchgen.fingerprint import derive_seed
+from batchgen.forecast.calibration import RunCounts, Seen
+from batchgen.forecast.planned_work import job_device
+from batchgen.forecast.scan import ReadRow
 from batchgen.kernels.compile_ahead import have_compiled
-from batchgen.planning.scan import ReadRow
-from batchgen.planning.seen import RunCounts, Seen
-from batchgen.planning.work import job_device
+from batchgen.util.errors import ConfigError
+from batchgen.util.fingerprint import derive_seed
 
 if TYPE_CHECKING:
-    from batchgen.build import OpenedJob
     from batchgen.engine.llm_engine import LLMEngine
+    from batchgen.resolve.opened_job import OpenedJob
 
 _WARM_UP_TOKENS = 3
 _FULL_TOKENS = 16

@@ -8,11 +8,11 @@ from dataclasses import MISSING, dataclass, fields
 from numbers import Integral, Real
 from typing import Any, TypedDict, Unpack, get_type_hints
 
-from batchgen.config.convert import convert
+from batchgen.config.convert_value import convert
 from batchgen.engine.sampling.sampling_params import LogprobsMode
 from batchgen.engine.sampling.sampling_params import SamplingParams as RequestParams
-from batchgen.python.constraints import ConstraintLike, as_constraint
-from batchgen.python.names import Names
+from batchgen.python.given_constraints import ConstraintLike, as_constraint
+from batchgen.python.unknown_names import Names
 from batchgen.python.vllm_names import SAMPLING_HARMLESS, SAMPLING_REFUSED, SAMPLING_SAME
 
 NO_LIMIT = 2**31 - 1

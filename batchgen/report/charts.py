@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from batchgen.report.collect import Ints, Lengths
+from batchgen.report.report_data import Ints, Lengths
 from batchgen.report.svg import (
     LEFT,
     RIGHT,
@@ -25,7 +25,7 @@ from batchgen.report.svg import (
     text,
     whole,
 )
-from batchgen.shorten import both_ends
+from batchgen.util.shorten import both_ends
 
 _LEAST_BINS, _BINS = 8, 30
 _MOST_COLUMNS = 64

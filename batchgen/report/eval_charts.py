@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
-from batchgen.hidden import visible
 from batchgen.report.charts import LABEL, LINE, Chart, label
-from batchgen.report.collect import Lengths, Question
+from batchgen.report.report_data import Lengths, Question
 from batchgen.report.svg import (
     RIGHT,
     TOP,
@@ -24,6 +23,7 @@ from batchgen.report.svg import (
     text,
     ticks,
 )
+from batchgen.util.hidden import visible
 
 
 def score_by_length(lengths: Lengths) -> Chart:

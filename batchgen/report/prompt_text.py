@@ -7,10 +7,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.command.row_json import plain_text
-from batchgen.errors import ConfigError
 from batchgen.prompts.used_columns import used_columns
-from batchgen.report.tokens import Decode
+from batchgen.texts.row_json import plain_text
+from batchgen.texts.tokens.token_boxes import Decode
+from batchgen.util.errors import ConfigError
 
 _TEMPLATES = ("system", "user", "text")
 Part = tuple[str, str]
@@ -39,7 +39,7 @@ class PromptText:
     def _compiled(
         self, config: Mapping[str, Any]
     ) -> list[tuple[str, Callable[[Mapping[str, Any], int], str]]]:
-        from batchgen.prompts.templates import RowTemplate
+        from batchgen.prompts.row_templates import RowTemplate
 
         given = [(key, config[key]) for key in _TEMPLATES if isinstance(config.get(key), str)]
         try:

@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow as pa
 from markupsafe import Markup
 
-from batchgen.command.row_json import json_readers, plain_text
-from batchgen.output.metrics import OUTCOMES, constraint_outcome
+from batchgen.folder.job_metrics import OUTCOMES, constraint_outcome
 from batchgen.report.prompt_text import PromptText
-from batchgen.report.texts.rich_text import rich_text
-from batchgen.report.texts.safe_text import Span, environment, shortened
-from batchgen.report.tokens import Decode, TokenView
+from batchgen.texts.math.rich_text import rich_text
+from batchgen.texts.row_json import json_readers, plain_text
+from batchgen.texts.safe_text import Span, environment, shortened
+from batchgen.texts.tokens.token_boxes import Decode, TokenView
 
 CSS = (Path(__file__).parent / "base.css", Path(__file__).parent / "row.css")
 """The style sheets that a page with rows needs; it is for the page to embed or to serve them."""

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchgen.duration import duration
-from batchgen.output.metrics import OUTCOMES
+from batchgen.folder.job_metrics import OUTCOMES
 from batchgen.report.charts import Chart, bars, experts, histogram, numbers, timeline_charts
-from batchgen.report.collect import MOST_QUESTIONS, Collected
 from batchgen.report.eval_charts import Estimate, intervals, question_dots, score_by_length
+from batchgen.report.report_data import MOST_QUESTIONS, Collected
 from batchgen.report.token_facts import TokenFacts
-from batchgen.scoring.table import COUNT_AS
+from batchgen.texts.text_table import COUNT_AS
+from batchgen.util.duration import duration
 
 _MOST_SUBSETS = 100
 _MOST_TEXT = 300  # characters of a message or a name

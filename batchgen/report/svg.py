@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from batchgen.hidden import visible
+from batchgen.util.hidden import visible
 
 WIDTH, HEIGHT = 440, 232
 """Of a chart, in its own units; the page makes it as wide as there is room."""

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.report.collect import Ints
-from batchgen.report.job_data import JobData
+from batchgen.report.report_data import Ints
+from batchgen.report.report_rows import JobData
 
 MOST_VALUES = 8_000_000
 """Values that are read of these columns; the rows behind are not looked at."""

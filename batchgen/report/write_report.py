@@ -11,21 +11,21 @@ from typing import Any
 
 from markupsafe import Markup
 
-from batchgen.duration import duration
-from batchgen.errors import JobError
-from batchgen.hidden import visible
-from batchgen.output.manifest import write_atomic
-from batchgen.output.read_job import JobFolderReader
-from batchgen.output.storage import Storage
-from batchgen.report.collect import collect
-from batchgen.report.decode import job_decode
-from batchgen.report.job_data import JobData
+from batchgen.folder.read_job import JobFolderReader
+from batchgen.report.example_rows import ShownRows, anchor, faults, shown_rows
+from batchgen.report.report_data import collect
+from batchgen.report.report_rows import JobData
 from batchgen.report.row_page import CSS, RowPage
-from batchgen.report.rows import ShownRows, anchor, faults, shown_rows
 from batchgen.report.sections import headline, sections
-from batchgen.report.texts.safe_text import environment
 from batchgen.report.token_facts import token_facts
-from batchgen.report.tokens import Decode
+from batchgen.storage.job_storage import Storage
+from batchgen.storage.manifest import write_atomic
+from batchgen.texts.safe_text import environment
+from batchgen.texts.tokens.decode_tokens import job_decode
+from batchgen.texts.tokens.token_boxes import Decode
+from batchgen.util.duration import duration
+from batchgen.util.errors import JobError
+from batchgen.util.hidden import visible
 
 REPORT = "report.html"
 MOST_BYTES = 5_000_000
@@ -213,3 +213,9 @@ def _attempt(attempt: Mapping[str, Any]) -> tuple[str, ...]:
         attempt["started"], attempt["host"], device, attempt["status"], f"{attempt['rows']:,}",
         duration(attempt["wall_s"]), f"{speed:,.0f}", f"{attempt['peak_rss_mib']:,.0f} MiB",
     )  # fmt: skip
+
+
+def renew_report(job: Path) -> None:
+    """Make the report of a job again, if it has one, so that it tells of the present scores."""
+    if (job / REPORT).is_file():
+        try_report(job)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchgen.scoring.marks import Floats, Ints, Marks
-from batchgen.scoring.metrics import avg_at
+from batchgen.scoring.score_metrics import avg_at
 from batchgen.scoring.student_t import t_quantile
 
 LEVEL = 0.95

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batchgen.config import ScoreConfig
-from batchgen.output.manifest import write_atomic
-from batchgen.output.timeline import metrics_text
+from batchgen.config.job_config import ScoreConfig
+from batchgen.folder.timeline import metrics_text
 from batchgen.scoring.marks import Marks
 from batchgen.scoring.samples import Samples, graded_rows
-from batchgen.scoring.score import score
+from batchgen.scoring.scores import score
+from batchgen.storage.manifest import write_atomic
 
 _TARGET = "graded_against"
 
@@ -43,7 +43,7 @@ def job_targets(job: Path) -> dict[str, str]:
 
 
 def job_score(job: Path, config: ScoreConfig) -> dict[str, Any]:
-    """The scores of a job, as of `batchgen.scoring.score.score`.
+    """The scores of a job, as of `batchgen.scoring.scores.score`.
 
     Raises:
         ConfigError, JobError: as of `job_marks`.

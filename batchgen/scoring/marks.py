@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchgen.config.groups import CutTexts
-from batchgen.errors import ConfigError
+from batchgen.config.job_config import CutTexts
+from batchgen.util.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

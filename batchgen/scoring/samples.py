@@ -8,16 +8,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.config import ScoreConfig
-from batchgen.errors import ConfigError
-from batchgen.grading.grading_pass import Witness
-from batchgen.grading.job_grades import JobGrades
-from batchgen.grading.part import Part
+from batchgen.config.job_config import ScoreConfig
+from batchgen.grades.folder_grades import JobGrades
+from batchgen.grades.grade_files import Part
+from batchgen.grades.grading_pass import Witness
 from batchgen.grading.step import MARK
-from batchgen.output.checked_file import damaged, read_schema
-from batchgen.output.shards import read_columns
 from batchgen.scoring.marks import SAMPLES
-from batchgen.shorten import some_names
+from batchgen.shards.checked_file import damaged, read_schema
+from batchgen.shards.shard_files import read_columns
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
 
 _ANSWER_KEY = "answer_key"
 _ROWS = ("row_id", "sample_index", "finish_reason", "error")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from batchgen.report.texts.word_difference import WordDifference, word_difference
+from batchgen.texts.word_difference import WordDifference, word_difference
 from batchgen.viewer.html import whole_number
 from batchgen.viewer.job_view import MOST_TOKENS, JobView, Sample, same_sample
-from batchgen.viewer.lists.votes import Vote, votes
+from batchgen.viewer.votes import Vote, votes
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
-from batchgen.output.read_job import JobFolderReader
+from batchgen.folder.read_job import JobFolderReader
 from batchgen.viewer.html import NotThere, Query, answer, html_page, redirect, static_file
 from batchgen.viewer.job_view import JobView
 from batchgen.viewer.jobs_below import DEEPEST, JobBelow, config_fault, jobs_below

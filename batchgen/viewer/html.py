@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-from batchgen.errors import ConfigError, JobError
 from batchgen.report.row_page import CSS
-from batchgen.report.texts.safe_text import environment
-from batchgen.viewer.rows.row_ids import StillSearching
+from batchgen.texts.safe_text import environment
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.viewer.rows.row_id_index import StillSearching
 from batchgen.viewer.server import Response
 
 if TYPE_CHECKING:

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from markupsafe import Markup
 
-from batchgen.command.row_view import input_columns
-from batchgen.output.manifest import ROWS
-from batchgen.output.read_job import JobFolderReader
+from batchgen.folder.read_job import JobFolderReader
 from batchgen.report.row_page import Limits, RowPage, Verdict, answer_spans, verdict
-from batchgen.scoring.table import score_lines
-from batchgen.viewer.rows.grades import PREFIX
-from batchgen.viewer.rows.job_rows import JobRows
+from batchgen.report.row_view import input_columns
+from batchgen.storage.manifest import ROWS
+from batchgen.texts.text_table import score_lines
+from batchgen.viewer.rows.grade_columns import PREFIX
 from batchgen.viewer.rows.ranking import Rankings
-from batchgen.viewer.rows.row_ids import RowIds
+from batchgen.viewer.rows.row_id_index import RowIds
+from batchgen.viewer.rows.viewed_rows import JobRows
 
 if TYPE_CHECKING:
     from batchgen.report.prompt_text import Part
-    from batchgen.report.tokens import Decode
+    from batchgen.texts.tokens.token_boxes import Decode
 
 MOST_TOKENS = 4000
 """Of the token view of a row, unless all are asked for: a browser takes seconds for many more."""
@@ -214,7 +214,7 @@ class JobView:
         """
         with self._lock:
             if self._decode is None:
-                from batchgen.report.decode import job_decode
+                from batchgen.texts.tokens.decode_tokens import job_decode
 
                 self._decode = (job_decode(self.config),)
             return self._decode[0]

@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-from batchgen.errors import ConfigError, JobError
-from batchgen.output.manifest import Manifest
-from batchgen.output.read_job import JobFolderReader
+from batchgen.folder.read_job import JobFolderReader
+from batchgen.storage.manifest import Manifest
+from batchgen.util.errors import ConfigError, JobError
 from batchgen.viewer.overview import rows_total
 
 DEEPEST = 4

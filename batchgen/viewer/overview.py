@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.duration import duration
+from batchgen.util.duration import duration
 from batchgen.viewer.job_view import JobView, attempt_of
 from batchgen.viewer.rows.filters import MARKS
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from urllib.parse import urlencode
 
-from batchgen.errors import ConfigError
+from batchgen.util.errors import ConfigError
 from batchgen.viewer.columns import row_columns
+from batchgen.viewer.disagreements import Flips
 from batchgen.viewer.html import (
     NotThere,
     Query,
@@ -19,8 +20,7 @@ from batchgen.viewer.html import (
     whole_number,
 )
 from batchgen.viewer.job_view import JobView
-from batchgen.viewer.lists.flips import Flips
-from batchgen.viewer.lists.list_page import PER_PAGE, list_values
+from batchgen.viewer.list_page import PER_PAGE, list_values
 from batchgen.viewer.overview import overview
 from batchgen.viewer.rows.download import KINDS, Download
 from batchgen.viewer.rows.filters import Filter

@@ -28,7 +28,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from batchgen.errors import ConfigError
+from batchgen.util.errors import ConfigError
 
 ADDRESS = "127.0.0.1"
 LONGEST_TARGET = 8192

@@ -10,17 +10,24 @@ from pathlib import Path
 from secrets import randbelow
 from typing import Any, Literal
 
-from batchgen.config import WorkersConfig
-from batchgen.output.lock import lost
-from batchgen.output.older import Older
-from batchgen.output.storage import FolderStorage, Storage
-from batchgen.workers.file_store import FileStore, FolderGone
-from batchgen.workers.heartbeat import Heartbeat, encoded
-from batchgen.workers.names import LEASES, SESSION, WORKERS, mark_name, parse_worker, worker_name
-from batchgen.workers.operations import Create, Names, Overwrite, Read, Steps, T, carry_out
-from batchgen.workers.process import identity, is_gone
-from batchgen.workers.protocol import Lease, Member, Task, join, publish
-from batchgen.workers.watch import Watch, any_lives, read_beat
+from batchgen.config.workers_config import WorkersConfig
+from batchgen.leases.failure_detector import Watch, any_lives, read_beat
+from batchgen.leases.file_store import FileStore, FolderGone
+from batchgen.leases.folder_lock import lost
+from batchgen.leases.heartbeat import Heartbeat, encoded
+from batchgen.leases.lease_files import (
+    LEASES,
+    SESSION,
+    WORKERS,
+    mark_name,
+    parse_worker,
+    worker_name,
+)
+from batchgen.leases.lease_protocol import Lease, Member, Task, join, publish
+from batchgen.leases.process_identity import identity, is_gone
+from batchgen.leases.store_operations import Create, Names, Overwrite, Read, Steps, T, carry_out
+from batchgen.shards.resume_state import Older
+from batchgen.storage.job_storage import FolderStorage, Storage
 
 _OLDER = f"{LEASES}/older.json"
 _TAIL = 5

@@ -12,7 +12,7 @@ from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.caches.row_states import StateCache
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_cache import KVCache
-from batchgen.kernels.layers.plane import write_plane
+from batchgen.kernels.layers.cache_plane import write_plane
 
 LayerCache = KVCache | Tensor | StateCache
 """What a layer keeps: made from a KVSpec, a LatentSpec or PlaneSpec, or a StateSpec."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from batchgen.engine.parallel.tensor_parallel import SUM_LANES
 from batchgen.kernels.parallel.add_sum_norm import add_sum_norm
-from batchgen.kernels.parallel.gather import gather
 from batchgen.kernels.parallel.inbox import PeerMemory, clear, memory_bytes
+from batchgen.kernels.parallel.rank_gather import gather
 
 _GATHER_LANES = (SUM_LANES, SUM_LANES + 1)
 _INBOX_BYTES = {2: 4 * 2**20}

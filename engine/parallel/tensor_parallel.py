@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from batchgen.engine.base.shard import Shard
-from batchgen.kernels.moe.shared_part import SharedPart
+from batchgen.kernels.layers.shared_part import SharedPart
 
 T = TypeVar("T")
 

@@ -1,11 +1,9 @@
 """The second product of experts in FP8, several tiles of columns by each program, in Triton.
 
-The sums of this product are short, so a program of one tile ends when its pipeline of loads has
-just been filled. Here the loops over tiles of columns and over the steps of a sum are one: the
-weights of the next tile are on their way while the last one is written. What belongs to the places
-(slots and their weights) is loaded once. Both operands are read by the copy engine: the rows of a
-tile lie side by side, and those past its end, which belong to another expert or are zeros, are not
-written.
+The sums are short, so a program of one tile ends when its pipeline of loads has just been filled.
+Here the loops over tiles of columns and over steps are one: the next tile's weights are on their
+way while the last one is written, and slots with their weights are loaded once. The copy engine
+reads both operands: a tile's rows lie side by side, and those past its end are not written.
 """
 
 from __future__ import annotations
@@ -15,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from batchgen.kernels.fp8.fp8_linear_triton import block_product, scaled, weight_scales
+from batchgen.kernels.fp8.fp8_tiles import ExpertTiles, fitting_stages
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
-from batchgen.kernels.fp8.linear_triton import block_product, scaled, weight_scales
-from batchgen.kernels.fp8.tiles import ExpertTiles, fitting_stages
-from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
-from batchgen.kernels.moe.panels_triton import load_panel, weights_operand
+from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
 from batchgen.kernels.moe.slot_tile_triton import store_places, tile_of_program
+from batchgen.kernels.moe.tiled_layout_triton import load_panel, weights_operand
 
 
 def fp8_down_columns(

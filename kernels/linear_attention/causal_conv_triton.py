@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.linear_attention.chunks_triton import row_of_chunk, tokens_of_chunk
-from batchgen.kernels.linear_attention.rows import CHUNK, PrefillRows, StepRows
+from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows, StepRows
 
 _STEP_BLOCK = 256
 """Channels that a program of a step takes: one 16-byte access of 2-byte elements per thread of a

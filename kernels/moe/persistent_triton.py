@@ -1,9 +1,9 @@
 """The second product of experts with programs that stay: each computes tile after tile, in Triton.
 
-A product of few steps spends much of its time on the first loads of a tile and on writing it. Here
-the two loops, over tiles and over steps, are one to the compiler, so the loads of the next tile run
-while the last one is written. Both operands are read by the copy engine: the rows of a tile lie
-side by side, and those past its end, which belong to another expert or are zeros, are not written.
+A product of few steps spends much time on a tile's first loads and on writing it. Here the loops
+over tiles and over steps are one to the compiler, so the next tile is loaded while the last one is
+written. The copy engine reads both operands: a tile's rows lie side by side, and those past its
+end, of another expert or zeros, are not written.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.device import device_programs
-from batchgen.kernels.moe.alignment_triton import TILE_ARGUMENTS, Alignment
-from batchgen.kernels.moe.panels import PANEL, are_panels
-from batchgen.kernels.moe.panels_triton import load_panel, weights_operand
+from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
+from batchgen.kernels.moe.moe_tiles import ProductTiles
 from batchgen.kernels.moe.slot_tile_triton import store_slots
-from batchgen.kernels.moe.tiles import ProductTiles
+from batchgen.kernels.moe.tiled_layout import PANEL, are_panels
+from batchgen.kernels.moe.tiled_layout_triton import load_panel, weights_operand
 
 _INTERPRETED_PROGRAMS = 3
 

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from batchgen import LLM, SamplingParams
-from batchgen.model.source import resolve_model
+from batchgen.model.model_source import resolve_model
 
 sys.path.append(str(Path(__file__).parents[1] / "check"))
 from real_rows import MODEL, chat_ids, read_texts

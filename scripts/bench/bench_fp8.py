@@ -23,13 +23,13 @@ from fp8_tuning import compile_all, tune_experts, tune_linear
 from moe_layers import SHAPES, Batch, Layer, timed
 
 from batchgen.engine.layers.fp8_format import has_fp8_units
-from batchgen.kernels.fp8.experts_triton import fp8_grouped_mlp_triton
-from batchgen.kernels.fp8.linear import (
+from batchgen.kernels.fp8.fp8_experts_triton import fp8_grouped_mlp_triton
+from batchgen.kernels.fp8.fp8_linear import (
     fp8_linear,
     fp8_linear_library,
     library_multiplies,
 )
-from batchgen.kernels.fp8.linear_triton import fp8_linear_triton
+from batchgen.kernels.fp8.fp8_linear_triton import fp8_linear_triton
 from batchgen.kernels.fp8.quantise import quantise_rows
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
 

@@ -16,7 +16,7 @@ from itertools import cycle, islice
 
 from batchgen.grading.extract import Extract
 from batchgen.grading.grade import Grade
-from batchgen.grading.rows import Grader
+from batchgen.grading.grade_rows import Grader
 
 FILLER = "the next step follows from the one before it. " * 24
 MATHEMATICS = [

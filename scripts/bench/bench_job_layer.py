@@ -30,8 +30,8 @@ import numpy as np
 import numpy.typing as npt
 from this_process import resident_mib
 
-from batchgen.config import (
-    DatasetConfig,
+from batchgen.config.dataset_config import DatasetConfig
+from batchgen.config.job_config import (
     EngineGroup,
     JobConfig,
     ModelGroup,
@@ -39,15 +39,16 @@ from batchgen.config import (
     SamplingConfig,
     StepConfig,
     StrategyConfig,
-    TextPromptConfig,
 )
-from batchgen.dataset.source import Row, open_dataset
+from batchgen.config.prompt_config import TextPromptConfig
+from batchgen.dataset.row_source import Row, open_dataset
 from batchgen.engine.base.outputs import OutputColumn, RequestOutput
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.job import JobParts, run_job
-from batchgen.job_grades import scores_of
-from batchgen.prompts.prompts import Prompt
+from batchgen.jobs.graded_job import scores_of
+from batchgen.jobs.job_parts import JobParts
+from batchgen.jobs.run_job import run_job
+from batchgen.prompts.row_prompts import Prompt
 
 PROMPT = list(range(1000, 1100))
 TOKENS = list(range(2000, 2100))
@@ -159,7 +160,7 @@ def run(
             grading += time.perf_counter() - began
 
     started, cpu = time.perf_counter(), sum(os.times()[:4])
-    with patch("batchgen.job.scores_of", timed_scores):
+    with patch("batchgen.jobs.run_job.scores_of", timed_scores):
         result = run_job(config, parts)
     took = Took(time.perf_counter() - started, sum(os.times()[:4]) - cpu, grading)
     assert result.exit_code == 0, result.message

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
 from batchgen.kernels.attention.attention import AttentionMetadata
-from batchgen.kernels.attention.gather import upload
+from batchgen.kernels.attention.kv_gather import upload
 from batchgen.kernels.attention.prefill import cut_tiles, tile_tokens
-from batchgen.kernels.latent_attention.attention import attend_part
-from batchgen.kernels.latent_attention.prepare import prepare_latent
+from batchgen.kernels.mla.latent_prepare import prepare_latent
+from batchgen.kernels.mla.mla_attention import attend_part
 
 DTYPE = torch.bfloat16
 LATENT, ROTATED, BLOCK_SIZE = 512, 64, 16

@@ -18,9 +18,9 @@ import threading
 import time
 from pathlib import Path
 
-from batchgen.config import WorkersConfig
-from batchgen.workers.names import mark_name
-from batchgen.workers.operations import Create
+from batchgen.config.workers_config import WorkersConfig
+from batchgen.leases.lease_files import mark_name
+from batchgen.leases.store_operations import Create
 from batchgen.workers.worker import Worker
 
 CALLS = {"Create": 4, "Overwrite": 2, "Read": 1, "Names": 1, "Same": 1}

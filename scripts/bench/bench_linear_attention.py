@@ -31,7 +31,7 @@ from batchgen.kernels.linear_attention.delta_prefill_triton import (
 )
 from batchgen.kernels.linear_attention.delta_step_triton import StepTiles, delta_step_triton
 from batchgen.kernels.linear_attention.gated_norm import gated_rms_norm
-from batchgen.kernels.linear_attention.rows import CHUNK, PrefillRows, StepRows
+from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows, StepRows
 
 DTYPE = torch.bfloat16
 

@@ -21,11 +21,11 @@ from device_rates import Rates, measure_rates
 from moe_layers import SHAPES, Batch, Layer, Shape, buffers, floor_microseconds, timed
 from moe_tuning import compile_all, tune
 
-from batchgen.kernels.moe.alignment_triton import align
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, sum_slots
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
-from batchgen.kernels.moe.routing_triton import route_triton
-from batchgen.kernels.moe.tiles import Tiles, choose_tiles
+from batchgen.kernels.moe.moe_align_triton import align
+from batchgen.kernels.moe.moe_tiles import Tiles, choose_tiles
+from batchgen.kernels.moe.router.routing_triton import route_triton
 
 TOKENS = (1, 4, 32, 64, 128, 256, 512, 1024, 4096, 8192, 16384)
 

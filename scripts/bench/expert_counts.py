@@ -17,7 +17,7 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.transformer.moe_model import MoEConfig
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.kernels.moe.routing import route
+from batchgen.kernels.moe.router.routing import route
 from batchgen.strategies.ar.strategy import ARStrategy
 
 Routing = Literal["model", "uniform", "same"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchgen.kernels.fp8.fp8_weight import FP8, FP8Weight, quantise_weight
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
-from batchgen.kernels.moe.panels import rows_of_panels, to_panels
+from batchgen.kernels.moe.tiled_layout import rows_of_panels, to_panels
 
 _COLD_BYTES = 160 * 2**20
 """Weights that are read before one is read again, which is more than an L2 cache holds."""

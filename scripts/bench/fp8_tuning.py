@@ -16,14 +16,14 @@ from moe_layers import SHAPES, Batch, timed
 from moe_tuning import compile_product
 from torch import Tensor
 
-from batchgen.kernels.fp8.experts_triton import fp8_down, fp8_gate_up
+from batchgen.kernels.fp8.fp8_experts_triton import fp8_down, fp8_gate_up
+from batchgen.kernels.fp8.fp8_linear_triton import fp8_linear_triton
+from batchgen.kernels.fp8.fp8_tiles import ExpertTiles, LinearTiles
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_weight
-from batchgen.kernels.fp8.linear_triton import fp8_linear_triton
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
-from batchgen.kernels.fp8.tiles import ExpertTiles, LinearTiles
-from batchgen.kernels.moe.alignment_triton import align
-from batchgen.kernels.moe.panels import matrix_sizes, panels_shape, to_panels
-from batchgen.kernels.moe.tiles import choose_tiles
+from batchgen.kernels.moe.moe_align_triton import align
+from batchgen.kernels.moe.moe_tiles import choose_tiles
+from batchgen.kernels.moe.tiled_layout import matrix_sizes, panels_shape, to_panels
 
 _MANY = 512
 """Slots of an expert from which more of them need no other tiles."""

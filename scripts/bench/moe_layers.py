@@ -11,8 +11,8 @@ from bench_layers import microseconds
 from device_rates import Rates
 from torch import Tensor
 
-from batchgen.kernels.moe.panels import panels_shape
-from batchgen.kernels.moe.routing_triton import route_triton
+from batchgen.kernels.moe.router.routing_triton import route_triton
+from batchgen.kernels.moe.tiled_layout import panels_shape
 
 DTYPE = torch.bfloat16
 _ROUTINGS = 4

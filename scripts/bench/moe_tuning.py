@@ -16,10 +16,10 @@ from device_rates import Rates
 from moe_layers import DTYPE, Batch, Layer, Shape, buffers, floor_microseconds, random, timed
 from torch import Tensor
 
-from batchgen.kernels.moe.alignment_triton import Alignment, align
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
-from batchgen.kernels.moe.panels import PANEL
-from batchgen.kernels.moe.tiles import ProductTiles, Tiles
+from batchgen.kernels.moe.moe_align_triton import Alignment, align
+from batchgen.kernels.moe.moe_tiles import ProductTiles, Tiles
+from batchgen.kernels.moe.tiled_layout import PANEL
 
 _WRONG = 0.02
 """How far the norm of a result may be from another one's, in units of that. Two roundings to

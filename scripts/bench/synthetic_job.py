@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from batchgen.config import (
-    ChatPromptConfig,
-    DatasetConfig,
+from batchgen.compose.load_config import growing, identity, resolved
+from batchgen.config.dataset_config import DatasetConfig
+from batchgen.config.job_config import (
     EngineGroup,
     JobConfig,
     ModelGroup,
@@ -22,17 +22,15 @@ from batchgen.config import (
     ScoreConfig,
     StepConfig,
     StrategyConfig,
-    growing,
-    identity,
-    resolved,
 )
+from batchgen.config.prompt_config import ChatPromptConfig
 from batchgen.engine.base.outputs import OutputColumn
-from batchgen.grading.job_grades import JobGrades
-from batchgen.output.checked_file import seal
-from batchgen.output.manifest import ROWS, Manifest, write_atomic
-from batchgen.output.schema import OutputSchema
-from batchgen.output.shards import shard_path
+from batchgen.grades.folder_grades import JobGrades
 from batchgen.scoring.job_score import job_score, save_score
+from batchgen.shards.checked_file import seal
+from batchgen.shards.output_schema import OutputSchema
+from batchgen.shards.shard_files import shard_path
+from batchgen.storage.manifest import ROWS, Manifest, write_atomic
 
 WORDS = 40
 """About how many words an answer has."""

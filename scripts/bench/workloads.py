@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from batchgen.engine.layers.mixers.latent_attention import LatentShape
+from batchgen.engine.layers.mixers.mla import LatentShape
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
 from batchgen.engine.models.causal_lm import CausalLM

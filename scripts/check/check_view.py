@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[1] / "bench"))
 from browser import chromium, look, no_browser
 from synthetic_job import grade_job, write_job
 
-from batchgen.output.read_job import JobFolderReader
+from batchgen.folder.read_job import JobFolderReader
 from batchgen.viewer.folder_site import FolderSite
 from batchgen.viewer.job_view import JobView
 from batchgen.viewer.pages import Site

@@ -20,9 +20,9 @@ import numpy.typing as npt
 import pyarrow as pa
 from datasets import Features
 
-from batchgen.config import (
-    ChatPromptConfig,
-    DatasetConfig,
+from batchgen.compose.load_config import constraint_config
+from batchgen.config.dataset_config import DatasetConfig
+from batchgen.config.job_config import (
     EngineGroup,
     JobConfig,
     ModelGroup,
@@ -30,14 +30,15 @@ from batchgen.config import (
     ProgressConfig,
     SamplingConfig,
     StrategyConfig,
-    constraint_config,
 )
-from batchgen.dataset.source import Row
+from batchgen.config.prompt_config import ChatPromptConfig
+from batchgen.dataset.row_source import Row
 from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.job import JobParts, JobResult, run_job
-from batchgen.prompts.prompts import Prompt
+from batchgen.jobs.job_parts import JobParts
+from batchgen.jobs.run_job import JobResult, run_job
+from batchgen.prompts.row_prompts import Prompt
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
 TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (2, 3))
@@ -277,7 +278,7 @@ def outcome(request_id: str, prompt: list[int], params: SamplingParams) -> Reque
 
 
 def main(fields: str) -> int:
-    from batchgen.command.job import report
+    from batchgen.cli.job_outcome import report
 
     return report(lambda: FakeJob(**json.loads(fields)).run())
 

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from batchgen.config import ScoreConfig, StepConfig
-from batchgen.grading.job_grades import JobGrades
-from batchgen.output.checked_file import seal
-from batchgen.output.manifest import FORMAT_VERSION
-from batchgen.output.shards import shard_path
+from batchgen.config.job_config import ScoreConfig, StepConfig
+from batchgen.grades.folder_grades import JobGrades
 from batchgen.scoring.job_score import job_score, save_score
+from batchgen.shards.checked_file import seal
+from batchgen.shards.shard_files import shard_path
+from batchgen.storage.manifest import FORMAT_VERSION
 
 ERROR = pa.struct([("type", pa.string()), ("message", pa.string())])
 FIELDS = [

@@ -21,9 +21,8 @@ from pathlib import Path
 
 import pytest
 
-import batchgen.build
-import batchgen.job
-import batchgen.llm  # noqa: F401  (the imports are what the forks need)
+import batchgen.jobs.run_job
+import batchgen.python.llm  # noqa: F401  (the imports are what the forks need)
 
 
 def fork_server() -> ForkServerContext:

@@ -12,7 +12,7 @@ from typing import Any
 
 import fake_job
 
-from batchgen.output.read_job import JobFolderReader
+from batchgen.folder.read_job import JobFolderReader
 
 
 def worker_of(job: fake_job.FakeJob) -> Callable[[Path, int], Sequence[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from batchgen.workers.object_store import ObjectStore
+from batchgen.leases.object_store import ObjectStore
 
 _REQUESTS = ("pipe_file", "cat_file", "ls", "find", "info", "modified", "rm_file")
 BEFORE, AFTER = "before", "after"
@@ -67,7 +67,7 @@ def store_in(files: FaultyFiles, url: str = "memory://jobs") -> ObjectStore:
 
 def use(patch: pytest.MonkeyPatch, files: FaultyFiles) -> None:
     """Have the jobs of this test in these files, whatever the URL of their folder."""
-    patch.setattr("batchgen.output.open_storage.connect", lambda url: store_in(files, url))
+    patch.setattr("batchgen.storage.open_storage.connect", lambda url: store_in(files, url))
 
 
 def at_random(seed: int, rate: float) -> Callable[[], str | None]:

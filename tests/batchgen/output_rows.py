@@ -9,8 +9,8 @@ from fake_job import LOGPROBS, TOP_LOGPROBS, FakeSource, outcome
 
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.output.schema import FinishedRow, OutputSchema
-from batchgen.output.writer import OutputWriter
+from batchgen.shards.output_schema import FinishedRow, OutputSchema
+from batchgen.shards.output_writer import OutputWriter
 
 SCHEMA = OutputSchema.build(FakeSource.schema, (LOGPROBS, TOP_LOGPROBS), (), prompt_token_ids=True)
 ROWS, SAMPLES, PER_SHARD = 23, 3, 5

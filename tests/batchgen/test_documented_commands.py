@@ -13,9 +13,9 @@ import pytest
 from real_job import VOCAB, save_tokenizer
 
 from batchgen.__main__ import run_command
-from batchgen.command.options import parse_options
-from batchgen.command.run import composed
-from batchgen.command.verbs import VERBS
+from batchgen.cli.options import parse_options
+from batchgen.cli.run_options import composed
+from batchgen.cli.verb_table import VERBS
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/usage.md")

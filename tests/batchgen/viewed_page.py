@@ -7,7 +7,7 @@ from pathlib import Path
 from posixpath import join
 from urllib.parse import parse_qsl, urlsplit
 
-from batchgen.output.read_job import JobFolderReader
+from batchgen.folder.read_job import JobFolderReader
 from batchgen.viewer.folder_site import FolderSite
 from batchgen.viewer.job_view import JobView
 from batchgen.viewer.pages import Site

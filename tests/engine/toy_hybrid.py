@@ -37,7 +37,7 @@ from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.model_config import FamilyConfig, ModelConfig
 from batchgen.engine.parallel.tensor_parallel import Stream
 from batchgen.kernels.fp8.quantise import FP8Rows
-from batchgen.kernels.linear_attention.rows import StepRows
+from batchgen.kernels.linear_attention.state_rows import StepRows
 
 ARCHITECTURE = "ToyHybridForCausalLM"
 ROUTES = 16

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.command.export import WRITERS
-from batchgen.command.row_json import json_readers
-from batchgen.errors import ConfigError
-from batchgen.output.row_order import row_keys
+from batchgen.shards.row_order import row_keys
+from batchgen.texts.row_json import json_readers
+from batchgen.texts.row_writers import WRITERS
+from batchgen.util.errors import ConfigError
 from batchgen.viewer.rows.filters import Filter
-from batchgen.viewer.rows.grades import PREFIX
-from batchgen.viewer.rows.job_rows import JobRows
+from batchgen.viewer.rows.grade_columns import PREFIX
+from batchgen.viewer.rows.viewed_rows import JobRows
 
 KINDS = {
     "jsonl": "application/x-ndjson",

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.errors import ConfigError
-from batchgen.output.row_order import KEYS
-from batchgen.viewer.rows.grades import PREFIX
+from batchgen.shards.row_order import KEYS
+from batchgen.util.errors import ConfigError
+from batchgen.viewer.rows.grade_columns import PREFIX
 
 Bools = npt.NDArray[np.bool_]
 

@@ -12,11 +12,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.errors import ConfigError
-from batchgen.output.row_order import KEYS
+from batchgen.shards.row_order import KEYS
+from batchgen.util.errors import ConfigError
 from batchgen.viewer.rows.filters import ANSWER_KEY, MARK, Filter
-from batchgen.viewer.rows.job_rows import JobRows
 from batchgen.viewer.rows.search import SECONDS
+from batchgen.viewer.rows.viewed_rows import JobRows
 
 Floats = npt.NDArray[np.float64]
 

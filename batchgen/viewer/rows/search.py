@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.output.row_order import KEYS
+from batchgen.shards.row_order import KEYS
 from batchgen.viewer.rows.filters import TEXT_TYPES, Filter
-from batchgen.viewer.rows.job_rows import JobRows
+from batchgen.viewer.rows.viewed_rows import JobRows
 
 SECONDS = 2.0
 """How long a page may search before it shows what it has found."""

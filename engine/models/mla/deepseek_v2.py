@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from batchgen.engine.layers.feed_forward.moe import Router
 from batchgen.engine.models.mla.mla_model import LatentForCausalLM, latent_config, sparse_from
 from batchgen.engine.models.model_config import ModelConfig
-from batchgen.kernels.moe.router_form import RouterForm
+from batchgen.kernels.moe.router.router_form import RouterForm
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from batchgen.engine.layers.feed_forward.moe import Router
 from batchgen.engine.models.mla.mla_model import LatentForCausalLM, latent_config, sparse_from
 from batchgen.engine.models.model_config import ModelConfig, check_positive, extra_value
-from batchgen.kernels.moe.router_form import RouterForm
+from batchgen.kernels.moe.router.router_form import RouterForm
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,11 +47,9 @@ def mtp_layers(hf: PretrainedConfig) -> int:
 
 
 def sigmoid_router(hf: PretrainedConfig) -> Router:
-    """Return the form of a router whose scores are sigmoids, corrected for the choice, from the
-    configuration of transformers.
+    """Return the form of a router whose scores are sigmoids, corrected for the choice.
 
-    Raises:
-        ValueError: the number of groups is none.
+    Raises ValueError if the number of groups is none.
     """
     check_positive(n_group=hf.n_group, topk_group=hf.topk_group)
     form = RouterForm(

@@ -20,13 +20,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen.config import DatasetConfig
+from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset import row_ids
-from batchgen.dataset.files import LoadedDataset
+from batchgen.dataset.dataset_files import LoadedDataset
 from batchgen.dataset.row_ids import IdSet, check_unique
-from batchgen.dataset.source import Row, RowSource, open_dataset
+from batchgen.dataset.row_source import Row, RowSource, open_dataset
 from batchgen.engine.base.outputs import RequestError
-from batchgen.errors import ConfigError, JobError
+from batchgen.util.errors import ConfigError, JobError
 
 BOTH = pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
 
@@ -229,7 +229,7 @@ def test_map_style_ids_are_checked_with_a_hash_that_collides(
             return super().add("one")
 
     monkeypatch.setattr(row_ids, "IdSet", SameHash)
-    monkeypatch.setattr("batchgen.dataset.source.IdSet", SameHash)
+    monkeypatch.setattr("batchgen.dataset.row_source.IdSet", SameHash)
     path = jsonl("r.jsonl", [{"i": i} for i in range(5)])
     for streaming in (False, True):
         data = source(path, id_column="i", streaming=streaming)

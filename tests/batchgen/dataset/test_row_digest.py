@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.config import DatasetConfig
+from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.row_digest import rows_digest
-from batchgen.dataset.source import open_dataset
+from batchgen.dataset.row_source import open_dataset
 
 ROWS: list[dict[str, Any]] = [
     {

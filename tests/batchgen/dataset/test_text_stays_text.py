@@ -15,11 +15,11 @@ import datasets
 import pyarrow as pa
 import pytest
 
-from batchgen.config import DatasetConfig
-from batchgen.dataset import json_tables, text_tables
+from batchgen.config.dataset_config import DatasetConfig
 from batchgen.dataset.row_digest import rows_digest
-from batchgen.dataset.source import RowSource, open_dataset
-from batchgen.errors import ConfigError
+from batchgen.dataset.row_source import RowSource, open_dataset
+from batchgen.tables import json_tables, text_tables
+from batchgen.util.errors import ConfigError
 
 BOTH = pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
 

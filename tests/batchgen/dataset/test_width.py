@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.config import DatasetConfig
-from batchgen.dataset.source import open_dataset
-from batchgen.errors import ConfigError
+from batchgen.config.dataset_config import DatasetConfig
+from batchgen.dataset.row_source import open_dataset
+from batchgen.util.errors import ConfigError
 
 
 def test_very_many_columns_of_json_are_refused(tmp_path: Path) -> None:

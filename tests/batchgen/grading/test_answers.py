@@ -9,7 +9,7 @@ import yaml
 
 from batchgen.grading.extract import Extract
 from batchgen.grading.grade import Grade
-from batchgen.grading.rows import Grader
+from batchgen.grading.grade_rows import Grader
 from batchgen.grading.step import PostStep
 
 GROUPS = yaml.safe_load(Path(__file__).with_name("answers.yaml").read_text())

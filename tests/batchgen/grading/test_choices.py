@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from batchgen.errors import ConfigError
 from batchgen.grading.choices import (
     BadChoices,
     OrderChoices,
@@ -15,6 +14,7 @@ from batchgen.grading.choices import (
     rotate_choices,
     shuffle_choices,
 )
+from batchgen.util.errors import ConfigError
 
 FOUR = ("right", "wrong 1", "wrong 2", "wrong 3")
 ROW = {name: f" {name}\n" for name in FOUR} | {"id": "x"}

@@ -10,13 +10,13 @@ import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from batchgen.config import JobConfig
-from batchgen.config.load import load_config
-from batchgen.config.trust import TYPED
+from batchgen.compose.load_config import load_config
+from batchgen.compose.trust import TYPED
+from batchgen.config.job_config import JobConfig
 from batchgen.grading.choices import OrderChoices
-from batchgen.grading.rows import Grader
+from batchgen.grading.grade_rows import Grader
 from batchgen.grading.step import PostStep
-from batchgen.prompts.templates import RowTemplate
+from batchgen.prompts.row_templates import RowTemplate
 
 ROOT = Path(__file__).parents[3]
 NO_EXAMS = {"nano_hybrid", "nano_sdar", "synth"}

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from batchgen.config import StepConfig
-from batchgen.errors import ConfigError
+from batchgen.config.job_config import StepConfig
 from batchgen.grading.build_steps import post_steps
 from batchgen.grading.extract import Extract
 from batchgen.grading.grade import Grade, choice_letter
+from batchgen.grading.grade_rows import Grader, StepChain
 from batchgen.grading.integers import normal_integer
 from batchgen.grading.latex import boxes, number, plain
 from batchgen.grading.parse_score import ParseScore
-from batchgen.grading.rows import Grader, StepChain
 from batchgen.grading.step import AnswerRow, GradeFailure, PostStep, arrow_schema
+from batchgen.util.errors import ConfigError
 
 FUNCTION = {"_target_": "bad_functions.mark", "bonus": 0.5}
 STEPS: list[PostStep] = [
@@ -231,7 +231,8 @@ def test_no_text_takes_long(piece: str) -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     program = (
-        "import sys, batchgen.grading.rows, batchgen.grading.extract, batchgen.grading.grade, "
+        "import sys, batchgen.grading.grade_rows, batchgen.grading.extract, "
+        "batchgen.grading.grade, "
         "batchgen.grading.parse_score, batchgen.grading.choices; "
         "print({'torch', 'numpy', 'pyarrow', 'sympy', 'hydra'} & set(sys.modules))"
     )

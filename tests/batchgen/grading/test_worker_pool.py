@@ -11,7 +11,7 @@ from typing import Any
 import bad_functions
 import pytest
 
-from batchgen.grading.pool import Ready, WorkerPool
+from batchgen.grading.grading_pool import Ready, WorkerPool
 from batchgen.grading.step import GradeFailure
 
 Pool = WorkerPool[Any, Any]
@@ -138,7 +138,7 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {tests!r})
 import bad_functions
-from batchgen.grading.pool import WorkerPool
+from batchgen.grading.grading_pool import WorkerPool
 pool = WorkerPool(bad_functions.double, workers=2, seconds=1000)
 results = pool.map([1, 1, "hang in C", "hang in C"])
 next(results)

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from batchgen import run_job
-from batchgen.config.compose import compose
-from batchgen.errors import ConfigError
+from batchgen.compose.compose_config import compose
+from batchgen.folder.job_folder import refuse_foreign_files
 from batchgen.launchers import launch as module
 from batchgen.launchers import shown as shown_module
 from batchgen.launchers.launch import check_launcher, described, launch
 from batchgen.launchers.launched import LaunchedFolder
 from batchgen.launchers.logs import make_logs, remove_logs
 from batchgen.launchers.shown import Shown
-from batchgen.output.job_folder import refuse_foreign_files
-from batchgen.output.storage import FolderStorage
+from batchgen.storage.job_storage import FolderStorage
+from batchgen.util.errors import ConfigError
 
 SLURM = {"launcher": "slurm", "launcher.workers": 2}
 

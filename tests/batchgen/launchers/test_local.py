@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 from fake_job import FakeJob
 
-from batchgen.config import LocalLauncherConfig
-from batchgen.config.compose import compose
-from batchgen.errors import ConfigError
+from batchgen.compose.compose_config import compose
+from batchgen.config.launcher_config import LocalLauncherConfig
 from batchgen.launchers import supervisor
 from batchgen.launchers.launch import launch
 from batchgen.launchers.launched import Launched
 from batchgen.launchers.local import run_local, visible_devices
+from batchgen.util.errors import ConfigError
 
 
 def _launch(

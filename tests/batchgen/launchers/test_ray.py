@@ -19,14 +19,15 @@ import ray
 from fake_job import FakeJob
 from launched_job import beats, data, when_rows_are_done, worker_of
 
-from batchgen.config import EngineGroup, JobConfig, RayLauncherConfig
-from batchgen.errors import ConfigError
+from batchgen.config.job_config import EngineGroup, JobConfig
+from batchgen.config.launcher_config import RayLauncherConfig
 from batchgen.launchers.launched import Launched
 from batchgen.launchers.process import End
 from batchgen.launchers.ray_actor import ActorJob, ActorProcess, WorkerActor
 from batchgen.launchers.ray_cluster import Heart, count_workers, worker_need
 from batchgen.launchers.ray_cluster import cluster as connected
 from batchgen.launchers.ray_launcher import launch
+from batchgen.util.errors import ConfigError
 
 
 def _config(out: Path, device: Literal["auto", "cpu"] = "cpu", **keys: Any) -> JobConfig:

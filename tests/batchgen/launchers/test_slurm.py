@@ -22,10 +22,10 @@ import fake_slurm
 from fake_job import FakeJob
 from launched_job import beats, data, when_rows_are_done, worker_of
 
-from batchgen.config import SlurmLauncherConfig
-from batchgen.errors import ConfigError
+from batchgen.config.launcher_config import SlurmLauncherConfig
 from batchgen.launchers.launched import Launched
 from batchgen.launchers.slurm import launch
+from batchgen.util.errors import ConfigError
 
 
 @pytest.fixture

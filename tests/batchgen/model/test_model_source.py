@@ -10,10 +10,10 @@ from unittest.mock import Mock
 import pytest
 from huggingface_hub import errors
 
-from batchgen.errors import ConfigError
-from batchgen.model import package_files
-from batchgen.model import source as model_source
-from batchgen.model.source import model_files, resolve_model
+from batchgen.model import model_source
+from batchgen.model.model_source import model_files, resolve_model
+from batchgen.util import package_files
+from batchgen.util.errors import ConfigError
 
 
 def test_folders_and_gguf_files_are_taken_as_they_are(

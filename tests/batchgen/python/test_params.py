@@ -14,7 +14,7 @@ from batchgen import Constraint, SamplingParams
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.sampling.sampling_params import SamplingParams as RequestParams
 from batchgen.python import vllm_names
-from batchgen.python.arguments import engine_config
+from batchgen.python.llm_arguments import engine_config
 from batchgen.python.params import NO_LIMIT, SamplingOptions
 
 VLLM_FIELDS = """

@@ -13,17 +13,17 @@ import pyarrow as pa
 import pytest
 from finished_job import finished_job, row
 
-from batchgen.command.verbs import run_verb
-from batchgen.config.groups import CutTexts
-from batchgen.errors import ConfigError, JobError
-from batchgen.output.read_job import JobFolderReader
-from batchgen.output.storage import FolderStorage
+from batchgen.cli.verb_table import run_verb
+from batchgen.config.job_config import CutTexts
+from batchgen.folder.read_job import JobFolderReader
 from batchgen.report import write_report
-from batchgen.report.collect import MOST_QUESTIONS, MOST_ROWS, Collected, Lengths, collect
 from batchgen.report.eval_charts import Estimate, intervals
-from batchgen.report.job_data import JobData
+from batchgen.report.report_data import MOST_QUESTIONS, MOST_ROWS, Collected, Lengths, collect
+from batchgen.report.report_rows import JobData
 from batchgen.report.token_facts import token_facts
 from batchgen.report.write_report import MOST_BYTES, is_up_to_date, make_report, try_report
+from batchgen.storage.job_storage import FolderStorage
+from batchgen.util.errors import ConfigError, JobError
 
 EVIL = "<script>alert(1)</script>\"><img src=x onerror=alert(1)></style></svg>]]>\u202e'"
 VOID = {"meta", "input", "br", "img", "link"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fake_job import FakeJob
 
-from batchgen.output.read_job import JobFolderReader
+from batchgen.folder.read_job import JobFolderReader
 from batchgen.report import write_report
 
 ROWS = 20

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from batchgen.report.texts.mathml import mathml
-from batchgen.report.texts.rich_text import ELEMENTS, MOST_RENDERED, formulas, rich_text
-from batchgen.report.texts.safe_text import Span
+from batchgen.texts.math.mathml import mathml
+from batchgen.texts.math.rich_text import ELEMENTS, MOST_RENDERED, formulas, rich_text
+from batchgen.texts.safe_text import Span
 
 MATH = {
     "math", "mrow", "mi", "mn", "mo", "mtext", "mspace", "mfrac", "msqrt", "mroot", "msub", "msup",

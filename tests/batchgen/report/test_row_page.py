@@ -7,9 +7,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from batchgen.hidden import visible
 from batchgen.report.row_page import WHOLE, Limits, RowPage, answer_spans, reasoning_end, verdict
-from batchgen.report.texts.safe_text import Span, marked, shortened
+from batchgen.texts.safe_text import Span, marked, shortened
+from batchgen.util.hidden import visible
 
 EVIL = "<script>alert(1)</script>\"><img src=x onerror=alert(1)></style>]]>\u202e&amp;'\x00"
 LAYERS = {"moe_layers": "[1, 3]"}

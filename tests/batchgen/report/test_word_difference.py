@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.report.texts.word_difference import MOST_WORDS, word_difference
+from batchgen.texts.word_difference import MOST_WORDS, word_difference
 
 _WORDS = st.sampled_from(["a", "b ", " c", "<d>", "\n", "&amp;", "é", "12"])
 _SHORT = st.lists(_WORDS, max_size=12).map("".join)

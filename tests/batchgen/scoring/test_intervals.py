@@ -14,8 +14,8 @@ from batchgen.scoring.intervals import (
     same_questions_interval,
 )
 from batchgen.scoring.marks import Floats, Marks, Sample
-from batchgen.scoring.random_bits import random_below, random_words
 from batchgen.scoring.student_t import t_cdf, t_quantile
+from batchgen.util.random_bits import random_below, random_words
 
 
 @pytest.mark.parametrize("df", [1, 2, 3, 7, 29, 197, 1318, 1e5, 1e9])

@@ -11,7 +11,7 @@ from browser import SCHEMES, SIZES, chromium, look, no_browser, not_reached
 from check_view import keys, looked_at, served, write_jobs
 from finished_job import finished_job, row
 
-from batchgen.output.read_job import JobFolderReader
+from batchgen.folder.read_job import JobFolderReader
 from batchgen.report.write_report import make_report
 from batchgen.viewer.folder_site import FolderSite
 from batchgen.viewer.job_view import JobView

@@ -11,7 +11,7 @@ import pytest
 from synthetic_job import grade_job, write_job
 from viewed_page import Page, get, read
 
-from batchgen.command import view
+from batchgen.cli.verbs import view
 from batchgen.viewer import jobs_below as below
 from batchgen.viewer.folder_site import FolderSite
 from batchgen.viewer.jobs_below import jobs_below

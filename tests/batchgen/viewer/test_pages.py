@@ -20,13 +20,13 @@ from finished_job import row as job_row
 from synthetic_job import grade_job, write_job
 from viewed_page import Page, get, read, site
 
-from batchgen.config import ScoreConfig
-from batchgen.grading.job_grades import JobGrades
-from batchgen.output.read_job import JobFolderReader
+from batchgen.config.job_config import ScoreConfig
+from batchgen.folder.read_job import JobFolderReader
+from batchgen.grades.folder_grades import JobGrades
 from batchgen.scoring.job_score import job_score, save_score
 from batchgen.viewer.job_view import Sample
-from batchgen.viewer.lists.votes import votes
 from batchgen.viewer.pages import Site
+from batchgen.viewer.votes import votes
 
 EVIL = (
     "<script>alert(1)</script>",
@@ -341,11 +341,11 @@ def test_the_server_starts_without_the_libraries_of_models(tmp_path: Path) -> No
     program = """
 import sys
 from pathlib import Path
-from batchgen.command import view
-from batchgen.output.read_job import JobFolderReader
+from batchgen.cli.verbs import view
+from batchgen.folder.read_job import JobFolderReader
 from batchgen.viewer.job_view import JobView
 from batchgen.viewer.job_view import Sample
-from batchgen.viewer.lists.votes import votes
+from batchgen.viewer.votes import votes
 from batchgen.viewer.pages import Site
 from batchgen.viewer.server import ViewServer
 site = Site([JobView(JobFolderReader(Path(sys.argv[1])), "out")])

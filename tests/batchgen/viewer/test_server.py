@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen.errors import ConfigError
+from batchgen.util.errors import ConfigError
 from batchgen.viewer.server import LONGEST_TARGET, Response, ViewServer
 
 Headers = dict[str, str]

@@ -9,7 +9,7 @@ from urllib.request import urlopen
 import pytest
 from synthetic_job import write_job
 
-from batchgen.command import view
+from batchgen.cli.verbs import view
 from batchgen.viewer.server import ViewServer
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from batchgen.output.storage import Store
-from batchgen.workers.operations import Create
+from batchgen.leases.store_operations import Create
+from batchgen.storage.job_storage import Store
 
 
 def winners(store_of: Callable[[str], Store]) -> list[str]:

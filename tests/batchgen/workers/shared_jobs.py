@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 from fake_job import FakeJob
 
-from batchgen.config import JobConfig, WorkersConfig
-from batchgen.generation import Engine
-from batchgen.job import JobResult, run_job
+from batchgen.config.job_config import JobConfig
+from batchgen.config.workers_config import WorkersConfig
+from batchgen.jobs.generation import Engine
+from batchgen.jobs.run_job import JobResult, run_job
 
 
 @dataclass(frozen=True)

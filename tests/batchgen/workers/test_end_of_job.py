@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from shared_jobs import SharedJob, in_threads
 
-import batchgen.job
-from batchgen.errors import JobError
-from batchgen.job import JobResult
-from batchgen.job_grades import scores_of
-from batchgen.output.job_folder import JobFolder
-from batchgen.output.lock import FolderLock
-from batchgen.output.metrics import Metrics, Status
-from batchgen.output.storage import FolderStorage
-from batchgen.workers.heartbeat import Heartbeat
+import batchgen.jobs.run_job
+from batchgen.folder.job_folder import JobFolder
+from batchgen.folder.job_metrics import Metrics, Status
+from batchgen.jobs.graded_job import scores_of
+from batchgen.jobs.run_job import JobResult
+from batchgen.leases.folder_lock import FolderLock
+from batchgen.leases.heartbeat import Heartbeat
+from batchgen.storage.job_storage import FolderStorage
+from batchgen.util.errors import JobError
 from batchgen.workers.worker import Worker
 
 _WORKERS = {"journal", "leases", "workers"}
@@ -45,14 +45,14 @@ def _wait_until_gone(path: Path) -> None:
 @pytest.fixture
 def completed(monkeypatch: pytest.MonkeyPatch) -> list[JobResult]:
     """Gets the result of every worker that completes the job."""
-    complete = batchgen.job._complete
+    complete = batchgen.jobs.run_job._complete
     found: list[JobResult] = []
 
     def noted(*args: Any) -> JobResult:
         found.append(complete(*args))
         return found[-1]
 
-    monkeypatch.setattr(batchgen.job, "_complete", noted)
+    monkeypatch.setattr(batchgen.jobs.run_job, "_complete", noted)
     return found
 
 
@@ -195,7 +195,7 @@ def test_who_was_paused_while_it_completed_the_job_leaves_it_to_another(
         return scores(*args)
 
     monkeypatch.setattr(Heartbeat, "beat", beat_unless_paused)
-    monkeypatch.setattr(batchgen.job, "scores_of", slow_scores)
+    monkeypatch.setattr(batchgen.jobs.run_job, "scores_of", slow_scores)
     job = SharedJob(str(tmp_path), rows=60, rows_per_shard=4, step_s=0.02, stale_after=1.0)
     messages = _messages(in_threads([job] * 2))
     metrics = json.loads((tmp_path / "metrics.json").read_text())

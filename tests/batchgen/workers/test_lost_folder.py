@@ -14,8 +14,8 @@ from object_files import FaultyFiles, use
 from shared_jobs import SharedJob
 from test_object_job import ObjectJob
 
-from batchgen.errors import FolderLost, JobError
-from batchgen.output.lock import FolderLock
+from batchgen.leases.folder_lock import FolderLock
+from batchgen.util.errors import FolderLost, JobError
 
 
 def _while_it_runs(job: FakeJob, done: Callable[[], bool], act: Callable[[], None]) -> Exception:

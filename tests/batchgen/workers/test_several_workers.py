@@ -19,16 +19,17 @@ from forked import fork_server
 from shared_jobs import SharedJob, in_threads
 
 from batchgen.engine.base.outputs import RequestOutput
-from batchgen.errors import ConfigError, JobError
-from batchgen.generation import Engine
-from batchgen.job import JobParts, JobResult, _completed_elsewhere, run_job
-from batchgen.output.checked_file import damaged
-from batchgen.output.read_job import JobFolderReader
-from batchgen.output.storage import FolderStorage
-from batchgen.output.writer import OutputWriter
-from batchgen.workers.names import lease_name
-from batchgen.workers.operations import Create
-from batchgen.workers.protocol import Lease
+from batchgen.folder.read_job import JobFolderReader
+from batchgen.jobs.generation import Engine
+from batchgen.jobs.job_parts import JobParts
+from batchgen.jobs.run_job import JobResult, _completed_elsewhere, run_job
+from batchgen.leases.lease_files import lease_name
+from batchgen.leases.lease_protocol import Lease
+from batchgen.leases.store_operations import Create
+from batchgen.shards.checked_file import damaged
+from batchgen.shards.output_writer import OutputWriter
+from batchgen.storage.job_storage import FolderStorage
+from batchgen.util.errors import ConfigError, JobError
 from batchgen.workers.worker import Worker
 
 

@@ -22,7 +22,7 @@ from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.memory.memory_plan import ModelUse
 from batchgen.kernels.moe.experts_cpu import grouped_mlp_cpu
-from batchgen.kernels.moe.routing import route
+from batchgen.kernels.moe.router.routing import route
 
 TinyModel = Callable[..., Path]
 KINDS = ["qwen2_moe", "deepseek_v2", "deepseek_v3"]

@@ -11,7 +11,7 @@ from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.parallel.tensor_parallel import PendingParts
 from batchgen.kernels.fp8.quantise import BothRows, FP8Rows
-from batchgen.kernels.moe.shared_part import SharedPart
+from batchgen.kernels.layers.shared_part import SharedPart
 
 
 def _norm(generator: torch.Generator) -> RMSNorm:

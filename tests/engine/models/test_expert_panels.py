@@ -19,10 +19,10 @@ from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
-from batchgen.kernels.fp8.experts_triton import fp8_grouped_parts_triton
+from batchgen.kernels.fp8.fp8_experts_triton import fp8_grouped_parts_triton
 from batchgen.kernels.fp8.fp8_weight import FP8Weight
 from batchgen.kernels.moe.experts_triton import grouped_parts_triton
-from batchgen.kernels.moe.panels import keeps_panels, rows_of_panels
+from batchgen.kernels.moe.tiled_layout import keeps_panels, rows_of_panels
 
 TinyModel = Callable[..., Path]
 Load = Callable[..., CausalLM]

@@ -31,7 +31,7 @@ from batchgen.engine.strategy import Strategy
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.delta_rule import delta_step
-from batchgen.kernels.linear_attention.rows import StepRows
+from batchgen.kernels.linear_attention.state_rows import StepRows
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 

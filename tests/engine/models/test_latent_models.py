@@ -13,16 +13,16 @@ from torch import Tensor
 
 from batchgen.engine.layers.feed_forward import moe
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
-from batchgen.engine.layers.mixers import latent_attention
+from batchgen.engine.layers.mixers import mla
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.mla.mla_model import LatentConfig
 from batchgen.kernels.attention.attention import AttentionMetadata
-from batchgen.kernels.latent_attention import expanded_triton
-from batchgen.kernels.latent_attention.attention import attend_part
-from batchgen.kernels.latent_attention.expansion import Expansion
-from batchgen.kernels.latent_attention.prepare_triton import prepare_latent_triton
-from batchgen.kernels.moe.routing_triton import route_triton
+from batchgen.kernels.mla import expanded_triton
+from batchgen.kernels.mla.latent_expansion import Expansion
+from batchgen.kernels.mla.latent_prepare_triton import prepare_latent_triton
+from batchgen.kernels.mla.mla_attention import attend_part
+from batchgen.kernels.moe.router.routing_triton import route_triton
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -95,8 +95,8 @@ def test_a_model_computes_the_same_with_triton(
         plans.extend(type(plan).__name__ for plan in part.plans.values())
         return found
 
-    monkeypatch.setattr(latent_attention, "latent_attention", attend)
-    monkeypatch.setattr(latent_attention, "prepare_latent", prepare_latent_triton)
+    monkeypatch.setattr(mla, "latent_attention", attend)
+    monkeypatch.setattr(mla, "prepare_latent", prepare_latent_triton)
     monkeypatch.setattr(moe, "route", route_triton)
     monkeypatch.setattr(expanded_triton, "_LEAST_TOKENS", 20)
     kind, config = CASES[name]

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels.attention.gather import does_gathering_pay, gather_context, plan_gather
 from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.attention.kv_gather import does_gathering_pay, gather_context, plan_gather
 from batchgen.kernels.attention.prefill import (
     PrefillConfig,
     PrefillPlan,

@@ -24,8 +24,8 @@ from batchgen.kernels.fp8.quantise_triton import (
 )
 from batchgen.kernels.layers.activation import silu_and_mul
 from batchgen.kernels.layers.rms_norm import rms_norm
+from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe.experts_triton import sum_slots
-from batchgen.kernels.moe.shared_part import SharedPart
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP = 2.0**-4

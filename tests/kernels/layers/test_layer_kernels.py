@@ -20,6 +20,7 @@ from batchgen.kernels.layers.activation import (
     silu_and_mul_reference,
     silu_and_mul_triton,
 )
+from batchgen.kernels.layers.cache_plane import write_plane_reference, write_plane_triton
 from batchgen.kernels.layers.embedding import (
     embedding_reference,
     embedding_share_reference,
@@ -27,15 +28,14 @@ from batchgen.kernels.layers.embedding import (
     embedding_triton,
 )
 from batchgen.kernels.layers.linear import add_linear_, pack_weight
-from batchgen.kernels.layers.plane import write_plane_reference, write_plane_triton
 from batchgen.kernels.layers.rms_norm import (
     rms_norm,
     rms_norm_of_sum,
     rms_norm_reference,
     rms_norm_triton,
 )
+from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe.experts_triton import sum_slots
-from batchgen.kernels.moe.shared_part import SharedPart
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

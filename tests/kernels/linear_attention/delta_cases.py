@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
-from batchgen.kernels.linear_attention.rows import PrefillRows, StepRows
+from batchgen.kernels.linear_attention.state_rows import PrefillRows, StepRows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")

@@ -27,7 +27,7 @@ from batchgen.kernels.linear_attention.delta_reference import (
     delta_prefill_reference,
     delta_step_reference,
 )
-from batchgen.kernels.linear_attention.rows import PrefillRows
+from batchgen.kernels.linear_attention.state_rows import PrefillRows
 
 SHAPE = Shape(key_heads=2, value_heads=4, key_dim=16, value_dim=24)
 LARGE = Shape(key_heads=1, value_heads=2, key_dim=128, value_dim=128)

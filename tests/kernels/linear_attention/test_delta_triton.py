@@ -22,7 +22,7 @@ from batchgen.kernels.linear_attention.delta_reference import (
     delta_step_reference,
 )
 from batchgen.kernels.linear_attention.delta_step_triton import delta_step_triton
-from batchgen.kernels.linear_attention.rows import PrefillRows
+from batchgen.kernels.linear_attention.state_rows import PrefillRows
 
 TINY = Shape(1, 1, 16, 16)
 SMALL = Shape()

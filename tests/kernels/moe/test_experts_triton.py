@@ -14,18 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels.moe import alignment_triton
+from batchgen.kernels.layers.shared_part import SharedPart
+from batchgen.kernels.moe import moe_align_triton as alignment_triton
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_mlp_reference, grouped_parts
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, sum_slots
-from batchgen.kernels.moe.panels import (
+from batchgen.kernels.moe.moe_tiles import ProductTiles, Tiles
+from batchgen.kernels.moe.tiled_layout import (
     are_panels,
     keeps_panels,
     matrix_sizes,
     rows_of_panels,
     to_panels,
 )
-from batchgen.kernels.moe.shared_part import SharedPart
-from batchgen.kernels.moe.tiles import ProductTiles, Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

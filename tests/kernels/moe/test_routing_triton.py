@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.kernels.moe.router_form import RouterForm
-from batchgen.kernels.moe.routing import route_reference
-from batchgen.kernels.moe.routing_triton import route_triton
+from batchgen.kernels.moe.router.router_form import RouterForm
+from batchgen.kernels.moe.router.routing import route_reference
+from batchgen.kernels.moe.router.routing_triton import route_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from batchgen.kernels.layers.rms_norm import rms_norm_reference
 from batchgen.kernels.parallel.add_sum_norm import add_sum_norm, add_sum_norm_reference
-from batchgen.kernels.parallel.gather import gather
 from batchgen.kernels.parallel.inbox import (
     PeerMemory,
     as_bits,
@@ -25,6 +24,7 @@ from batchgen.kernels.parallel.inbox import (
     empty_bits,
     memory_bytes,
 )
+from batchgen.kernels.parallel.rank_gather import gather
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 in_processes = pytest.mark.skipif(DEVICE != "cpu", reason="kernels are not interpreted here")
@@ -114,8 +114,8 @@ def run_ranks(size: int, work: Callable[[PeerMemory], Any]) -> list[Any]:
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs have several rows or chunks."""
     monkeypatch.setattr("batchgen.kernels.parallel.add_sum_norm.MOST_PROGRAMS", 2)
-    monkeypatch.setattr("batchgen.kernels.parallel.gather.MOST_PROGRAMS", 2)
-    monkeypatch.setattr("batchgen.kernels.parallel.gather._BLOCK", 256)
+    monkeypatch.setattr("batchgen.kernels.parallel.rank_gather.MOST_PROGRAMS", 2)
+    monkeypatch.setattr("batchgen.kernels.parallel.rank_gather._BLOCK", 256)
 
 
 @in_processes

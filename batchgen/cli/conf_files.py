@@ -1,0 +1,66 @@
+"""What the comments of conf/*.yaml say: of a choice, and of each of its keys.
+
+Help and job files take their texts from there, so that each is written once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchgen.config.config_keys import choice_text
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of a choice.
+
+    Attributes:
+        comment: the lines above it, without the `#`.
+        lines: the key and its value, as YAML.
+    """
+
+    name: str
+    comment: tuple[str, ...]
+    lines: tuple[str, ...]
+
+    @property
+    def value(self) -> str:
+        """The value, as YAML."""
+        return "\n".join(self.lines).partition(":")[2].strip()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice of a group.
+
+    Attributes:
+        about: the lines that say what it is, without the `#`.
+        entries: its keys, in the order of the file.
+    """
+
+    group: str
+    name: str
+    about: tuple[str, ...]
+    entries: tuple[Entry, ...]
+
+
+def read_choice(group: str, name: str) -> Choice:
+    """A choice with its comments, from its file in conf/."""
+    about: tuple[str, ...] | None = None
+    entries: list[Entry] = []
+    comment: list[str] = []
+    for line in choice_text(group, name).splitlines():
+        if line.startswith("#"):
+            comment.append(line[1:].removeprefix(" "))
+        elif about is None and not line.startswith(" "):
+            # The first comment is the file's, whether an empty line follows it or a key.
+            about = tuple(text for text in comment if not text.startswith("@package"))
+            comment = []
+            entries += [Entry(line.partition(":")[0], (), (line,))] if line else []
+        elif line.startswith((" ", "-")) and entries:
+            last = entries.pop()
+            entries.append(Entry(last.name, last.comment, (*last.lines, line)))
+        elif line:
+            entries.append(Entry(line.partition(":")[0], tuple(comment), (line,)))
+            comment = []
+    return Choice(group, name, about or (), tuple(entries))

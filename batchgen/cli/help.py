@@ -1,0 +1,161 @@
+"""`batchgen --help`, and what it says of one group, choice or key."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from batchgen.cli.conf_files import Entry, read_choice
+from batchgen.cli.options import FLAGS
+from batchgen.cli.step_help import STEPS, steps_help
+from batchgen.cli.verb_table import VERBS
+from batchgen.config.config_keys import (
+    EXPERIMENT,
+    GROUPS,
+    all_keys,
+    choices,
+    default_choices,
+    nearest,
+    nearest_key,
+)
+from batchgen.util.errors import ConfigError
+
+_WIDTH = 100
+_USAGE = """\
+batchgen runs a data set through a language model and writes every token to Parquet.
+
+    batchgen [JOB.yaml] [GROUP=CHOICE …] [KEY=VALUE …] [OPTION …]
+    batchgen VERB …
+
+    batchgen model.path=Qwen/Qwen3-0.6B dataset.path=rows.jsonl 'prompt.user={{ question }}' \\
+        output.dir=out
+
+The same command resumes a job that was stopped. Without arguments a demo runs."""
+_VALUES = r"""
+A text is taken as it is typed, so one level of quotes for the shell is enough:
+    'prompt.user={{ question }} (a, b=c)?'     output.dir=runs/lr=0.1     'constraint.pattern=\d+'
+In prompts, stop strings and choices \n is the end of a line and \\ a backslash. Text in double
+quotes has the escapes \n \t \r \" \\ \uXXXX \xXX everywhere; text in single quotes has none.
+A list is written [a,"b, c"] or a,b; a mapping {key: value}; nothing is null; ${KEY} is the value of
+another key (\${ is the text). +KEY=VALUE adds a key, ~KEY takes one away.
+A choice follows from its keys where they say enough: model.path=… is model=hf."""
+_COMMON = (
+    *("model.path", "dataset.path", "dataset.limit", "dataset.id_column", "prompt.user"),
+    *("prompt.system", "sampling.temperature", "sampling.max_new_tokens", "sampling.n"),
+    *("sampling.stop", "output.dir", "output.columns"),
+)
+
+
+def help_text(about: Sequence[str]) -> str:
+    """The help; with words, that of groups, of choices (GROUP=CHOICE), of keys or of lists of
+    steps.
+
+    Raises:
+        ConfigError: a word is none of these.
+    """
+    return "\n\n".join(map(_about, about)) if about else _overview()
+
+
+def _overview() -> str:
+    parts = [_USAGE]
+    rows = [(f"{name} {verb.arguments}", verb.help) for name, verb in VERBS.items()]
+    parts.append(_table("Verbs (batchgen VERB --help)", rows))
+    rows = [(group, ", ".join(_default_first(group))) for group in (*GROUPS, EXPERIMENT)]
+    title = "Groups and their choices, the default first (batchgen --help GROUP)"
+    parts.append(_table(title, rows))
+    rows = [(name, ", ".join(map(_class_name, steps))) for name, steps in STEPS.items()]
+    parts.append(_table("Lists of steps (batchgen --help rows, --help post)", rows))
+    rows = [(key, _sentence(_entry(key))) for key in _COMMON]
+    parts.append(_table("Some keys (batchgen --help KEY; a group's help has all of its)", rows))
+    parts.append("Values" + _VALUES)
+    parts.append(_table("Options", [(flag, text) for flag, text in FLAGS.items() if text]))
+    return "\n\n".join(parts)
+
+
+def _about(word: str) -> str:
+    group, equals, choice = word.partition("=")
+    if word in (*GROUPS, EXPERIMENT):
+        return _group_help(word)
+    if word in STEPS:
+        return steps_help(word)
+    if equals and group in (*GROUPS, EXPERIMENT):
+        if choice not in choices(group):
+            names = ", ".join(choices(group))
+            raise ConfigError(f"{word}: {group} has no choice {choice}: choose among {names}")
+        return _choice_help(group, choice)
+    if word in all_keys():
+        return "\n".join(_entry_lines(_entry(word), word))
+    guess = nearest(word, (*GROUPS, *STEPS)) or nearest_key(word)
+    raise ConfigError(
+        f"--help {word}: there is no such group or key: "
+        + (f"did you mean {guess}?" if guess else f"groups are {', '.join(GROUPS)}")
+    )
+
+
+def _group_help(group: str) -> str:
+    """The choices of a group; keys that the choice before explains as well are only named."""
+    told: list[Entry] = []
+    texts = []
+    for name in _default_first(group):
+        texts.append(_choice_help(group, name, told))
+        told += read_choice(group, name).entries
+    return "\n\n".join(texts)
+
+
+def _choice_help(group: str, name: str, told: Sequence[Entry] = ()) -> str:
+    choice = read_choice(group, name)
+    default = default_choices().get(group) == name
+    lines = [f"{group}={name}{' (the default)' if default else ''}"]
+    lines += [f"    {line}" for line in choice.about]
+    if group == EXPERIMENT:
+        lines += [f"  {line}" for entry in choice.entries for line in entry.lines]
+        return "\n".join(lines)
+    for entry in choice.entries:
+        if entry not in told:
+            lines += _entry_lines(entry, f"{group}.{entry.name}")
+    if again := [entry.name for entry in choice.entries if entry in told]:
+        named = f"  as above: {', '.join(again)}"
+        lines += textwrap.wrap(named, _WIDTH, subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _entry_lines(entry: Entry, name: str) -> list[str]:
+    first = f"  {name}: {entry.value}".rstrip()
+    return [*first.split("\n"), *(f"    {line}".rstrip() for line in entry.comment)]
+
+
+def _entry(key: str) -> Entry:
+    """The key as the default choice of its group explains it, or else the first that has it."""
+    group, _, name = key.partition(".")
+    having = all_keys()[key]
+    choice = next((c for c in _default_first(group) if c in having and c != "demo"), having[0])
+    if key == "model.path":  # the default model has a path of its own, with another comment
+        choice = "hf"
+    return next(entry for entry in read_choice(group, choice).entries if entry.name == name)
+
+
+def _default_first(group: str) -> list[str]:
+    default = default_choices().get(group)
+    return sorted(choices(group), key=lambda name: name != default)
+
+
+def _class_name(target: str) -> str:
+    return target.rpartition(".")[2]
+
+
+def _sentence(entry: Entry) -> str:
+    """The first sentence of what is said of a key, in one line."""
+    text = " ".join(entry.comment)
+    end = text.find(". ")
+    return textwrap.shorten(text if end < 0 else text[:end], _WIDTH - 28, placeholder=" …")
+
+
+def _table(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows) + 2
+    lines = [f"{title}:"]
+    for name, text in rows:
+        lines += textwrap.wrap(
+            f"  {name:<{width}}{text}", _WIDTH, subsequent_indent=" " * (width + 2),
+            break_on_hyphens=False,
+        )  # fmt: skip
+    return "\n".join(lines)

@@ -1,0 +1,264 @@
+"""Runs the command as a Hydra application, for those who use its launchers and sweepers.
+
+`batchgen --multirun hydra/launcher=submitit_slurm sampling.seed=1,2` hands the jobs to Slurm. What
+the jobs are is read as without a launcher; Hydra decides where and in which order they run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from batchgen.cli.cpu_threads import share_cores
+from batchgen.cli.hydra_arguments import HydraArguments, hydra_argument, hydra_arguments
+from batchgen.cli.job_outcome import be_quiet, report
+from batchgen.cli.options import Options
+from batchgen.cli.run_options import choice_folders, trust_of
+from batchgen.cli.sweep import SweepJob, dated_folder, folder_name, record, table, worst
+from batchgen.compose.load_config import load_config
+from batchgen.compose.trust import Trust
+from batchgen.compose.value_references import RESOLVERS_OF_HYDRA
+from batchgen.config.config_keys import choice_values
+from batchgen.python.configured_job import Result, run_configured
+from batchgen.storage.open_storage import job_metrics
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url
+
+_PLUGINS = {
+    "joblib": "hydra-joblib-launcher",
+    "ray": "hydra-ray-launcher",
+    "ray_aws": "hydra-ray-launcher",
+    "rq": "hydra-rq-launcher",
+    "submitit_local": "hydra-submitit-launcher",
+    "submitit_slurm": "hydra-submitit-launcher",
+    "ax": "hydra-ax-sweeper",
+    "nevergrad": "hydra-nevergrad-sweeper",
+    "optuna": "hydra-optuna-sweeper",
+    "colorlog": "hydra-colorlog",
+}
+"""Choices of Hydra's own groups that come with a package of their own."""
+
+
+class SweepJobFailed(CompactHydraException):
+    """Raised by a job that failed in a process of its own, where it has printed why.
+
+    A launcher hands back the exceptions of its jobs, and not their exit codes.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"batchgen: a job in another process ended with exit code {self.code}"
+
+
+@dataclass
+class HydraTask:
+    """What Hydra calls for each job, in this process or in another one.
+
+    Attributes:
+        arguments: of the command line.
+        below: where a job's folder goes if `output.dir` does not say it alone: `sweep.dir` or
+            `run.dir` of Hydra, or a folder below `output.dir`; "" if it says it alone.
+        trust: whose word the jobs are.
+        process: the process in which the command was typed.
+        jobs: those that have run in that process.
+    """
+
+    arguments: HydraArguments
+    below: str
+    trust: Trust
+    process: int = field(default_factory=os.getpid)
+    jobs: list[SweepJob] = field(default_factory=list)
+
+    def __call__(self, cfg: DictConfig) -> float | None:
+        """Run a job; returns its tokens per second, which a sweeper may optimise.
+
+        Raises:
+            SweepJobFailed: it ended with another code than 0 in another process.
+            SystemExit: a signal stopped it, which ends a whole sweep.
+        """
+        elsewhere = os.getpid() != self.process
+        if elsewhere:  # on the machine that a launcher chose, nothing of this was done yet
+            share_cores()
+            be_quiet()
+        sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+        job = SweepJob((self._name() or ".") if sweep else "", None)
+        if sweep:
+            of = f" of {len(self.arguments.names)}" if self.arguments.names else ""
+            print(f"── job {HydraConfig.get().job.num + 1}{of}: {job.name}", flush=True)
+        job.code = report(lambda: self._run(cfg, job))
+        if elsewhere and job.code:
+            raise SweepJobFailed(job.code)
+        self.jobs.append(job)
+        if job.code > 128:
+            sys.exit(job.code)
+        return _speed(job)
+
+    def _run(self, cfg: DictConfig, job: SweepJob) -> Result:
+        hydra_config = HydraConfig.get()
+        if self.below == "run.dir":
+            cfg.output.dir = hydra_config.run.dir
+        elif self.below:
+            own = hydra_config.sweep.subdir
+            parent = hydra_config.sweep.dir if self.below == "sweep.dir" else cfg.output.dir
+            name = job.name if own == "." else own
+            cfg.output.dir = f"{parent}/{name}" if is_url(parent) else str(Path(parent) / name)
+        job.config = load_config(cfg, self.trust, resolvers=RESOLVERS_OF_HYDRA)
+        return run_configured(job.config)
+
+    def _name(self) -> str:
+        """The folder of a job of a sweep, named by what it sets and others set otherwise."""
+        fixed, given = self.arguments.fixed_keys(), HydraConfig.get().overrides.task
+        own = tuple(text for text in given if text.partition("=")[0] not in fixed)
+        if own in self.arguments.names:
+            return self.arguments.names[own]
+        return folder_name([self.arguments.typed.get(text, text).lstrip("+") for text in own], ())
+
+
+def run_hydra(options: Options) -> int:
+    """Run the job or the sweep of a command line that names something of Hydra itself.
+
+    Raises:
+        ConfigError: there is a mistake in an argument, or a plug-in is not installed.
+    """
+    trust = trust_of(options, options.overrides)
+    _check_trusted(options, trust)
+    _check_plugins(options.hydra)
+    _check_choices(options)
+    mode = _value(options.hydra, "hydra.mode")
+    sweep = "--multirun" in options.flags or (mode or "").upper() == "MULTIRUN"
+    arguments = hydra_arguments(options, sweep)
+    task = HydraTask(arguments, _below(options, arguments, sweep), trust)
+    given = [*arguments.fixed, *arguments.swept, *options.hydra]
+    if sweep and _value(options.hydra, "hydra.sweep.dir") is None:
+        if task.below == "sweep.dir":
+            folder = dated_folder(options)
+            record(folder, options)
+            given.append(hydra_argument("hydra.sweep.dir", str(folder)))
+        elif task.below:
+            given.append(hydra_argument("hydra.sweep.dir", arguments.output_dir))
+    code = _call(task, [*_flags(options), *given])
+    if not task.jobs:
+        return code
+    if sweep:
+        print(table(task.jobs))
+    return worst([code, *(job.code for job in task.jobs if job.code is not None)])
+
+
+def _below(options: Options, arguments: HydraArguments, sweep: bool) -> str:
+    """See `HydraTask.below`."""
+    given = arguments.output_dir
+    if arguments.varies("output.dir"):
+        return ""
+    if given == choice_values("output", "parquet")["dir"]:
+        if sweep:
+            return "sweep.dir"
+        return "run.dir" if _value(options.hydra, "hydra.run.dir") is not None else ""
+    # With a reference to another key the folders differ as the user has said.
+    return "output.dir" if sweep and isinstance(given, str) and "${" not in given else ""
+
+
+def _call(task: HydraTask, arguments: Sequence[str]) -> int:
+    """Let Hydra read the arguments and run its launcher; returns the exit code."""
+    main = hydra.main(config_path="pkg://batchgen.conf", config_name="config", version_base="1.3")
+    GlobalHydra.instance().clear()
+    try:
+        with _command_line(arguments):
+            main(task)()
+    except SystemExit as exit:
+        error = exit.__context__
+        if isinstance(error, SweepJobFailed):
+            return error.code
+        if task.jobs or not exit.code:
+            return exit.code if isinstance(exit.code, int) else int(bool(exit.code))
+        return 2  # Hydra has refused the command line and said why
+    return 0
+
+
+@contextmanager
+def _command_line(arguments: Sequence[str]) -> Iterator[None]:
+    """Hydra reads its arguments nowhere else."""
+    before = sys.argv
+    sys.argv = [before[0], *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _flags(options: Options) -> list[str]:
+    """The options in Hydra's words."""
+    flags = sorted(options.flags & {"--multirun", "--hydra-help", "--resolve"})
+    for flag in ("--cfg", "--info", "--experimental-rerun"):
+        flags += [f"{flag}={value}" for value in options.values.get(flag, ())[-1:]]
+    folders = choice_folders(options)
+    if len(folders) > 1:
+        raise ConfigError("--config-dir: Hydra's launchers take one folder: leave the others out")
+    return [*flags, *(f"--config-dir={folder}" for folder in folders)]
+
+
+def _check_plugins(arguments: Sequence[str]) -> None:
+    for argument in arguments:
+        group, _, choice = argument.lstrip("+").partition("=")
+        if "/" in group and (package := _PLUGINS.get(choice)) is not None:
+            try:
+                metadata.version(package)
+            except metadata.PackageNotFoundError:
+                raise ConfigError(
+                    f"{argument}: this plug-in of Hydra is not installed: pip install {package}"
+                ) from None
+
+
+def _check_trusted(options: Options, trust: Trust) -> None:
+    """Refuse files of strangers, of which Hydra runs the launchers and callbacks they name."""
+    job_file = options.job_file
+    if files := [str(source) for source in trust.sources if source != job_file]:
+        raise ConfigError(
+            f"{' and '.join(files)}: Hydra itself runs code that such files name: if you trust "
+            f"whoever wrote them, add {' '.join(f'--trust {file}' for file in files)}"
+        )
+
+
+def _check_choices(options: Options) -> None:
+    """Refuse choices and keys that Hydra does not have, before a sweep gets its folder."""
+    searched = [f"'file://{folder.absolute()}'" for folder in choice_folders(options)]
+    overrides = list(options.hydra)
+    if searched and _value(overrides, "hydra.searchpath") is None:
+        overrides.append(f"hydra.searchpath=[{','.join(searched)}]")
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_module("batchgen.conf", version_base="1.3"):
+            hydra.compose("config", overrides=overrides, return_hydra_config=True)
+    except MissingConfigException as error:
+        known = f": choose among {', '.join(error.options)}" if error.options else ""
+        raise ConfigError(f"Hydra has no {error.missing_cfg_file}{known}") from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{' '.join(options.hydra)}: {' '.join(str(error).split())}") from None
+
+
+def _value(arguments: Sequence[str], key: str) -> str | None:
+    """The text that the last argument for a key of Hydra's has; None without one."""
+    found = [a.partition("=")[2] for a in arguments if a.lstrip("+").partition("=")[0] == key]
+    return found[-1] if found else None
+
+
+def _speed(job: SweepJob) -> float | None:
+    if job.config is None or job.code not in (0, 3):
+        return None
+    metrics = job_metrics(job.config.output.dir)
+    return None if metrics is None else float(metrics["tokens_per_s"])

@@ -1,0 +1,191 @@
+"""Writes a command line in Hydra's grammar, for a job that one of Hydra's launchers starts.
+
+What a user types is read by our own rules first, so that a text stays as it was typed. Hydra then
+gets each choice and each key as an argument of its own, quoted as its grammar needs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Quote, QuotedString, RangeSweep
+from hydra.errors import HydraException
+
+from batchgen.cli.options import Options
+from batchgen.cli.run_options import choice_folders, compose_options, job_file
+from batchgen.cli.sweep import FolderNames, swept, swept_values
+from batchgen.compose.compose_config import collect
+from batchgen.compose.overrides import Override, parse_override
+from batchgen.compose.value_references import RESOLVERS_OF_HYDRA, refuse_resolvers
+from batchgen.config.config_keys import EXPERIMENT, STEP_LISTS
+from batchgen.util.errors import ConfigError
+
+
+@dataclass
+class HydraArguments:
+    """A command line in Hydra's grammar.
+
+    Attributes:
+        fixed: the arguments that all jobs have in common.
+        swept: those that list values.
+        typed: what one job gets of a swept argument → the same as the user typed it.
+        names: what one job gets of all swept arguments → the name of its folder. A job that is not
+            in here has values that cannot be listed beforehand.
+        output_dir: `output.dir` as it was given; of the first job if it differs between jobs.
+    """
+
+    fixed: list[str]
+    output_dir: Any
+    swept: list[str] = field(default_factory=list)
+    typed: dict[str, str] = field(default_factory=dict)
+    names: dict[tuple[str, ...], str] = field(default_factory=dict)
+
+    def fixed_keys(self) -> set[str]:
+        """The keys of `fixed`, as Hydra names them in the arguments of a job."""
+        return {argument.partition("=")[0] for argument in self.fixed}
+
+    def varies(self, key: str) -> bool:
+        """Whether the jobs of a sweep have different values of a key."""
+        return any(argument.partition("=")[0].lstrip("+") == key for argument in self.swept)
+
+
+def hydra_arguments(options: Options, sweep: bool) -> HydraArguments:
+    """The arguments of a command line, but for those that set something of Hydra itself.
+
+    Args:
+        sweep: whether arguments may list values.
+
+    Raises:
+        ConfigError: a key or choice is unknown, or a value cannot be read.
+    """
+    varied = [argument for argument in options.overrides if sweep and swept(argument) is not None]
+    first = [_first(a) if a in varied else a for a in options.overrides]
+    composed = compose_options(options, first)
+    refuse_resolvers(_in_hydras_words(composed.groups), RESOLVERS_OF_HYDRA)
+    found = HydraArguments(_fixed(options, first, varied), composed.groups["output"]["dir"])
+    parts: list[list[str]] = []
+    for argument in varied:
+        text, typed = _swept_argument(argument)
+        found.swept.append(text)
+        found.typed.update(typed)
+        parts.append(list(typed))
+    if all(parts):
+        names = FolderNames()
+        for job in itertools.product(*parts):
+            found.names[job] = names.of([found.typed[part] for part in job])
+    return found
+
+
+def hydra_argument(start: str, value: Any) -> str:
+    """The argument that gives a key this value.
+
+    Args:
+        start: the key with its sign.
+
+    Raises:
+        ConfigError: Hydra's grammar has no text for the value.
+    """
+    value = _in_hydras_words(value)
+    argument = f"{start}={hydra_text(value)}"
+    try:
+        if OverridesParser.create().parse_override(argument).value() == value:
+            return argument
+    except HydraException:
+        pass
+    raise ConfigError(
+        f"{start.lstrip('+')}: Hydra's launchers cannot take {value!r}: leave out hydra.… and "
+        "hydra/…, or put the value into a file"
+    )
+
+
+def _in_hydras_words(value: Any) -> Any:
+    """A value in which references to Hydra's keys, which a job does not see among its own, are as
+    Hydra resolves them."""
+    if isinstance(value, Mapping):
+        return {key: _in_hydras_words(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_in_hydras_words(item) for item in value]
+    return value.replace("${hydra.", "${hydra:") if isinstance(value, str) else value
+
+
+def hydra_text(value: Any) -> str:
+    """A plain value in Hydra's grammar."""
+    if isinstance(value, str):
+        return QuotedString(value, Quote.single).with_quotes()
+    if isinstance(value, list):
+        return "[" + ",".join(map(hydra_text, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{hydra_text(item)}" for key, item in value.items()) + "}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def _first(argument: str) -> str:
+    """A swept argument with the first of its values."""
+    override = swept(argument)
+    assert override is not None
+    if override.is_discrete_sweep():
+        values = swept_values(argument)
+        if not values:
+            raise ConfigError(f"{argument}: there is no such value")
+        return values[0]
+    value = override.value()
+    assert isinstance(value, IntervalSweep)
+    return f"{argument.partition('=')[0]}={value.start}"
+
+
+def _fixed(options: Options, first: list[str], varied: list[str]) -> list[str]:
+    """The choices and keys that are the same for all jobs."""
+    values, places = job_file(options)
+    given, parsed = collect(values, first, folders=choice_folders(options), places=places)
+    moving = {argument.partition("=")[0].lstrip("+") for argument in varied}
+    found = [f"~{group}" for group in given.whole]
+    found += [f"{group}={name}" for group, name in given.choices.items() if group not in moving]
+    if EXPERIMENT not in moving:
+        found += [f"+{EXPERIMENT}={name}" for name in given.experiments]
+    for group, keys in given.whole.items():
+        found += [hydra_argument(f"++{group}.{name}", value) for name, value in keys.items()]
+    found += [hydra_argument(f"++{key}", value) for key, value in given.keys.items()]
+    for name, steps in given.steps.items():
+        if name not in moving:
+            found.append(hydra_argument(f"++{name}", steps))
+    for override, argument in zip(parsed, options.overrides, strict=True):
+        if override.group in STEP_LISTS:
+            continue
+        if override.sign == "~":
+            found.append(f"~{override.key}")
+        elif override.names and argument not in varied:
+            found.append(_argument(override))
+    return found
+
+
+def _swept_argument(argument: str) -> tuple[str, dict[str, str]]:
+    """The argument that lists the values, and what a job gets of it → what the user typed."""
+    override = swept(argument)
+    assert override is not None
+    if not override.is_discrete_sweep():
+        key, _, text = argument.partition("=")
+        return f"++{key.lstrip('+')}={text}", {}
+    typed = swept_values(argument) or []
+    single = [_argument(parse_override(one)) for one in typed]
+    start = single[0].partition("=")[0]
+    listed = ",".join(one.partition("=")[2] for one in single)
+    value = override.value()
+    if isinstance(value, RangeSweep) and not value.shuffle:  # sweepers may take it for a range
+        listed = argument.partition("=")[2]
+    made = OverridesParser.create().parse_override(f"{start}={listed}")
+    if made.is_sweep_override():
+        single = [f"{made.get_key_element()}={text}" for text in made.sweep_string_iterator()]
+    return f"{start}={listed}", dict(zip(single, typed, strict=True))
+
+
+def _argument(override: Override) -> str:
+    """One argument with one value."""
+    if override.names:
+        return hydra_argument(f"++{override.key}", override.value())
+    return f"{'+' if override.group == EXPERIMENT else ''}{override.key}={override.value()}"

@@ -1,0 +1,75 @@
+"""Runs one job of the command line and tells the user how it ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from batchgen.python.configured_job import Result
+from batchgen.util.errors import ConfigError, JobError
+
+if TYPE_CHECKING:
+    pass
+
+
+def report(run: Callable[[], Result]) -> int:
+    """Run a job, tell the user how it ended, and return the exit code."""
+    try:
+        result = run()
+    except (ConfigError, JobError) as error:
+        return refusal(error)
+    except Exception:  # the traceback ends with the job's notes: what is safe, and how to go on
+        traceback.print_exc()
+        return 1
+    if result.stopped_by is not None:
+        print(result.message, file=sys.stderr)
+    else:
+        print(result.message)
+    return result.exit_code
+
+
+def refusal(error: ConfigError | JobError) -> int:
+    """Print why there is no job, and return the exit code."""
+    notes = list(error.__notes__) if hasattr(error, "__notes__") else []
+    print(f"batchgen: {error}", *notes, sep="\n", file=sys.stderr)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def be_quiet() -> None:
+    """Silence the libraries' log lines and warnings, unless the user has set their variables."""
+    for name, value in {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "DATASETS_VERBOSITY": "error",
+        "HF_HUB_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+    }.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", module=r"transformers|datasets|huggingface_hub|torch")
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """Do the work of a verb and return its exit code; mistakes and errors are printed.
+
+    A reader that wants no more (`batchgen show OUT | head`) and Ctrl-C end it without a word.
+    """
+    try:
+        code = work()
+        sys.stdout.flush()
+    except (ConfigError, JobError) as error:
+        return refusal(error)
+    except BrokenPipeError:
+        # What is left in the buffer would raise once more when Python closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def column_list(text: str) -> list[str]:
+    """The names in `a,b`."""
+    return [name.strip() for name in text.split(",") if name.strip()]

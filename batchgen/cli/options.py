@@ -1,0 +1,163 @@
+"""The options of the command line, and what stands between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from batchgen.cli.verb_table import VERBS
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import short_user_path
+
+FLAGS = {
+    "--help": "this help; --help GROUP, --help GROUP=CHOICE and --help KEY tell more",
+    "--version": "the versions of batchgen and of what it computes with",
+    "--dry-run": "show the first prompts as the model will read them, and load no weights",
+    "--multirun": "run a job for each value of a=1,2,3 (choice(…), range(…) and glob(…) too)",
+    "--cfg": "--cfg job prints the job as a job file and runs nothing; with --resolve, checked",
+    "--resolve": "",
+    "--config-dir": "--config-dir DIR: a folder with further choices, laid out as conf/ is",
+    "--trust": "--trust PATH: run the code of others that a job file or --config-dir at PATH names",
+    "--config-path": "",
+    "--config-name": "",
+    "--completion": "--completion bash, zsh or fish prints a script that completes keys",
+    "--hydra-help": "about Hydra, with whose launchers and sweepers jobs run: hydra/launcher=…",
+    "--info": "",
+    "--experimental-rerun": "",
+}
+"""Option → what it does; empty for those that need no mention."""
+_SHORT = {
+    **{"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir"},
+    **{"-cp": "--config-path", "-cn": "--config-name", "-V": "--version"},
+}
+_WITH_VALUE = {
+    **{"--cfg": "job", "--config-dir": "a folder", "--config-path": "a folder"},
+    **{"--trust": "a job file, or a folder"},
+    **{"--config-name": "a name", "--completion": "bash, zsh or fish"},
+    **{"--info": "a subject", "--experimental-rerun": "a pickled configuration"},
+}
+_OF_HYDRA = re.compile(r"(\+\+|\+|~)?hydra[./@]")
+"""How arguments begin that set something of Hydra itself."""
+
+
+@dataclass
+class Options:
+    """A command line that runs a job, or tells something about jobs.
+
+    Attributes:
+        flags: the options that are given, by their long names.
+        values: of the options that have one, as often as they are given.
+        job_file: the file of the job; None without one.
+        overrides: the arguments that are neither options nor a job file.
+        hydra: those that set something of Hydra itself, in its own grammar.
+    """
+
+    flags: set[str] = field(default_factory=set)
+    values: dict[str, list[str]] = field(default_factory=dict)
+    job_file: Path | None = None
+    overrides: list[str] = field(default_factory=list)
+    hydra: list[str] = field(default_factory=list)
+
+
+def parse_options(arguments: Sequence[str]) -> Options:
+    """Sort the arguments of the command line.
+
+    Raises:
+        ConfigError: an option is unknown or lacks its value, or there are two job files.
+    """
+    options = Options()
+    rest = list(arguments)
+    helps = bool({"--help", "-h"} & set(arguments))
+    while rest:
+        argument = rest.pop(0)
+        if argument.startswith("-"):
+            _take_option(options, argument, rest)
+        elif _OF_HYDRA.match(argument):
+            options.hydra.append(argument)
+        elif _is_job_file(argument, helps):
+            if options.job_file is not None:
+                raise ConfigError(
+                    f"there are two job files, {options.job_file} and {argument}: give one, and "
+                    "what differs as key=value"
+                )
+            options.job_file = short_user_path(argument, "the job file")
+        else:
+            _check_no_verb(argument, helps)
+            options.overrides.append(argument)
+    if folders := options.values.get("--config-path"):
+        name = options.values.get("--config-name", ["config"])[-1].removesuffix(".yaml")
+        options.job_file = short_user_path(folders[-1], "--config-path") / f"{name}.yaml"
+    return options
+
+
+def asks_hydra(options: Options) -> bool:
+    """Whether Hydra itself has to answer: to run a job its way, or to tell something of itself.
+
+    A dry run and `--cfg job` show what a job is, which no launcher changes.
+    """
+    if options.values.get("--cfg", ["job"])[-1] in ("hydra", "all"):
+        return True
+    if options.flags & {"--hydra-help", "--info", "--experimental-rerun"}:
+        return True
+    return bool(options.hydra) and not options.flags & {"--cfg", "--dry-run"}
+
+
+def _take_option(options: Options, argument: str, rest: list[str]) -> None:
+    name, equals, value = argument.partition("=")
+    name = _SHORT.get(name, name)
+    if name not in FLAGS:
+        raise ConfigError(_no_option(argument))
+    if name in _WITH_VALUE:
+        if not equals:
+            if name == "--info" and not (rest and rest[0].replace("-", "").isalpha()):
+                rest.insert(0, "all")
+            if not rest:
+                raise ConfigError(f"{argument} needs a value: {_WITH_VALUE[name]}")
+            value = rest.pop(0)
+        options.values.setdefault(name, []).append(value)
+    elif equals:
+        raise ConfigError(f"{argument}: {name} takes no value")
+    options.flags.add(name)
+
+
+def _no_option(argument: str) -> str:
+    name = argument.lstrip("-")
+    if "." in name or "=" in name:
+        return f"{argument} is no option: keys are written without dashes: {name}"
+    from batchgen.config.config_keys import nearest
+
+    guess = nearest(argument, FLAGS)
+    return f"{argument} is no option: " + (
+        f"did you mean {guess}?" if guess else "`batchgen --help` lists them"
+    )
+
+
+def _check_no_verb(argument: str, helps: bool) -> None:
+    """Refuse a verb that is misspelt, or does not come first.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if helps or not argument.isalpha():
+        return
+    from batchgen.config.config_keys import nearest
+
+    if argument in VERBS:
+        raise ConfigError(f"{argument} is a verb, which comes first: batchgen {argument} …")
+    if guess := nearest(argument, VERBS):
+        raise ConfigError(f"there is no verb {argument}: did you mean batchgen {guess}?")
+
+
+def _is_job_file(argument: str, helps: bool) -> bool:
+    """Whether an argument names a file: keys have no slash, and no key ends like a YAML file.
+
+    The name of a folder counts too, so that its refusal says where the job file of a folder is.
+    With `--help` a word is a group or a key.
+    """
+    if "=" in argument or argument.startswith("+"):
+        return False
+    if argument.endswith((".yaml", ".yml")) or "/" in argument:
+        return True
+    return not helps and Path(argument).is_dir()

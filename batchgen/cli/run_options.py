@@ -1,0 +1,101 @@
+"""From the options of a command line to the job that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from batchgen.cli.options import Options
+from batchgen.compose.compose_config import Composed, checked, compose_groups
+from batchgen.compose.job_file import read_job_file
+from batchgen.compose.load_config import resolved
+from batchgen.compose.trust import TYPED, Trust
+from batchgen.config.job_config import JobConfig
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import short_user_path, user_path
+
+
+def composed(options: Options) -> JobConfig:
+    """The job of a command line.
+
+    Raises:
+        ConfigError: there is a mistake in the job file or in an argument.
+    """
+    groups = compose_options(options, options.overrides).groups
+    return checked(groups, trust_of(options, options.overrides))
+
+
+def compose_options(options: Options, overrides: Sequence[str]) -> Composed:
+    """The choices and keys of a job; their values are not checked yet.
+
+    Args:
+        overrides: the arguments key=value, which of one job of a sweep are others than those of the
+            options.
+
+    Raises:
+        ConfigError: a key or choice is unknown, or a text cannot be read.
+    """
+    values, places = job_file(options)
+    return compose_groups(values, overrides, folders=choice_folders(options), places=places)
+
+
+def show_config(options: Options) -> int:
+    """Print the job as a job file; returns the exit code."""
+    if options.values["--cfg"][-1] != "job":
+        raise ConfigError(f"--cfg {options.values['--cfg'][-1]}: write --cfg job, hydra or all")
+    groups = compose_options(options, options.overrides).groups
+    if "--resolve" in options.flags:
+        groups = resolved(checked(groups, TYPED))  # nothing of it runs
+    print(yaml.safe_dump(groups, sort_keys=False, allow_unicode=True), end="")
+    return 0
+
+
+def trust_of(options: Options, overrides: Sequence[str]) -> Trust:
+    """Whose word the configuration of a job is.
+
+    Args:
+        overrides: as of `compose_options`.
+
+    Raises:
+        ConfigError: nothing is read from what `--trust` names.
+    """
+    read = [] if options.job_file is None else [options.job_file]
+    for option in ("--config-dir", "--experimental-rerun"):
+        read += [short_user_path(name, option) for name in options.values.get(option, ())]
+    return Trust.of(read, options.values.get("--trust", ()), overrides)
+
+
+def choice_folders(options: Options) -> list[Path]:
+    """The folders of the user with further choices.
+
+    Raises:
+        ConfigError: one is not there.
+    """
+    folders = [user_path(name, "--config-dir") for name in options.values.get("--config-dir", [])]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir {folder}: there is no such folder")
+    return folders
+
+
+def job_file(options: Options) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of the job file and the places of its keys; both are empty without one.
+
+    Raises:
+        ConfigError: it is not there, or cannot be read.
+    """
+    path = options.job_file
+    if path is None:
+        return {}, {}
+    if path.is_dir():
+        if (path / "config.yaml").is_file():
+            raise ConfigError(f"{path} is a folder: its job file is {path / 'config.yaml'}")
+        raise ConfigError(
+            f"{path} is a folder and no job file: `batchgen init job.yaml` writes one"
+        )
+    if not path.exists():
+        raise ConfigError(f"there is no job file {path}: `batchgen init {path}` writes one")
+    return read_job_file(path)

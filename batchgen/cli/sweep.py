@@ -1,0 +1,257 @@
+"""`batchgen --multirun`: a job for each combination of the values that arguments list.
+
+The jobs run one after the other, each in a folder that is named by what it sets. A sweep with
+`output.dir` has its folders there, and the same command goes on with it. Without one the folder has
+the date and time for its name; the same command finds it again by the arguments that it holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from batchgen.cli.options import Options
+from batchgen.cli.run_options import compose_options, trust_of
+from batchgen.compose.compose_config import checked
+from batchgen.compose.overrides import names_worker
+from batchgen.config.config_keys import choice_values, choices
+from batchgen.config.job_config import JobConfig
+from batchgen.storage.open_storage import job_metrics
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override as HydraOverride
+
+_PARENT = Path("outputs/multirun")
+_ARGUMENTS = "sweep.yaml"
+_LONGEST_NAME = 100
+
+
+@dataclass
+class SweepJob:
+    """One job of a sweep.
+
+    Attributes:
+        name: what it sets and others set otherwise, as the name of a folder.
+        config: None if it was refused.
+        refusal: why it was refused.
+        code: its exit code; None if it has not run.
+    """
+
+    name: str
+    config: JobConfig | None
+    refusal: str = ""
+    code: int | None = None
+
+
+def run_sweep(options: Options, run: Callable[[JobConfig], int]) -> int:
+    """Run all jobs of a sweep and return its exit code.
+
+    Args:
+        run: runs one job, tells the user how it ended, and returns its exit code.
+
+    Raises:
+        ConfigError: all jobs have the same mistake, or an argument lists no values.
+    """
+    jobs, dated = _jobs(options)
+    if all(job.refusal and job.refusal == jobs[0].refusal for job in jobs):
+        raise ConfigError(jobs[0].refusal)
+    if dated is not None and any(job.config is not None for job in jobs):
+        record(dated, options)
+    for number, job in enumerate(jobs, 1):
+        print(f"── job {number} of {len(jobs)}: {job.name}", flush=True)
+        if job.config is None:
+            print(f"batchgen: {job.refusal}", file=sys.stderr)
+            job.code = 2
+        else:
+            job.code = run(job.config)
+        if job.code > 128:  # a signal ends the sweep; after any other failure its next job runs
+            break
+    print(table(jobs))
+    return worst([job.code for job in jobs if job.code is not None])
+
+
+def worst(codes: Sequence[int]) -> int:
+    """The exit code of a sweep: the gravest of its jobs' codes.
+
+    A signal goes before all. A job that failed (1) is graver than one that was refused (2), and
+    that than error rows (3).
+    """
+    if (most := max(codes, default=0)) > 128:
+        return most
+    return next((code for code in (1, 2, 3) if code in codes), 0)
+
+
+def swept_values(argument: str) -> list[str] | None:
+    """The arguments that one argument of a sweep stands for; None if it lists no values.
+
+    Values are listed as Hydra does: a,b or choice(a,b), range(1,9), and glob(*) for the choices of
+    a group. A text with commas needs double quotes in a sweep.
+
+    Raises:
+        ConfigError: it lists none that can be counted (`interval(0,1)`).
+    """
+    override = swept(argument)
+    if override is None:
+        return None
+    from hydra.core.override_parser.types import Glob
+
+    key, value = argument.partition("=")[0], override.value()
+    if isinstance(value, Glob):
+        return [f"{key}={name}" for name in value.filter(choices(key.lstrip("+")))]
+    if not override.is_discrete_sweep():
+        raise ConfigError(f"{argument}: a sweep needs values that can be counted: a,b or range(…)")
+    return [f"{key}={one}" for one in override.sweep_string_iterator()]
+
+
+def swept(argument: str) -> HydraOverride | None:
+    """What Hydra reads in an argument that lists values, or a range of them; None for others."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    _, equals, text = argument.partition("=")
+    if not equals or not ("," in text or "glob(" in text):
+        return None
+    try:
+        override = OverridesParser.create().parse_override(argument)
+    except HydraException:  # a text that Hydra does not know is what was typed
+        return None
+    return override if override.is_sweep_override() else None
+
+
+def _jobs(options: Options) -> tuple[list[SweepJob], Path | None]:
+    """The jobs of a sweep, and the folder of a sweep for which no output.dir is given."""
+    values_of = [swept_values(argument) for argument in options.overrides]
+    listed = [
+        values or [argument] for values, argument in zip(values_of, options.overrides, strict=True)
+    ]
+    varied = [values is not None for values in values_of]
+    own_dir = any(
+        values and values[0].lstrip("+").startswith("output.dir=") for values in values_of
+    )
+    names = FolderNames()
+    jobs: list[SweepJob] = []
+    dated: Path | None = None
+    for overrides in itertools.product(*listed):
+        name = names.of(list(itertools.compress(overrides, varied)))
+        try:
+            groups = compose_options(options, overrides).groups
+            given = groups["output"]["dir"]
+            if given == choice_values("output", "parquet")["dir"]:
+                dated = dated or dated_folder(options)
+                groups["output"]["dir"] = str(dated / name)
+            elif not own_dir:
+                groups["output"]["dir"] = _own_folder(given, name, len(jobs))
+            jobs.append(SweepJob(name or ".", checked(groups, trust_of(options, overrides))))
+        except ConfigError as error:
+            jobs.append(SweepJob(name or ".", None, str(error), None))
+    return jobs, dated
+
+
+def _own_folder(given: Any, name: str, number: int) -> Any:
+    """The folder of a job of which output.dir is given for all."""
+    if not isinstance(given, str):
+        return given
+    numbered = re.sub(r"\$\{hydra[.:]job\.num\}", str(number), given)
+    # With a reference to another key the folders differ as the user has said.
+    if "${" in given:
+        return numbered
+    return f"{given.rstrip('/')}/{name}" if is_url(given) else str(Path(given) / name)
+
+
+def dated_folder(options: Options) -> Path:
+    """The folder of a sweep without output.dir: an earlier one with the same arguments, or new."""
+    arguments = _arguments(options)
+    for path in sorted(_PARENT.glob(f"*/{_ARGUMENTS}"), reverse=True):
+        if yaml.safe_load(path.read_text(encoding="utf-8"))["arguments"] == arguments:
+            return path.parent
+    stem = _PARENT / time.strftime("%Y-%m-%d_%H-%M-%S")
+    folder, number = stem, 1
+    while folder.exists():
+        number += 1
+        folder = stem.with_name(f"{stem.name}_{number}")
+    return folder
+
+
+def record(folder: Path, options: Options) -> None:
+    """Make the folder of a sweep, with the arguments by which the same command finds it again."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump({"arguments": _arguments(options)}, allow_unicode=True)
+        (folder / _ARGUMENTS).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
+
+
+def _arguments(options: Options) -> list[str]:
+    """What a sweep is known by."""
+    file = [] if options.job_file is None else [str(options.job_file)]
+    folders = options.values.get("--config-dir", [])
+    return [*file, *folders, *options.overrides, *options.hydra]
+
+
+def folder_name(overrides: Sequence[str], taken: Sequence[str]) -> str:
+    """A short name, safe in every shell and file system, that no other job has."""
+    parts = [re.sub(r"[^\w.+=-]+", "-", override).strip("-") for override in overrides]
+    name = ",".join(parts) or "job"
+    if len(name.encode()) > _LONGEST_NAME or name in taken:
+        digest = blake2b("\0".join(overrides).encode(), digest_size=4).hexdigest()
+        name = f"{name.encode()[:_LONGEST_NAME].decode(errors='ignore')}-{digest}"
+    return name
+
+
+class FolderNames:
+    """The names of the folders of a sweep's jobs.
+
+    Jobs that differ only in what their worker is called are one job, and have one folder.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[str, ...], str] = {}
+
+    def of(self, overrides: Sequence[str]) -> str:
+        """The name for the arguments in which a job differs; empty if it has the parent folder."""
+        own = tuple(argument for argument in overrides if not names_worker(argument))
+        if own not in self._names:
+            alone = overrides and not own
+            self._names[own] = "" if alone else folder_name(own, list(self._names.values()))
+        return self._names[own]
+
+
+def table(jobs: Sequence[SweepJob]) -> str:
+    """What became of each job, for people."""
+    header = ("job", "exit", "rows", "errors", "tokens/s", "folder")
+    rows = [header, *((job.name, *_facts(job)) for job in jobs)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    lines = [
+        f"{row[0]:<{widths[0]}}  "
+        + "  ".join(f"{row[i]:>{widths[i]}}" for i in range(1, 5))
+        + f"  {row[5]}"
+        for row in rows
+    ]
+    return "\n".join(["", *lines])
+
+
+def _facts(job: SweepJob) -> tuple[str, ...]:
+    """Exit code, rows, error rows, tokens per second and folder."""
+    if job.config is None or job.code is None:
+        return ("not run" if job.code is None else str(job.code), "–", "–", "–", "–")
+    folder = job.config.output.dir
+    metrics = None if job.code == 2 else job_metrics(folder)
+    if metrics is None:
+        return (str(job.code), "–", "–", "–", folder)
+    last = metrics["attempts"][-1]
+    rows = metrics.get("rows", last["rows"] + last["rows_resumed"])
+    errors = metrics.get("error_rows", last["error_rows"])
+    speed = f"{metrics['tokens_per_s']:,.0f}"
+    return (str(job.code), f"{rows:,}", f"{errors:,}", speed, folder)

@@ -1,0 +1,78 @@
+"""The verbs of the command: `batchgen VERB …` does something other than run a job."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, HelpFormatter, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import NoReturn
+
+from batchgen.util.errors import ConfigError
+
+
+class Parser(ArgumentParser):
+    """A parser whose complaints look like those of the rest of the command.
+
+    Args:
+        verb: whose arguments it reads.
+        about: what the verb does. Several lines stay as they are written.
+        epilog: what `--help` ends with.
+    """
+
+    def __init__(self, verb: str, about: str, epilog: str | None = None) -> None:
+        formatter = RawDescriptionHelpFormatter if "\n" in about else HelpFormatter
+        super().__init__(
+            prog=f"batchgen {verb}", description=about, epilog=epilog, formatter_class=formatter
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog.partition(' ')[2]}: {message} ({self.prog} --help)")
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What one verb does.
+
+    Attributes:
+        module: where its `main(arguments: Sequence[str]) -> int` is; it returns the exit code. The
+            module is imported when the verb is used, so that the others do not wait for it.
+        arguments: how its arguments are written.
+        help: what it does, in one line.
+    """
+
+    module: str
+    arguments: str
+    help: str
+
+
+VERBS = {
+    "init": Verb("batchgen.cli.verbs.init", "FILE", "write a commented job file"),
+    "plan": Verb(
+        "batchgen.cli.verbs.plan", "…", "what a job would read, need and cost, in seconds"
+    ),
+    "status": Verb("batchgen.cli.verbs.status", "OUT", "say what each worker of a job does"),
+    "show": Verb("batchgen.cli.verbs.show", "OUT", "print rows of a job, also while it runs"),
+    "view": Verb("batchgen.cli.verbs.view", "OUT [OUT2]", "look at rows in a browser"),
+    "export": Verb("batchgen.cli.verbs.export", "OUT", "write a job's rows as JSON lines or CSV"),
+    "grade": Verb("batchgen.cli.verbs.grade", "OUT", "grade a job's answers, without the model"),
+    "score": Verb("batchgen.cli.verbs.score", "OUT", "score a graded job, with intervals"),
+    "compare": Verb("batchgen.cli.verbs.compare", "A B", "compare the scores of two jobs by row"),
+    "report": Verb("batchgen.cli.verbs.report", "OUT", "write a job's report.html again"),
+    "validate": Verb(
+        "batchgen.cli.verbs.validate", "OUT", "check the rows of a finished job again"
+    ),
+}
+
+
+def run_verb(name: str, arguments: Sequence[str]) -> int:
+    """Run a verb and return its exit code.
+
+    A verb's own parser ends the process on `--help`; here that is a code too.
+    """
+    module = import_module(VERBS[name].module)
+    try:
+        code: int = module.main(arguments)
+    except SystemExit as exit:
+        return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+    return code

@@ -1,0 +1,128 @@
+"""Prints the rows of a job as they finish, until the job ends."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from batchgen.folder.job_status import status_line
+from batchgen.folder.read_job import BATCH, JobFolderReader
+from batchgen.report.row_view import RowView, of_sample
+from batchgen.shards.checked_file import CheckedFile
+from batchgen.shards.journal import journal_files, read_file
+from batchgen.shards.row_order import KEYS, row_keys
+from batchgen.shards.shard_files import shard_files, shard_path
+
+LOOK_SECONDS = 1.0
+
+
+def follow(
+    reader: JobFolderReader, view: RowView, name: str, sample: int | None, *, as_json: bool
+) -> int:
+    """Print rows that finish from now on, until the job is complete, stopped or killed.
+
+    Args:
+        name: of the folder, as the user gave it.
+        sample: print only this sample of each row; None prints all.
+        as_json: print rows as JSON, and nothing besides.
+
+    Returns:
+        The exit code.
+    """
+    new = NewRows(reader.path)
+    if not as_json:
+        print(status_line(reader, name), flush=True)
+    if is_over(reader):
+        return 0
+    while True:
+        # Before the last look, so that it sees the rows that were written until then.
+        ends = is_over(reader)
+        for batch in new.look():
+            view.print(of_sample(batch.select(view.needed).to_pylist(), sample))
+        if ends:
+            break
+        time.sleep(LOOK_SECONDS)
+    if not as_json:
+        print("\n" + status_line(reader, name))
+    return 0
+
+
+def is_over(reader: JobFolderReader) -> bool:
+    """Whether the job does not run any more."""
+    metrics = reader.metrics
+    return metrics["status"] != "running" if metrics else not reader.may_run
+
+
+class NewRows:
+    """The rows that a job has finished since the last look, in the order in which they finished.
+
+    They stand in the journals. Only rows that were written and whose shard was published between
+    two looks are found in the shard.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Take note of the rows that are there."""
+        self._folder = folder
+        self._read: dict[Path, tuple[int, int]] = {}  # of journal files: bytes and batches
+        self._seen: dict[int, set[int]] = {}  # keys of the rows of shards that have journals
+        self._published: dict[int, int] = {}  # from a shard to the time of its file
+        for _ in self.look(is_first=True):
+            pass
+
+    def look(self, *, is_first: bool = False) -> Iterator[pa.RecordBatch]:
+        """The rows that are new. The first look does not read the published shards."""
+        folder = self._folder / "journal"
+        try:
+            journals = journal_files(folder, os.listdir(folder))
+        except FileNotFoundError:  # a complete job has none
+            journals = {}
+        for shard, files in journals.items():
+            if shard not in self._seen:
+                self._seen[shard] = self._published_keys(shard)
+            for path in files:
+                for batch in self._new_batches(path):
+                    self._seen[shard].update(row_keys(batch).tolist())
+                    yield batch
+        data = self._folder / "data"
+        for shard, path in shard_files(data).items() if data.is_dir() else ():
+            time_written = path.stat().st_mtime_ns
+            if self._published.get(shard) != time_written:
+                self._published[shard] = time_written
+                seen = self._seen.pop(shard, set())
+                yield from () if is_first else _unseen(path, seen)
+
+    def _new_batches(self, path: Path) -> list[pa.RecordBatch]:
+        """The batches that were appended to a journal file."""
+        size, known = self._read.get(path, (0, 0))
+        try:
+            if path.stat().st_size == size:
+                return []
+            size = path.stat().st_size
+            batches = list(read_file(path))
+        except FileNotFoundError:  # its shard was published
+            return []
+        self._read[path] = size, len(batches)
+        return batches[known:]
+
+    def _published_keys(self, shard: int) -> set[int]:
+        """The rows of a shard that was published before and gets further rows, or other ones."""
+        path = shard_path(self._folder / "data", shard)
+        if shard not in self._published:
+            return set()
+        with CheckedFile(path) as file:
+            return set(row_keys(file.read(KEYS)).tolist())
+
+
+def _unseen(path: Path, seen: set[int]) -> Iterator[pa.RecordBatch]:
+    """The rows of a published shard that were not seen in a journal."""
+    with CheckedFile(path) as file:
+        if file.metadata.num_rows == len(seen):
+            return
+        for batch in file.batches(BATCH):
+            is_new = [key not in seen for key in row_keys(batch).tolist()]
+            if any(is_new):
+                yield batch.filter(pa.array(is_new))

@@ -1,0 +1,113 @@
+"""`batchgen grade OUT [post=…]`: grades the rows of a complete job, without its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from batchgen.cli.job_outcome import exit_code
+from batchgen.cli.verb_table import Parser
+from batchgen.scoring.graded_folder import GradedJob, scoring
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.paths import user_path
+
+_ABOUT = """\
+Run the job's `post` steps, or other ones, over the rows of a complete job. The grades go to
+OUT/grades; the rows stay as they are. Rows that have these grades already are not graded again, so
+the same command goes on with what was stopped. Where grades of other steps, or of an older version
+of these, are replaced, it says how many marks that changes, and shows the first rows.
+
+  batchgen grade OUT
+  batchgen grade OUT +experiment=gsm8k
+  batchgen grade OUT 'post=[{_target_: batchgen.grading.extract.Extract, methods: [boxed]},
+                            {_target_: batchgen.grading.grade.Grade, method: math}]'
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb and return its exit code."""
+    return exit_code(lambda: _grade(arguments))
+
+
+def _grade(arguments: Sequence[str]) -> int:
+    parser = Parser("grade", _ABOUT)
+    parser.add_argument("out", metavar="OUT", help="the job's output.dir")
+    parser.add_argument(
+        "override",
+        metavar="KEY=VALUE",
+        nargs="*",
+        help="post=…, score.…=… or +experiment=…; default: as in OUT/config.yaml",
+    )
+    parser.add_argument(
+        "--trust",
+        metavar="OUT",
+        action="append",
+        default=[],
+        help="run what post in OUT/config.yaml names, even if it is not batchgen's own",
+    )
+    parser.add_argument(
+        "--changes",
+        metavar="FILE",
+        help="add a JSON line to FILE for each row whose mark changes, with both answers",
+    )
+    given = parser.parse_intermixed_args(arguments)
+    job = GradedJob(given.out, "grade")
+    config = scoring(job, given.override, given.trust)
+    if not config.post:
+        raise ConfigError(
+            f"the job in {given.out} has no `post` steps: give some with post=[{{_target_: …}}] or "
+            "take those of a ready job with +experiment=NAME"
+        )
+    from batchgen.grades.changed_marks import ChangedMarks
+    from batchgen.grading.build_steps import check_scored, post_steps
+    from batchgen.jobs.graded_job import save_scores, score
+    from batchgen.report.write_report import renew_report
+    from batchgen.scoring.samples import Samples
+
+    check_scored(post_steps(config.post), config.score, job.columns)
+    with job.locked(), _added_to(given.changes) as write:
+        samples, changes = Samples(job.path, config.score), ChangedMarks(write)
+        try:
+            count = samples.grades.make(config.post, job.text_column, config.score, changes=changes)
+        finally:
+            file = given.changes or "--changes FILE keeps all of them when marks are made anew"
+            for line in changes.lines(f": {file}"):
+                print(line)
+        scores = score(samples)
+        save_scores(job.path, scores)
+        renew_report(job.path)
+    print(f"{count:,} rows graded" if count else "All rows have these grades already.")
+    if scores is not None:
+        job.warn_of_copies()
+        from batchgen.texts.text_table import score_lines, table
+
+        print(table(score_lines(scores)))
+    return 0
+
+
+@contextmanager
+def _added_to(name: str | None) -> Iterator[Callable[[str], None] | None]:
+    """What adds texts to the end of a file; None without one.
+
+    Raises:
+        ConfigError: the file cannot be opened.
+        JobError: in the body, it cannot be written.
+    """
+    if name is None:
+        yield None
+        return
+    path = user_path(name, "--changes")
+    try:
+        file = path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--changes {name} cannot be written: {error.strerror}") from None
+
+    def write(text: str) -> None:
+        try:
+            file.write(text)
+            file.flush()
+        except OSError as error:
+            raise JobError(f"cannot write {name}: {error.strerror}") from error
+
+    with file:
+        yield write

@@ -1,0 +1,96 @@
+"""`batchgen init FILE [GROUP=CHOICE …] [KEY=VALUE …]`: writes a job file with comments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from batchgen.cli.conf_files import Entry, read_choice
+from batchgen.cli.verb_table import Parser
+from batchgen.compose.compose_config import Composed, compose_groups
+from batchgen.compose.given_values import CHOICE
+from batchgen.config.config_keys import STEP_LISTS, choice_values, choices
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import user_path
+
+_HEAD = """\
+# A job of batchgen. This runs it, and goes on with it if it was stopped:
+#   batchgen {file}
+# Any key may be another for one run: batchgen {file} sampling.n=4
+# Paths are relative to the folder where the command runs. What is left out is as it is in conf/.
+"""
+_TOLD_BY_CHOICE = ("kind", "_target_")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the file and return the exit code. A file that is there already is left as it is.
+
+    Raises:
+        ConfigError: the file cannot be written, or an argument is wrong.
+    """
+    parser = Parser(
+        "init",
+        "Write a job file with all keys and what they mean.",
+        epilog="batchgen init job.yaml model=hf model.path=Qwen/Qwen3-0.6B dataset=files",
+    )
+    parser.add_argument("file", help="where to write it")
+    parser.add_argument(
+        "override", nargs="*", default=[], help="GROUP=CHOICE or KEY=VALUE, as for the job itself"
+    )
+    given = parser.parse_args(arguments)
+    _write(given.file, job_file_text(compose_groups({}, given.override), given.file))
+    print(f"{given.file} is written: change what you like, then run `batchgen {given.file}`")
+    return 0
+
+
+def job_file_text(composed: Composed, file: str) -> str:
+    """The text of a job file: all keys of the chosen groups, with the comments of conf/."""
+    parts = [_HEAD.format(file=file)]
+    for group, values in composed.groups.items():
+        if group in STEP_LISTS:
+            if values:
+                parts.append(yaml.safe_dump({group: values}, sort_keys=False, allow_unicode=True))
+            continue
+        name = composed.choices[group]
+        choice = read_choice(group, name)
+        others = [other for other in choices(group) if other != name]
+        lines = [f"{group}:", *(f"  # {line}".rstrip() for line in choice.about)]
+        remark = f"  # or {', '.join(others)}" if others else ""
+        lines.append(f"  {CHOICE}: {name}{remark}")
+        entries = {entry.name: entry for entry in choice.entries}
+        for key, value in values.items():
+            if key not in _TOLD_BY_CHOICE:
+                lines += _key_lines(entries.get(key), key, value, choice_values(group, name))
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _key_lines(entry: Entry | None, key: str, value: Any, defaults: Mapping[str, Any]) -> list[str]:
+    comment = [] if entry is None else [f"  # {line}".rstrip() for line in entry.comment]
+    if entry is not None and value == defaults[key]:
+        return [*comment, *(f"  {line}" for line in entry.lines)]
+    if isinstance(value, str):  # JSON text is YAML, and shows the ends of lines
+        text = f"{key}: {json.dumps(value, ensure_ascii=False)}"
+    else:
+        text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=10_000)
+    return [*comment, *(f"  {line}" for line in text.splitlines())]
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        with user_path(path, "the job file").open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(
+            f"{path} is there already and stays as it is: choose another name"
+        ) from None
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} cannot be written: there is no folder {Path(path).parent}"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

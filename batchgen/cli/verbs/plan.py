@@ -1,0 +1,64 @@
+"""`batchgen plan …`: what a job would read, need and cost, in seconds and without its weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from batchgen.cli.job_outcome import exit_code
+from batchgen.util.errors import ConfigError
+
+_HELP = """\
+usage: batchgen plan [JOB.yaml] [GROUP=CHOICE …] [KEY=VALUE …] [plan.KEY=VALUE …] [--json]
+
+Say what a job would read, need and cost, with the arguments of the job. It takes seconds, loads no
+weights and writes nothing: rows and tokens, rows that will have an error and why, two prompts,
+constraints, memory, disk, and the time as (low, likely, bound) with what is assumed for it.
+
+  plan.like=OUT            answers as long and steps as fast as in an earlier job; a folder that
+                           output.dir names is taken by itself
+  plan.probe=N             load the weights and run N rows, spread over the data, to see both
+  plan.device=H100         plan for another device: {devices}
+  plan.price_per_hour=2.5  of the device; the plan then has a price
+  plan.most_bad=0.01       the largest share of bad rows with which the plan is good
+
+Exit codes: 0; 1 if the job would be refused for what was found (its output folder, memory, disk) or
+more rows than plan.most_bad are bad; 2 for a mistake in the configuration, as of the job."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb and return its exit code."""
+    return exit_code(lambda: _plan(list(arguments)))
+
+
+def _plan(arguments: list[str]) -> int:
+    if {"--help", "-h"} & set(arguments):
+        from batchgen.forecast.devices import DEVICES
+
+        print(_HELP.format(devices=f"cpu, {', '.join(list(DEVICES)[1:4])} …"))
+        return 0
+    from batchgen.cli.options import parse_options
+    from batchgen.cli.run_options import composed
+    from batchgen.planning.plan_settings import split_settings
+
+    settings, rest = split_settings([a for a in arguments if a != "--json"])
+    options = parse_options(rest)
+    of_one_job = {"--config-dir", "--config-path", "--config-name", "--trust"}
+    if more := sorted(options.flags - of_one_job):
+        raise ConfigError(f"plan: {more[0]} is for jobs: a plan is of one job and runs nothing")
+    config = composed(options)
+    model, data = config.model.path, config.dataset.path or config.dataset.kind
+    print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
+    from batchgen.planning.planner import make_plan  # this takes seconds: hence the line above
+
+    plan = make_plan(config, settings)
+    if "--json" in arguments:
+        print(json.dumps(plan.summary(), indent=2, ensure_ascii=False))
+    else:
+        from batchgen.planning.plan_text import plan_text
+
+        print(plan_text(plan))
+        print(f"Nothing was run; planned in {plan.seconds:.1f} s." if not settings.probe else
+              f"Only the probe was run; planned in {plan.seconds:.1f} s.")  # fmt: skip
+    return 1 if plan.errors else 0

@@ -1,0 +1,59 @@
+"""`batchgen score OUT`: the scores of a graded job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from batchgen.cli.job_outcome import exit_code
+from batchgen.cli.verb_table import Parser
+from batchgen.scoring.graded_folder import GradedJob, scoring
+
+_ABOUT = """\
+Score the marks of a graded job, and print the scores. The intervals are of 95%: for new questions
+of the same kind, and for the same questions asked again. Nothing is written without --save, which
+puts these scores into the job's metrics.json and report.html.
+
+  batchgen score OUT
+  batchgen score OUT score.subset=category score.ks=1,4
+  batchgen score OUT score.subset=category --save
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb and return its exit code."""
+    return exit_code(lambda: _score(arguments))
+
+
+def _score(arguments: Sequence[str]) -> int:
+    parser = Parser("score", _ABOUT)
+    parser.add_argument("out", metavar="OUT", help="the job's output.dir")
+    parser.add_argument(
+        "override",
+        metavar="KEY=VALUE",
+        nargs="*",
+        help="score.subset=…, score.cluster=…, score.ks=…",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+    parser.add_argument(
+        "--save", action="store_true", help="write the scores into metrics.json and report.html"
+    )
+    given = parser.parse_intermixed_args(arguments)
+    job = GradedJob(given.out, "score")
+    config = scoring(job, given.override)
+    from batchgen.report.write_report import renew_report
+    from batchgen.scoring.job_score import job_score, save_score
+    from batchgen.texts.text_table import score_lines, table
+
+    job.warn_of_copies()
+    scores = job_score(job.path, config.score)
+    if given.save:
+        with job.locked():
+            save_score(job.path, scores)
+            renew_report(job.path)
+    print(
+        json.dumps(scores, indent=2, ensure_ascii=False)
+        if given.json
+        else table(score_lines(scores))
+    )
+    return 0

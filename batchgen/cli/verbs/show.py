@@ -1,0 +1,129 @@
+"""`batchgen show OUT`: the rows of a job for people, while it runs or at any time after that."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+from batchgen.cli.job_outcome import column_list, exit_code
+from batchgen.cli.verb_table import Parser
+from batchgen.cli.verbs.follow import follow
+from batchgen.folder.job_status import status_line
+from batchgen.folder.open_folder import open_job
+from batchgen.folder.read_job import JobFolderReader
+from batchgen.report.row_view import RowView, of_sample, terminal_width
+from batchgen.texts.row_json import json_text
+from batchgen.texts.row_text import message_lines
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import folder_here
+
+SHOWN_ROWS = 5
+SHOWN_MESSAGES = 3
+_CANDIDATES = 20_000  # row ids among which near ones are sought
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb and return its exit code."""
+    return exit_code(lambda: _show(arguments))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "show",
+        "Print rows of a job: while it runs, after it was stopped or killed, or later.",
+    )
+    parser.add_argument("out", metavar="OUT", help="the job's output.dir")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--row", metavar="ID", help="all of the row with this row_id")
+    what.add_argument("--errors", action="store_true", help="the errors by type, with messages")
+    what.add_argument("--follow", action="store_true", help="rows as they finish, to the job's end")
+    parser.add_argument("--sample", metavar="K", type=int, help="only this sample of each row")
+    parser.add_argument(
+        "--rows", metavar="N", type=int,
+        help=f"how many rows; default: the first {SHOWN_ROWS}, and all with --json",
+    )  # fmt: skip
+    parser.add_argument(
+        "--columns", metavar="A,B", type=column_list,
+        help="what is shown of a row; default: the columns of its prompt and its text",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="an object per row and nothing else")
+    return parser
+
+
+def _show(arguments: Sequence[str]) -> int:
+    given = _parser().parse_args(arguments)
+    if given.rows is not None and given.rows < 0:
+        raise ConfigError(f"show: --rows must be at least 0, got {given.rows}")
+    reader = open_job(given.out)
+    view = RowView(reader, given.columns, as_json=given.json)
+    if given.follow:
+        folder_here(given.out, "batchgen show --follow")
+        return follow(reader, view, given.out, given.sample, as_json=given.json)
+    if not given.json:
+        print(status_line(reader, given.out))
+    if given.row is not None:
+        view.print(_found(reader, given.row, given.sample), whole=True)
+        return 0
+    if given.errors:
+        _print_errors(reader, given.sample, as_json=given.json)
+        return 0
+    chosen = of_sample(view.rows(), given.sample)
+    most = given.rows if given.rows is not None or given.json else SHOWN_ROWS
+    shown = view.print(islice(chosen, most))
+    if given.json:
+        return 0
+    if next(chosen, None) is not None:
+        print(f"\nThese are the first {shown}: --rows N shows more, --row ID one of them whole.")
+    elif not shown:
+        print("\nThere are no finished rows yet." if given.sample is None else "\nThere are none.")
+    return 0
+
+
+def _found(reader: JobFolderReader, row_id: str, sample: int | None) -> list[dict[str, Any]]:
+    """The finished samples of a row.
+
+    Raises:
+        ConfigError: there are none; the message names what is near.
+    """
+    rows = list(reader.find(row_id))
+    if found := list(of_sample(rows, sample)):
+        return found
+    if rows:
+        others = ", ".join(str(row["sample_index"]) for row in rows)
+        raise ConfigError(
+            f"--sample {sample}: row {row_id} has no such finished sample: choose among {others}"
+        )
+    ids = [row["row_id"] for row in islice(reader.rows(["row_id"]), _CANDIDATES)]
+    if not ids:
+        raise ConfigError(f"--row {row_id}: no row of {reader.storage.shown} is finished yet")
+    near = difflib.get_close_matches(row_id, list(dict.fromkeys(ids)), 3, 0.5) or ids[:1]
+    raise ConfigError(
+        f"--row {row_id}: no finished row of {reader.storage.shown} has this row_id: "
+        f"did you mean {', '.join(near)}?"
+    )
+
+
+def _print_errors(reader: JobFolderReader, sample: int | None, *, as_json: bool) -> None:
+    """Print each type of error with its number of rows and the first messages."""
+    counts: Counter[str] = Counter()
+    first: dict[str, list[dict[str, Any]]] = {}
+    schema = reader.schema
+    rows = reader.rows(["row_id", "sample_index", "error"]) if schema is not None else iter(())
+    for row in of_sample(rows, sample):
+        if (error := row.pop("error")) is not None:
+            counts[error["type"]] += 1
+            shown = first.setdefault(error["type"], [])
+            if len(shown) < SHOWN_MESSAGES:
+                shown.append(row | {"message": error["message"]})
+    for type, number in counts.most_common():
+        if as_json:
+            print(json_text({"type": type, "rows": number, "first": first[type]}))
+            continue
+        print(f"\n{type}: {number:,} row{'s' * (number > 1)}")
+        for row in first[type]:
+            print("\n".join(message_lines(row, terminal_width())))
+    if not counts and not as_json:
+        print("\nNo finished row has an error.")

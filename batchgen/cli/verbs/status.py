@@ -1,0 +1,90 @@
+"""`batchgen status OUT`: who does what, how fast, and when the job ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from batchgen.cli.verb_table import Parser
+from batchgen.folder.worker_status import Status, WorkerState, read_status
+from batchgen.util.duration import duration
+
+if TYPE_CHECKING:
+    from batchgen.folder.read_job import JobFolderReader
+
+_ABOUT = """Say how far a job is, and what each of its workers does. Nothing is changed.
+
+A worker is every process that runs the job's command with the same output.dir. One that is silent
+was not heard of for workers.stale_after seconds; others take over what it has begun."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb and return its exit code."""
+    parser = Parser("status", _ABOUT)
+    parser.add_argument("out", metavar="OUT", help="the job's output.dir")
+    parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+    given = parser.parse_args(arguments)
+    from batchgen.folder.job_status import status_line
+    from batchgen.folder.open_folder import open_job
+
+    reader = open_job(given.out)
+    stale_after = reader.config.get("workers", {}).get("stale_after", 60)
+    status = read_status(reader.storage, stale_after)
+    if given.json:
+        print(json.dumps(asdict(status), indent=2, ensure_ascii=False))
+        return 0
+    print(status_line(reader, given.out))
+    for line in lines(status, _num_shards(reader)):
+        print(line)
+    return 0
+
+
+def lines(status: Status, num_shards: int | None) -> list[str]:
+    """What the verb prints below the first line.
+
+    Args:
+        num_shards: of the whole job; None if that is not known.
+    """
+    if not status.workers:
+        return []
+    header = ("worker", "name", "state", "shards", "rows", "tokens/s", "heard of", "where")
+    rows = [header, *map(_facts, status.workers)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    found = [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    of = "" if num_shards is None else f" of {num_shards:,} in all"
+    found.append(f"shards: {status.begun:,} begun, {status.done:,} done by these workers{of}")
+    for shard, ended in status.quarantined.items():
+        who = ", ".join(map(str, ended))
+        found.append(f"shard {shard} is in quarantine: it has ended the workers {who}")
+    return found
+
+
+def _facts(worker: WorkerState) -> tuple[str, ...]:
+    attempt, beat = worker.attempt, worker.beat
+    shards = [str(shard) for shard in worker.shards] + [f"copy of {s}" for s in worker.backups]
+    shown = ", ".join(shards[:4]) + (" …" if len(shards) > 4 else "")
+    loading = worker.state == "running" and not attempt.get("memory")
+    return (
+        str(beat["worker"]),
+        worker.name,
+        "loading" if loading else worker.state,
+        shown or "–",
+        f"{attempt.get('rows', 0):,}",
+        f"{worker.tokens_per_s:,.0f}",
+        f"{duration(worker.silent, 0)} ago",
+        f"{beat['host']}, process {beat['pid']}",
+    )
+
+
+def _num_shards(reader: JobFolderReader) -> int | None:
+    metrics, config = reader.metrics, reader.config
+    total = metrics["attempts"][-1]["rows_total"] if metrics else None
+    if total is None or not config:
+        return None
+    rows = config["output"]["rows_per_shard"] * config["sampling"]["n"]
+    return int(-(-total // rows))

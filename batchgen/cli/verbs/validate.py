@@ -1,0 +1,233 @@
+"""Checks every row of a finished job against its constraint, without the job's engine.
+
+    batchgen validate OUT
+
+The exit code is 1 if some row does not satisfy its constraint though the engine said so, 2 if
+nothing could be checked, and 0 otherwise. Rows whose text was cut are counted apart, not as valid.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from batchgen.cli.verb_table import Parser
+from batchgen.compose.load_config import constraint_config
+from batchgen.config.constraint_config import (
+    AnyConstraintConfig,
+    NoConstraintConfig,
+    constraint_column,
+    job_value,
+)
+from batchgen.constraint.row_constraints import MAX_CACHED, cell_text
+from batchgen.constraint.text_checks import CHECKED_BY, Check, Unchecked, make_check
+from batchgen.constraint.timed_checks import choices_of
+from batchgen.dataset.dataset_columns import column_path, feature_at, value_at
+from batchgen.dataset.stored_json import read_back, stored_feature
+from batchgen.engine.constraint.json_schema.json_text import parse_json
+from batchgen.folder.job_metrics import OUTCOMES, constraint_outcome
+from batchgen.leases.own_files import refuse_links
+from batchgen.shards.checked_file import CheckedFile
+from batchgen.shards.shard_files import shard_files
+from batchgen.storage.manifest import Manifest
+from batchgen.texts.terminal import guard_terminal
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.paths import folder_here, short_user_path
+
+SHOWN = 5
+"""How many problems of each kind the report names."""
+_BATCH = 1024
+"""How many rows are read from a shard at once."""
+_COLUMNS = ("row_id", "sample_index", "finish_reason", "constraint_satisfied")
+_MEANINGS = {
+    "valid": "satisfied, and checked",
+    "invalid": "satisfied by the engine's word, but INVALID",
+    "unchecked": "satisfied by the engine's word; cannot be checked",
+    **{name: meaning for name, meaning in OUTCOMES.items() if name != "satisfied"},
+}
+"""Outcome of a row → what it means, for people. The engine's `satisfied` becomes one of the first
+three."""
+
+
+@dataclass
+class Report:
+    """What the check of a job found.
+
+    Attributes:
+        checked_by: what checked the texts, for people.
+        counts: the number of rows of each outcome (the keys of `_MEANINGS`).
+        problems: for the outcomes `invalid` and `unchecked`, the first few such rows: row, sample
+            and reason.
+    """
+
+    checked_by: str
+    counts: Counter[str] = field(default_factory=Counter)
+    problems: dict[str, list[str]] = field(default_factory=lambda: {"invalid": [], "unchecked": []})
+
+    @property
+    def rows(self) -> int:
+        """The number of all rows."""
+        return self.counts.total()
+
+    def add(self, outcome: str, where: str, reason: str | None) -> None:
+        """Count a row. `reason` is None unless the outcome is `invalid` or `unchecked`."""
+        self.counts[outcome] += 1
+        if reason is not None and len(self.problems[outcome]) < SHOWN:
+            self.problems[outcome].append(f"{where}: {reason}")
+
+    def __str__(self) -> str:
+        always = ("valid", "invalid", "cut")
+        lines = [f"{'rows':<13} {self.rows:>9,}  checked by {self.checked_by}"]
+        for name, meaning in _MEANINGS.items():
+            if name in always or self.counts[name]:
+                lines.append(f"{name:<13} {self.counts[name]:>9,}  {meaning}")
+            lines += [f"    {problem}" for problem in self.problems.get(name, ())]
+        return "\n".join(lines)
+
+
+def validate(folder: str | Path) -> Report:
+    """Check all rows of a job, by nothing but its output folder.
+
+    Raises:
+        ConfigError: the folder does not hold a complete job with a constraint, or the rows have
+            constraints of their own and the folder does not hold these.
+        JobError: a shard is damaged.
+    """
+    path = short_user_path(folder_here(str(folder), "batchgen validate"), "OUT")
+    config, text = _config(path)
+    column = constraint_column(config)
+    checks, report = _Checks(config, column), Report(CHECKED_BY[config.kind])
+    for row in _rows(path, text, column):
+        outcome, reason = _outcome(row, row[text], checks)
+        report.add(outcome, f"row {row['row_id']}, sample {row['sample_index']}", reason)
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code. The arguments are those of the process, unless they
+    are given."""
+    parser = Parser(
+        "validate",
+        "Check every row of a finished job against its constraint.",
+    )
+    parser.add_argument("out", help="the job's output.dir")
+    try:
+        report = validate(parser.parse_args(arguments).out)
+    except (ConfigError, JobError) as error:
+        print(f"batchgen: {error}", file=sys.stderr)
+        return 2
+    print(report)
+    return 1 if report.counts["invalid"] else 0
+
+
+class _Checks:
+    """Tells the check of each row. Rows with the same constraint share one.
+
+    Args:
+        config: the job's constraint.
+        column: the dataset column that holds each row's own; None if the job gives one.
+    """
+
+    def __init__(self, config: AnyConstraintConfig, column: str | None) -> None:
+        self._config, self._column = config, column
+        self._of_job = lru_cache(1)(lambda: make_check(config, job_value(config)))
+        self._of_cell = lru_cache(MAX_CACHED)(partial(_cell_check, config))
+
+    def of(self, row: Mapping[str, Any]) -> Check | None:
+        """The check of a row, or None if the row has no constraint.
+
+        Raises:
+            Unchecked: its constraint cannot be checked.
+        """
+        if self._column is None:
+            return self._of_job()
+        try:
+            text = cell_text(self._config.kind, *row[self._column])
+            return None if text is None else self._of_cell(text)
+        except (ValueError, RecursionError) as error:
+            raise Unchecked(f"column {self._column!r}: {error}") from None
+
+
+def _cell_check(config: AnyConstraintConfig, text: str) -> Check:
+    """The check of a constraint that a row holds as text."""
+    if config.kind == "choice":
+        return make_check(config, choices_of(text))
+    is_json = config.kind in ("json_schema", "structural_tag")
+    return make_check(config, parse_json(text) if is_json else text)
+
+
+def _outcome(row: Mapping[str, Any], text: str, checks: _Checks) -> tuple[str, str | None]:
+    """The outcome of a row (a key of `_MEANINGS`), and the reason if it is invalid or unchecked."""
+    said = constraint_outcome(row["finish_reason"], row["constraint_satisfied"])
+    if said == "error":
+        return said, None
+    try:
+        check = checks.of(row)
+        if check is None:
+            return "unconstrained", None
+        if said == "unconstrained":
+            return "invalid", "the row was not held to its constraint"
+        if said != "satisfied":
+            return said, None
+        reason = check(text)
+    except Unchecked as why:
+        return "unchecked", str(why)
+    return ("valid", None) if reason is None else ("invalid", reason)
+
+
+def _config(path: Path) -> tuple[AnyConstraintConfig, str]:
+    """The job's constraint, and the name of the column of text.
+
+    They are read from the manifest, because people may edit config.yaml.
+    """
+    if not (path / "manifest.json").is_file():
+        raise ConfigError(f"{path} is not the output of a job (no manifest.json): give output.dir")
+    refuse_links(path)
+    identity = Manifest.read(path / "manifest.json").identity
+    config = constraint_config(identity.get("constraint", {"kind": "none"}))
+    if isinstance(config, NoConstraintConfig):
+        raise ConfigError(f"the job in {path} has no constraint: there is nothing to check")
+    metrics = path / "metrics.json"
+    if not metrics.is_file() or json.loads(metrics.read_text("utf-8"))["status"] != "complete":
+        raise ConfigError(f"the job in {path} is not complete: run its command again first")
+    return config, identity["output"]["text_column"]
+
+
+def _rows(path: Path, text: str, column: str | None) -> Iterator[dict[str, Any]]:
+    """The rows of all shards, with the columns that the check needs.
+
+    Under `column` a row has a pair: what the column holds, and what the library datasets says that
+    it holds.
+
+    Args:
+        text: the name of the column of generated text.
+    """
+    for shard in shard_files(path / "data").values():
+        with CheckedFile(shard) as file:
+            fields = file.schema if column is not None else ()
+            features = {field.name: stored_feature(field) for field in fields}
+            place = None if column is None else column_path(column, features)
+            if column is not None and place is None:
+                raise ConfigError(
+                    f"the rows' constraints stand in the dataset column {column!r}, which the "
+                    f"job did not copy to {path}: list it in dataset.columns and run the job "
+                    "again"
+                )
+            names = [*_COLUMNS, text, *([] if place is None else [place[0]])]
+            for batch in file.batches(_BATCH, names):
+                for row in batch.to_pylist():
+                    if column is not None and place is not None:
+                        row[place[0]] = read_back(row[place[0]], features[place[0]])
+                        row[column] = (value_at(row, place), feature_at(features, place))
+                    yield row
+
+
+if __name__ == "__main__":
+    guard_terminal()
+    sys.exit(main())

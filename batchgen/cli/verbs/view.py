@@ -1,0 +1,103 @@
+"""`batchgen view OUT [OUT2]`: a job, two side by side, or a list of jobs, in a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from batchgen.cli.job_outcome import exit_code
+from batchgen.cli.verb_table import Parser
+from batchgen.folder.open_folder import open_folder
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import folder_here, user_path
+
+if TYPE_CHECKING:
+    from batchgen.viewer.server import Respond
+
+_ABOUT = """\
+Show the rows of a job in a browser, while it runs or later, or those of two jobs side by side. Of a
+folder with jobs below it, a list of these is the first page.
+
+A server on this machine makes the pages; it ends with Ctrl-C. Nothing is written, and nothing is
+loaded from elsewhere. On a machine that one reaches by ssh, forward the port: give --port 8000 here
+and `ssh -L 8000:127.0.0.1:8000 HOST` there, and open the address that is printed.
+"""
+_MOST_PORT = 65535
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb and return its exit code."""
+    return exit_code(lambda: _view(arguments))
+
+
+def _view(arguments: Sequence[str]) -> int:
+    parser = Parser("view", _ABOUT)
+    parser.add_argument(
+        "out", metavar="OUT", help="the job's output.dir, or a folder with jobs below it"
+    )
+    parser.add_argument(
+        "other", metavar="OUT2", nargs="?", help="that of a second job, shown beside it by row_id"
+    )
+    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    parser.add_argument("--open", action="store_true", help="open it in the browser, too")
+    given = parser.parse_args(arguments)
+    if not 0 <= given.port <= _MOST_PORT:
+        raise ConfigError(f"view --port must be from 0 to {_MOST_PORT:,}, got {given.port}")
+    names = [name for name in (given.out, given.other) if name is not None]
+    respond = _jobs(names[0]) if len(names) == 1 and _has_no_job(names[0]) else _rows(names)
+    from batchgen.viewer.server import ViewServer
+
+    with ViewServer(respond, given.port) as server:
+        # Loads what pages need, and compiles their templates, before anybody waits for it.
+        respond("", {})
+        respond("rows", {})
+        respond("row", {"n": "0"})
+        print(f"{' and '.join(names)}: {server.url} (Ctrl-C ends it)", flush=True)
+        if given.open:
+            import webbrowser
+
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+    return 0
+
+
+def _has_no_job(given: str) -> bool:
+    """Whether this is a folder, and not one of a job."""
+    path = user_path(folder_here(given, "batchgen view"), "OUT")
+    return path.is_dir() and not (path / "manifest.json").exists()
+
+
+def _jobs(given: str) -> Respond:
+    """The pages of the jobs below a folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from batchgen.viewer.folder_site import FolderSite
+    from batchgen.viewer.jobs_below import DEEPEST, jobs_below
+
+    path = user_path(given, "OUT")
+    if not jobs_below(path).jobs:
+        raise ConfigError(
+            f"{given} is not the output of a job (has no manifest.json), and no job lies up to "
+            f"{DEEPEST} folders below it: give a job's output.dir, or a folder with jobs"
+        )
+    return FolderSite(path, given).respond
+
+
+def _rows(names: Sequence[str]) -> Respond:
+    """The pages of a job, or of two.
+
+    Raises:
+        ConfigError: a folder is not one of a job, or both are the same.
+    """
+    readers = {name: open_folder(name, "view") for name in names}
+    if len(names) == 2 and len({reader.path for reader in readers.values()}) < 2:
+        raise ConfigError(f"view: {names[0]} and {names[1]} are the same folder: name two jobs")
+    from batchgen.viewer.job_view import JobView
+    from batchgen.viewer.pages import Site
+
+    return Site([JobView(reader, name) for name, reader in readers.items()]).respond

@@ -1,1 +1,0 @@
-"""The command line: its arguments, its help, sweeps, and the verbs that work on folders of jobs."""

@@ -1,0 +1,226 @@
+"""Turns composed groups into a JobConfig, and a JobConfig back into plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from batchgen.compose.trust import Trust
+from batchgen.compose.value_references import refuse_resolvers
+from batchgen.config.config_keys import STEP_LISTS
+from batchgen.config.constraint_config import (
+    CONSTRAINT_KINDS,
+    ConstraintConfig,
+    NoConstraintConfig,
+    with_contents,
+)
+from batchgen.config.convert_value import MISSING, build, check_keys, convert
+from batchgen.config.job_config import (
+    PROMPT_KINDS,
+    DatasetConfig,
+    EngineGroup,
+    JobConfig,
+    ModelGroup,
+    OutputConfig,
+    ProgressConfig,
+    PromptConfig,
+    SamplingConfig,
+    ScoreConfig,
+    StepConfig,
+    StrategyConfig,
+)
+from batchgen.config.launcher_config import LAUNCHER_KINDS, LauncherConfig
+from batchgen.config.workers_config import WorkersConfig
+from batchgen.util.errors import ConfigError
+
+_NOT_DECIDING = {
+    "model": {"name", "path", "revision"},
+    "dataset": {"path", "limit"},
+    "sampling": {"n"},
+    "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report"},
+}
+"""Keys of each group that decide nothing about the content of a row."""
+_REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
+
+
+def load_config(cfg: DictConfig, trust: Trust, *, resolvers: Collection[str] = ()) -> JobConfig:
+    """The configuration of one job, with all its types and ranges checked.
+
+    Args:
+        trust: whose word the configuration is.
+        resolvers: that it may use, see `refuse_resolvers`.
+
+    Raises:
+        ConfigError: a key is unknown, missing, of a wrong type or out of range, or names code that
+            needs the user's word.
+    """
+    try:
+        refuse_resolvers(OmegaConf.to_container(cfg), resolvers)
+        groups = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        key, reason = error.full_key, str(error).splitlines()[0]
+        raise ConfigError(
+            f"{key or 'the configuration'} cannot be resolved: {reason}: ${{KEY}} takes the value "
+            "of another key; write \\${ for the text"
+        ) from None
+    if not isinstance(groups, dict):
+        raise ConfigError("the configuration must be a mapping of groups (model, dataset, …)")
+    names = [f.name for f in dataclasses.fields(JobConfig)]
+    # The config.yaml of a job from before there were these groups does not have them.
+    for name in ("constraint", "launcher"):
+        groups.setdefault(name, {"kind": "none"})
+    for name in ("progress", "score", "workers"):
+        groups.setdefault(name, {})
+    for name in STEP_LISTS:
+        groups.setdefault(name, [])
+    check_keys(groups, known=names, required=names, prefix="")
+    for name in names:
+        if name not in STEP_LISTS and not isinstance(groups[name], dict):
+            raise ConfigError(
+                f"{name} must be a group of keys, got {groups[name]!r}: see conf/{name}/"
+            )
+    config = JobConfig(
+        model=build(ModelGroup, groups["model"], "model"),
+        dataset=build(DatasetConfig, groups["dataset"], "dataset"),
+        rows=_build_steps(groups["rows"], "rows"),
+        prompt=_build_prompt(groups["prompt"]),
+        sampling=build(SamplingConfig, groups["sampling"], "sampling"),
+        strategy=_build_strategy(groups["strategy"]),
+        constraint=constraint_config(groups["constraint"]),
+        engine=build(EngineGroup, groups["engine"], "engine"),
+        workers=build(WorkersConfig, groups["workers"], "workers"),
+        launcher=_build_launcher(groups["launcher"]),
+        post=_build_steps(groups["post"], "post"),
+        score=build(ScoreConfig, groups["score"], "score"),
+        output=build(OutputConfig, groups["output"], "output"),
+        progress=build(ProgressConfig, groups["progress"], "progress"),
+    )
+    trust.check(resolved(config))
+    return config
+
+
+def constraint_config(values: dict[str, Any]) -> ConstraintConfig:
+    """The group `constraint`, made from its plain values.
+
+    Raises:
+        ConfigError: a key is unknown, missing, of a wrong type or out of range.
+    """
+    kind = values.get("kind", MISSING)
+    if not isinstance(kind, str) or kind not in CONSTRAINT_KINDS:
+        raise ConfigError(
+            f"constraint.kind must be one of {', '.join(CONSTRAINT_KINDS)}, got {kind!r}"
+        )
+    return build(CONSTRAINT_KINDS[kind], with_contents(values), "constraint")
+
+
+def resolved(config: JobConfig) -> dict[str, Any]:
+    """The configuration as plain values, under the keys that users write."""
+    groups = dataclasses.asdict(config)
+    groups["strategy"] = _with_target(groups["strategy"])
+    for name in STEP_LISTS:
+        groups[name] = [_with_target(step) for step in groups[name]]
+    return {name: _plain(group) for name, group in groups.items()}
+
+
+def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str, Any]:
+    """The part of `resolved` that decides what is in the output files.
+
+    Two jobs with the same identity, model files and data write the same rows, as far as both have
+    them. Of the group `engine` only `max_model_len` is part of it, because rows are refused, cut or
+    ended there. Where data and models lie is not: the fingerprints of their content are compared.
+
+    Args:
+        fingerprinted: options of the strategy that name files which have fingerprints.
+    """
+    groups = resolved(config)
+    groups["engine"] = {"max_model_len": groups["engine"]["max_model_len"]}
+    if isinstance(config.constraint, NoConstraintConfig):
+        del groups["constraint"]  # a job without one says no more about it than that
+    groups["strategy"] = {k: v for k, v in groups["strategy"].items() if k not in fingerprinted}
+    for name, keys in _NOT_DECIDING.items():
+        groups[name] = {key: value for key, value in groups[name].items() if key not in keys}
+    if not config.rows:
+        del groups["rows"]
+    if config.model.quantization is None:  # as in folders of jobs from before there was the key
+        del groups["model"]["quantization"]
+    # What becomes of finished rows does not change them.
+    for name in ("post", "score", "progress", "workers", "launcher"):
+        del groups[name]
+    return groups
+
+
+def growing(config: JobConfig) -> dict[str, Any]:
+    """What may change while a job goes on in its folder, and is worth being remembered."""
+    groups = resolved(config)
+    return {f"{name}.{key}": groups[name][key] for name, key in _REMEMBERED}
+
+
+def job_file_text(config: JobConfig) -> str:
+    """The text of config.yaml, which is a job file: `batchgen OUT/config.yaml` runs it."""
+    groups = resolved(config)
+    groups["workers"]["name"] = None  # that of one process
+    return yaml.safe_dump(_literal(groups), sort_keys=False, allow_unicode=True)
+
+
+def _literal(value: Any) -> Any:
+    """The value with every `${` escaped, so that OmegaConf reads it as text, not as a reference."""
+    if isinstance(value, dict):
+        return {key: _literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _build_prompt(values: dict[str, Any]) -> PromptConfig:
+    kind = values.get("kind", MISSING)
+    if not isinstance(kind, str) or kind not in PROMPT_KINDS:
+        raise ConfigError(f"prompt.kind must be one of {', '.join(PROMPT_KINDS)}, got {kind!r}")
+    return build(PROMPT_KINDS[kind], values, "prompt")
+
+
+def _build_launcher(values: dict[str, Any]) -> LauncherConfig:
+    kind = values.get("kind", MISSING)
+    if not isinstance(kind, str) or kind not in LAUNCHER_KINDS:
+        raise ConfigError(f"launcher.kind must be one of {', '.join(LAUNCHER_KINDS)}, got {kind!r}")
+    return build(LAUNCHER_KINDS[kind], values, "launcher")
+
+
+def _build_strategy(values: dict[str, Any]) -> StrategyConfig:
+    check_keys(values, known=list(values), required=["_target_"], prefix="strategy.")
+    target = convert(values["_target_"], str, "strategy._target_")
+    options = {str(key): value for key, value in values.items() if key != "_target_"}
+    return StrategyConfig(target=target, options=options)
+
+
+def _build_steps(values: Any, key: str) -> tuple[StepConfig, ...]:
+    """The steps of one of STEP_LISTS."""
+    form = f"{key} must be a list of steps such as [{{_target_: package.module.Class}}]"
+    if not isinstance(values, list | None):
+        raise ConfigError(f"{form}, got {values!r}")
+    steps = []
+    for number, step in enumerate(values or ()):
+        if not isinstance(step, dict):
+            raise ConfigError(f"{form}, got {step!r} in it")
+        prefix = f"{key}[{number}]."
+        check_keys(step, known=list(step), required=["_target_"], prefix=prefix)
+        target = convert(step["_target_"], str, f"{prefix}_target_")
+        options = {str(name): value for name, value in step.items() if name != "_target_"}
+        steps.append(StepConfig(target=target, options=options))
+    return tuple(steps)
+
+
+def _with_target(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A class and its options as users write them."""
+    return {"_target_": values["target"], **values["options"]}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value

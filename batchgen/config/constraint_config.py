@@ -1,0 +1,271 @@
+"""The configuration group `constraint`: what the output of rows must look like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from batchgen.engine.constraint.constraint import Constraint, Kind
+from batchgen.engine.constraint.json_schema.json_text import parse_unique_json
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import user_path
+
+_JSON_KEYS = ("schema", "tag")
+"""The keys whose values are JSON: a mapping, JSON text, or the path of a file of JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoConstraintConfig:
+    """Rows may write any text."""
+
+    kind: Literal["none"] = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonConstraintConfig:
+    """Rows write a JSON object of any content.
+
+    Attributes:
+        kind: the choice of the group.
+        max_whitespace: how many whitespace characters may stand in a row between two JSON tokens.
+        start_after: the marker that ends the free text before the constraint; None if there is
+            no free text.
+    """
+
+    kind: Literal["json"] = "json"
+    max_whitespace: int = 0
+    start_after: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_max_whitespace(self.max_whitespace)
+        _check_start_after(self.start_after)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GivenConstraint:
+    """A constraint that either the job gives for all rows, under the name `key`, or a column of the
+    dataset gives for each row.
+
+    Attributes:
+        key: the name of the attribute that holds the job's own.
+        kind: the choice of the group.
+        column: the dataset column that holds each row's own; None if the job gives one.
+        start_after: as of `JsonConstraintConfig`.
+    """
+
+    key = ""
+
+    kind: Kind
+    column: str | None = None
+    start_after: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_start_after(self.start_after)
+        if self.value is None and self.column is None:
+            raise ConfigError(
+                f"constraint.{self.key} is null: set it, or set constraint.column to the dataset "
+                f"column that holds each row's own"
+            )
+        if self.value is not None and self.column is not None:
+            raise ConfigError(
+                f"constraint.{self.key} and constraint.column are both set: choose one for all "
+                "rows, or a column of each row's own"
+            )
+
+    @property
+    def value(self) -> Any:
+        """What the job gives for all rows; None if each row has its own."""
+        return getattr(self, self.key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonSchemaConstraintConfig(_GivenConstraint):
+    """Rows write JSON that is valid under a JSON Schema."""
+
+    key = "schema"
+
+    kind: Literal["json_schema"] = "json_schema"
+    schema: Mapping[str, Any] | None = None
+    max_whitespace: int = 0
+
+    def __post_init__(self) -> None:
+        _GivenConstraint.__post_init__(self)
+        _check_max_whitespace(self.max_whitespace)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegexConstraintConfig(_GivenConstraint):
+    """Rows write text that a regular expression matches as a whole."""
+
+    key = "pattern"
+
+    kind: Literal["regex"] = "regex"
+    pattern: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceConstraintConfig(_GivenConstraint):
+    """Rows write one of several texts."""
+
+    key = "choices"
+
+    kind: Literal["choice"] = "choice"
+    choices: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarConstraintConfig(_GivenConstraint):
+    """Rows write text of a context-free grammar, which is given in EBNF."""
+
+    key = "grammar"
+
+    kind: Literal["grammar"] = "grammar"
+    grammar: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagConstraintConfig(_GivenConstraint):
+    """Rows write free text with constrained parts between tags (see xgrammar's structural tags)."""
+
+    key = "tag"
+
+    kind: Literal["structural_tag"] = "structural_tag"
+    tag: Mapping[str, Any] | None = None
+
+
+AnyConstraintConfig = (
+    JsonConstraintConfig
+    | JsonSchemaConstraintConfig
+    | RegexConstraintConfig
+    | ChoiceConstraintConfig
+    | GrammarConstraintConfig
+    | TagConstraintConfig
+)
+ConstraintConfig = NoConstraintConfig | AnyConstraintConfig
+CONSTRAINT_KINDS: dict[str, type[ConstraintConfig]] = {
+    "none": NoConstraintConfig,
+    "json_schema": JsonSchemaConstraintConfig,
+    "json": JsonConstraintConfig,
+    "regex": RegexConstraintConfig,
+    "choice": ChoiceConstraintConfig,
+    "grammar": GrammarConstraintConfig,
+    "structural_tag": TagConstraintConfig,
+}
+
+
+def constraint_column(config: ConstraintConfig) -> str | None:
+    """The dataset column that holds each row's own constraint; None if the job names none."""
+    return config.column if isinstance(config, _GivenConstraint) else None
+
+
+def job_value(config: AnyConstraintConfig) -> Any:
+    """What the job gives for all its rows; None if each row has its own, or if the kind of the
+    constraint needs nothing."""
+    return config.value if isinstance(config, _GivenConstraint) else None
+
+
+def make_constraint(config: AnyConstraintConfig, value: Any) -> Constraint:
+    """The constraint that a job's configuration and a value for it make together.
+
+    Args:
+        config: the job's configuration.
+        value: the job's own value, or that of one row.
+
+    Raises:
+        ConstraintError: the value cannot be enforced as this kind of constraint.
+    """
+    whitespace = (
+        config.max_whitespace
+        if isinstance(config, (JsonConstraintConfig, JsonSchemaConstraintConfig))
+        else 0
+    )
+    return Constraint.make(
+        config.kind, value, max_whitespace=whitespace, start_after=config.start_after or ""
+    )
+
+
+def job_constraint(config: ConstraintConfig) -> Constraint | None:
+    """The constraint that all rows share; None if rows have none, or each has its own.
+
+    Raises:
+        ConstraintError: as `make_constraint`.
+    """
+    if isinstance(config, NoConstraintConfig) or constraint_column(config) is not None:
+        return None
+    return make_constraint(config, job_value(config))
+
+
+def with_contents(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The values of the group, with the content of files in place of their paths, and with mappings
+    in place of JSON text.
+
+    The job's manifest then holds the constraint itself, and a job with a changed file is another
+    job.
+
+    Raises:
+        ConfigError: a file cannot be read, or does not hold JSON where it must.
+    """
+    contents = dict(values)
+    for key in _JSON_KEYS:
+        value = values.get(key)
+        if isinstance(value, str):
+            contents[key] = _json_object(f"constraint.{key}", value)
+        elif isinstance(value, dict):
+            _check_names(f"constraint.{key}", value)
+    grammar = values.get("grammar")
+    if isinstance(grammar, str) and "::=" not in grammar:
+        contents["grammar"] = _read("constraint.grammar", grammar, "EBNF (root ::= …)")
+    return contents
+
+
+def _json_object(key: str, value: str) -> dict[str, Any]:
+    """The object of a JSON text, or of the file of JSON at a path, whichever the value is."""
+    is_text = value.lstrip().startswith("{")
+    text = value if is_text else _read(key, value, "JSON text (which begins with {) or a mapping")
+    where = key if is_text else f"{key}: {value}"
+    try:
+        found = parse_unique_json(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} must hold a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _read(key: str, path: str, otherwise: str) -> str:
+    """The text of a file. `otherwise` tells what the key may hold in place of a path."""
+    try:
+        return user_path(path, key).read_text(encoding="utf-8")
+    except ConfigError as error:
+        raise ConfigError(f"{error}: give the path of a file, or {otherwise}") from None
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ConfigError(
+            f"{key}: the file {path!r} cannot be read ({why}): give the path of a file, or "
+            f"{otherwise}"
+        ) from None
+
+
+def _check_names(key: str, value: Any) -> None:
+    """Refuse keys that are not text. YAML can have numbers for keys, and JSON cannot."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"{key} has the key {name!r}, which must be text: quote it")
+            _check_names(f"{key}.{name}", item)
+    elif isinstance(value, list):
+        for position, item in enumerate(value):
+            _check_names(f"{key}[{position}]", item)
+
+
+def _check_max_whitespace(value: int) -> None:
+    if value < 0:
+        raise ConfigError(f"constraint.max_whitespace must be at least 0, got {value}")
+
+
+def _check_start_after(value: str | None) -> None:
+    if value == "":
+        raise ConfigError(
+            "constraint.start_after must be null or a text such as '</think>', got ''"
+        )

@@ -1,0 +1,183 @@
+"""Plain values from YAML or the command line as the types that Python code declares for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+from collections import abc
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from batchgen.util.errors import ConfigError
+
+T = TypeVar("T")
+
+MISSING = "???"
+"""What stands in a configuration file where the user has to give a value (OmegaConf's mark)."""
+
+_SCALARS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    type(None): "null",
+}
+_LISTS = (list, abc.Sequence, abc.Collection, abc.Iterable)
+_MAPPINGS = (dict, abc.Mapping)
+
+
+class Unsupported(Exception):
+    """A type was declared that this module does not know, so no value can be converted to it."""
+
+
+def build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
+    """An instance of a dataclass, whose fields are the keys of one group of the configuration.
+
+    Args:
+        prefix: name of the group, which error messages put before the key.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or its value is of another type than the field.
+    """
+    assert dataclasses.is_dataclass(cls)
+    hints = get_type_hints(cls)
+    required = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    check_keys(values, known=list(hints), required=required, prefix=f"{prefix}.")
+    return cls(**{key: convert(v, hints[key], f"{prefix}.{key}") for key, v in values.items()})
+
+
+def check_keys(
+    values: Mapping[Any, Any], *, known: list[str], required: list[str], prefix: str
+) -> None:
+    """Check the keys of one group.
+
+    Raises:
+        ConfigError: a key is not among `known`, has no value yet, or is required and not there.
+    """
+    for key, value in values.items():
+        if key not in known:
+            choice = f"choose among {', '.join(known)}" if known else "there are none"
+            raise ConfigError(f"{prefix}{key} is not a key: {choice}")
+        if value == MISSING:
+            raise ConfigError(f"{prefix}{key} has no value: set it with {prefix}{key}=…")
+    for key in required:
+        if key not in values:
+            raise ConfigError(f"{prefix}{key} is missing: set it with {prefix}{key}=…")
+
+
+def convert(value: Any, hint: Any, key: str) -> Any:
+    """A plain value as the type that was declared for it.
+
+    An integer is also a number, a list is also a tuple, and one text or number is also a list of
+    one. Nothing else changes its type: the text "3" is no integer, and true is neither an integer
+    nor a string. A value without a declared type
+    (`hint` is Any or `inspect.Parameter.empty`) is returned as it is.
+
+    Args:
+        value: None, a bool, int, float or str, or lists and dicts of these.
+        hint: the declared type: one of the above, Any, Literal, a union, or a generic list, tuple,
+            sequence, dict or mapping.
+        key: the full name of the key, for error messages.
+
+    Raises:
+        ConfigError: the value is not of this type.
+        Unsupported: the type is another one than those above.
+    """
+    if hint is Any or hint is object or hint is inspect.Parameter.empty:
+        return value
+    if hint is None:
+        hint = type(None)
+    if any(hint is scalar for scalar in _SCALARS):
+        return _scalar(value, hint, key)
+    origin, args = get_origin(hint) or hint, get_args(hint)
+    if origin is Annotated:
+        return convert(value, args[0], key)
+    if origin is Union or origin is types.UnionType:
+        return _union(value, args, key)
+    if origin is Literal:
+        if not any(value == choice and type(value) is type(choice) for choice in args):
+            raise ConfigError(f"{key} must be one of {', '.join(map(str, args))}, got {value!r}")
+        return value
+    if origin is tuple:
+        return _tuple(value, args, key)
+    if any(origin is kind for kind in _LISTS) and len(args) <= 1:
+        return _list(value, args[0] if args else Any, key)
+    if any(origin is kind for kind in _MAPPINGS) and len(args) in (0, 2):
+        names, items = args or (str, Any)
+        return _mapping(value, names, items, key)
+    raise Unsupported
+
+
+def _scalar(value: Any, hint: type, key: str) -> Any:
+    if hint is str and not isinstance(value, str):
+        # A user who typed [A-D] without quotes gave a list, not text.
+        typed = "…" if isinstance(value, (list, dict)) else value
+        hint_text = "" if value is None else f": to give it as text, quote it as '\"{typed}\"'"
+        raise ConfigError(f"{key} must be a string, got {value!r}{hint_text}")
+    fits = isinstance(value, (int, float) if hint is float else hint)
+    if not fits or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{key} must be {_SCALARS[hint]}, got {value!r}")
+    if hint is not float:
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"{key} must be a number of at most 1.8e308, got a larger one") from None
+
+
+def _union(value: Any, hints: tuple[Any, ...], key: str) -> Any:
+    """The value as the first of several types that it fits; its own type goes before the others."""
+    if value is None and type(None) in hints:
+        return None
+    hints = tuple(hint for hint in hints if hint is not type(None))
+    errors: list[str] = []
+    unknown = False
+    for hint in sorted(hints, key=lambda hint: hint is not type(value)):
+        try:
+            return convert(value, hint, key)
+        except ConfigError as error:
+            errors.append(str(error))
+        except Unsupported:
+            unknown = True
+    if unknown:  # the value may be meant for that type
+        raise Unsupported
+    if len(errors) == 1:
+        raise ConfigError(errors[0])
+    names = " or ".join(map(inspect.formatannotation, hints))
+    raise ConfigError(f"{key} must be {names}, got {value!r}")
+
+
+def _tuple(value: Any, hints: tuple[Any, ...], key: str) -> tuple[Any, ...]:
+    if not hints:
+        return tuple(_list(value, Any, key))
+    if len(hints) == 2 and hints[1] is Ellipsis:  # tuple[int, ...] has any length
+        return tuple(_list(value, hints[0], key))
+    items = _list(value, Any, key)
+    if len(items) != len(hints):
+        raise ConfigError(f"{key} must be a list of {len(hints)} values, got {value!r}")
+    pairs = enumerate(zip(items, hints, strict=True))
+    return tuple(convert(item, hint, f"{key}[{i}]") for i, (item, hint) in pairs)
+
+
+def _list(value: Any, hint: Any, key: str) -> list[Any]:
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        value = [value]
+    if not isinstance(value, list):
+        raise ConfigError(f"{key} must be a list such as [a,b], got {value!r}")
+    return [convert(item, hint, f"{key}[{i}]") for i, item in enumerate(value)]
+
+
+def _mapping(value: Any, names: Any, items: Any, key: str) -> dict[Any, Any]:
+    if not isinstance(value, dict) or (
+        names is str and not all(isinstance(name, str) for name in value)
+    ):
+        raise ConfigError(f"{key} must be a mapping of names to values, got {value!r}")
+    return {
+        convert(name, names, f"{key}: the name {name!r}"): convert(item, items, f"{key}.{name}")
+        for name, item in value.items()
+    }

@@ -1,0 +1,290 @@
+"""The job's configuration: a frozen dataclass for each Hydra group, checked when it is made.
+
+The fields are the keys that users write. The files in `conf/` say what each one means and in which
+unit it is. Ranges are checked here, types before (convert.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from batchgen.config.constraint_config import ConstraintConfig, NoConstraintConfig, job_constraint
+from batchgen.config.dataset_config import DatasetConfig as DatasetConfig
+from batchgen.config.launcher_config import LauncherConfig, NoLauncherConfig
+from batchgen.config.prompt_config import PROMPT_KINDS as PROMPT_KINDS
+from batchgen.config.prompt_config import PromptConfig as PromptConfig
+from batchgen.config.workers_config import WorkersConfig
+from batchgen.engine.base.constraint_error import ConstraintError
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.sampling.sampling_params import LogprobsMode, SamplingParams
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import is_url, user_folder
+
+_MOST_SAMPLES = 1_000_000
+_MOST_IN_SHARD = 1_000_000_000
+"""The most answers of a shard, for each of which a running job keeps a flag in memory."""
+PARSED = "parsed"
+COMMON_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids", PARSED)
+"""The columns of `output.columns` that every strategy has; others are declared by a strategy."""
+
+
+def _check(ok: bool, key: str, allowed: str, value: object) -> None:
+    if not ok:
+        raise ConfigError(f"{key} must be {allowed}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelGroup:
+    """Which model runs. What its own config.json says is `engine.models.config.ModelConfig`."""
+
+    path: str
+    name: str | None = None
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "gguf", "dummy"] = "auto"
+    quantization: Literal["fp8"] | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _check(bool(self.path), "model.path", "a folder, a .gguf file or a hub name", self.path)
+        if self.trust_remote_code:
+            raise ConfigError(
+                "model.trust_remote_code must be false: batchgen never runs code that comes with "
+                "a model; models it knows need none"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    """How tokens are chosen in every row. `SamplingParams` checks the ranges.
+
+    `seed` is the seed of the job, from which each sample of each row gets its own.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self.n >= 1, "sampling.n", "at least 1", self.n)
+        _check(self.n <= _MOST_SAMPLES, "sampling.n", f"at most {_MOST_SAMPLES:,}", self.n)
+
+
+def copies_warning(n: int, temperature: float) -> str | None:
+    """What to tell who has a row answered `n` times without chance; None for one answer, or where
+    tokens are drawn."""
+    if n < 2 or temperature > 0:
+        return None
+    return (
+        f"sampling.n={n} at sampling.temperature=0: the {n} answers to a row are copies of one, so "
+        "pass@k, maj@k and the interval for the same questions say nothing: set a temperature "
+        "above 0 to draw answers, or sampling.n=1"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyConfig:
+    """The decoding paradigm.
+
+    Attributes:
+        target: the import path of its class, which users write as `_target_`.
+        options: all other keys of the group, which are arguments of the class.
+    """
+
+    target: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parts = self.target.split(".")
+        _check(
+            len(parts) > 1 and all(part.isidentifier() for part in parts),
+            "strategy._target_",
+            "the import path of a class",
+            self.target,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineGroup(EngineConfig):
+    """How the work is laid out on the device.
+
+    Of all these keys only `max_model_len` can change the output.
+    """
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+
+    def __post_init__(self) -> None:
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise ConfigError(f"engine.{error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputConfig:
+    """Which columns are written, and where."""
+
+    dir: str
+    columns: tuple[str, ...] = ()
+    top_logprobs: int = 5
+    logprobs_mode: LogprobsMode = "raw"
+    rows_per_shard: int = 1000
+    text_column: str = "text"
+    overwrite: bool = False
+    retry_errors: bool = False
+    on_all_errors: Literal["stop", "continue"] = "stop"
+    report: bool = True
+
+    def __post_init__(self) -> None:
+        _check(bool(self.dir), "output.dir", "a folder", self.dir)
+        object.__setattr__(self, "dir", user_folder(self.dir, "output.dir"))
+        if len(set(self.columns)) != len(self.columns):
+            raise ConfigError(f"output.columns names a column twice: {list(self.columns)}")
+        _check(bool(self.text_column), "output.text_column", "a name", self.text_column)
+        _check(1 <= self.top_logprobs <= 100, "output.top_logprobs", "1 to 100", self.top_logprobs)
+        _check(self.rows_per_shard >= 1, "output.rows_per_shard", "at least 1", self.rows_per_shard)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressConfig:
+    """What the job shows on the terminal while it runs."""
+
+    show: float = 30.0
+
+    def __post_init__(self) -> None:
+        allowed = "0 (never) or a number of seconds"
+        _check(0 <= self.show < math.inf, "progress.show", allowed, self.show)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConfig:
+    """One entry of `rows` or `post`.
+
+    Attributes:
+        target: the import path of its class, which users write as `_target_`.
+        options: all other keys of the entry, which are arguments of the class.
+    """
+
+    target: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+CutTexts = Literal["as_marked", "wrong", "left_out"]
+"""What texts that reached `sampling.max_new_tokens` count as in scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreConfig:
+    """How `post` steps run, and how their marks become scores."""
+
+    workers: int | None = None
+    seconds: float = 10.0
+    subset: str | None = None
+    cluster: str | None = None
+    ks: tuple[int, ...] | None = None
+    cut_texts: CutTexts = "as_marked"
+
+    def __post_init__(self) -> None:
+        ks = self.ks
+        workers = self.workers
+        allowed = "null (one on each core) or 1 to 1024"
+        _check(workers is None or 1 <= workers <= 1024, "score.workers", allowed, workers)
+        _check(0 < self.seconds < math.inf, "score.seconds", "a number above 0", self.seconds)
+        _check(ks is None or (bool(ks) and min(ks) >= 1), "score.ks", "numbers from 1 on", ks)
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: `params` is kept in the object's __dict__
+class JobConfig:
+    """The whole configuration of one job: a field for each group, and what follows from several.
+
+    Attributes:
+        rows: steps that add columns to a row of the data set before its prompt is made.
+        post: steps that make columns of a finished row, such as its mark.
+    """
+
+    model: ModelGroup
+    dataset: DatasetConfig
+    rows: tuple[StepConfig, ...] = ()
+    prompt: PromptConfig
+    sampling: SamplingConfig
+    strategy: StrategyConfig
+    constraint: ConstraintConfig = field(default_factory=NoConstraintConfig)
+    engine: EngineGroup
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    launcher: LauncherConfig = field(default_factory=NoLauncherConfig)
+    post: tuple[StepConfig, ...] = ()
+    score: ScoreConfig = field(default_factory=ScoreConfig)
+    output: OutputConfig
+    progress: ProgressConfig = field(default_factory=ProgressConfig)
+
+    def __post_init__(self) -> None:
+        if self.launcher.kind != "none" and is_url(self.output.dir):
+            raise ConfigError(
+                f"launcher={self.launcher.kind} watches its workers in a folder, and output.dir="
+                f"{self.output.dir} is in an object store: start the workers yourself, with the "
+                "same command without launcher=, as often and on as many machines as you like"
+            )
+        kind = self.constraint.kind
+        if kind != "none" and self.sampling.ignore_eos:
+            raise ConfigError(
+                "sampling.ignore_eos must be false with a constraint: a constrained row ends with "
+                "EOS"
+            )
+        in_shard = self.output.rows_per_shard * self.sampling.n
+        if in_shard > _MOST_IN_SHARD:
+            raise ConfigError(
+                f"output.rows_per_shard={self.output.rows_per_shard} with sampling.n="
+                f"{self.sampling.n} makes shards of {in_shard:,} answers: choose fewer rows, at "
+                f"most {_MOST_IN_SHARD // self.sampling.n:,}"
+            )
+        if PARSED in self.output.columns and kind not in ("json_schema", "json"):
+            raise ConfigError(
+                f"output.columns: {PARSED} is for JSON, and the constraint is {kind}: use "
+                "constraint=json_schema or constraint=json, or leave the column out"
+            )
+        _ = self.params  # making them checks the ranges of the group sampling
+
+    @cached_property
+    def params(self) -> SamplingParams:
+        """The sampling parameters that all requests of the job share.
+
+        Two of them are replaced for each request: `seed`, which is the job's seed here, and
+        `constraint`, which is None here if each row has its own. They are made once: a constraint
+        may be a large schema.
+
+        Raises:
+            ConfigError: a value is out of range, or the job's constraint cannot be enforced.
+        """
+        values = asdict(self.sampling)
+        del values["n"]
+        columns = self.output.columns
+        try:
+            constraint = job_constraint(self.constraint)
+        except ConstraintError as error:
+            raise ConfigError(f"constraint: {error}") from None
+        try:
+            return SamplingParams(
+                **values,
+                logprobs="logprobs" in columns,
+                top_logprobs=self.output.top_logprobs if "top_logprobs" in columns else 0,
+                logprobs_mode=self.output.logprobs_mode,
+                columns=tuple(name for name in columns if name not in COMMON_COLUMNS),
+                constraint=constraint,
+            )
+        except ValueError as error:
+            raise ConfigError(f"sampling.{error}") from None

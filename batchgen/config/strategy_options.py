@@ -1,0 +1,71 @@
+"""The options of a strategy or a step, as the constructor of its class declares them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.config.convert_value import Unsupported, check_keys, convert
+from batchgen.util.errors import ConfigError
+
+
+def strategy_options(
+    cls: type, options: Mapping[str, Any], place: str = "strategy"
+) -> dict[str, Any]:
+    """The keyword arguments for the constructor of a strategy or a step.
+
+    A parameter with an annotation gets a value of that type; one without gets the plain value of
+    the configuration as it is.
+
+    Args:
+        place: where in the configuration the options stand, for error messages.
+
+    Raises:
+        ConfigError: the constructor has no such parameter, an option is missing or of another type,
+            or the constructor declares something that no configuration can give.
+    """
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    parameters = _parameters(cls, name, place)
+    required = [key for key, p in parameters.items() if p.default is inspect.Parameter.empty]
+    check_keys(options, known=list(parameters), required=required, prefix=f"{place}.")
+    return {
+        key: _option(value, parameters[key].annotation, f"{place}.{key}", name)
+        for key, value in options.items()
+    }
+
+
+def _parameters(cls: type, name: str, place: str) -> dict[str, inspect.Parameter]:
+    """The parameters that can be given by name, without *args and **kwargs.
+
+    A **kwargs would take any key, so a key with a spelling mistake could no longer be refused.
+    """
+    try:
+        signature = inspect.signature(cls, eval_str=True)
+    except (ArithmeticError, AttributeError, LookupError, NameError, SyntaxError) as error:
+        raise ConfigError(f"{place}._target_: an annotation of {name} is wrong: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{place}._target_: the parameters of {name} cannot be read: {error}"
+        ) from None
+    found = {}
+    for key, parameter in signature.parameters.items():
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            found[key] = parameter
+        elif parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise ConfigError(
+                f"{place}._target_: {name} takes {key} by position only, and a configuration "
+                "gives options by name: drop the / from the constructor"
+            )
+    return found
+
+
+def _option(value: Any, hint: Any, key: str, cls: str) -> Any:
+    try:
+        return convert(value, hint, key)
+    except Unsupported:
+        raise ConfigError(
+            f"{key}: {cls} declares it as {inspect.formatannotation(hint)}, which a "
+            "configuration cannot give: declare it as bool, int, float, str, Literal, list, tuple "
+            "or dict of these, or a union of these with None, or leave it without an annotation"
+        ) from None

@@ -1,0 +1,67 @@
+"""Templates of prompts: given as text, or in a file."""
+
+from __future__ import annotations
+
+from batchgen.util.errors import ConfigError
+from batchgen.util.paths import user_path
+
+_LONGEST_NAME = 4096
+
+
+def template_text(key: str, text: str | None, file: str | None) -> str | None:
+    """The template that a configuration gives, as text or as the name of a file.
+
+    Of a file, the newline at its very end is not part of the template, as editors put it there;
+    all others are. A byte order mark is none of it either.
+
+    Args:
+        key: the key of the text, such as `prompt.user`; the file's is the same with `_file`.
+        text: the template itself.
+        file: the file that holds it.
+
+    Returns:
+        The template; None if neither is given.
+
+    Raises:
+        ConfigError: both are given, the file cannot be read or is not UTF-8, or the text is the
+            name of a file.
+    """
+    if file is None:
+        if text is not None:
+            _check_no_file(key, text)
+        return text
+    if text is not None:
+        raise ConfigError(f"{key} and {key}_file are both set: choose one ({key}=null drops it)")
+    path = user_path(file, f"{key}_file")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{key}_file: {file} cannot be read: {error.strerror}") from None
+    try:
+        found = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{key}_file: {file}, line {line}: not UTF-8: {error.reason} at byte {error.start} of "
+            "the file: save it as UTF-8"
+        ) from None
+    return found.replace("\r\n", "\n").removesuffix("\n")
+
+
+def _check_no_file(key: str, text: str) -> None:
+    """Refuse the name of a file where its content is meant.
+
+    Raises:
+        ConfigError: there is a file of this name.
+    """
+    if "\n" in text or "{" in text or "\0" in text or not 0 < len(text) < _LONGEST_NAME:
+        return
+    try:
+        is_file = user_path(text, key).is_file()
+    except (ConfigError, OSError):  # no name that a file can have
+        return
+    if is_file:
+        raise ConfigError(
+            f"{key} is the text {text!r}, and a file has that name: write {key}_file={text} for "
+            "what the file holds"
+        )

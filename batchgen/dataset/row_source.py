@@ -1,0 +1,341 @@
+"""Reads the rows of a job's data set, one by one and in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from datasets import ClassLabel, Dataset, Features, Value
+from datasets.features import Json, LargeList, List, Translation, TranslationVariableLanguages
+
+from batchgen.config.dataset_config import DatasetConfig
+from batchgen.dataset.dataset_columns import column_path, feature_at, value_at
+from batchgen.dataset.dataset_files import LoadedDataset, load_split, quiet
+from batchgen.dataset.row_ids import IdSet, check_unique, duplicate_error
+from batchgen.dataset.stored_json import stored_field
+from batchgen.engine.base.outputs import RequestError
+from batchgen.tables.read_errors import READ_ERRORS, unreadable
+from batchgen.tables.table_formats import check_width, reason
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.shorten import some_names
+
+BATCH = 256  # rows that are read at a time
+FIRST_ROWS = 1000  # that tell the features of a stream which does not name them itself
+PLAIN = (Value, ClassLabel, Json, Translation, TranslationVariableLanguages)
+"""Features whose values are numbers, strings, lists and dicts; images and audio are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the data set.
+
+    Attributes:
+        index: its position in the data set, where the first row has 0.
+        id: the value of `dataset.id_column` as text, or the index if there is no such column.
+        fields: the values of its columns. Dates are datetimes, labels are numbers, and JSON is
+            parsed. Images, audio and the like are left out.
+        failure: why the row can have no prompt, if a step of `rows` failed in it.
+    """
+
+    index: int
+    id: str
+    fields: dict[str, Any]
+    failure: RequestError | None = None
+
+
+def open_dataset(config: DatasetConfig) -> RowSource:
+    """The data set that the configuration names, with all checks that need no pass over a stream.
+
+    Raises:
+        ConfigError: the data does not exist, cannot be read, has no such split or column, has no
+            rows, or has an id twice.
+    """
+    return RowSource(load_split(config), config)
+
+
+class RowSource:
+    """The rows of one split, at most `dataset.limit` of them, read in constant memory.
+
+    Data is either map-style, which is memory-mapped and can be read from any row on, or a stream,
+    which is read from its start for every call of `rows`.
+
+    Attributes:
+        columns: the names of all columns that `Row.fields` has.
+        features: what the columns hold, in the terms of datasets.
+        schema: the Arrow schema of the columns that are copied to the output. It follows from the
+            features of the data set. If a stream has none, its first 1000 rows tell them, and a
+            later row that does not fit becomes an error row (bad_row). A column with JSON values
+            of several types holds JSON text, of whose numbers datasets keeps ten decimals.
+        num_rows: how many rows there are, None for a stream.
+        fingerprint: equal for equal rows on every machine. Data of the hub is told by its commit.
+    """
+
+    def __init__(self, loaded: LoadedDataset, config: DatasetConfig) -> None:
+        self._config, self._files = config, loaded.files
+        self.fingerprint = loaded.fingerprint
+        data, features = loaded.data, loaded.data.features
+        self._cast = features is None
+        if features is None:
+            with self._reading("its first rows"):
+                features = _features_of(list(data.take(FIRST_ROWS)))
+        check_width(len(features), config.path or "the data")
+        odd = [name for name, feature in features.items() if not _is_plain(feature)]
+        self.columns = tuple(name for name in features if name not in odd)
+        self._check_columns(features, odd)
+        self._id_path = self._find_id({name: features[name] for name in self.columns})
+        self._data = data.select_columns(list(self.columns)) if odd else data
+        self._json = Features({n: features[n] for n in self.columns if _has_json(features[n])})
+        self.features = Features({name: features[name] for name in self.columns})
+        copied = self.columns if config.columns is None else config.columns
+        self.schema = pa.schema([self._field(name) for name in copied])
+        self.num_rows: int | None = None
+        if isinstance(data, Dataset):
+            self.num_rows = min(len(data), config.limit or len(data))
+        if self.num_rows == 0 or next(self.rows(), None) is None:
+            raise ConfigError(f"dataset.path: {config.path} has no rows")
+        if self.num_rows is not None and config.id_column is not None:
+            check_unique(self._ids, config.id_column)
+
+    def rows(self, start: int = 0) -> Iterator[Row]:
+        """The rows from index `start` on.
+
+        Of map-style data the rows before `start` are not read, of a stream they are. The ids of a
+        stream are checked as they come, those before `start` too.
+
+        Raises:
+            ConfigError: while iterating: a file cannot be read further, or an id of a stream is
+                missing or repeats an earlier one.
+            JobError: while iterating: the network or the disk failed.
+        """
+        seen = IdSet() if self.num_rows is None and self._id_path else None
+        first = 0 if self.num_rows is None else start
+        for index, fields in enumerate(self._fields(first), first):
+            row_id = self._id(index, fields)
+            if seen is not None and not seen.add(row_id):
+                self._check_earlier(index, row_id)
+            if index >= start:
+                yield Row(index, row_id, fields)
+
+    def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
+        """The rows with these indices, of map-style data only. The rows between are not read.
+
+        Raises:
+            ConfigError: while iterating: a file cannot be read further.
+        """
+        assert isinstance(self._data, Dataset)
+        data = self._data.select(indices).with_format("arrow")
+        places = iter(indices)
+        with self._reading("its rows"):
+            for batch in data.iter(batch_size=BATCH):
+                for fields in batch.to_pylist():
+                    if self._json:
+                        fields |= self._json.decode_example({n: fields[n] for n in self._json})
+                    index = next(places)
+                    yield Row(index, self._id(index, fields), fields)
+
+    def passthrough(self, row: Row) -> dict[str, Any]:
+        """The values of the columns that are copied to the output.
+
+        Raises:
+            RequestError: a value does not fit the schema. The error's type is bad_row.
+        """
+        values = {name: row.fields.get(name) for name in self.schema.names}
+        json = {name: values[name] for name in self._json if name in values}
+        if json:
+            values |= Features({name: self._json[name] for name in json}).encode_example(json)
+        if self._cast:
+            for field in self.schema:
+                try:
+                    pa.array([values[field.name]], type=field.type)
+                except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                    raise RequestError(
+                        "bad_row", f"column {field.name!r} is not {field.type}: {reason(error)}"
+                    ) from None
+        return values
+
+    def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
+        """The rows before `stop` as Arrow tables of `size` rows, of map-style data only.
+
+        The last table may have fewer rows. They hold the columns of `columns`.
+
+        Raises:
+            ConfigError: while iterating: a file cannot be read further.
+        """
+        assert isinstance(self._data, Dataset)
+        data = self._data.select(range(stop)).with_format("arrow")
+        with self._reading("its rows"):
+            yield from data.iter(batch_size=size)
+
+    def _field(self, name: str) -> pa.Field:
+        kind = _storage(self.features.arrow_schema.field(name).type)
+        if name in self._json:
+            return stored_field(name, self.features[name], kind)
+        return pa.field(name, kind)
+
+    def _fields(self, start: int) -> Iterator[dict[str, Any]]:
+        batches, index, limit = self._batches(start), start, self._config.limit
+        while limit is None or index < limit:
+            with self._reading(f"row {index} or the rows after it"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            for fields in batch if limit is None else batch[: limit - index]:
+                if self._json:
+                    fields |= self._json.decode_example({n: fields[n] for n in self._json})
+                yield fields
+            index += len(batch)
+
+    def _batches(self, start: int) -> Iterator[list[dict[str, Any]]]:
+        data = self._data
+        if self._cast:  # rows may differ in type, so they do not fit into an Arrow batch
+            return ([row] for row in data)
+        if isinstance(data, Dataset):
+            if start >= len(data):
+                return iter(())  # `select` refuses to start at the end
+            data = data.select(range(start, len(data)))
+        return (batch.to_pylist() for batch in data.with_format("arrow").iter(batch_size=BATCH))
+
+    def _ids(self) -> Iterator[str]:
+        column, index = self._id_path[0], 0
+        assert isinstance(self._data, Dataset)
+        json = Features({column: self._json[column]} if column in self._json else {})
+        data = self._data.select(range(self.num_rows or 0)).select_columns([column])
+        for batch in data.with_format("arrow").iter(batch_size=100 * BATCH):
+            for fields in batch.to_pylist():
+                yield self._id(index, json.decode_example(fields) if json else fields)
+                index += 1
+
+    def _id(self, index: int, fields: dict[str, Any]) -> str:
+        """The id of a row."""
+        if not self._id_path:
+            return str(index)
+        value = value_at(fields, self._id_path)
+        if value is None:
+            raise ConfigError(
+                f"dataset.id_column: row {index} has no {self._config.id_column!r}: choose a "
+                "column without nulls, or null to number the rows"
+            )
+        if type(value) not in (str, int):
+            raise ConfigError(
+                f"dataset.id_column: row {index} holds {value!r:.50} in "
+                f"{self._config.id_column!r}: ids must be strings or integers"
+            )
+        return str(value)
+
+    def _find_id(self, features: dict[str, Any]) -> tuple[str, ...]:
+        """Where in a row its id is; empty if rows are numbered.
+
+        Raises:
+            ConfigError: there is no such column, or it cannot hold ids.
+        """
+        column = self._config.id_column
+        if column is None:
+            return ()
+        path = column_path(column, features)
+        if path is None:
+            known = some_names(features, column)
+            raise ConfigError(f"dataset.id_column: no column {column!r}: choose among {known}")
+        feature = feature_at(features, path)
+        kind = Features({column: feature}).arrow_schema.field(column).type
+        if not (isinstance(feature, Json) or _is_text(kind) or pa.types.is_integer(kind)):
+            raise ConfigError(
+                f"dataset.id_column: column {column!r} holds {kind}: ids must be strings or "
+                "integers"
+            )
+        return path
+
+    def _check_earlier(self, index: int, row_id: str) -> None:
+        """Look for an earlier row with this id.
+
+        Two ids with the same hash need not be equal, so the rows are read again to be sure.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        column = self._config.id_column
+        assert column is not None
+        for earlier, fields in zip(range(index), self._fields(0), strict=False):
+            if self._id(earlier, fields) == row_id:
+                raise duplicate_error(column, {row_id: [earlier, index]})
+
+    def _check_columns(self, features: Features, odd: list[str]) -> None:
+        known = some_names(self.columns)
+        if self._config.columns is None and odd:
+            raise ConfigError(
+                f"dataset.columns: column {odd[0]!r} ({type(features[odd[0]]).__name__}) cannot be "
+                f"copied to the output: choose the columns to copy among {known}"
+            )
+        for name in self._config.columns or ():
+            if name in odd:
+                kind = type(features[name]).__name__
+                raise ConfigError(
+                    f"dataset.columns: column {name!r} ({kind}) cannot be copied to the output: "
+                    f"choose among {known}"
+                )
+            if name not in self.columns:
+                near = some_names(self.columns, name)
+                raise ConfigError(f"dataset.columns: no column {name!r}: choose among {near}")
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        try:
+            with quiet():
+                yield
+        except READ_ERRORS as error:
+            if self._files:
+                raise unreadable(error, self._files) from None
+            text = f"dataset.path: {self._config.path}: cannot read {what}: {reason(error)}"
+            if isinstance(error, OSError):
+                raise JobError(f"{text}; run the same command to go on from there") from None
+            raise ConfigError(text) from None
+
+
+def _features_of(rows: list[dict[str, Any]]) -> Features:
+    """The features of rows. Each column of any of them counts, not only those of the first row."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pa.table({name: [row.get(name) for row in rows] for name in names})
+    return Features.from_arrow_schema(table.schema)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _is_plain(feature: Any) -> bool:
+    """Whether the values of a feature are numbers, strings, lists and dicts of Python."""
+    return (
+        isinstance(feature, PLAIN)
+        if (inner := _inner(feature)) is None
+        else all(map(_is_plain, inner))
+    )
+
+
+def _has_json(feature: Any) -> bool:
+    return isinstance(feature, Json) or any(map(_has_json, _inner(feature) or ()))
+
+
+def _inner(feature: Any) -> list[Any] | None:
+    """The features of which a struct or a list consists; None of any other feature."""
+    if isinstance(feature, dict):
+        return list(feature.values())
+    if isinstance(feature, (List, LargeList)):
+        return [feature.feature]
+    return feature if isinstance(feature, list) else None
+
+
+def _storage(kind: pa.DataType) -> pa.DataType:
+    """The Arrow type in which plain strings take the place of JSON, at every depth."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind.storage_type
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(f.name, _storage(f.type)) for f in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(_storage(kind.value_type))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_storage(kind.value_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_storage(kind.value_type), kind.list_size)
+    return kind

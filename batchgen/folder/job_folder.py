@@ -1,0 +1,381 @@
+"""The output folder of a job, which belongs to this job alone while it runs."""
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+from batchgen.folder.read_job import JobFolderReader
+from batchgen.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
+from batchgen.leases.own_files import LOCK, LOCKS, LOGS, MANIFEST, OF_WORKERS, OWN, refuse_links
+from batchgen.shards.journal import attempt_of, journal_files
+from batchgen.shards.shard_files import shard_files
+from batchgen.storage.job_storage import FolderStorage, Storage
+from batchgen.storage.manifest import ROWS, ChangedRow, Manifest, RowDigests
+from batchgen.storage.retry_round import RetryRound
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.temporary import delete_temporaries, is_temporary_of
+
+MIN_FREE_BYTES = 32 * 2**20
+_WITH_SHARDS = (DATA, "grades")
+
+
+class JobFolder:
+    """An output folder, locked while this object is entered.
+
+        README.md  config.yaml  manifest.json  metrics.json  data/part-00000.parquet …
+        journal/  leases/  workers/ (only while the job is not complete)  .lock
+        grades/part-00000.parquet … (if the job has `post` steps)
+        report.html (once it is complete)
+        logs/ (of workers that a launcher has started on other machines)
+
+    The lock is held alone until `share`, so that others join a job that is as it shall be. Those
+    who join find the same job, or are refused.
+
+    Attributes:
+        path: of the folder in which files are written and read.
+        storage: what keeps them.
+        is_alone: whether no other worker of the job runs. Then the job may change.
+        least_worker: the number of a new worker is at least this.
+        is_new: whether this is the job's first attempt.
+        manifest: as it is written in the folder.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        digests: RowDigests,
+        *,
+        changed_row: ChangedRow = lambda *_: None,
+        overwrite: bool,
+        wait: float = 0.0,
+        is_alone: Callable[[Path], bool] = lambda path: True,
+        storage: Storage | None = None,
+    ) -> None:
+        """Make the folder this job's, or take up the same job where it was left.
+
+        A job that has grown is the same one. A folder in which no row is finished is any job's.
+
+        Args:
+            manifest: of this job, without digests of its rows.
+            digests: of the rows of this job's data set.
+            changed_row: names a row of it that has changed.
+            overwrite: whether to delete the output of a different job. The same job is resumed in
+                any case, so that running a command again always resumes.
+            wait: for so many seconds for another worker that is opening the folder.
+            is_alone: whether the folder is nobody else's, as far as can be known without the lock,
+                which does not reach other machines on every file system.
+            storage: what keeps the files; None for a folder that is where it is.
+
+        Raises:
+            ConfigError: the folder cannot be written, holds files that are no job's or another
+                job's output, or is in use. Nothing in it has been changed then.
+        """
+        self.path = path
+        self._changed_row = changed_row
+        self.storage = FolderStorage(path) if storage is None else storage
+        try:
+            refuse_folder(self.storage)
+            self.storage.make_folder(path)
+            self._lock = self.storage.lock(wait)
+        except (OSError, JobError) as error:
+            self.storage.close()
+            raise unusable(self.storage, error) from None
+        except ConfigError:
+            self.storage.close()
+            raise
+        try:
+            self.is_alone = self._lock.is_alone and is_alone(path)
+            if not self.is_alone:
+                self.share()
+                self._join(manifest, digests)
+            self.is_new = self.is_alone and self._claim(manifest, digests, overwrite)
+        except (OSError, JobError) as error:
+            self.close()
+            raise unusable(self.storage, error) from None
+        except ConfigError:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the lock back."""
+        try:
+            self._lock.__exit__()
+        finally:
+            self.storage.close()
+
+    def confirm(self) -> None:
+        """Make sure that nobody has taken the folder alone since.
+
+        Raises:
+            JobError: somebody has.
+        """
+        self._lock.confirm()
+
+    def share(self) -> None:
+        """Let other workers join."""
+        self._lock.share()
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    def remove_journal(self) -> None:
+        """Delete the journal and what workers wrote, which a complete job does not need."""
+        for name in ("journal", *OF_WORKERS):
+            # Other workers, who wait for the end, may write a last heartbeat in between.
+            while self.storage.exists(self.path / name):
+                with contextlib.suppress(OSError):
+                    self.storage.delete(self.path / name)
+
+    def record(self, *more: str, rows: int) -> None:
+        """Write into the manifest's history how the job has grown, if it has.
+
+        This comes before the first row of the grown job is written.
+
+        Args:
+            more: further lines that say what has changed.
+            rows: how many output rows are finished.
+
+        Raises:
+            JobError: the manifest cannot be written.
+        """
+        if changed := [*self.manifest.grown(self._asked), *more]:
+            asked, digests = self._asked, self.manifest.row_digests
+            if asked.growing.get(ROWS) != self.manifest.growing.get(ROWS):
+                digests = self._digests()
+            asked = replace(asked, row_digests=digests)
+            self.update(self.manifest.goes_on(asked, changed, rows))
+
+    def update(self, manifest: Manifest) -> None:
+        """Write another manifest of the same job.
+
+        Raises:
+            JobError: it cannot be written.
+        """
+        self.manifest = manifest
+        self.storage.write(self.path / MANIFEST, manifest.text())
+
+    def _join(self, manifest: Manifest, digests: RowDigests) -> None:
+        """Take part in the job of those who have the folder.
+
+        Raises:
+            ConfigError: it is another job, or the same with other rows.
+        """
+        found = written_manifest(self.storage)
+        if found is None:
+            raise self._lock.in_use()
+        self.manifest = found
+        others = self.manifest.differences(manifest, digests) or self.manifest.grown(manifest)
+        if others:
+            error = self._lock.in_use()
+            raise ConfigError(f"{error}\nthat job differs from this one:\n  " + "\n  ".join(others))
+        self.least_worker = 1
+
+    def _claim(self, manifest: Manifest, digests: RowDigests, overwrite: bool) -> bool:
+        self._asked = manifest
+        self.confirm()
+        self.least_worker = self._least_worker()
+        for name in OF_WORKERS:  # of workers who all are gone
+            with contextlib.suppress(OSError):
+                self.storage.delete(self.path / name)
+        # Objects appear whole: in the working folder of a store there are none of these.
+        delete_temporaries(self.path, OWN)
+        for folder in _WITH_SHARDS:
+            delete_temporaries(self.path / folder)
+        rows = manifest.growing.get(ROWS)
+
+        def own_digests() -> list[str] | None:
+            return None if rows is None else digests(rows)
+
+        self._digests = own_digests
+        found = written_manifest(self.storage)
+        is_new = found is None
+        if found is not None:
+            self.manifest = found
+            if refuse_other_job(
+                self.storage, found, manifest, digests, self._changed_row, overwrite=overwrite
+            ):
+                self.confirm()
+                for name in OWN:
+                    self.storage.delete(self.path / name)
+                is_new = True
+        if is_new:
+            self.update(replace(manifest, row_digests=self._digests()))
+        self.storage.make_folder(self.data)
+        self.storage.make_folder(self.journal)
+        # The folder may have become read-only since the first attempt.
+        probe = self.journal / "probe.tmp"
+        probe.write_bytes(b"0")
+        probe.unlink()
+        return is_new
+
+    def _least_worker(self) -> int:
+        """A number above those of all that have written here: a journal file has one writer.
+
+        Heartbeats alone do not say it: they are deleted before the first new one is written.
+        """
+        beats = _names(self.storage, WORKERS)
+        found = [number for name in beats if (number := parse_worker(name)) is not None]
+        if names := _names(self.storage, JOURNAL):
+            files = itertools.chain.from_iterable(journal_files(self.journal, names).values())
+            found += [attempt_of(path) for path in files]
+            found.append(RetryRound(self.journal, self.storage).least_attempt - 1)
+        return 1 + max(found, default=0)
+
+
+def _names(storage: Storage, folder: str) -> list[str]:
+    """The names of what is in a folder that may not be there."""
+    try:
+        return storage.names(storage.path / folder)
+    except FileNotFoundError:
+        return []
+
+
+def unusable(storage: Storage, error: OSError | JobError) -> ConfigError:
+    """The error for an output folder that cannot be written."""
+    why = error.strerror if isinstance(error, OSError) else error
+    return ConfigError(
+        f"output.dir={storage.shown} cannot be written ({why}): choose a folder that "
+        "you may write to, with free space"
+    )
+
+
+def has_rows(storage: Storage) -> bool:
+    """Whether a row of the job in a folder may be finished."""
+    data, journal = storage.path / DATA, storage.path / JOURNAL
+    return bool(
+        shard_files(data, _names(storage, DATA)) or journal_files(journal, _names(storage, JOURNAL))
+    )
+
+
+def written_manifest(storage: Storage) -> Manifest | None:
+    """The manifest in a folder; None if there is none.
+
+    Raises:
+        ConfigError: it is none of this version.
+    """
+    content = storage.read(storage.path / MANIFEST)
+    return None if content is None else Manifest.parse(content, f"{storage.shown}/{MANIFEST}")
+
+
+def refuse_folder(storage: Storage) -> None:
+    """Refuse a folder in which no job can be, whatever the job is. Nothing is changed.
+
+    Raises:
+        ConfigError: it has files of others, cannot be read or written, or has no room.
+    """
+    is_new = True
+    try:
+        refuse_foreign_files(storage)
+        is_new = not storage.exists(storage.path / MANIFEST)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise unusable(storage, error) from None
+    if not storage.in_place:
+        return
+    there = next(path for path in (storage.path, *storage.path.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise unusable(storage, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+    usage = shutil.disk_usage(there)
+    if not usage.total:
+        raise unusable(storage, JobError("no disk is there"))
+    if is_new and usage.free < MIN_FREE_BYTES:
+        raise ConfigError(
+            f"output.dir={storage.shown} has {usage.free >> 20} MiB of free disk space, which is "
+            "too little for any job: free some, or choose another output.dir"
+        )
+
+
+def refuse_other_job(
+    storage: Storage,
+    found: Manifest,
+    asked: Manifest,
+    digests: RowDigests,
+    changed_row: ChangedRow,
+    *,
+    overwrite: bool,
+) -> list[str]:
+    """Refuse a folder with rows of another job.
+
+    Args:
+        found: the manifest of the job that the folder is of.
+        asked: that of this job.
+        digests: of the rows of this job's data set.
+        changed_row: names a row of it.
+        overwrite: whether the other job may be deleted.
+
+    Returns:
+        Lines that say in what the folder's job is another; none if it is the same.
+
+    Raises:
+        ConfigError: it is another, has rows, and may not be deleted.
+    """
+    differences = found.differences(asked, digests, changed_row)
+    if differences and not overwrite and has_rows(storage):
+        raise ConfigError(
+            f"output.dir={storage.shown} holds the output of a different job:\n  "
+            + "\n  ".join(differences)
+            + "\nuse another output.dir, or output.overwrite=true to delete that output"
+        )
+    return differences
+
+
+def refuse_shrinking(storage: Storage, most_rows: int | None) -> None:
+    """Refuse a data set that ends before a row which is finished.
+
+    Args:
+        storage: of the folder of this job.
+        most_rows: how many rows the data set has at most; None if that is not known.
+
+    Raises:
+        ConfigError: it does.
+        JobError: a shard is damaged.
+    """
+    if most_rows is None:
+        return
+    if (end := JobFolderReader(storage.path, storage).end) > most_rows:
+        raise ConfigError(
+            f"dataset.limit: the job would have {most_rows:,} rows, but in {storage.shown} rows up "
+            f"to number {end:,} are finished, and a job can grow but not shrink: use "
+            f"dataset.limit={end} or more, or another output.dir"
+        )
+
+
+def refuse_foreign_files(storage: Storage) -> None:
+    """Refuse a folder that has files and no manifest: no job of ours has written them. Nor has it
+    written links.
+
+    Raises:
+        ConfigError: it is such a folder.
+        OSError: it is no folder, or cannot be read.
+    """
+    names = set(storage.names(storage.path))
+    if storage.in_place:
+        refuse_links(storage.path)
+    own = {LOCK, LOCKS, LOGS}
+    foreign = sorted(n for n in names - own if not is_temporary_of(n, MANIFEST))
+    if foreign and MANIFEST not in names:
+        listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
+        raise ConfigError(
+            f"output.dir={storage.shown} holds files that are not of a batchgen job ({listed}): "
+            "choose a new or empty folder; batchgen does not delete them, whatever "
+            "output.overwrite says"
+        )

@@ -1,0 +1,348 @@
+"""The file metrics.json, which says what a job did in each of its attempts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import resource
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.folder.peers import Team, added, attempt_of, seconds
+from batchgen.folder.timeline import Timeline, metrics_text
+from batchgen.storage.job_storage import FolderStorage, Storage
+from batchgen.storage.manifest import write_atomic
+
+if TYPE_CHECKING:
+    from batchgen.shards.output_schema import FinishedRow
+
+SAVE_SECONDS = 10.0  # between two times that a running job saves the file
+Status = Literal["running", "complete", "stopped", "failed", "killed"]
+
+
+@dataclass
+class Attempt:
+    """One run of the command.
+
+    Attributes:
+        rows_resumed: output rows that earlier attempts had written.
+        rows_total: output rows of the whole job; None if that is not known.
+        status: how it ended. If it was killed, the file still says `running`, and the next attempt
+            changes that to `killed`.
+        rows: output rows that it has computed, with error rows.
+        error_rows: how many of them have an error instead of an answer.
+        wall_s: seconds since the attempt began, with the loading of the weights.
+        generate_s: seconds since the engine began.
+        peak_rss_mib: the most memory that the process had, in MiB.
+        memory: how the engine divides the device's memory, in bytes; empty without an engine.
+        engine: what the engine itself has counted.
+        start_s: seconds until the engine began, of which most is the loading of the weights.
+        worker: its number among the workers of the job.
+        session: a text that is the same for workers who ran beside each other.
+        batch_dependence: why a token's bits depend on what else is in the batch, as was found out
+            on this CPU; None if they do not, and on a GPU.
+    """
+
+    rows_resumed: int
+    rows_total: int | None = None
+    status: Status = "running"
+    started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    host: str = field(default_factory=socket.gethostname)
+    rows: int = 0
+    error_rows: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    wall_s: float = 0.0
+    generate_s: float = 0.0
+    peak_rss_mib: float = 0.0
+    memory: Mapping[str, int | None] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    start_s: float = 0.0
+    batch_dependence: str | None = None
+    worker: int = 0
+    session: str = ""
+
+
+OUTCOMES = {
+    "satisfied": "complete",
+    "cut": "ended by sampling.max_new_tokens before it was complete",
+    "conflict": "no token was left that the constraint and the sampling options allow",
+    "stopped": "ended by a stop string before it was complete",
+    "unconstrained": "without a constraint",
+    "error": "without an answer",
+}
+"""How a row of a job with a constraint can end, and what that means."""
+
+
+def constraint_outcome(finish_reason: str, satisfied: bool | None) -> str:
+    """The one of OUTCOMES that a row has.
+
+    Args:
+        finish_reason: what the row has in the column of that name.
+        satisfied: what the row has in the column `constraint_satisfied`.
+    """
+    if finish_reason == "error":
+        return "error"
+    if satisfied is None:
+        return "unconstrained"
+    if satisfied:
+        return "satisfied"
+    return {"length": "cut", "constraint_conflict": "conflict"}.get(finish_reason, "stopped")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over all finished rows of a job.
+
+    Attributes:
+        finish_reasons: how many rows ended for which reason.
+        errors: how many rows have an error of which type.
+        counts: sums of what the strategy counts for each row (`OutputSchema.counts`).
+        constraint: how many rows ended in which of OUTCOMES; empty if the job has no constraint.
+    """
+
+    rows: int
+    error_rows: int
+    finish_reasons: Mapping[str, int]
+    errors: Mapping[str, int]
+    prompt_tokens: int
+    generated_tokens: int
+    counts: Mapping[str, int]
+    constraint: Mapping[str, int]
+
+    @classmethod
+    def of(cls, figures: Mapping[str, Any]) -> Totals:
+        """The totals that metrics.json holds."""
+        return cls(**{field.name: figures[field.name] for field in fields(cls)})
+
+
+class Tally:
+    """Counts finished rows, from files and as they finish.
+
+    Attributes:
+        columns: the columns of the output that must be read to count a row.
+    """
+
+    def __init__(self, counts: Sequence[str], constrained: bool = False) -> None:
+        """
+        Args:
+            counts: names of further columns to sum.
+            constrained: whether the rows say if they satisfied their constraint.
+        """
+        self._rows = 0
+        self._reasons: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._outcomes: Counter[str] = Counter()
+        self._constrained = constrained
+        self._sums = dict.fromkeys(["num_prompt_tokens", "num_generated_tokens", *counts], 0)
+        satisfied = ["constraint_satisfied"] if constrained else []
+        self.columns = ["finish_reason", "error", *self._sums, *satisfied]
+
+    @property
+    def totals(self) -> Totals:
+        """What was counted so far."""
+        sums = dict(self._sums)
+        prompt, generated = sums.pop("num_prompt_tokens"), sums.pop("num_generated_tokens")
+        return Totals(
+            rows=self._rows,
+            error_rows=self._errors.total(),
+            finish_reasons=dict(self._reasons),
+            errors=dict(self._errors),
+            prompt_tokens=prompt,
+            generated_tokens=generated,
+            counts=sums,
+            constraint={n: self._outcomes[n] for n in OUTCOMES} if self._constrained else {},
+        )
+
+    def add_table(self, table: pa.Table) -> None:
+        """Count rows of the output, of which the table has `columns`."""
+        self._rows += table.num_rows
+        for name in self._sums:
+            self._sums[name] += pc.sum(table[name]).as_py() or 0
+        _count(self._reasons, table["finish_reason"])
+        _count(self._errors, pc.struct_field(table["error"], "type").drop_null())
+        if self._constrained:
+            reasons, satisfied = table["finish_reason"], table["constraint_satisfied"]
+            pairs = zip(reasons.to_pylist(), satisfied.to_pylist(), strict=True)
+            self._outcomes.update(itertools.starmap(constraint_outcome, pairs))
+
+    def add(self, rows: Iterable[FinishedRow]) -> None:
+        """Count rows that have just finished."""
+        for row in rows:
+            self._rows += 1
+            self._reasons[row.finish_reason] += 1
+            if row.failure is not None:
+                self._errors[row.failure.type] += 1
+            output, satisfied = row.output, None
+            if output is not None:
+                self._sums["num_prompt_tokens"] += len(output.prompt_token_ids)
+                self._sums["num_generated_tokens"] += len(output.token_ids)
+                for name, count in output.counts.items():
+                    self._sums[name] += count
+                satisfied = output.constraint_satisfied
+            if self._constrained:
+                self._outcomes[constraint_outcome(row.finish_reason, satisfied)] += 1
+
+
+class Metrics:
+    """The content of metrics.json.
+
+    It is saved while the job runs, so that it tells of an attempt that was killed, too. Where there
+    are several workers, each tells the others its figures, and the first one writes the file.
+
+    Attributes:
+        attempt: the present one.
+        tally: of the rows that are finished, those of earlier attempts too.
+        others: what the other workers have told, when this one last looked.
+        in_flight: how many rows run in the engine, without those that wait for their turn.
+        was_complete: whether an earlier attempt completed the job.
+        score: what the job's marks come to, as of `batchgen.scoring.scores`; None without marks.
+        predicted: what this attempt was expected to take, as of `planning.forecast.Forecast`; the
+            file has beside it what it took. None if nothing was predicted.
+        timeline: how the job went on over time, earlier attempts included. Of the workers that run
+            beside each other it has only this one.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        rows_resumed: int,
+        tally: Tally,
+        team: Team | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        """
+        Args:
+            storage: what keeps the file; None for a folder that is where it is.
+        """
+        self._path = path
+        self._storage = FolderStorage(path.parent) if storage is None else storage
+        self._team = team
+        self._started = time.monotonic()
+        self._saved = 0.0
+        self._text = ""
+        self.attempt = Attempt(rows_resumed)
+        if team is not None:
+            self.attempt.worker, self.attempt.session = team.number, team.session
+        self.others: Sequence[Mapping[str, Any]] = ()
+        self.tally = tally
+        self.in_flight = 0
+        self._earlier: list[dict[str, Any]] = []
+        self.was_complete = False
+        self.score: Mapping[str, Any] | None = None
+        self.predicted: Mapping[str, Any] | None = None
+        self.timeline = Timeline(rows=rows_resumed)
+        if (content := self._storage.read(path)) is not None:
+            earlier = json.loads(content)
+            self.timeline = Timeline(earlier.get("timeline", ()), rows_resumed)
+            self._earlier = earlier["attempts"]
+            self.was_complete = earlier["status"] == "complete"
+        for earlier in self._earlier:
+            if earlier["status"] == "running":
+                earlier["status"] = "killed"
+
+    @property
+    def tokens_per_s(self) -> float:
+        """How many tokens this attempt has generated in each second that the engine ran."""
+        return self.attempt.generated_tokens / max(self.attempt.generate_s, 1e-9)
+
+    @property
+    def age(self) -> float:
+        """The seconds since this attempt began."""
+        return time.monotonic() - self._started
+
+    def due(self) -> bool:
+        """Whether SAVE_SECONDS have passed since the file was saved."""
+        return time.monotonic() - self._saved >= SAVE_SECONDS
+
+    def begin(self) -> None:
+        """Note that the engine begins now."""
+        self.attempt.start_s = round(self.age, 3)
+
+    def save(self, status: Status) -> None:
+        """Write the file.
+
+        Raises:
+            JobError: it cannot be written.
+        """
+        self._saved = now = time.monotonic()
+        self.attempt.status = status
+        self.attempt.wall_s = round(now - self._started, 3)
+        self.attempt.peak_rss_mib = peak_rss_mib()
+        totals = asdict(self.tally.totals)
+        told = [totals]
+        if self._team is not None:
+            facts = {"attempt": asdict(self.attempt), "totals": totals, "in_flight": self.in_flight}
+            self._team.tell(facts)
+            if status != "complete" and not self._team.is_first():
+                return
+            self.others = self._team.others()
+            if status != "complete":  # else all rows were counted in the shards
+                told += [beat["totals"] for beat in self.others if "totals" in beat]
+                if any(not beat["dead"] for beat in self.others):
+                    status = "running"
+        attempts = self._attempts()
+        summary: dict[str, Any] = {"status": status, **added(told)}
+        if status == "running":
+            summary["in_flight"] = self.in_flight + sum(
+                beat.get("in_flight", 0) for beat in self.others if not beat["dead"]
+            )
+        for key in ("wall_s", "generate_s"):
+            summary[key] = seconds(attempts, key)
+        tokens = sum(attempt["generated_tokens"] for attempt in attempts)
+        summary["tokens_per_s"] = round(tokens / max(summary["generate_s"], 1e-3), 1)
+        if self.score is not None:
+            summary["score"] = self.score
+        if self.predicted is not None:
+            names = ("wall_s", "start_s", "prompt_tokens", "generated_tokens")
+            summary["predicted"] = self.predicted
+            own = asdict(self.attempt)
+            summary["actual"] = {name.replace("wall_s", "seconds"): own[name] for name in names}
+        summary["attempts"] = attempts
+        summary["timeline"] = self.timeline.points
+        self._text = metrics_text(summary)
+        self._storage.write(self._path, self._text)
+
+    def keep(self) -> None:
+        """Write the file again if it is not as this worker has saved it last.
+
+        That is for the end, when other workers cannot write any more: the first of them may have
+        written what it knew before the job was complete.
+
+        Raises:
+            JobError: it cannot be written.
+        """
+        if self._storage.read(self._path) != self._text.encode():
+            write_atomic(self._path, self._text)
+            self._storage.send(self._path)
+
+    def _attempts(self) -> list[dict[str, Any]]:
+        """All attempts in their order, those of the other workers too."""
+        present = [asdict(self.attempt)]
+        is_complete = self.attempt.status == "complete"
+        told = (attempt_of(beat, is_complete) for beat in self.others)
+        present += [attempt for attempt in told if attempt is not None]
+        present.sort(key=lambda attempt: int(attempt["worker"]))
+        known = {(attempt["worker"], attempt["started"]) for attempt in present}
+        earlier = (a for a in self._earlier if (a.get("worker"), a["started"]) not in known)
+        return [*earlier, *present]
+
+
+def peak_rss_mib() -> float:
+    """The most memory that this process has had so far, in MiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
+
+
+def _count(counts: Counter[str], values: pa.ChunkedArray) -> None:
+    for item in pc.value_counts(values).to_pylist():
+        counts[item["values"]] += item["counts"]

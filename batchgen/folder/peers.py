@@ -1,0 +1,73 @@
+"""What metrics.json says of a job whose rows several workers compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+
+class Team(Protocol):
+    """One worker's way to the figures of the others.
+
+    Attributes:
+        number: of this worker.
+        session: a text that workers share who run beside each other.
+    """
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def session(self) -> str: ...
+
+    def tell(self, facts: Mapping[str, Any]) -> None:
+        """Let the others know this worker's figures."""
+        ...
+
+    def is_first(self) -> bool:
+        """Whether it is this worker that writes metrics.json."""
+        ...
+
+    def others(self) -> Sequence[Mapping[str, Any]]:
+        """What the others have told, with `dead` and `ended`: how each has ended."""
+        ...
+
+
+def attempt_of(beat: Mapping[str, Any], is_complete: bool) -> dict[str, Any] | None:
+    """The attempt that another worker has told; None if it has told nothing yet.
+
+    Args:
+        is_complete: whether the job is; then those who live have done their part.
+    """
+    if "attempt" not in beat:
+        return None
+    attempt = dict(beat["attempt"])
+    if attempt["status"] == "running":
+        if beat["dead"]:
+            attempt["status"] = beat["ended"] or "killed"
+        elif is_complete:
+            attempt["status"] = "complete"
+    return attempt
+
+
+def added(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums over several `Totals`, as plain values."""
+    found: dict[str, Any] = {}
+    for one in totals:
+        for name, value in one.items():
+            if isinstance(value, Mapping):
+                sums = found.setdefault(name, {})
+                for key, count in value.items():
+                    sums[key] = sums.get(key, 0) + count
+            else:
+                found[name] = found.get(name, 0) + value
+    return found
+
+
+def seconds(attempts: Sequence[Mapping[str, Any]], key: str) -> float:
+    """Seconds of all attempts: workers that ran beside each other count as their longest one."""
+    longest: dict[Any, float] = {}
+    for number, attempt in enumerate(attempts):
+        session = attempt.get("session") or number
+        longest[session] = max(longest.get(session, 0.0), attempt[key])
+    return round(sum(longest.values()), 3)

@@ -1,0 +1,62 @@
+"""The prediction that a job makes of itself when its engine is there."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from batchgen.config.job_config import JobConfig
+from batchgen.engine.base.outputs import RequestError
+from batchgen.engine.memory.memory_plan import MemoryPlan
+from batchgen.forecast.engine_estimate import engine_room
+from batchgen.forecast.forecast import Forecast, forecast
+from batchgen.forecast.planned_work import here, job_work, step_cost
+from batchgen.forecast.scan import sample_indices
+from batchgen.util.errors import ConfigError, JobError
+
+if TYPE_CHECKING:
+    from batchgen.resolve.opened_job import OpenedJob
+
+_ROWS = 48
+_MEASURE_S = 0.04
+
+
+def predict(
+    config: JobConfig, opened: OpenedJob, memory: MemoryPlan, answers: int, start_s: float
+) -> Forecast | None:
+    """What an attempt of a job will take, from a few rows and in a fraction of a second.
+
+    Args:
+        config: the job's configuration.
+        opened: what it runs on.
+        memory: how its engine has divided the memory.
+        answers: how many answers are to be computed.
+        start_s: the seconds that the start has taken, which is over.
+
+    Returns:
+        None if the GPU is not known, or none of the rows that were looked at has a prompt or can
+        be read.
+    """
+    device = here(config, opened.dtype, _MEASURE_S)
+    if device is None:
+        return None
+    source = opened.source
+    assert source.num_rows is not None
+    prompts: list[list[int]] = []
+    try:
+        for row in source.rows_at(sample_indices(source.num_rows, _ROWS)):
+            # A row without a prompt will say so itself.
+            with suppress(RequestError):
+                prompts.append(opened.prompt.token_ids(row))
+    except (ConfigError, JobError):  # The job tells of it when it comes to that row.
+        return None
+    if not prompts:
+        return None
+    room = engine_room(opened, config, memory.total, native_fp8=device.fp8)
+    longest = opened.max_model_len - config.sampling.max_new_tokens
+    lengths = np.minimum(np.array([len(ids) for ids in prompts], np.int64), longest)
+    rows = -(-answers // config.sampling.n)
+    work = job_work(config, opened, room, memory, prompts, lengths, rows, start_s=start_s)
+    return forecast(step_cost(room, opened, device), work)

@@ -1,0 +1,106 @@
+"""The engine that a job would have: its models without weights, its settings and its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from batchgen.config.job_config import JobConfig
+from batchgen.engine.base.engine_config import ResolvedConfig, Sizes
+from batchgen.engine.caches.model_caches import row_bytes
+from batchgen.engine.engine_models import model_uses
+from batchgen.engine.memory.expected_memory import expected_memory
+from batchgen.engine.memory.memory_plan import MemoryPlan, ModelUse, cache_token_bytes, weight_bytes
+from batchgen.engine.strategy import TARGET
+from batchgen.forecast.step_cost import ModelSizes
+from batchgen.model.engine_recipe import bare
+from batchgen.model.open_model import OpenedModel
+from batchgen.model.other_models import strategy_heads
+
+if TYPE_CHECKING:
+    from batchgen.resolve.opened_job import OpenedJob
+
+
+@dataclass(frozen=True)
+class EngineRoom:
+    """What an engine would be, without having it.
+
+    Attributes:
+        uses: the models by name, on the device `meta`.
+        settings: the engine's, with the defaults of the device.
+        sizes: of the target.
+    """
+
+    uses: dict[str, ModelUse]
+    settings: ResolvedConfig
+    sizes: ModelSizes
+
+    def memory(self, gpu_bytes: int | None) -> MemoryPlan:
+        """The memory plan to expect, as `expected_memory` says and refuses."""
+        return expected_memory(list(self.uses.values()), self.settings, gpu_bytes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the weights of all models."""
+        return weight_bytes(list(self.uses.values()))
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes in the paged caches of all models."""
+        return cache_token_bytes(list(self.uses.values()))
+
+    @property
+    def row_bytes(self) -> int:
+        """The states and records of a row over all models; 0 without recurrent layers."""
+        return sum(
+            row_bytes(use.model.cache_specs, max(use.widths), self.settings.most_pending)
+            for use in self.uses.values()
+        )
+
+    @property
+    def width(self) -> int:
+        """The most tokens of a row in a decode forward of the target."""
+        return max(self.uses[TARGET].widths)
+
+
+def engine_room(
+    opened: OpenedJob, config: JobConfig, gpu_bytes: int | None, *, native_fp8: bool
+) -> EngineRoom:
+    """The engine that a job would have on a device.
+
+    Args:
+        opened: the job's models and strategy.
+        config: the job's configuration.
+        gpu_bytes: the memory of the GPU; None for a CPU.
+        native_fp8: the device computes in FP8.
+    """
+    on = "cpu" if gpu_bytes is None else "cuda"
+    dtype = _dtype(opened.model, config, on)
+    heads = strategy_heads(opened.strategy, opened.model)
+    ranks = config.engine.tensor_parallel
+    target = bare(opened.model, dtype, heads, ranks, native_fp8=native_fp8)
+    others = {
+        name: bare(other, dtype, [], ranks, native_fp8=native_fp8)
+        for name, other in opened.others.items()
+    }
+    columns = tuple(opened.context_columns)
+    uses = model_uses(target, others, opened.strategy, columns, opened.max_model_len)
+    sizes = Sizes(
+        weights=target.weight_bytes,
+        weights_per_token=target.weight_bytes_per_token,
+        memory=gpu_bytes or 0,
+        width=max(uses[TARGET].widths),
+    )
+    settings = config.engine.resolve(torch.device(on), sizes, opened.max_model_len)
+    return EngineRoom(uses, settings, ModelSizes.of(uses[TARGET]))
+
+
+def _dtype(model: OpenedModel, config: JobConfig, on: str) -> torch.dtype:
+    """The dtype of the weights on a device that need not be here, as `OpenedModel.dtype` says."""
+    if config.model.dtype == "auto":
+        return torch.float32 if on == "cpu" else model.config.dtype
+    dtype = getattr(torch, config.model.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

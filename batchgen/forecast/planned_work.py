@@ -1,0 +1,133 @@
+"""From an opened job to the work that `forecast` plays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from batchgen.compose.load_config import resolved
+from batchgen.config.job_config import JobConfig
+from batchgen.engine.memory.memory_plan import MemoryPlan
+from batchgen.forecast.calibration import Ints, Seen
+from batchgen.forecast.devices import Device, measured_cpu, this_gpu
+from batchgen.forecast.engine_estimate import EngineRoom
+from batchgen.forecast.forecast import Work
+from batchgen.forecast.simulation import Places
+from batchgen.forecast.step_cost import StepCost
+
+if TYPE_CHECKING:
+    from batchgen.resolve.opened_job import OpenedJob
+
+
+def job_device(config: JobConfig) -> str:
+    """The kind of device that a job runs on here: `cuda` or `cpu`."""
+    name = config.engine.device
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def here(config: JobConfig, dtype: torch.dtype, seconds: float) -> Device | None:
+    """The device that a job runs on here; None if it is a GPU that is not known.
+
+    Args:
+        config: the job's configuration.
+        dtype: in which a CPU's products are measured.
+        seconds: for how long each of a CPU's three rates is measured.
+    """
+    if job_device(config) == "cuda":
+        return this_gpu()
+    return measured_cpu(dtype, seconds)
+
+
+def job_work(
+    config: JobConfig,
+    opened: OpenedJob,
+    room: EngineRoom,
+    memory: MemoryPlan,
+    prompts: Sequence[Sequence[int]],
+    lengths: Ints,
+    rows: int,
+    *,
+    seen: Seen | None = None,
+    start_s: float | None = None,
+    compiled: bool = True,
+    notes: tuple[str, ...] = (),
+) -> Work:
+    """What a job has to do.
+
+    Args:
+        config: the job's configuration.
+        opened: its models and strategy.
+        room: its engine.
+        memory: the engine's memory plan.
+        prompts: some whole prompts, which tell what all begin with.
+        lengths: tokens of the prompts, of all rows or of some.
+        rows: how many rows are to be computed.
+        seen: what an earlier run has shown.
+        start_s: the seconds that the start has taken; None if it is to come.
+        compiled: whether a GPU's kernels have been compiled by an earlier start.
+        notes: further assumptions.
+    """
+    settings, sampling = room.settings, config.sampling
+    block = settings.block_size
+    prefix = common_prefix(prompts) // block * block if settings.prefix_caching else 0
+    places = Places(
+        rows=settings.max_num_seqs,
+        tokens=memory.kv_tokens,
+        batched_tokens=settings.max_batched_tokens,
+        prefix=prefix if len(prompts) > 1 else 0,
+        samples=sampling.n if settings.prefix_caching else 1,
+        block=block,
+    )
+    return Work(
+        prompts=lengths,
+        rows=rows,
+        samples=sampling.n,
+        longest=sampling.max_new_tokens,
+        exact=sampling.ignore_eos and not (sampling.stop or sampling.stop_token_ids),
+        width=room.width,
+        least=opened.strategy.least_tokens,
+        places=places,
+        weight_bytes=room.weight_bytes,
+        seen=seen,
+        start_s=start_s,
+        compiled=compiled,
+        notes=notes + _notes(room),
+    )
+
+
+def step_cost(room: EngineRoom, opened: OpenedJob, device: Device) -> StepCost:
+    """The time of the forwards of a job's target on a device, or on one for each rank. The ranks on
+    a CPU share it."""
+    if not device.is_gpu:
+        device = device.shared(room.sizes.ranks)
+    return StepCost(room.sizes, device, opened.model.config.vocab_size)
+
+
+def same_speed(config: JobConfig) -> dict[str, Any]:
+    """The groups of a job that decide its speed, as its config.yaml has them."""
+    values = resolved(config)
+    return {group: values[group] for group in ("model", "strategy", "engine", "constraint")}
+
+
+def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with."""
+    if not prompts:
+        return 0
+    first, *others = prompts
+    shared = len(first)
+    for other in others:
+        shared = min(shared, len(other))
+        different = np.flatnonzero(np.array(first[:shared]) != np.array(other[:shared]))
+        shared = int(different[0]) if len(different) else shared
+    return shared
+
+
+def _notes(room: EngineRoom) -> tuple[str, ...]:
+    if len(room.uses) > 1:
+        return ("what the models beside the target cost is not counted",)
+    return ()

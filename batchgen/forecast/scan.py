@@ -1,0 +1,345 @@
+"""Goes through the rows of a job: how long prompts are, and which rows will have no answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.dataset.row_source import Row
+from batchgen.engine.base.outputs import RequestError
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.forecast.prompt_reading import Reading
+from batchgen.prompts.prompt_tokens import text_bytes
+from batchgen.util.random_bits import random_words
+
+SAMPLE = 800
+"""So many rows, drawn with a fixed seed over the whole data set, are looked at first."""
+STREAM = 5000
+"""Of a stream so many rows are read, if `dataset.limit` does not say fewer."""
+LONGEST = 10
+"""So many of the longest prompts are named."""
+_MOST_TEXT = 50
+"""So many of the rows with the most text are tokenised, to find the LONGEST."""
+_NAMED = 10
+_FRAME = 64
+"""A prompt may have so many tokens more than bytes of text: special ones that are added."""
+_TIMED = 200
+"""So many rows are looked at again, to see how long that takes: a clock that is read for every row
+can take longer than the row."""
+_FRAMES = 100
+"""Of so many prompts the text is compared with `Prompt.size`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The seconds of the processor that a scan may take: a busy machine takes longer and finds out
+    as much.
+
+    Attributes:
+        sample: for the sample.
+        rows: for all rows.
+        long_rows: for rows that may be too long.
+    """
+
+    sample: float = 1.2
+    rows: float = 5.0
+    long_rows: float = 1.0
+
+
+@dataclass
+class FoundRows:
+    """Some rows, of which the first are named.
+
+    Attributes:
+        message: why they are bad, as of the one that was found first; empty if they are not.
+        count: how many there are.
+        rows: index and id of some of them.
+    """
+
+    message: str = ""
+    count: int = 0
+    rows: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        """Note one more."""
+        self.count += 1
+        self.rows.append((row.index, row.id))
+
+    def keep_first(self) -> None:
+        """Forget all but the first rows, but not how many there were."""
+        self.rows = sorted(self.rows)[:_NAMED]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRow:
+    """A row whose prompt was made.
+
+    Attributes:
+        ids: the prompt as the model will read it.
+        size: as of `Prompt.size`.
+    """
+
+    row: Row
+    ids: list[int]
+    size: int
+
+
+@dataclass
+class Scan:
+    """What was found.
+
+    Attributes:
+        num_rows: rows of the job; None for a stream whose end was not reached.
+        looked_at: how many of them were looked at.
+        tokenised: of how many good rows the tokens were counted; the others have an estimate.
+        sample: some of the rows that have a prompt, in the order of their indices.
+        lengths: [R], tokens of the prompts of all good rows that were looked at, by index.
+        longest: index, id and tokens of the longest prompts, the longest first.
+        bad: type of error → the rows that have it.
+        cut: how many prompts are longer than there is room and will be cut (`prompt.too_long`).
+        unsure: how many rows may be too long, and were not tokenised for want of time.
+        constraints: the different constraints of the rows, and the rows that have each.
+    """
+
+    num_rows: int | None
+    looked_at: int = 0
+    tokenised: int = 0
+    sample: list[ReadRow] = field(default_factory=list)
+    lengths: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    longest: list[tuple[int, str, int]] = field(default_factory=list)
+    bad: dict[str, FoundRows] = field(default_factory=dict)
+    cut: int = 0
+    unsure: int = 0
+    constraints: dict[Constraint, FoundRows] = field(default_factory=dict)
+
+    @property
+    def num_bad(self) -> int:
+        """How many of the rows that were looked at will have an error."""
+        return sum(bad.count for bad in self.bad.values())
+
+    @property
+    def bad_share(self) -> float:
+        """The share of those rows."""
+        return self.num_bad / max(self.looked_at, 1)
+
+
+def scan_rows(
+    reading: Reading,
+    budget: Budget | None = None,
+    clock: Callable[[], float] = time.process_time,
+) -> Scan:
+    """Go through the rows of a job.
+
+    First comes a sample. If its speed says that all rows can be tokenised in time, they are. Else
+    only the size of their text is taken, which finds the rows whose templates cannot be filled and
+    tells by the sample how many tokens there are; rows with so much text that they may be too long
+    are then tokenised too, the longest first. If there is no time for that either, the sample is
+    all.
+
+    Args:
+        reading: what is done with a row.
+        budget: the seconds that it may take.
+        clock: tells the seconds that the budget is about.
+    """
+    return _Scanner(reading, budget or Budget(), clock).scan()
+
+
+def sample_indices(number: int, most: int = SAMPLE) -> list[int]:
+    """Different indices below `number`, spread over all, in random order; the same in every run."""
+    chosen: list[int] = random_words(0, (number,)).argsort()[:most].tolist()
+    return chosen
+
+
+@dataclass(slots=True)
+class _Good:
+    """A row that has a prompt; `tokens` is -1 where they were not counted."""
+
+    index: int
+    id: str
+    size: int
+    tokens: int
+
+
+class _Scanner:
+    """A scan while it runs."""
+
+    def __init__(self, reading: Reading, budget: Budget, clock: Callable[[], float]) -> None:
+        self._reading, self._budget, self._clock = reading, budget, clock
+        self._found = Scan(reading.source.num_rows)
+        self._good: list[_Good] = []  # in any order
+        self._frame = 0  # the most bytes of a prompt that `size` does not count
+
+    def scan(self) -> Scan:
+        source, found = self._reading.source, self._found
+        if source.num_rows is None:
+            rows = list(islice(source.rows(), STREAM))
+            number = len(rows)
+            found.num_rows = number if number < STREAM else None
+            self._go_through(number, lambda at: (rows[i] for i in at), lambda: iter(rows))
+        else:
+            self._go_through(source.num_rows, source.rows_at, source.rows)
+        return self._finished()
+
+    def _go_through(
+        self,
+        number: int,
+        rows_at: Callable[[Sequence[int]], Iterator[Row]],
+        rows: Callable[[], Iterator[Row]],
+    ) -> None:
+        """Read the sample, and then all rows if there is time."""
+        started = self._clock()
+        seen: set[int] = set()
+        for row in rows_at(sample_indices(number)):
+            seen.add(row.index)
+            if (made := self._tokenise(row)) is not None:
+                self._found.sample.append(made)
+            if self._clock() - started > self._budget.sample:
+                break
+        self._found.looked_at = len(seen)
+        left = number - len(seen)
+        if not left:
+            return
+        each = (self._clock() - started) / len(seen)
+        if each * left <= self._budget.rows:
+            look: Callable[[Row], object] = self._tokenise
+        elif self._seconds_of_size() * left <= self._budget.rows:
+            look = self._size
+        else:
+            return
+        for row in rows():
+            if row.index not in seen:
+                look(row)
+        self._found.looked_at = number
+        if look == self._size:
+            self._tokenise_long(rows_at)
+
+    def _tokenise(self, row: Row) -> ReadRow | None:
+        """Make the prompt of a row; None if it has an error, which is noted."""
+        reading = self._reading
+        try:
+            size = self._checked_size(row)
+            ids = reading.token_ids(row)
+        except RequestError as error:
+            self._note(row, error)
+            return None
+        if len(self._good) < _FRAMES and (text := reading.text(row)) is not None:
+            self._frame = max(self._frame, text_bytes(text) - size)
+        if (fitted := self._fitted(row, ids)) is None:
+            return None
+        self._good.append(_Good(row.index, row.id, size, len(fitted)))
+        return ReadRow(row, fitted, size)
+
+    def _fitted(self, row: Row, ids: list[int]) -> list[int] | None:
+        """The prompt as the model will read it; None if it is refused, which is noted."""
+        try:
+            fitted = self._reading.fit(ids)
+        except RequestError as error:
+            self._note(row, error)
+            return None
+        self._found.cut += len(fitted) < len(ids)
+        return fitted
+
+    def _size(self, row: Row) -> None:
+        """Note the size of a row's prompt."""
+        try:
+            self._good.append(_Good(row.index, row.id, self._checked_size(row), -1))
+        except RequestError as error:
+            self._note(row, error)
+
+    def _checked_size(self, row: Row) -> int:
+        """The size of a row's prompt.
+
+        Raises:
+            RequestError: the row has no prompt or no constraint, or its columns cannot be copied.
+        """
+        size, constraint = self._size_and_constraint(row)
+        if constraint is not None:
+            self._found.constraints.setdefault(constraint, FoundRows()).add(row)
+        return size
+
+    def _size_and_constraint(self, row: Row) -> tuple[int, Constraint | None]:
+        self._reading.check(row)
+        if row.failure is not None:
+            raise row.failure
+        return self._reading.size(row), self._reading.constraint(row)
+
+    def _seconds_of_size(self) -> float:
+        """How long a row takes of which only the size is looked at."""
+        some = self._found.sample[:_TIMED]
+        started = self._clock()
+        for read in some:
+            self._size_and_constraint(read.row)
+        return (self._clock() - started) / max(len(some), 1)
+
+    def _note(self, row: Row, error: RequestError) -> None:
+        self._found.bad.setdefault(error.type, FoundRows(str(error))).add(row)
+
+    def _tokenise_long(self, rows_at: Callable[[Sequence[int]], Iterator[Row]]) -> None:
+        """Count the tokens of the rows with the most text, and of all that may be too long.
+
+        No text has more tokens than bytes, if the tokenizer does not lengthen it first, so rows
+        with less text than that cannot be too long.
+        """
+        reading = self._reading
+        bound = reading.room // reading.growth - self._frame - _FRAME
+        uncounted = [good for good in self._good if good.tokens < 0]
+        uncounted.sort(key=lambda good: good.size, reverse=True)
+        most = max(sum(good.size > bound for good in uncounted), _MOST_TEXT)
+        wanted = uncounted[:most] + [good for good in uncounted[most:] if not good.size]
+        end = self._clock() + self._budget.long_rows
+        bad: set[int] = set()
+        done = 0
+        for good, row in zip(wanted, rows_at([good.index for good in wanted]), strict=True):
+            if self._clock() > end:
+                break
+            done += 1
+            try:
+                fitted = self._fitted(row, reading.token_ids(row))
+            except RequestError as error:
+                self._note(row, error)
+                fitted = None
+            if fitted is None:
+                bad.add(row.index)
+            else:
+                good.tokens = len(fitted)
+        self._found.unsure = sum(good.size > bound for good in wanted[done:])
+        self._good = [good for good in self._good if good.index not in bad]
+
+    def _finished(self) -> Scan:
+        """Put everything into the order of the rows."""
+        found, good = self._found, sorted(self._good, key=lambda good: good.index)
+        found.tokenised = sum(one.tokens >= 0 for one in good)
+        sizes = np.array([one.size for one in good], np.int64)
+        counted = np.array([one.tokens for one in good], np.int64)
+        found.lengths = np.minimum(estimated(sizes, counted), self._reading.room)
+        order = np.argsort(-found.lengths, kind="stable")[:LONGEST]
+        found.longest = [(good[i].index, good[i].id, int(found.lengths[i])) for i in order]
+        found.sample.sort(key=lambda read: read.row.index)
+        for rows in (*found.bad.values(), *found.constraints.values()):
+            rows.keep_first()
+        return found
+
+
+def estimated(sizes: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The tokens of prompts: those that were counted, and for the others a line through them.
+
+    The line is that of least squares. It does not fall and says at least one token.
+
+    Args:
+        sizes: [R], how much text each prompt has.
+        tokens: [R], how many tokens; -1 where they were not counted.
+    """
+    known = tokens >= 0
+    if known.all() or not known.any():
+        return np.maximum(tokens, 0)
+    x, y = sizes[known].astype(float), tokens[known].astype(float)
+    spread = float(((x - x.mean()) ** 2).sum())
+    slope = max(float(((x - x.mean()) * (y - y.mean())).sum()) / spread, 0.0) if spread else 0.0
+    line = y.mean() + slope * (sizes - x.mean())
+    found: npt.NDArray[np.int64] = np.where(known, tokens, np.maximum(np.rint(line), 1))
+    return found.astype(np.int64)

@@ -1,0 +1,206 @@
+"""A model of how long forwards take: bytes that are read, products, and a fixed time per layer.
+
+It is a roofline (Williams et al. 2009) with a share of the device's rates that the engine was seen
+to reach, and what it does not know is corrected by `StepCost.scaled` once a run was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from batchgen.engine.caches.cache_specs import KVSpec
+from batchgen.engine.caches.model_caches import state_bytes
+from batchgen.engine.memory.memory_plan import ModelUse, cache_token_bytes
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.transformer.moe_model import MoEConfig
+from batchgen.forecast.devices import Device
+from batchgen.kernels.fp8.fp8_weight import FP8
+
+_PAD = 16
+"""On a CPU every forward has a multiple of so many tokens."""
+_FULL_RATE_ROWS = 64
+"""From so many tokens on a CPU's products reach their full rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What of a model decides the time of its forwards, in numbers of values unless it says bytes.
+    Of a model that is divided between ranks it is what one of them has.
+
+    Attributes:
+        layers: the number of layers.
+        dense: the weights of the layers that every token is multiplied by.
+        experts: the weights of all experts of all layers; 0 without experts.
+        expert_share: the share of the experts that one token goes through.
+        head: the weights of the layer that computes logits.
+        attention: additions and multiplications of one token with one token of its context, over
+            all layers.
+        token_bytes: what one token takes in the paged cache.
+        row_bytes: the state of one row, for models with recurrent layers.
+        dtype: of activations, and of weights that are not in FP8.
+        weight_dtype: of most weights of the layers.
+        ranks: between how many ranks the model is divided.
+    """
+
+    layers: int
+    dense: int
+    experts: int
+    expert_share: float
+    head: int
+    attention: int
+    token_bytes: int
+    row_bytes: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, use: ModelUse) -> ModelSizes:
+        """The sizes of a whole model, whose parameters may be on the device `meta`."""
+        model = use.model
+        assert isinstance(model, CausalLM)
+        config, family = model.config, model.config.family
+        ranks = model.parallel.size
+        head = config.vocab_size * config.hidden_size // ranks
+        experts, share = 0, 0.0
+        if isinstance(family, MoEConfig) and family.moe_layers:
+            each = 3 * config.hidden_size * family.expert_size
+            experts = len(family.moe_layers) * family.num_experts * each // ranks
+            share = family.experts_per_token / family.num_experts
+        tables = head if config.tie_word_embeddings else 2 * head
+        specs = [spec for spec in model.cache_specs if isinstance(spec, KVSpec)]
+        return cls(
+            layers=len(model.cache_specs),
+            dense=model.num_parameters - experts - tables,
+            experts=experts,
+            expert_share=share,
+            head=head,
+            attention=sum(4 * spec.num_heads * spec.head_dim for spec in specs),
+            token_bytes=cache_token_bytes([use]),
+            row_bytes=state_bytes(model.cache_specs),
+            dtype=model.dtype,
+            weight_dtype=FP8 if model.form is not None and model.form.native else model.dtype,
+            ranks=ranks,
+        )
+
+    @property
+    def per_token(self) -> float:
+        """The weights of the layers that one token is multiplied by."""
+        return self.dense + self.experts * self.expert_share
+
+    def read(self, tokens: float) -> float:
+        """The mean number of the layers' weights that so many tokens are multiplied by together,
+        if each goes to experts of its own choice."""
+        untouched: float = (1 - self.expert_share) ** tokens
+        return self.dense + self.experts * (1 - untouched)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    """What the engine reaches of a device, as seen in docs/performance.md and by measurements.
+
+    Attributes:
+        bandwidth: share of the bandwidth at which weights are read.
+        products: share of the rate of products.
+        decode_attention: share of the bandwidth at which decode attention reads the cache.
+        prefill_attention: share of the rate of products that prefill attention reaches.
+        layer_s: seconds of a layer that do not depend on the tokens.
+        step_s: seconds of a step that do not depend on model or tokens.
+        logit_s: seconds for each logit that is sampled from.
+        sum_s: seconds of a sum over ranks, of which a layer has two.
+    """
+
+    bandwidth: float
+    products: float
+    decode_attention: float
+    prefill_attention: float
+    layer_s: float
+    step_s: float
+    logit_s: float
+    sum_s: float
+
+
+_GPU = _Reached(0.9, 0.75, 0.85, 0.3, 30e-6, 400e-6, 3e-12, 3.5e-6)
+_CPU = _Reached(0.7, 0.7, 0.2, 0.12, 250e-6, 1e-3, 4e-9, 200e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """The time of the forwards of one model on one device.
+
+    Attributes:
+        sizes: the model's.
+        device: where it runs.
+        factor: by what all times are multiplied, because a run showed it.
+        vocabulary: the number of logits of a token.
+    """
+
+    sizes: ModelSizes
+    device: Device
+    vocabulary: int
+    factor: float = 1.0
+
+    def scaled(self, factor: float) -> StepCost:
+        """The same, times a factor that measurements have shown."""
+        return replace(self, factor=self.factor * factor)
+
+    def decode(self, rows: float, context: float, width: int = 1) -> float:
+        """Seconds of a decode step.
+
+        Args:
+            rows: how many rows it has.
+            context: the tokens in the cache that these rows read, together.
+            width: tokens of each row.
+        """
+        tokens = rows * width
+        reached = self._reached
+        cache = context * self.sizes.token_bytes + rows * 2 * self.sizes.row_bytes
+        attention = cache / (reached.decode_attention * self.device.bandwidth)
+        sampling = tokens * self.vocabulary * reached.logit_s
+        return self.factor * (self._products(tokens, tokens) + attention + sampling + self._fixed)
+
+    def prefill(self, tokens: float, rows: float, pairs: float, steps: float = 1) -> float:
+        """Seconds of prefills.
+
+        Args:
+            tokens: how many tokens they read, together.
+            rows: how many rows yield logits.
+            pairs: how many pairs of a token and one that it attends to there are.
+            steps: how many forwards they are.
+        """
+        reached = self._reached
+        each = self._products(tokens / steps, rows / steps) + self._fixed
+        rate = reached.prefill_attention * self.device.flops(self.sizes.dtype)
+        sampling = rows * self.vocabulary * reached.logit_s
+        return self.factor * (steps * each + pairs * self.sizes.attention / rate + sampling)
+
+    @property
+    def _reached(self) -> _Reached:
+        return _GPU if self.device.is_gpu else _CPU
+
+    @property
+    def _fixed(self) -> float:
+        reached, layers = self._reached, self.sizes.layers
+        sums = 2 * layers * reached.sum_s if self.sizes.ranks > 1 else 0.0
+        return reached.step_s + layers * reached.layer_s + sums
+
+    def _products(self, tokens: float, logits: float) -> float:
+        """Seconds of the products with weights: of reading them or of multiplying, whichever is
+        longer."""
+        sizes, device, reached = self.sizes, self.device, self._reached
+        head = sizes.head * sizes.dtype.itemsize if logits else 0
+        weights = sizes.read(tokens) * sizes.weight_dtype.itemsize + head
+        read = weights / (reached.bandwidth * device.bandwidth)
+        rate = reached.products * device.flops(sizes.weight_dtype)
+        if not device.is_gpu:
+            tokens, logits = _padded(tokens), _padded(logits)
+            share = (min(tokens, _FULL_RATE_ROWS) - _PAD) / (_FULL_RATE_ROWS - _PAD)
+            rate *= device.few_rows + (1 - device.few_rows) * max(share, 0.0)
+        return max(read, 2 * (sizes.per_token * tokens + sizes.head * logits) / rate)
+
+
+def _padded(tokens: float) -> float:
+    """The tokens of a forward on a CPU; a mean need not be a whole number."""
+    return tokens if tokens > _FULL_RATE_ROWS else -(-tokens // _PAD) * _PAD

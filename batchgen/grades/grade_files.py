@@ -1,0 +1,48 @@
+"""A part of the folder `grades`: the grades of one shard, and of which shard and steps they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchgen.shards.checked_file import DamagedFile, read_schema
+from batchgen.shards.row_order import KEYS
+
+ROW_KEYS = ("row_id", *KEYS)
+"""The columns by which grades and rows belong together."""
+STEPS_KEY, SHARD_KEY = b"batchgen.steps", b"batchgen.shard"
+"""Metadata of a part: by which steps it was made, and of which shard."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A shard of the job and where its grades are, or will be.
+
+    Attributes:
+        digest: of the shard's bytes.
+    """
+
+    shard: Path
+    path: Path
+    digest: str
+
+    @property
+    def is_of_shard(self) -> bool:
+        """Whether the grades are there, and of this very shard."""
+        return made_of(self.path).get(SHARD_KEY) == self.digest.encode()
+
+    def is_made_by(self, steps: str) -> bool:
+        """Whether the grades are there, of this very shard and by these steps."""
+        made = made_of(self.path)
+        return made.get(SHARD_KEY) == self.digest.encode() and made.get(STEPS_KEY) == steps.encode()
+
+
+def made_of(path: Path) -> Mapping[bytes, bytes]:
+    """The metadata of the grades in a file; empty if they are not there or damaged."""
+    if not path.exists():  # which takes less time than an error
+        return {}
+    try:
+        return read_schema(path).metadata or {}
+    except DamagedFile:
+        return {}

@@ -1,0 +1,273 @@
+"""Turns rows into requests of the engine, and finished requests into rows of the output."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.config.job_config import JobConfig
+from batchgen.constraint.row_constraints import RowConstraints
+from batchgen.dataset.row_source import Row, RowSource
+from batchgen.dataset.row_steps import SteppedSource
+from batchgen.engine.base.outputs import RequestError, RequestOutput
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.folder.job_metrics import Metrics
+from batchgen.jobs.fail_fast import FirstRows
+from batchgen.jobs.progress import Progress
+from batchgen.shards.output_schema import FinishedRow
+from batchgen.shards.output_writer import OutputWriter
+from batchgen.util.fingerprint import derive_seed
+from batchgen.util.signals import StopSignals
+from batchgen.workers.shard_queue import Todo
+
+_IDLE_SECONDS = 0.05
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from batchgen.engine.memory.memory_plan import MemoryPlan
+
+
+class Engine(Protocol):
+    """What a job needs of the engine."""
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+    ) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never be served.
+        """
+        ...
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return the requests that it finished."""
+        ...
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that were generated so far, with those of unfinished requests."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """How many requests run; the others wait for their turn."""
+        ...
+
+    @property
+    def running_lengths(self) -> npt.NDArray[np.int64]:
+        """How many tokens each of the requests that run has generated so far."""
+        ...
+
+    @property
+    def stats(self) -> "DataclassInstance":
+        """What the engine has counted since it started; metrics.json shows it."""
+        ...
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The most requests that run at the same time."""
+        ...
+
+    @property
+    def memory(self) -> "MemoryPlan":
+        """How the device's memory is divided."""
+        ...
+
+    @property
+    def batch_dependence(self) -> str | None:
+        """Why a token's bits depend on the other rows of its batch; None if they do not."""
+        ...
+
+    def close(self) -> None:
+        """Stop what works in the background; nothing waits for it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """One sample of one row, from before it is queued until it is finished.
+
+    Attributes:
+        fields: the columns of the data set that are copied to the output.
+        prompt: token ids; empty if there is an error.
+        error: why the row cannot be run, None if it can.
+    """
+
+    row_id: str
+    row_index: int
+    sample_index: int
+    fields: Mapping[str, Any]
+    prompt: list[int]
+    constraint: Constraint | None
+    error: RequestError | None
+
+    def finished(
+        self, output: RequestOutput | None = None, error: RequestError | None = None
+    ) -> FinishedRow:
+        return FinishedRow(
+            self.row_id, self.row_index, self.sample_index, self.fields, output, error
+        )
+
+
+class Generation:
+    """Keeps the engine busy with a bounded window of requests until the rows run out."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        source: RowSource | SteppedSource,
+        prompt: Callable[[Row], list[int]],
+        constraints: RowConstraints,
+        engine: Engine,
+        writer: OutputWriter,
+        metrics: Metrics,
+    ) -> None:
+        """
+        Args:
+            prompt: a function that gives the token ids of a row, cut so that the answer has room,
+                and raises RequestError for a row without a prompt.
+        """
+        self._source = source
+        self._prompt = prompt
+        self._constraints = constraints
+        self._params = config.params
+        self._writer = writer
+        self._samples = config.sampling.n
+        self._metrics = metrics
+        self._engine = engine
+        stops = config.output.on_all_errors == "stop"
+        enabled = stops and not metrics.attempt.rows_resumed
+        self._first = FirstRows(enabled, writer.others_have_rows)
+        # Twice as many as can run: a step that finishes all running rows finds the next ones there.
+        self._window = 2 * engine.max_num_seqs
+        self._in_flight: dict[str, _Request] = {}
+
+    def run(self, todo: Todo, signals: StopSignals, progress: Progress) -> bool:
+        """Generate until all rows are written, by this worker or by others.
+
+        Returns:
+            False if a signal came first.
+        """
+        requests = self._requests(todo)
+        started = time.monotonic()
+        while not todo.is_over():
+            todo.in_flight = len(self._in_flight)
+            finished = [] if self._first.wait else self._refill(requests)
+            if self._in_flight:
+                for output in self._engine.step():
+                    request = self._in_flight.pop(output.request_id)
+                    finished.append(request.finished(output=output))
+            elif not finished:
+                if held := self._first.ended(self._rows_total()):
+                    self._write(held, progress)
+                else:  # other workers do what is left
+                    time.sleep(_IDLE_SECONDS)
+            self._write(self._first.passed(finished, len(self._in_flight)), progress)
+            seconds = time.monotonic() - started
+            self._metrics.attempt.generate_s = round(seconds, 3)
+            if self._metrics.timeline.due(seconds):
+                self._add_point(seconds)
+            if self._metrics.due():
+                self._save_metrics()
+                progress.set_others(self._metrics.others, self._metrics.attempt.worker)
+            if progress.due():
+                progress.show(self._engine.generated_tokens, self._engine.running_lengths)
+            if signals.received is not None:
+                self._save_metrics()
+                return False
+        self._add_point(time.monotonic() - started)
+        self._save_metrics()
+        return True
+
+    def _rows_total(self) -> int | None:
+        """The output rows of the job, None as long as the end of a stream is not reached."""
+        rows = self._writer.num_rows
+        return None if rows is None else rows * self._samples
+
+    def _write(self, finished: list[FinishedRow], progress: Progress) -> None:
+        # What another worker has finished meanwhile counts as its own.
+        new = [
+            row
+            for row in finished
+            if not self._writer.is_done_by_others(row.row_index, row.sample_index)
+        ]
+        if new:
+            self._writer.write(new)
+            self._count(new)
+            progress.add(new)
+
+    def _add_point(self, seconds: float) -> None:
+        rows = self._metrics.attempt.rows
+        self._metrics.timeline.add(seconds, rows, self._engine.generated_tokens)
+
+    def _save_metrics(self) -> None:
+        self._metrics.in_flight = self._engine.num_running
+        self._metrics.attempt.engine = dataclasses.asdict(self._engine.stats)
+        self._metrics.save("running")
+
+    def _refill(self, requests: Iterator[_Request | None]) -> list[FinishedRow]:
+        """Queue requests until the window is full, or nothing can be begun for now.
+
+        Returns the rows that failed before they reached the engine.
+        """
+        failed: list[FinishedRow] = []
+        while len(self._in_flight) + len(failed) < self._window:
+            request = next(requests, None)
+            if request is None:
+                break
+            error = request.error or self._submit(request)
+            if error is not None:
+                failed.append(request.finished(error=error))
+        return failed
+
+    def _submit(self, request: _Request) -> RequestError | None:
+        request_id = f"{request.row_index}.{request.sample_index}"
+        seed = derive_seed(self._params.seed, request.row_id, request.sample_index)
+        params = dataclasses.replace(self._params, seed=seed, constraint=request.constraint)
+        try:
+            self._engine.add_request(request_id, request.prompt, params)
+        except RequestError as error:
+            return error
+        self._in_flight[request_id] = request
+        return None
+
+    def _requests(self, todo: Todo) -> Iterator[_Request | None]:
+        """A request for each missing sample; samples of a row share its prompt and constraint.
+
+        It gives None as long as nothing can be begun.
+        """
+        for task in todo:
+            if task is None:
+                yield None
+                continue
+            row, samples = task
+            prompt: list[int] = []
+            constraint: Constraint | None = None
+            fields: Mapping[str, Any] = dict.fromkeys(self._source.schema.names)
+            failure: RequestError | None = None
+            try:
+                fields = self._source.passthrough(row)
+                prompt = self._prompt(row)
+                constraint = self._constraints.of(row)
+            except RequestError as error:
+                failure = error
+            for sample in samples:
+                yield _Request(row.id, row.index, sample, fields, prompt, constraint, failure)
+
+    def _count(self, finished: Sequence[FinishedRow]) -> None:
+        self._metrics.tally.add(finished)
+        attempt = self._metrics.attempt
+        attempt.rows += len(finished)
+        for row in finished:
+            if row.output is None:
+                attempt.error_rows += 1
+            else:
+                attempt.prompt_tokens += len(row.output.prompt_token_ids)
+                attempt.generated_tokens += len(row.output.token_ids)

@@ -1,0 +1,104 @@
+"""Grades and scores of a job whose rows are all there, and what its folder's files say of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchgen.config.job_config import JobConfig
+from batchgen.folder.dataset_card import grades_section, with_grades
+from batchgen.grades.background_grading import GradingProcess
+from batchgen.grades.changed_marks import ChangedMarks
+from batchgen.grades.folder_grades import JobGrades
+from batchgen.shards.checked_file import read_schema
+from batchgen.shards.shard_files import shard_files
+from batchgen.storage.manifest import write_atomic
+from batchgen.util.signals import JobStopped, StopSignals
+
+if TYPE_CHECKING:
+    from batchgen.scoring.samples import Samples
+
+
+def scores_of(
+    samples: Samples, config: JobConfig, signals: StopSignals, beside: GradingProcess | None = None
+) -> dict[str, Any] | None:
+    """Grade the rows of a job as its configuration says, and score them. Which marks of earlier
+    grades that changes is said on stderr.
+
+    Args:
+        samples: of the job.
+        beside: what has graded shards while the job went on; it is waited for.
+
+    Returns:
+        The scores; None if no step gives marks.
+
+    Raises:
+        ConfigError: a step or a column is wrong.
+        JobError: a shard is damaged, or the grades cannot be written.
+        JobStopped: a signal came before all rows were graded. What is graded stays.
+    """
+    if not config.post:
+        return None
+    print("grading …", file=sys.stderr, flush=True)
+    text = config.output.text_column
+
+    def stop() -> bool:
+        return signals.received is not None
+
+    if beside is not None:
+        beside.finish(stop)
+    # It grades what is left, and says what is wrong if grading beside the job has failed.
+    changes = ChangedMarks()
+    try:
+        made = samples.grades.make(config.post, text, config.score, stop=stop, changes=changes)
+    finally:
+        print(*changes.lines(), sep="\n", end="\n" * (changes.compared > 0), file=sys.stderr)
+    if made is None:
+        raise JobStopped("Stopped while the rows were graded; all of them are done.")
+    return score(samples)
+
+
+def score(samples: Samples) -> dict[str, Any] | None:
+    """The scores of a graded job; None if its grades have no marks.
+
+    Raises:
+        ConfigError: rows lack grades, or a column is not there.
+        JobError: a file is damaged.
+    """
+    # numpy is needed from here on, and not by a job without marks.
+    from batchgen.scoring.job_score import sample_score
+
+    return sample_score(samples) if samples.have_marks else None
+
+
+def save_scores(folder: Path, scores: Mapping[str, Any] | None, shown: str | None = None) -> None:
+    """Write scores into metrics.json, and what the columns of the grades are into README.md, if
+    that is still there.
+
+    Args:
+        shown: what people call the folder, if it is another name.
+
+    Raises:
+        JobError: a file cannot be written.
+    """
+    from batchgen.scoring.job_score import save_score
+
+    save_score(folder, scores)
+    path = folder / "README.md"
+    if path.is_file():
+        write_atomic(path, graded_card(path.read_text(encoding="utf-8"), folder, shown))
+
+
+def graded_card(card: str, folder: Path, shown: str | None = None) -> str:
+    """The data set card with a section about the grades, if the job has some.
+
+    Args:
+        shown: what people call the folder, if it is another name.
+    """
+    schema = JobGrades(folder).schema()
+    if schema is None:
+        return card
+    rows = next((read_schema(path) for path in shard_files(folder / "data").values()), schema)
+    return with_grades(card, grades_section(schema, rows.names, shown or str(folder)))

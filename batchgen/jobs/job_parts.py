@@ -1,0 +1,109 @@
+"""What a job runs on: everything but the weights, opened and checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchgen.config.job_config import JobConfig
+from batchgen.engine.base.outputs import OutputColumn, RowCount
+from batchgen.engine.requests import output_columns
+from batchgen.engine.rows.stopping import decode
+from batchgen.engine.strategy import Strategy
+from batchgen.prompts.row_prompts import Prompt
+from batchgen.resolve.opened_job import OpenedJob, open_job
+from batchgen.texts.tokens.decode_tokens import decode_with
+
+if TYPE_CHECKING:
+    from batchgen.dataset.row_source import RowSource
+    from batchgen.dataset.row_steps import SteppedSource
+    from batchgen.forecast.forecast import Forecast
+    from batchgen.jobs.generation import Engine
+
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+
+@dataclass(frozen=True)
+class JobParts:
+    """What a job runs on; everything but the weights has been opened and checked.
+
+    Attributes:
+        prompt: makes the token ids of a row.
+        bos_id: the id with which the tokenizer begins a text; a prompt that is cut keeps it. None
+            if there is no such id.
+        max_model_len: how many tokens prompt and answer may have together.
+        columns: the per-token columns that the engine returns for this job's parameters.
+        fingerprints: of what decides the answers besides the configuration and the data set, by
+            name: the files of the models, the dtype, the constraint.
+        build_engine: loads the weights. It is called last, and only if there are rows to compute.
+        strategy: declares what is counted for each row, which becomes columns, and has lines for
+            the job's summary. None if it has none of either.
+        decode: the text of token ids, to show prompts to people; None without a tokenizer.
+        decode_all: the same with special tokens, to show single tokens.
+        close: ends what was opened and works in the background.
+        predict: what an attempt will take, given its engine, how many answers it computes, and the
+            seconds that it has taken so far; None
+            makes no prediction. It takes a fraction of a second.
+    """
+
+    source: RowSource | SteppedSource
+    prompt: Prompt
+    bos_id: int | None
+    max_model_len: int
+    columns: Sequence[OutputColumn]
+    fingerprints: Mapping[str, str]
+    build_engine: Callable[[], Engine]
+    strategy: Strategy | None = None
+    decode: Callable[[list[int]], str] | None = None
+    decode_all: Callable[[list[int]], str] | None = None
+    close: Callable[[], None] = lambda: None
+    predict: Callable[[Engine, int, float], Forecast | None] = lambda *_: None
+
+    @property
+    def counts(self) -> Sequence[RowCount]:
+        """What the strategy counts for each row."""
+        return () if self.strategy is None else self.strategy.counts
+
+
+def job_parts(config: JobConfig) -> JobParts:
+    """Open and check all that a job runs on, except the weights: those load when rows need them.
+
+    Raises:
+        ConfigError: a user's mistake in any of them.
+    """
+    opened = open_job(config)
+    return parts_of(opened, config, opened.fingerprints(config))
+
+
+def parts_of(opened: OpenedJob, config: JobConfig, fingerprints: Mapping[str, str]) -> JobParts:
+    """What a job runs on that has been opened.
+
+    Args:
+        fingerprints: of the models, the dtype and the constraint, by name.
+    """
+    tokenizer = opened.model.tokenizer
+    compiler = opened.compiler
+    return JobParts(
+        source=opened.source,
+        prompt=opened.prompt,
+        bos_id=None if tokenizer is None else tokenizer.bos_token_id,
+        max_model_len=opened.max_model_len,
+        columns=output_columns(config.params, opened.strategy, opened.context_columns),
+        fingerprints=fingerprints,
+        build_engine=partial(opened.build_engine, config),
+        strategy=opened.strategy,
+        decode=None if tokenizer is None else partial(decode, tokenizer),
+        decode_all=None if tokenizer is None else decode_with(tokenizer),
+        close=lambda: None if compiler is None else compiler.close(),
+        predict=partial(_predict, config, opened),
+    )
+
+
+def _predict(
+    config: JobConfig, opened: OpenedJob, engine: Engine, answers: int, start_s: float
+) -> Forecast | None:
+    from batchgen.forecast.at_start import predict
+
+    return predict(config, opened, engine.memory, answers, start_s)

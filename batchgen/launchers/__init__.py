@@ -1,1 +1,0 @@
-"""What starts the workers of a job."""

@@ -1,0 +1,25 @@
+"""Makes what was written reach the disk."""
+
+import os
+from pathlib import Path
+
+from batchgen.util.errors import JobError
+
+
+def fsync_path(path: Path) -> None:
+    """fsync a file or a folder by its path.
+
+    Raises:
+        FileNotFoundError: it is not there, because others may delete it.
+        JobError: what was written did not reach the disk, as the system says.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise JobError(f"cannot write {path} to the disk: {error.strerror or error}") from error

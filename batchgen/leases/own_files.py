@@ -1,0 +1,64 @@
+"""The files and folders that a job has in its folder, none of which is a link."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from batchgen.leases.lease_files import DATA, JOURNAL, LEASES, WORKERS
+from batchgen.leases.patience import patiently
+from batchgen.util.errors import ConfigError
+
+LOCK = ".lock"
+LOCKS = ".locks"
+"""In an object store; another name, so that a copy of all objects is a folder like any other."""
+LOGS = "logs"
+"""Where launchers put what workers on other machines print."""
+MANIFEST = "manifest.json"
+OF_WORKERS = (LEASES, WORKERS)
+"""What tells the workers of a job of each other while it runs."""
+OWN = (
+    *(DATA, JOURNAL, "differing", "grades", *OF_WORKERS, "report.html"),
+    *("README.md", "config.yaml", "metrics.json", MANIFEST),
+)
+"""All that a job ever writes, in the order in which it is deleted. The manifest is the last, so
+that a folder still says whose it is if its deletion was interrupted."""
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a job's folder in which one of the job's own files or folders is a link, or a pipe.
+
+    Whoever has made the folder may let a link lead to any file of the user's, which would be shown,
+    put into the report, or written over. The folder itself may be reached by links, and what else
+    lies in it may be anything.
+
+    Raises:
+        ConfigError: there is one.
+        OSError: the folder cannot be read.
+    """
+    names = {LOCK, LOCKS, LOGS, *OWN}
+    for entry in _odd([entry for entry in _entries(folder) if entry.name in names]):
+        what = "a link" if entry.is_symlink() else "neither a file nor a folder"
+        raise ConfigError(
+            f"{folder}: {os.path.relpath(entry.path, folder)} is {what}, and a job's own files are "
+            "not: it may lead to anything on this machine. If you know where it leads, put what is "
+            "there in its place (`cp -rL` copies a folder without its links)"
+        )
+
+
+def _entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+    return patiently(lambda: list(os.scandir(folder)))
+
+
+def _odd(entries: list[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
+    """What is neither a file nor a folder, among some entries of a folder and all below them."""
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            # A job that goes on deletes its journals; what cannot be read leads nowhere.
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                yield from _odd(_entries(entry.path))
+        elif not entry.is_file(follow_symlinks=False):
+            if os.path.lexists(entry.path):  # else it was deleted since
+                yield entry

@@ -1,0 +1,84 @@
+"""What a job would find in its output folder; nothing is changed there."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from batchgen.config.job_config import JobConfig
+from batchgen.dataset.row_digest import rows_digest
+from batchgen.folder.changed_row import changed_row
+from batchgen.folder.job_folder import (
+    has_rows,
+    refuse_folder,
+    refuse_other_job,
+    refuse_shrinking,
+    written_manifest,
+)
+from batchgen.folder.read_job import JobFolderReader
+from batchgen.jobs.job_parts import parts_of
+from batchgen.jobs.run_job import job_manifest, most_rows, output_schema
+from batchgen.storage.job_storage import Storage
+from batchgen.storage.manifest import Manifest
+from batchgen.storage.open_storage import open_storage
+
+if TYPE_CHECKING:
+    from batchgen.resolve.opened_job import OpenedJob
+
+
+class FolderState(NamedTuple):
+    """What a job would do with its folder, in words, and how many of its answers are there."""
+
+    text: str
+    done: int = 0
+
+
+def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
+    """Say what the job would do with its folder.
+
+    The files of the model are not read, so a model that has changed is not found out here.
+
+    Raises:
+        ConfigError: the job would be refused because of what the folder holds.
+    """
+    with closing(open_storage(config.output.dir, config.workers)) as storage:
+        return _state(config, opened, storage)
+
+
+def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderState:
+    path = storage.shown
+    refuse_folder(storage)
+    try:
+        storage.names(storage.path)
+    except FileNotFoundError:
+        return FolderState(f"{path}: a new folder")
+    old = written_manifest(storage)
+    if old is None or not has_rows(storage):
+        return FolderState(f"{path}: no answers yet")
+    asked, source = _manifest(config, opened, old), opened.source
+    digests, named = partial(rows_digest, source), partial(changed_row, storage, source)
+    if refuse_other_job(storage, old, asked, digests, named, overwrite=config.output.overwrite):
+        what = "the output of a different job, which is deleted (output.overwrite)"
+        return FolderState(f"{path}: {what}")
+    refuse_shrinking(storage, most_rows(config, source.num_rows))
+    errors = rows = 0
+    for batch in JobFolderReader(storage.path, storage).batches(["finish_reason"]):
+        rows += batch.num_rows
+        errors += batch["finish_reason"].to_pylist().count("error")
+    text = f"{path}: resumes, {rows:,}"
+    if source.num_rows is not None:
+        text += f" of {source.num_rows * config.sampling.n:,}"
+    text += " answers are there"
+    if errors:
+        what = "are computed again" if config.output.retry_errors else "stay as they are"
+        text += f", {errors:,} of them errors, which {what}"
+    done = rows - errors * config.output.retry_errors
+    return FolderState("\n            ".join([text, *old.grown(asked)]), done)
+
+
+def _manifest(config: JobConfig, opened: OpenedJob, old: Manifest) -> Manifest:
+    """The manifest of the job, if its models are those that the folder was made with."""
+    models = {name: text for name, text in old.fingerprints.items() if name != "dataset"}
+    parts = parts_of(opened, config, models)
+    return job_manifest(config, parts, output_schema(config, parts))

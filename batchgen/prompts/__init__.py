@@ -1,1 +1,0 @@
-"""Makes the token ids of a row's prompt from its columns."""

@@ -1,1 +1,0 @@
-"""What the Python interface (`LLM`, `SamplingParams`, `run_job`) takes and returns."""

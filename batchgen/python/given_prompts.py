@@ -1,0 +1,173 @@
+"""The prompts that the Python interface takes, and the token ids that it makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from batchgen.config.prompt_config import ChatPromptConfig
+from batchgen.engine.base.outputs import RequestError
+from batchgen.prompts.row_prompts import ChatPrompt
+from batchgen.util.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from batchgen.dataset.row_source import Row
+
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages {"role": …, "content": …}; the model answers the last one."""
+Prompt = str | Sequence[int] | Conversation | Mapping[str, Any]
+"""A prompt is a text, a list of token ids, or a conversation. A text or ids may also stand in a
+mapping, as vLLM has them: {"prompt": text} or {"prompt_token_ids": ids}."""
+
+_KINDS = "a text, a list of token ids or a list of messages {role, content}"
+_WRAPPED = ("prompt", "prompt_token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """One prompt of a call.
+
+    Attributes:
+        given: the prompt as the user gave it.
+        kind: what it is.
+        value: the text, the ids as a list of int, or the list of messages; a sentence that says
+            what a prompt is for kind `none`.
+    """
+
+    given: Any
+    kind: Literal["text", "ids", "messages", "none"]
+    value: Any
+
+    @classmethod
+    def of(cls, given: Any) -> ReadPrompt:
+        """Find out what a user gave as one prompt."""
+        bare = given
+        if isinstance(given, Mapping) and len(given) == 1 and _is_wrapped(given):
+            (bare,) = given.values()
+        if isinstance(bare, str):
+            return cls(given, "text", bare)
+        items = _items(bare)
+        if items is not None and all(map(_is_id, items)):
+            return cls(given, "ids", [int(item) for item in items])
+        if items is not None and any(isinstance(item, Mapping) for item in items):
+            return cls(given, "messages", items)
+        return cls(given, "none", f"a prompt must be {_KINDS}, got {given!r:.100}")
+
+
+def read_prompts(prompts: Any) -> tuple[list[ReadPrompt], bool]:
+    """Find out which prompts a user gave, and whether that was one prompt instead of many.
+
+    A text, a list of integers and a list of messages are one prompt each. Any other list or
+    iterable holds prompts, whatever they are.
+
+    Raises:
+        ValueError: it is neither a prompt nor something to iterate over.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        return [ReadPrompt.of(prompts)], True
+    items = _items(prompts)
+    if items is None and isinstance(prompts, Iterable) and not isinstance(prompts, bytes):
+        items = list(prompts)
+    if items is None:
+        raise ValueError(f"prompts must be {_KINDS}, or a list of these, got {prompts!r:.100}")
+    messages = all(isinstance(item, Mapping) and not _is_wrapped(item) for item in items)
+    if items and (messages or all(map(_is_id, items))):
+        return [ReadPrompt.of(items)], True
+    return [ReadPrompt.of(item) for item in items], False
+
+
+@dataclass(frozen=True)
+class PromptIds:
+    """Makes token ids of prompts.
+
+    Attributes:
+        tokenizer: the model's; None if it has none.
+        template_kwargs: options of the chat template, such as `enable_thinking`.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    template_kwargs: Mapping[str, Any]
+
+    def check(self, prompts: Iterable[ReadPrompt]) -> None:
+        """Check that the model can take prompts of these kinds.
+
+        Raises:
+            ValueError: there are texts or conversations and the model has no tokenizer, or there
+                are conversations and it has no chat template, or that does not know the options.
+        """
+        kinds = {prompt.kind for prompt in prompts}
+        if self.tokenizer is None and kinds & {"text", "messages"}:
+            raise ValueError("the model comes without a tokenizer: give prompts as token ids")
+        if "messages" in kinds:
+            _ = self._chat
+
+    def of(self, prompt: ReadPrompt) -> list[int]:
+        """The token ids of one prompt, of a kind that `check` has let pass.
+
+        Raises:
+            RequestError: it is no prompt, or its messages are not what the chat template takes.
+        """
+        if prompt.kind == "none":
+            raise RequestError("bad_prompt", prompt.value)
+        if prompt.kind == "ids":
+            return cast("list[int]", prompt.value)
+        if prompt.kind == "messages":
+            try:
+                return self._chat.token_ids(cast("Row", _Row({_COLUMN: prompt.value})))
+            except RequestError as error:  # here are no columns to speak of
+                message = str(error).removeprefix(f"column {_COLUMN!r}, ")
+                raise RequestError(error.type, message) from None
+        assert self.tokenizer is not None
+        # Without `verbose=False` it warns of long texts, which the engine refuses itself.
+        return list(self.tokenizer.encode(prompt.value, verbose=False))
+
+    @cached_property
+    def _chat(self) -> ChatPrompt:
+        assert self.tokenizer is not None
+        if self.tokenizer.chat_template is None and "chat_template" not in self.template_kwargs:
+            raise ValueError(
+                "the model's tokenizer has no chat template: give prompts as text, or a template "
+                "with llm.chat(…, template_kwargs={'chat_template': …})"
+            )
+        try:
+            config = ChatPromptConfig(
+                messages_column=_COLUMN, template_kwargs=dict(self.template_kwargs)
+            )
+            return ChatPrompt(config, self.tokenizer, {_COLUMN: _COLUMN})
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("prompt.")) from None
+
+
+_COLUMN = "messages"
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What `ChatPrompt` reads of a row; the class `Row` itself would load the library datasets."""
+
+    fields: Mapping[str, Any]
+
+
+def _items(value: Any) -> list[Any] | None:
+    """The items of a list, a tuple, an array or the like; None if it is nothing of that kind."""
+    if isinstance(value, (str, bytes, Mapping)):
+        return None
+    if isinstance(value, Sequence):
+        return list(value)
+    if hasattr(value, "tolist"):  # an array of numpy or torch, or a column of pandas
+        items = value.tolist()
+        return items if isinstance(items, list) else None
+    return None
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, Integral) and not isinstance(item, bool)
+
+
+def _is_wrapped(item: Mapping[Any, Any]) -> bool:
+    return any(name in item for name in _WRAPPED)

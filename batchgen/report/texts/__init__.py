@@ -1,1 +1,0 @@
-"""Texts that strangers wrote, and their Markdown and LaTeX, as HTML that does nothing."""

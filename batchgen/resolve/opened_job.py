@@ -1,0 +1,324 @@
+"""Makes the parts of a job from its configuration; no other file puts them together."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import lcm
+from typing import TYPE_CHECKING, Generic, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from batchgen.compose.experiments import choices_with
+from batchgen.config.constraint_config import ConstraintConfig, NoConstraintConfig
+from batchgen.config.job_config import (
+    COMMON_COLUMNS,
+    PARSED,
+    JobConfig,
+    StrategyConfig,
+    copies_warning,
+)
+from batchgen.config.named_code import named_code
+from batchgen.config.strategy_options import strategy_options
+from batchgen.engine.base.outputs import OutputColumn
+from batchgen.engine.constraint.compiler import GrammarCompiler
+from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.models.model_registry import model_class
+from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
+from batchgen.engine.requests import check_params
+from batchgen.engine.rows.stopping import decode
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.scheduling.scheduler import check_chunk_sizes
+from batchgen.engine.strategy import Strategy
+from batchgen.grading.build_steps import check_fields, described, post_steps, row_steps
+from batchgen.model.engine_recipe import EngineRecipe
+from batchgen.model.model_source import model_files
+from batchgen.model.open_model import OpenedModel, open_model
+from batchgen.model.other_models import open_others, strategy_heads
+from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
+from batchgen.strategies.base.strategy import BaseStrategy
+from batchgen.util.errors import ConfigError
+from batchgen.util.fingerprint import fingerprint_files, fingerprint_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from batchgen.dataset.row_source import RowSource
+    from batchgen.dataset.row_steps import SteppedSource
+
+_SAID_BY_CLASS = ("name", "step_inputs", "decide")
+"""Attributes that every strategy's own class has: what BaseStrategy cannot say for it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedJob:
+    """All that a job runs on, opened and checked, before a file of weights is read.
+
+    Attributes:
+        model: the target.
+        others: the strategy's other models that have checkpoints of their own, by name.
+        strategy: the decoding paradigm with its options.
+        context_columns: the columns of context scope that the job asks for.
+        compiler: compiles the rows' constraints; None if there are none.
+        source: the rows.
+        prompt: makes the token ids of a row.
+        dtype: of weights and activations.
+        max_model_len: how many tokens prompt and answer may have together.
+    """
+
+    model: OpenedModel
+    others: Mapping[str, OpenedModel]
+    strategy: Strategy
+    context_columns: Sequence[OutputColumn]
+    compiler: GrammarCompiler | None
+    source: RowSource | SteppedSource
+    prompt: Prompt
+    dtype: torch.dtype
+    max_model_len: int
+
+    def fingerprints(self, config: JobConfig) -> dict[str, str]:
+        """Fingerprints of what decides the answers besides configuration and data set.
+
+        Every file of the models is read, unless its digest is known from before.
+        """
+        found = {
+            "model": fingerprint_files(model_files(self.model.path)),
+            # `auto` may mean another dtype on another machine, and that gives other tokens.
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+        if (weights := self.model.weights_text(config.engine.device)) is not None:
+            found["weights"] = weights  # of FP8 is computed with only where the device can
+        for name, other in self.others.items():
+            found[f"{name}_model"] = fingerprint_files(model_files(other.path))
+        if (constraint := config.params.constraint) is not None:
+            # The configuration is compared without the order of keys, in which the row writes them.
+            found["constraint"] = fingerprint_text(constraint.text)
+        for step in described(config.rows, row_steps(config.rows)):
+            found[f"version of {step['_target_']}"] = str(step["version"])
+        return found
+
+    def build_engine(self, config: JobConfig) -> LLMEngine:
+        """Load the weights of all models and make the engine.
+
+        Raises:
+            ConfigError: a tensor is missing or wrong, or the configuration does not suit the models
+                or the memory.
+        """
+        with _named("engine"):
+            ranks = self.recipe(config).start()
+        recipe = ranks.recipe
+        with ranks.starting():
+            with recipe.compiling_kernels():
+                with _named("model"):
+                    weights = recipe.load(ranks.parallel)
+                if weights.skipped_parts:
+                    skipped = " and ".join(weights.skipped_parts)
+                    print(f"model: not loaded of the checkpoint: {skipped}", file=sys.stderr)
+                with _named("strategy"):
+                    others = recipe.load_others(weights)
+            with _named("engine"):
+                return recipe.engine(weights, others, self.compiler, ranks.leader)
+
+    def recipe(self, config: JobConfig) -> EngineRecipe:
+        """What the job's engine is made of."""
+        return EngineRecipe(
+            self.model,
+            self.others,
+            self.strategy,
+            config.engine,
+            config.model.dtype,
+            config.engine.device,
+            tuple(column.name for column in self.context_columns),
+        )
+
+
+def open_job(config: JobConfig) -> OpenedJob:
+    """Open and check all that a job runs on, without reading a file of weights.
+
+    Raises:
+        ConfigError: a user's mistake in any of them.
+    """
+    strategy = build_strategy(config.strategy)
+    post = post_steps(config.post)
+    if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
+        print(f"batchgen: warning: {copies}", file=sys.stderr)
+    with _named("model"):
+        group = config.model
+        model = open_model(group.path, group.revision, group.load_format, group.quantization)
+    with _named("strategy"):
+        strategy.block_length(model.config)
+    strategy_heads(strategy, model)  # This raises an error if the model lacks one.
+    of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
+    context_columns = [column for column in of_model if column.name in config.output.columns]
+    _check_columns(config.output.columns, strategy, of_model, model.config.architecture)
+    params = config.params
+    compiler = _compiler(config.constraint, params.constraint, model)
+    with _named("sampling"):
+        strictest = _strictest(config, params)
+        vocab_size = model.config.vocab_size
+        check_params(strictest, strategy, vocab_size, model.tokenizer, context_columns)
+    _check_parsed(config, model.tokenizer)
+    # After all that is checked without it: it takes seconds to load datasets and pyarrow.
+    from batchgen.dataset.row_source import open_dataset
+    from batchgen.grading.build_steps import check_scored
+
+    data = open_dataset(config.dataset)
+    source: RowSource | SteppedSource = data
+    if config.rows:
+        from batchgen.dataset.row_steps import SteppedSource
+
+        source = SteppedSource(data, row_steps(config.rows))
+    check_fields(post, source.schema.names)
+    check_scored(post, config.score, source.schema.names)
+    with _named("engine"):
+        dtype = model.dtype(config.model.dtype, config.engine.device)
+        longest = config.engine.model_len(model.config.max_position_embeddings)
+        max_model_len = strategy.model_len(longest, model.config)
+        check_chunk_sizes(
+            config.engine.max_batched_tokens,
+            config.engine.chunk_tokens,
+            lcm(strategy.prefill_multiple, model.config.family.chunk_multiple),
+        )
+    prompt = build_prompt(
+        config.prompt,
+        model.tokenizer,
+        vocab_size=vocab_size,
+        columns=source.features,
+        room=max(1, max_model_len - config.sampling.max_new_tokens),
+    )
+    if prompt.is_constant:
+        warning = constant_prompt_warning(prompt, next(source.rows()))
+        print(f"batchgen: warning: {warning}", file=sys.stderr)
+    others = open_others(strategy, model, max_model_len)
+    job = OpenedJob(
+        model, others, strategy, context_columns, compiler, source, prompt, dtype, max_model_len
+    )
+    with _named("engine"):
+        job.recipe(config).check()
+    return job
+
+
+def build_strategy(config: StrategyConfig) -> Strategy:
+    """The decoding strategy that the configuration names, with its options.
+
+    Raises:
+        ConfigError: the class cannot be imported, is not a Strategy, or does not take the options.
+    """
+    target = f"strategy._target_: {config.target}"
+    cls = named_code(config.target, "strategy._target_")
+    if not isinstance(cls, type):
+        raise ConfigError(f"{target} is not a Strategy: it is not a class")
+    # A class of something else must not be called at all: who knows what it does.
+    if lacks := [name for name in _SAID_BY_CLASS if not hasattr(cls, name)]:
+        raise ConfigError(f"{target} is not a Strategy: the class has no {', '.join(lacks)}")
+    with _named("strategy"):
+        strategy: Strategy = cls(**strategy_options(cls, config.options))
+    if lacks := [name for name in _protocol_members() if not _has(strategy, name)]:
+        raise ConfigError(
+            f"{target} is not a Strategy: it has no {', '.join(lacks)}: derive it from "
+            f"{BaseStrategy.__module__}.{BaseStrategy.__qualname__}, which has what most need"
+        )
+    return strategy
+
+
+def _protocol_members() -> list[str]:
+    """The names of all attributes and methods that the protocol Strategy asks for."""
+    protocols = [cls for cls in Strategy.__mro__ if cls not in (Protocol, Generic, object)]
+    names = (name for cls in protocols for name in (*vars(cls), *inspect.get_annotations(cls)))
+    return sorted({name for name in names if not name.startswith("_")})
+
+
+def _has(strategy: Strategy, name: str) -> bool:
+    """Whether the object has the attribute; a property is not computed."""
+    try:
+        inspect.getattr_static(strategy, name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _strictest(config: JobConfig, params: SamplingParams) -> SamplingParams:
+    """The parameters to check before the job starts.
+
+    Strategies refuse more options for rows with a constraint. So if rows can have constraints of
+    their own, the check is made as for a row with one.
+    """
+    if params.constraint is None and not isinstance(config.constraint, NoConstraintConfig):
+        return dataclasses.replace(params, constraint=Constraint.make("json", None))
+    return params
+
+
+def _compiler(
+    config: ConstraintConfig, constraint: Constraint | None, model: OpenedModel
+) -> GrammarCompiler | None:
+    """The compiler for the rows' constraints; it has compiled the one of the job, if there is one.
+
+    Raises:
+        ConfigError: the job's constraint cannot be enforced, or this model can have none.
+    """
+    if isinstance(config, NoConstraintConfig):
+        return None
+    with _named("constraint"):
+        compiler = model.grammar_compiler()
+        if constraint is not None:
+            compiler.compile(constraint)
+    return compiler
+
+
+def _check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Check that the column `parsed` can find the JSON of a row.
+
+    The JSON stands behind `constraint.start_after` in the row's text, and a text does not show the
+    special tokens that the marker may consist of.
+
+    Raises:
+        ConfigError: the marker would not be found.
+    """
+    if PARSED not in config.output.columns or isinstance(config.constraint, NoConstraintConfig):
+        return
+    marker = config.constraint.start_after
+    if marker is None or tokenizer is None:
+        return
+    if marker not in decode(tokenizer, list(tokenizer.encode(marker, add_special_tokens=False))):
+        raise ConfigError(
+            f"output.columns: {PARSED} needs to find constraint.start_after in the text, and "
+            f"{marker!r} has a special token of the model, which texts do not show: leave the "
+            "column out, or choose a marker of ordinary text"
+        )
+
+
+def _check_columns(
+    columns: tuple[str, ...],
+    strategy: Strategy,
+    of_model: Sequence[OutputColumn],
+    architecture: str,
+) -> None:
+    known = [*COMMON_COLUMNS, *(column.name for column in (*strategy.columns, *of_model))]
+    for name in columns:
+        if name == ROUTED_EXPERTS and name not in known:
+            raise ConfigError(
+                f"output.columns: {name} says which experts each token went through, and this "
+                f"model ({architecture}) has no layers with experts: leave the column out"
+            )
+        if name not in known:
+            others = ", ".join(f"strategy={other}" for other in choices_with(name))
+            raise ConfigError(
+                f"output.columns has no column {name!r} with strategy {strategy.name}: "
+                + (f"it comes with {others}; " if others else "")
+                + f"choose among {', '.join(known)}"
+            )
+
+
+@contextmanager
+def _named(group: str) -> Iterator[None]:
+    """Turn a ValueError of the lower layers into a ConfigError that names the group it is about."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{group}: {error}") from error

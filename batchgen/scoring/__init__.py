@@ -1,1 +1,0 @@
-"""Scores of graded samples: metrics with intervals, and the comparison of two runs."""

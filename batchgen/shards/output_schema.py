@@ -1,0 +1,276 @@
+"""The Arrow schema of the output, which is known before the first token, and rows in that form."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchgen.config.job_config import PARSED
+from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput, RowCount
+from batchgen.shards.parsed_column import ParsedColumn
+from batchgen.util.errors import ConfigError
+
+SCHEMA_VERSION = "1"
+
+TEXT = "text"
+_BEFORE = (
+    ("row_id", pa.string(), "the row's dataset.id_column, or its position"),
+    ("row_index", pa.int64(), "position of the row in the dataset, from 0"),
+    ("sample_index", pa.int32(), "which of the sampling.n samples of the row, from 0"),
+)
+_AFTER = (
+    (TEXT, pa.string(), "the generated text, cut before a stop string; null on error"),
+    ("token_ids", pa.list_(pa.int32()), "every generated token, with the one that ended the row"),
+    ("prompt_token_ids", pa.list_(pa.int32()), "the prompt as the model saw it; null on error"),
+    ("finish_reason", pa.string(), "stop, length, constraint_conflict or error"),
+    ("stop", pa.string(), "the stop string, or the text of the stop id, that ended the row"),
+    (
+        "error",
+        pa.struct([("type", pa.string()), ("message", pa.string())]),
+        "why the row has no answer; null if it has one",
+    ),
+    ("num_prompt_tokens", pa.int32(), "length of the prompt; null if the row failed before it"),
+    ("num_generated_tokens", pa.int32(), "length of token_ids"),
+)
+PROMPT_TOKEN_IDS = "prompt_token_ids"
+_SATISFIED = (
+    "constraint_satisfied",
+    pa.bool_(),
+    "whether what was generated is complete under the row's constraint; null if it has none or "
+    "the row failed",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    """One sample of one row that is finished.
+
+    Attributes:
+        fields: the columns of the data set that are copied to the output.
+        output: what the engine returned; None if the row never reached the engine.
+        error: why it did not; None if it did.
+    """
+
+    row_id: str
+    row_index: int
+    sample_index: int
+    fields: Mapping[str, Any]
+    output: RequestOutput | None = None
+    error: RequestError | None = None
+
+    @property
+    def finish_reason(self) -> str:
+        return "error" if self.output is None else self.output.finish_reason
+
+    @property
+    def failure(self) -> RequestError | None:
+        """Why the row has no answer, None if it has one."""
+        return self.error if self.output is None else self.output.error
+
+
+@dataclass(frozen=True)
+class OutputSchema:
+    """The columns of the output.
+
+    Attributes:
+        arrow: the schema of journals and shards. The metadata of a field says what it means.
+        passthrough: names of the columns that are copied from the data set.
+        columns: the per-token columns, in their order.
+        counts: names of the strategy's counts, which are columns too.
+        parsed: makes the column `parsed`; None if the job does not have it.
+        text_column: the name of the column of generated text.
+    """
+
+    arrow: pa.Schema
+    passthrough: tuple[str, ...]
+    columns: tuple[OutputColumn, ...]
+    counts: tuple[str, ...]
+    parsed: ParsedColumn | None
+    text_column: str = TEXT
+
+    @staticmethod
+    def build(
+        passthrough: pa.Schema,
+        columns: Sequence[OutputColumn],
+        counts: Sequence[RowCount],
+        prompt_token_ids: bool,
+        *,
+        constrained: bool = False,
+        parsed: ParsedColumn | None = None,
+        text_column: str = TEXT,
+    ) -> "OutputSchema":
+        """The schema of a job.
+
+        Args:
+            passthrough: the schema of the columns that are copied from the data set.
+            columns: the per-token columns.
+            counts: what the strategy counts for each row.
+            prompt_token_ids: whether to write the prompts.
+            constrained: whether a column says which rows satisfy their constraint.
+            parsed: makes the column `parsed`, if it is wanted.
+            text_column: the name of the column of generated text.
+
+        Raises:
+            ConfigError: a column of the data set has the name of a column that batchgen writes, or
+                `text_column` is the name of another such column.
+        """
+        before = [_field(*column) for column in _BEFORE]
+        after = [
+            _field(text_column if name == TEXT else name, type, meaning)
+            for name, type, meaning in _AFTER
+            if prompt_token_ids or name != PROMPT_TOKEN_IDS
+        ]
+        if constrained:
+            after.append(_field(*_SATISFIED))
+        if parsed is not None:
+            after.append(_field(PARSED, parsed.type, parsed.meaning))
+        not_run = "; null if the row failed before its first"
+        after += [_field(count.name, pa.int32(), count.meaning + not_run) for count in counts]
+        after += [_column_field(column) for column in columns]
+        # Also columns that this job leaves out: a name shall mean the same in every output.
+        taken = {name for name, *_ in _BEFORE + _AFTER} | {c.name for c in counts}
+        taken |= {column.name for column in columns} | {_SATISFIED[0], PARSED}
+        taken.remove(TEXT)
+        _check_clashes(passthrough.names, taken, text_column)
+        # The metadata of the whole input schema is dropped: it describes the input's columns alone.
+        meaning = {"meaning": "as in the input"}
+        given = [f.with_metadata(meaning | _strings(f.metadata)) for f in passthrough]
+        schema = pa.schema(before + given + after, metadata={"batchgen.schema": SCHEMA_VERSION})
+        names = tuple(passthrough.names)
+        names_of_counts = tuple(count.name for count in counts)
+        return OutputSchema(schema, names, tuple(columns), names_of_counts, parsed, text_column)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one generated token takes in all per-token columns together."""
+        return 4 + sum(
+            column.dtype.itemsize * int(np.prod(column.tail_shape)) for column in self.columns
+        )
+
+    def encode(self, rows: Sequence[FinishedRow]) -> pa.RecordBatch:
+        """The rows as one Arrow batch.
+
+        Every finished row goes through here, so each column is made as one array, not row by row.
+        """
+        outputs = [row.output for row in rows]
+        values: dict[str, Any] = {
+            "row_id": [row.row_id for row in rows],
+            "row_index": [row.row_index for row in rows],
+            "sample_index": [row.sample_index for row in rows],
+            self.text_column: [
+                o.text if o and o.finish_reason != "error" else None for o in outputs
+            ],
+            "finish_reason": [row.finish_reason for row in rows],
+            "stop": [o.stop if o else None for o in outputs],
+            "error": [_error(row.failure) for row in rows],
+            "num_prompt_tokens": [len(o.prompt_token_ids) if o else None for o in outputs],
+            "num_generated_tokens": [len(o.token_ids) if o else 0 for o in outputs],
+            "token_ids": _id_lists([o.token_ids if o else [] for o in outputs]),
+        }
+        for name in self.passthrough:
+            values[name] = [row.fields[name] for row in rows]
+        for name in self.counts:
+            values[name] = [o.counts[name] if o else None for o in outputs]
+        for column in self.columns:
+            values[column.name] = _lists(column, outputs)
+        if _SATISFIED[0] in self.arrow.names:
+            values[_SATISFIED[0]] = [
+                o.constraint_satisfied if o and o.finish_reason != "error" else None
+                for o in outputs
+            ]
+        if self.parsed is not None:
+            values[PARSED] = self.parsed.array(outputs)
+        if PROMPT_TOKEN_IDS in self.arrow.names:
+            values[PROMPT_TOKEN_IDS] = [o.prompt_token_ids if o else None for o in outputs]
+        arrays = [
+            value if isinstance(value := values[f.name], pa.Array) else pa.array(value, f.type)
+            for f in self.arrow
+        ]
+        return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
+
+
+def _check_clashes(given: Sequence[str], taken: Collection[str], text_column: str) -> None:
+    """Check that the columns of the data set and those that batchgen writes have different names.
+
+    Args:
+        given: the names of the data set's columns.
+        taken: those of the columns that batchgen writes, without that of the text.
+
+    Raises:
+        ConfigError: two columns would have the same name.
+    """
+    if text_column in taken:
+        raise ConfigError(
+            f"output.text_column={text_column} is the name of another column that batchgen writes: "
+            "choose another name"
+        )
+    names = {*taken, text_column}
+    clashes = [name for name in given if name in names]
+    if not clashes:
+        return
+    listed = ", ".join(map(repr, clashes))
+    what = f"dataset columns {listed} have the names of columns that batchgen writes: "
+    if clashes == [text_column]:
+        what = (
+            f"dataset column {listed} has the name of the column of generated text: write that one "
+            "under another name, such as output.text_column=answer, or "
+        )
+    kept = ",".join(name for name in given if name not in names)
+    advice = f"leave yours out of the output with 'dataset.columns=[{kept}]'; prompts can still "
+    raise ConfigError(what + advice + "use them")
+
+
+def _field(name: str, type: pa.DataType, meaning: str) -> pa.Field:
+    return pa.field(name, type, metadata={"meaning": meaning})
+
+
+def _strings(metadata: Mapping[bytes, bytes] | None) -> dict[str, str]:
+    return {key.decode(): value.decode() for key, value in (metadata or {}).items()}
+
+
+def _column_field(column: OutputColumn) -> pa.Field:
+    type = pa.from_numpy_dtype(column.dtype)
+    for size in reversed(column.tail_shape):
+        type = pa.list_(type, size)
+    rows = "generated token" if column.scope == "output" else "token that went through the model"
+    metadata = {
+        "meaning": f"{column.name}: one entry per {rows}",
+        "scope": column.scope,
+        "dtype": str(column.dtype),
+        "shape": str(["num_tokens", *column.tail_shape]).replace("'", ""),
+    } | dict(column.metadata)
+    return pa.field(column.name, pa.list_(type), metadata=metadata)
+
+
+def _error(error: RequestError | None) -> dict[str, str] | None:
+    return None if error is None else {"type": error.type, "message": str(error)}
+
+
+def _offsets(lengths: list[int]) -> npt.NDArray[np.int32]:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _id_lists(lists: list[list[int]]) -> pa.Array:
+    offsets = _offsets([len(ids) for ids in lists])
+    values = np.fromiter(chain.from_iterable(lists), np.int32, count=int(offsets[-1]))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def _lists(column: OutputColumn, outputs: list[RequestOutput | None]) -> pa.Array:
+    """A per-token column: for each row a list of [num_tokens, *tail] values, empty on an error."""
+    given = [o.columns[column.name] if o else None for o in outputs]
+    present = [array for array in given if array is not None]
+    for array in present:
+        assert array.shape[1:] == column.tail_shape, f"{column.name} has shape {array.shape}"
+    flat = np.concatenate([a.reshape(-1) for a in present]) if present else np.empty(0)
+    values = pa.array(np.ascontiguousarray(flat, column.dtype))
+    for size in reversed(column.tail_shape):
+        values = pa.FixedSizeListArray.from_arrays(values, size)
+    offsets = _offsets([0 if array is None else len(array) for array in given])
+    return pa.ListArray.from_arrays(pa.array(offsets), values)

@@ -1,0 +1,414 @@
+"""Writes finished rows, which come in any order, and knows which rows of a job are done."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.shards.checked_file import Source, damaged
+from batchgen.shards.journal import Journal, JournalGone, attempt_of
+from batchgen.shards.open_shard import STATE_COLUMNS, OpenShard
+from batchgen.shards.output_schema import FinishedRow, OutputSchema
+from batchgen.shards.publisher import Publish, Publisher
+from batchgen.shards.resume_state import Older
+from batchgen.shards.row_order import KEYS, RowsInOrder
+from batchgen.shards.shard_files import (
+    Extent,
+    read_columns,
+    shard_extent,
+    shard_files,
+    shard_path,
+)
+from batchgen.storage.job_storage import FolderStorage, Storage
+from batchgen.storage.retry_round import RetryRound
+from batchgen.util.errors import ConfigError, JobError
+
+MAX_UNPUBLISHED = 2  # complete shards that wait for the publisher before `write` waits for it
+
+
+class OutputWriter:
+    """Writes the shards of a job, of which other workers may write some at the same time.
+
+    Shard k holds all samples of the input rows from k·rows_per_shard up to (k+1)·rows_per_shard.
+    Rows go to the journal as they finish. When the last sample of a shard's last row is there, a
+    thread makes the shard from its journal files. It can do so while the engine runs, because the
+    journal files of a complete shard do not change any more. In memory there is one flag for each
+    sample of each row of the shards that are not complete.
+
+    A job can grow. Then a published shard lacks rows or samples, or has errors that are computed
+    again; the new rows go to the journal too, and when the last one is there, a shard made of both
+    takes the place of the old one. A row that is there more than once counts as it was written
+    last, so a journal that a kill has left beside its shard does no harm.
+
+    Workers share the folder of the journal, where each has files of its own. `take` finds out what
+    all of them have written of a shard, `absorb` what they have written since, and `drop` forgets a
+    shard that another one has published. Which worker does which shard is not decided here.
+
+    Attributes:
+        resumed: how many samples of rows earlier attempts have written and need no computing.
+        retried: how many error rows are to be computed again that were not in this round before;
+            None unless this attempt has begun a round.
+        num_rows: of the data set; None while that is not known.
+    """
+
+    def __init__(
+        self,
+        data: Path,
+        journal: Path,
+        schema: OutputSchema,
+        rows_per_shard: int,
+        samples: int,
+        *,
+        num_rows: int | None = None,
+        retry_errors: bool = False,
+        worker: int | None = None,
+        older: Older | None = None,
+        publish: Publish | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        """Read from shards and journal files what is done.
+
+        Args:
+            data: the folder of the shards, which exists.
+            journal: the folder of the journal, which exists.
+            samples: of each row.
+            num_rows: how many it has; None if that is not known.
+            retry_errors: whether error rows of earlier attempts are computed again.
+            worker: the number of this worker; None for one more than all that were there.
+            older: what was there when the first of the workers came; None if this one is the first.
+                Then it is found out here, and what earlier ones have left is put in order.
+            publish: gives shards their names; None renames files.
+            storage: what keeps the files; None for a folder that is where it is.
+
+        Raises:
+            JobError: a published shard is damaged or is not of this job.
+            ConfigError: the other workers have another `retry_errors`.
+        """
+        self._data = data
+        self._schema = schema
+        self._rows_per_shard = rows_per_shard
+        self._samples = samples
+        self.num_rows = num_rows
+        self._storage = FolderStorage(data.parent) if storage is None else storage
+        self._round = RetryRound(journal, self._storage)
+        self._published = self._read_extents() if older is None else dict(older.extents)
+        self._older = dict(self._published)
+        self._journal = Journal(
+            journal, schema.arrow, self._round.least_attempt, worker, self._storage
+        )
+        self._publisher = Publisher(
+            data, journal, schema, self._round, self._journal.attempt, publish, self._storage
+        )
+        self.retried: int | None = None
+        if older is None:
+            for name in self._storage.names(journal):
+                if name.endswith(".tmp"):
+                    self._storage.delete(journal / name)
+            self.retried = self._begin_round(retry_errors)
+        elif retry_errors != self._round.is_open:
+            raise ConfigError(
+                f"output.retry_errors={str(retry_errors).lower()}: the workers that run in "
+                f"{self._storage.shown} have it otherwise: wait for them or stop them first"
+            )
+        self._open: dict[int, OpenShard] = {}
+        found = self._journal.shards()
+        self._at_first = {path for shard in found for path in self._journal.files(shard)}
+        self._seen: dict[Path, int] = {}  # of files of others: how many batches were taken
+        self._dropped: set[int] = set()
+        self.resumed = self._resume() if older is None else older.rows
+
+    def _resume(self) -> int:
+        """Count what is finished, and publish what is complete."""
+        for shard in sorted(self._journal.shards() | self._round.shards()):
+            self._reopen(shard)
+        rows = sum(extent.rows * extent.samples for extent in self._published.values())
+        rows += sum(shard.num_done for shard in self._open.values())
+        for number in sorted(self._open):
+            self._publish_if_complete(number)
+        return rows
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        """Make safe what is written, also where an error ends the job."""
+        self._publisher.close()
+        with suppress(JobError) if error is not None else nullcontext():
+            self._journal.sync(force=True)
+
+    @property
+    def older(self) -> Older:
+        """What was there when this worker came."""
+        return Older(self._older, self.resumed)
+
+    @property
+    def complete_shards(self) -> set[int]:
+        """The shards of which nothing is left to compute, as far as this worker knows."""
+        return {
+            number
+            for number, extent in self._published.items()
+            if extent == self._whole(number) and number not in self._round.shards()
+        }
+
+    @property
+    def num_leading_rows(self) -> int:
+        """How many rows at the start of the data set are done in published shards, without a gap.
+
+        A job that resumes need not look at them.
+        """
+        rows, shard = 0, 0
+        while (extent := self._published.get(shard)) is not None:
+            if extent.rows and extent.samples < self._samples:
+                break
+            rows += extent.rows
+            if extent.rows < self._rows_per_shard:
+                break
+            shard += 1
+        return rows
+
+    def missing(self, row_index: int) -> list[int]:
+        """The samples of a row that are not done yet. Rows must be asked for in order."""
+        shard, row = divmod(row_index, self._rows_per_shard)
+        if (extent := self._published.get(shard)) is not None:
+            if row < extent.rows and extent.samples == self._samples:
+                return []
+            self._reopen(shard)
+        if (opened := self._open.get(shard)) is None:
+            return list(range(self._samples))
+        return opened.missing(row_index)
+
+    def set_exact(self, exact: bool) -> None:
+        """Say whether a row that is computed twice must be the same to the bit."""
+        self._publisher.exact = exact
+
+    def take(self, number: int) -> None:
+        """Find out what all workers have finished of a shard that shall be completed now.
+
+        If another one publishes it meanwhile, it is not open afterwards.
+        """
+        self._dropped.discard(number)
+        self._journal.refresh()
+        try:
+            self._reopen(number)
+        except FileNotFoundError:  # its journal files are being deleted
+            self.drop(number)
+        else:
+            self._publish_if_complete(number)
+
+    def absorb(self, number: int) -> bool:
+        """Find out what other workers have finished of an open shard meanwhile.
+
+        Returns:
+            Whether there was something.
+        """
+        opened = self._open[number]
+        self._journal.refresh()
+        before, retried_before = opened.num_done, self._round.before(number) or 0
+        for path in self._journal.files(number):
+            errors_count = attempt_of(path) >= retried_before
+            try:
+                batches = self._journal.batches(path)
+                for batch in itertools.islice(batches, self._seen.get(path, 0), None):
+                    opened.take_others(batch, errors_count=errors_count)
+                    self._seen[path] = self._seen.get(path, 0) + 1
+            except FileNotFoundError:  # the shard was published just now
+                pass
+        found = opened.num_done > before
+        self._publish_if_complete(number)
+        return found
+
+    def others_have_rows(self) -> bool:
+        """Whether another worker has written rows since this one came."""
+        self._journal.refresh()
+        files = {path for shard in self._journal.shards() for path in self._journal.files(shard)}
+        shards = shard_files(self._data, self._storage.names(self._data)).keys()
+        return not (files <= self._at_first and shards <= self._older.keys())
+
+    def is_open(self, number: int) -> bool:
+        """Whether a shard was taken and is not complete."""
+        return number in self._open
+
+    def is_done_by_others(self, row_index: int, sample: int) -> bool:
+        """Whether another worker has finished a sample of a row that this one has begun."""
+        opened = self._open.get(row_index // self._rows_per_shard)
+        return opened is None or opened.is_by_others(row_index, sample)
+
+    def drop(self, number: int) -> None:
+        """Forget a shard that another worker has published."""
+        self._open.pop(number, None)
+        self._dropped.add(number)
+        self._journal.release(number)
+
+    def end_at(self, num_rows: int) -> None:
+        """Learn how many rows the data set has."""
+        self.num_rows = num_rows
+        last, rest = divmod(num_rows, self._rows_per_shard)
+        if rest and (opened := self._open.get(last)) is not None:
+            opened.num_expected = rest * self._samples
+            self._publish_if_complete(last)
+
+    def done_rows(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Some columns of all rows that earlier attempts have done."""
+        self._publisher.wait(0)
+        for shard, extent in sorted(self._published.items()):
+            if extent.rows:
+                yield read_columns(self._source(shard), columns)
+        for shard, opened in sorted(self._open.items()):
+            if (table := self._written(shard, columns)) is not None:
+                yield table.filter(pa.array(opened.done[opened.places(table)])).select(columns)
+
+    def write(self, rows: Sequence[FinishedRow]) -> None:
+        """Keep finished rows, which may be of any shards and in any order.
+
+        Each sample of each row must come once in a job. When this returns, a kill cannot lose them.
+
+        Raises:
+            JobError: a file cannot be written.
+        """
+        by_shard: dict[int, list[FinishedRow]] = {}
+        for row in rows:
+            by_shard.setdefault(row.row_index // self._rows_per_shard, []).append(row)
+        for number, shard_rows in by_shard.items():
+            if number in self._dropped:
+                continue
+            opened = self._open.get(number) or self._reopen(number)
+            new = [r for r in shard_rows if not opened.is_by_others(r.row_index, r.sample_index)]
+            if not new:
+                continue
+            try:
+                self._journal.append(number, self._schema.encode(new))
+            except JournalGone:
+                self.drop(number)
+                continue
+            opened.add([row.row_index for row in new], [row.sample_index for row in new])
+            self._publish_if_complete(number)
+        self._journal.sync()
+        self._publisher.wait(MAX_UNPUBLISHED)
+
+    def finish(self, num_rows: int) -> None:
+        """Publish the last shard, once all rows are written.
+
+        The output of an empty data set is one empty shard, so that it loads and has its columns.
+
+        Args:
+            num_rows: of the data set.
+
+        Raises:
+            JobError: a file cannot be written, or the shards do not have as many rows.
+        """
+        self.end_at(num_rows)
+        for number in sorted(self._open):
+            self._publish_if_complete(number)
+        if num_rows == 0 and 0 not in self._published:
+            self._publish(0, Extent(0, 0))
+        self._publisher.wait(0)
+        shards = max(1, -(-num_rows // self._rows_per_shard))
+        expected = [self._whole(k) for k in range(shards)]
+        for number in range(shards):  # those of other workers
+            if self._published.get(number) != expected[number]:
+                if self._storage.exists(shard_path(self._data, number)):
+                    self._published[number] = self._read_extent(number)
+                    if self._published[number] == expected[number]:
+                        self.drop(number)
+        if self._open or self._published != dict(enumerate(expected)):
+            raise self._wrong_shards(expected)
+
+    def flush(self) -> None:
+        """Make all rows safe from a power loss, and wait for shards that are being published."""
+        self._journal.sync(force=True)
+        self._publisher.wait(0)
+
+    def _publish_if_complete(self, number: int) -> None:
+        opened = self._open[number]
+        if opened.is_complete:
+            del self._open[number]
+            self._publish(number, Extent(opened.num_done // self._samples, self._samples))
+
+    def _publish(self, number: int, extent: Extent) -> None:
+        files = self._journal.release(number)
+        self._published[number] = extent
+        if self._older.get(number) == extent and not files:
+            self._publisher.note_complete(number)
+        else:
+            rows = extent.rows * extent.samples
+            self._publisher.submit(number, files, rows, replaces=number in self._older)
+
+    def _read_extents(self) -> dict[int, Extent]:
+        """From the number of a published shard to the rows that it has."""
+        names = self._storage.names(self._data)
+        return {number: self._read_extent(number) for number in shard_files(self._data, names)}
+
+    def _source(self, number: int) -> Source:
+        """What a published shard is read from."""
+        return self._storage.parquet(shard_path(self._data, number))
+
+    def _read_extent(self, number: int) -> Extent:
+        path = self._source(number)
+        extent = shard_extent(path, self._schema, number * self._rows_per_shard)
+        if extent.rows > self._rows_per_shard or extent.samples > self._samples:
+            raise damaged(path, f"{extent.rows * extent.samples} rows cannot be right")
+        return extent
+
+    def _whole(self, number: int) -> Extent:
+        """Which rows a shard has when it is complete."""
+        rows = self._rows_per_shard
+        if self.num_rows is not None:
+            rows = max(0, min(rows, self.num_rows - number * rows))
+        return Extent(rows, self._samples if rows else 0)
+
+    def _begin_round(self, wanted: bool) -> int | None:
+        """Begin to compute error rows again, unless an earlier attempt has begun it."""
+        if not wanted:
+            self._round.end()
+        if self._round.is_open or not wanted:
+            return None
+        errors: dict[int, int] = {}
+        for shard in sorted(self._journal.shards() | set(self._published)):
+            if (table := self._written(shard, ["finish_reason"])) is not None:
+                errors[shard] = pc.sum(pc.equal(table["finish_reason"], "error")).as_py()
+        self._round.begin([shard for shard, n in errors.items() if n], self._journal.attempt)
+        return sum(errors.values())
+
+    def _written(self, shard: int, columns: Sequence[str]) -> pa.Table | None:
+        """Some columns of all rows of a shard, each as it was written last; None without rows."""
+        names = [*dict.fromkeys([*columns, *KEYS])]
+        is_there = self._storage.exists(shard_path(self._data, shard))
+        batches = read_columns(self._source(shard), names).to_batches() if is_there else []
+        batches += [batch.select(names) for _, batch in self._journal.read(shard)]
+        rows = RowsInOrder(batches)
+        return rows.table(np.arange(len(rows.keys))) if len(rows.keys) else None
+
+    def _reopen(self, number: int) -> OpenShard:
+        """Note what is there of a shard that is not complete, or was complete before."""
+        first = number * self._rows_per_shard
+        opened = self._open[number] = OpenShard(first, self._whole(number).rows, self._samples)
+        retried_before = self._round.before(number) or 0
+        self._published.pop(number, None)
+        if (extent := self._older.get(number)) is not None:
+            opened.take_published(extent)
+            if retried_before:
+                table = read_columns(self._source(number), STATE_COLUMNS)
+                opened.take(table, errors_count=False)
+        for path in self._journal.files(number, own=True):
+            self._seen[path] = 0
+            for batch in self._journal.batches(path):
+                opened.take(batch, errors_count=attempt_of(path) >= retried_before)
+                self._seen[path] += 1
+        return opened
+
+    def _wrong_shards(self, expected: list[Extent]) -> JobError:
+        for number, extent in sorted(self._published.items()):
+            if number >= len(expected) or extent != expected[number]:
+                return damaged(
+                    self._source(number),
+                    f"the dataset does not have its {extent.rows} rows",
+                )
+        return JobError(
+            f"the dataset ended after {len(expected)} shards, but shards {sorted(self._open)} are "
+            "not complete: it has changed since the job was started; use another output.dir"
+        )

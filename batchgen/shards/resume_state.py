@@ -1,0 +1,32 @@
+"""What was in a job's folder when the first of the workers came that run now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from batchgen.shards.shard_files import Extent
+
+
+@dataclass(frozen=True)
+class Older:
+    """What the first worker has found, so that the others need not read all shards and journals.
+
+    Attributes:
+        extents: of the shards that were published.
+        rows: how many output rows were finished.
+    """
+
+    extents: Mapping[int, Extent]
+    rows: int
+
+    def encoded(self) -> bytes:
+        extents = [[n, extent.rows, extent.samples] for n, extent in sorted(self.extents.items())]
+        return json.dumps({"rows": self.rows, "extents": extents}).encode()
+
+    @staticmethod
+    def decoded(content: bytes) -> Older:
+        found = json.loads(content)
+        extents = {n: Extent(rows, samples) for n, rows, samples in found["extents"]}
+        return Older(extents, found["rows"])

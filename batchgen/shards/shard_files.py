@@ -1,0 +1,180 @@
+"""Shards: Parquet files that each hold a range of input rows and are published as a whole."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.leases.fsync import fsync_path
+from batchgen.shards.checked_file import CheckedFile, Source, damaged, seal
+from batchgen.shards.row_order import KEYS, RowsInOrder
+from batchgen.util.errors import JobError
+
+if TYPE_CHECKING:
+    from batchgen.shards.output_schema import OutputSchema
+
+ROW_GROUP_BYTES = 64 * 2**20
+_ROW_BYTES = 1024  # a guess at what a row takes besides its tokens, to size row groups
+_NAME = re.compile(r"part-([0-9]{5,})\.parquet")
+
+
+def shard_path(data: Path, shard: int) -> Path:
+    return data / f"part-{shard:05d}.parquet"
+
+
+def shard_files(data: Path, names: Iterable[str] | None = None) -> dict[int, Path]:
+    """The published shards of a data folder, in order.
+
+    Args:
+        names: of what is in the folder; None reads them from the file system.
+    """
+    found = sorted(os.listdir(data) if names is None else names)
+    matches = ((_NAME.fullmatch(name), name) for name in found)
+    return {int(match[1]): data / name for match, name in matches if match}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Which rows a published shard has: every sample of each of its first input rows."""
+
+    rows: int
+    samples: int
+
+
+def write_shard(
+    batches: Sequence[pa.RecordBatch], schema: OutputSchema, path: Path, temporary: Path
+) -> int:
+    """Write the rows of a complete shard, sorted by (row_index, sample_index), for `path`.
+
+    Returns how many there are.
+
+    The file is written under another name and fsynced, so that it can be renamed as a whole. It has
+    row groups of about ROW_GROUP_BYTES, and one of them at a time is in memory, because the batches
+    are memory-mapped. Its bytes depend on the rows alone, not on how these are spread over the
+    batches. Of a row that is there more than once the last one counts.
+
+    Args:
+        temporary: the other name, on the same file system.
+
+    Raises:
+        JobError: the file cannot be written.
+    """
+    try:
+        with pq.ParquetWriter(
+            temporary, schema.arrow, compression="zstd", write_page_checksum=True
+        ) as writer:
+            rows = 0
+            for group in _row_groups(batches, schema):
+                writer.write_table(group, row_group_size=group.num_rows)
+                rows += group.num_rows
+        seal(temporary)
+        fsync_path(temporary)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    return rows
+
+
+def publish_shard(temporary: Path, path: Path) -> None:
+    """Give a shard its name, under which there may be an older one with fewer rows.
+
+    Raises:
+        JobError: the file cannot be renamed.
+    """
+    try:
+        temporary.rename(path)
+        fsync_path(path.parent)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def mapped_shard(path: Source, schema: OutputSchema, copy: Path) -> list[pa.RecordBatch]:
+    """The rows of a published shard as memory-mapped batches, for which it is copied.
+
+    Args:
+        copy: the name of the copy, which is in the format of Arrow.
+
+    Raises:
+        JobError: the shard is damaged, or the copy cannot be written.
+    """
+    try:
+        with (
+            CheckedFile(path) as file,
+            pa.OSFile(str(copy), "wb") as sink,
+            pa.ipc.new_file(sink, schema.arrow) as writer,
+        ):
+            for group in range(file.metadata.num_row_groups):
+                # The file's own schema has the same fields and other metadata.
+                writer.write_table(file.read(groups=[group]).cast(schema.arrow))
+    except pa.ArrowException as error:
+        raise damaged(path, str(error)) from error
+    except OSError as error:
+        raise unwritable(copy, error) from error
+    with pa.ipc.open_file(pa.memory_map(str(copy))) as reader:
+        return [reader.get_batch(i) for i in range(reader.num_record_batches)]
+
+
+def _row_groups(batches: Sequence[pa.RecordBatch], schema: OutputSchema) -> Iterator[pa.Table]:
+    if not batches:
+        return
+    rows = RowsInOrder(batches)
+    sizes = rows.column("num_generated_tokens") * schema.token_bytes + _ROW_BYTES
+    sizes += 4 * rows.column("num_prompt_tokens")
+    group_of = np.cumsum(sizes) // ROW_GROUP_BYTES
+    for group in np.split(np.arange(len(group_of)), np.flatnonzero(np.diff(group_of)) + 1):
+        yield rows.table(group)
+
+
+def shard_extent(path: Source, schema: OutputSchema, first_row: int) -> Extent:
+    """Which rows a published shard has, as its footer says.
+
+    Args:
+        first_row: the index of the first input row that belongs into the shard.
+
+    Raises:
+        JobError: the file is damaged or has other columns than this job writes.
+    """
+    with CheckedFile(path) as file:
+        written, meta = file.schema, file.metadata
+        last = {name: _greatest(meta, written.get_field_index(name)) for name in KEYS}
+    if not written.equals(schema.arrow):
+        raise damaged(path, "it has other columns than this job writes")
+    extent = Extent(last["row_index"] - first_row + 1, last["sample_index"] + 1)
+    if not meta.num_rows:
+        return Extent(0, 0)
+    if extent.rows * extent.samples != meta.num_rows:
+        raise damaged(path, f"{meta.num_rows} rows cannot be right")
+    return extent
+
+
+def _greatest(meta: pq.FileMetaData, column: int) -> int:
+    """The greatest value of a column of integers, -1 if there is none."""
+    groups = (meta.row_group(i) for i in range(meta.num_row_groups))
+    chunks = (group.column(column) for group in groups if group.num_rows and column >= 0)
+    return max((chunk.statistics.max for chunk in chunks if chunk.is_stats_set), default=-1)
+
+
+def read_columns(path: Source, columns: Sequence[str]) -> pa.Table:
+    """Some columns of a published shard, in this order.
+
+    Raises:
+        JobError: the file is damaged.
+    """
+    with CheckedFile(path) as file:
+        found = file.read(columns)
+    try:
+        return found.select(columns)
+    except KeyError as error:
+        raise damaged(path, f"it has no column {error}") from error
+
+
+def unwritable(path: Path, error: OSError) -> JobError:
+    """The error for a shard that cannot be written."""
+    return JobError(f"cannot write {path}: {error.strerror or error}")

@@ -1,0 +1,340 @@
+"""Where the files of a job's folder are kept: in that folder, or in a store that workers share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, Protocol
+
+from batchgen.leases.file_store import FileStore, FolderGone
+from batchgen.leases.folder_lock import FolderLock
+from batchgen.leases.fsync import fsync_path
+from batchgen.leases.lease_files import LEASES, WORKERS
+from batchgen.leases.own_files import LOCK
+from batchgen.leases.patience import patiently
+from batchgen.leases.store_operations import Operation, Overwrite
+from batchgen.storage.manifest import write_atomic
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.temporary import temporary_name
+
+SYNC_SECONDS = 10.0
+"""After so many seconds finished rows are safe from the loss of the machine."""
+
+
+class Store(Protocol):
+    """What the protocol of the workers runs on.
+
+    Attributes:
+        operations: how many operations were carried out, by their kinds.
+    """
+
+    operations: dict[str, int]
+
+    def do(self, operation: Operation) -> Any:
+        """Carry out an operation and return its answer.
+
+        Raises:
+            FolderGone: the job is complete, and what its workers shared is deleted.
+            JobError: an object cannot be written or read.
+        """
+        ...
+
+    def belong(self, session: bytes) -> None:
+        """Write from now on only as long as the workers' session has this content.
+
+        Without a lock that the system drops with a process, one that stood still for long learns
+        by this that others have taken the folder since.
+        """
+        ...
+
+
+class Lock(Protocol):
+    """A lock on a job's folder.
+
+    Attributes:
+        is_alone: whether nobody else holds it.
+    """
+
+    is_alone: bool
+
+    def in_use(self) -> ConfigError:
+        """The error for one who may not share the folder with those who hold it."""
+        ...
+
+    def confirm(self) -> None:
+        """Make sure that the lock is still held as it was taken.
+
+        Raises:
+            JobError: another process has taken it alone, for which this one stood still too long.
+            FolderLost: the folder was deleted or replaced.
+        """
+        ...
+
+    def share(self) -> None:
+        """Let others share the lock."""
+        ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Storage(Protocol):
+    """Keeps the files of a job's folder.
+
+    Files are named by their paths in a working folder of this machine. There new files are written,
+    and there others can be read once they were fetched.
+
+    Attributes:
+        path: the working folder.
+        shown: what people call the job's folder: its path or its URL.
+        in_place: whether the working folder is the job's, where all that is published appears.
+    """
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def shown(self) -> str: ...
+
+    @property
+    def in_place(self) -> bool: ...
+
+    def names(self, folder: Path) -> list[str]:
+        """The names of what is in a folder.
+
+        Raises:
+            FileNotFoundError: there is no such folder.
+        """
+        ...
+
+    def exists(self, path: Path) -> bool:
+        """Whether a file is there."""
+        ...
+
+    def read(self, path: Path) -> bytes | None:
+        """The content of a small file; None if it is not there."""
+        ...
+
+    def modified(self, path: Path) -> float | None:
+        """When a file was written last, in seconds since 1970; None if it is not there."""
+        ...
+
+    def write(self, path: Path, text: str) -> None:
+        """Make a small file whole, over one that may be there.
+
+        A worker, which has a `store`, writes nothing if others have completed the job.
+
+        Raises:
+            JobError: it cannot be written.
+        """
+        ...
+
+    def mark(self, path: Path) -> None:
+        """Make an empty file.
+
+        Raises:
+            JobError: it cannot be written.
+        """
+        ...
+
+    def delete(self, path: Path) -> None:
+        """Delete a file or a folder, which may be gone already.
+
+        To other workers a folder, or in an object store the leases, are gone at once.
+        """
+        ...
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder in which this process is to write files."""
+        ...
+
+    def fetch(self, path: Path) -> None:
+        """Have the content of a file, which nobody changes any more, in the working folder.
+
+        Raises:
+            FileNotFoundError: it was deleted.
+        """
+        ...
+
+    def send(self, path: Path) -> None:
+        """Make a file of the working folder one of the job's.
+
+        Raises:
+            JobError: it cannot be written.
+        """
+        ...
+
+    def secure(self, files: Collection[Path], force: bool) -> Collection[Path] | None:
+        """Make journal files safe from the loss of this machine, if it is time to.
+
+        Args:
+            force: do it in any case, and return when it is done.
+
+        Returns:
+            The files to which nothing must be added any more; None if it was not time.
+
+        Raises:
+            JobError: they cannot be written.
+        """
+        ...
+
+    def parquet(self, path: Path) -> Path | RawIOBase:
+        """What pyarrow can read a Parquet file of the job from."""
+        ...
+
+    def whole(self, *, needed: bool = True) -> AbstractContextManager[None]:
+        """Have all that is finished in the working folder, for what reads and adds files there.
+
+        At the end of the body what it has added or changed becomes the job's.
+
+        Args:
+            needed: else nothing is done.
+
+        Raises:
+            JobError: it cannot be read or written, or has no room.
+        """
+        ...
+
+    def store(self, owner: str, *, joins: bool) -> Store:
+        """What the workers agree through.
+
+        Args:
+            owner: a text that no other worker has.
+            joins: whether there are workers already. If not, their folders are made.
+        """
+        ...
+
+    def lock(self, wait: float) -> Lock:
+        """Take the folder's lock alone, or share it if it is shared already.
+
+        Args:
+            wait: for so many seconds for one who holds it alone to share it.
+
+        Raises:
+            ConfigError: another job holds it, or there are no such locks.
+            OSError: the lock cannot be written.
+        """
+        ...
+
+    def confirm(self) -> None:
+        """Make sure that the folder is still the one that was locked, before a file is begun there.
+
+        Raises:
+            FolderLost: it was deleted or replaced.
+        """
+        ...
+
+    def close(self) -> None:
+        """Delete what is of no use without this object."""
+        ...
+
+
+class FolderStorage:
+    """The job's folder is the working folder, on a file system that all workers see."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.shown = str(path)
+        self.in_place = True
+        self._store: FileStore | None = None
+        self._lock: FolderLock | None = None
+        self._last_sync = time.monotonic()
+
+    def names(self, folder: Path) -> list[str]:
+        return patiently(lambda: os.listdir(folder))
+
+    def exists(self, path: Path) -> bool:
+        return path.exists()
+
+    def read(self, path: Path) -> bytes | None:
+        try:
+            return patiently(path.read_bytes)
+        except FileNotFoundError:
+            return None
+
+    def modified(self, path: Path) -> float | None:
+        try:
+            return patiently(path.stat).st_mtime
+        except FileNotFoundError:
+            return None
+
+    def write(self, path: Path, text: str) -> None:
+        if self._store is None:
+            write_atomic(path, text)
+            return
+        with contextlib.suppress(FolderGone):
+            self._store.do(Overwrite(path.relative_to(self.path).as_posix(), text.encode()))
+
+    def mark(self, path: Path) -> None:
+        try:
+            path.touch()
+        except OSError as error:
+            raise JobError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def delete(self, path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            _delete_folder(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def fetch(self, path: Path) -> None:
+        """A file is where it is read."""
+
+    def send(self, path: Path) -> None:
+        """A file is where it was written."""
+
+    def secure(self, files: Collection[Path], force: bool) -> Collection[Path] | None:
+        """fsync the files. More can be added to them."""
+        now = time.monotonic()
+        if not force and now - self._last_sync < SYNC_SECONDS:
+            return None
+        for path in (*files, *{path.parent for path in files}):
+            # Another worker may have published the shard of a file, or completed the job.
+            with contextlib.suppress(FileNotFoundError):
+                fsync_path(path)
+        self._last_sync = now
+        return ()
+
+    def parquet(self, path: Path) -> Path:
+        return path
+
+    @contextmanager
+    def whole(self, *, needed: bool = True) -> Iterator[None]:
+        yield
+
+    def store(self, owner: str, *, joins: bool) -> FileStore:
+        for name in () if joins else (LEASES, WORKERS):
+            (self.path / name).mkdir(exist_ok=True)
+        self._store = FileStore(self.path, owner, self.confirm)
+        return self._store
+
+    def confirm(self) -> None:
+        if self._lock is not None:
+            self._lock.confirm()
+
+    def lock(self, wait: float) -> FolderLock:
+        self._lock = FolderLock(self.path / LOCK, join=True, wait=wait)
+        return self._lock
+
+    def close(self) -> None:
+        """All of it stays."""
+
+
+def _delete_folder(path: Path) -> None:
+    """Delete a folder so that all in it is gone at once, unless the disk has no room for that."""
+    gone = temporary_name(path)
+    try:
+        path.rename(gone)
+    except FileNotFoundError:  # others were faster
+        return
+    except OSError:
+        gone = path
+    shutil.rmtree(gone)

@@ -1,0 +1,40 @@
+"""Opens what `output.dir` names."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from batchgen.config.workers_config import WorkersConfig
+from batchgen.leases.object_store import connect
+from batchgen.storage.job_storage import FolderStorage, Storage
+from batchgen.storage.object_storage import ObjectStorage
+from batchgen.util.paths import is_url
+
+
+def job_metrics(where: str) -> dict[str, Any] | None:
+    """What metrics.json of a job holds; None if it is not there.
+
+    Args:
+        where: `output.dir`.
+    """
+    with closing(open_storage(where, WorkersConfig())) as storage:
+        content = storage.read(storage.path / "metrics.json")
+    return None if content is None else json.loads(content)
+
+
+def open_storage(where: str, config: WorkersConfig) -> Storage:
+    """What keeps the files of a job.
+
+    Args:
+        where: `output.dir`.
+        config: how its workers notice each other.
+
+    Raises:
+        ConfigError: what an object store needs is not installed.
+    """
+    if is_url(where):
+        return ObjectStorage(connect(where), config)
+    return FolderStorage(Path(where))

@@ -1,0 +1,81 @@
+"""Chooses what reads the files of a format: batchgen's own readers for text, else datasets'."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+from datasets import DatasetBuilder
+
+from batchgen.config.dataset_config import DatasetConfig
+from batchgen.tables.encodings import as_utf8, is_utf8
+from batchgen.tables.json_tables import json_features, json_tables
+from batchgen.tables.table_builder import TableBuilder
+from batchgen.tables.table_formats import TEXT_FORMATS, is_json_lines, json_list_as_lines
+from batchgen.tables.text_tables import CsvReader, text_tables
+from batchgen.util.errors import ConfigError
+
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
+
+
+def check_reading(config: DatasetConfig, kind: str) -> None:
+    """Refuse keys that mean nothing for files of a format.
+
+    Raises:
+        ConfigError: one of them is set.
+    """
+    for key in config.reading:
+        if kind not in (TEXT_FORMATS if key == "encoding" else _DELIMITERS):
+            what = "text files" if key == "encoding" else ".csv and .tsv files"
+            raise ConfigError(f"dataset.{key} is for {what}, and {config.path} is {kind}: drop it")
+
+
+def file_builder(
+    kind: str, files: Sequence[Path], config: DatasetConfig, split: str, cache: Path
+) -> DatasetBuilder:
+    """What reads the rows of files of one format, in the order of the files.
+
+    Args:
+        cache: a folder for these files, read in this way.
+
+    Raises:
+        ConfigError: the text of a file is broken.
+        OSError: a file cannot be read or written.
+    """
+    parts = list(files)
+    if config.encoding is not None and not is_utf8(config.encoding):
+        parts = [as_utf8(file, config.encoding, cache, i) for i, file in enumerate(parts)]
+    if kind == "json":
+        parts = [json_list_as_lines(part, cache, i) or part for i, part in enumerate(parts)]
+    read = _reader(kind, parts, config, cache)
+    if read is not None:
+        return TableBuilder(read, split, str(cache))
+    return datasets.load_dataset_builder(
+        kind,
+        data_files={split: [glob.escape(str(part.absolute())) for part in parts]},
+        cache_dir=str(cache),
+    )
+
+
+def _reader(
+    kind: str, files: Sequence[Path], config: DatasetConfig, cache: Path
+) -> Callable[[], Iterator[pa.Table]] | None:
+    """A function that reads all rows of text files; None if datasets shall read them."""
+    if kind == "txt":
+        return lambda: (table for file in files for table in text_tables(file))
+    if kind in _DELIMITERS:
+        delimiter = config.delimiter or _DELIMITERS[kind]
+        return lambda: _csv(files, CsvReader(delimiter, config.types or {}))
+    if kind != "json" or not all(map(is_json_lines, files)):
+        return None  # one value of JSON over many lines is datasets' own idea of a table
+    features = json_features(files, cache)
+    if features is None:
+        return None
+    return lambda: (table for file in files for table in json_tables(file, features))
+
+
+def _csv(files: Sequence[Path], reader: CsvReader) -> Iterator[pa.Table]:
+    return (table for file in files for table in reader.tables(file))

@@ -1,0 +1,64 @@
+"""Rows that are piped into the command, kept in a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+
+from batchgen.util.errors import ConfigError
+from batchgen.util.temporary import temporary_name
+
+_CHUNK = 1 << 20
+
+
+def spooled_stdin(folder: Path) -> Path:
+    """Write what comes in through standard input into a file, and return that.
+
+    The file is named by its content. So a job goes on where it stopped when the same rows are piped
+    into the same command again; without them it cannot, as nobody could tell whose rows those of an
+    earlier command are.
+
+    Args:
+        folder: where the file is kept.
+
+    Raises:
+        ConfigError: nothing is piped into the command, or the file cannot be written.
+    """
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ConfigError(
+            "dataset.path=- reads JSON lines from standard input, which is a terminal: pipe rows "
+            "into the command, as in: cat rows.jsonl | batchgen …"
+        )
+    digest, part = blake2b(digest_size=16), temporary_name(folder / "stdin")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as out:
+            while chunk := sys.stdin.buffer.read(_CHUNK):
+                digest.update(chunk)
+                out.write(chunk)
+        size = part.stat().st_size
+        file = part.replace(folder / f"{digest.hexdigest()}.jsonl")
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ConfigError(
+            f"dataset.path=-: the rows cannot be kept in {folder}: {error.strerror}: set "
+            "HF_DATASETS_CACHE to another folder"
+        ) from None
+    if not size:
+        raise ConfigError(
+            "dataset.path=-: standard input is empty: pipe rows into the command (to go on with a "
+            "job, the same rows again)"
+        )
+    return file
+
+
+@contextmanager
+def called_stdin(file: Path) -> Iterator[None]:
+    """Name standard input in errors, not the file in which its rows are kept."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(str(file), "standard input")) from None

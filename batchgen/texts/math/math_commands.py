@@ -1,0 +1,142 @@
+"""The commands of LaTeX that read their arguments for themselves."""
+
+from __future__ import annotations
+
+import re
+
+from batchgen.texts.math import math_symbols as symbols
+from batchgen.texts.math.math_elements import space, tag, under_over
+from batchgen.texts.math.math_parser import Commands, Parser
+
+_ALIGNED = re.compile(r"(align(ed|at|edat)?|split|eqnarray|gather(ed)?|equation|multline)\*?")
+
+
+def _left_right(at: Parser) -> str:
+    at.skip_spaces()
+    nodes = [at.delimiter(at.next())]
+    while True:
+        nodes += at.nodes(("\\right", "\\middle", "}", "&", "\\\\", "\\end"))
+        token = at.peek()
+        if token not in ("\\right", "\\middle"):
+            break
+        at.next()
+        at.skip_spaces()
+        nodes.append(at.delimiter(at.next()))
+        if token == "\\right":
+            break
+    return f"<mrow>{''.join(nodes)}</mrow>"
+
+
+def _environment(at: Parser) -> str:
+    name = at.raw()
+    if name in ("array", "alignat", "alignedat") or name.startswith("alignat"):
+        at.raw()
+    lines = [at.line(("\\end",))]
+    while at.peek() in ("\\\\", "\\cr"):
+        at.next()
+        if at.peek() == "[":
+            at.optional()
+        lines.append(at.line(("\\end",)))
+    if at.next() == "\\end":
+        at.raw()
+    if lines[-1] == [""]:  # behind the last \\
+        lines.pop()
+    return at.table(lines, "aligned" if _ALIGNED.fullmatch(name) else name)
+
+
+def _fraction(at: Parser) -> str:
+    return f"<mfrac>{at.argument()}{at.argument()}</mfrac>"
+
+
+def _binomial(at: Parser) -> str:
+    both = f'<mfrac linethickness="0">{at.argument()}{at.argument()}</mfrac>'
+    return f"<mrow><mo>(</mo>{both}<mo>)</mo></mrow>"
+
+
+def _root(at: Parser) -> str:
+    index = at.optional()
+    base = at.argument()
+    return f"<msqrt>{base}</msqrt>" if index is None else f"<mroot>{base}{index}</mroot>"
+
+
+def _boxed(at: Parser) -> str:
+    while at.optional() is not None:
+        pass
+    return f'<mrow class="boxed">{at.argument()}</mrow>'
+
+
+def _struck(at: Parser) -> str:
+    return f'<mrow class="struck">{at.argument()}</mrow>'
+
+
+def _coloured(at: Parser) -> str:
+    at.raw()
+    return at.argument()
+
+
+def _dropped(at: Parser) -> str:
+    at.raw()
+    return ""
+
+
+def _phantom(at: Parser) -> str:
+    return f"<mphantom>{at.argument()}</mphantom>"
+
+
+def _over(at: Parser) -> str:
+    sign, base = at.argument(), at.argument()
+    return f"<mover>{base}{sign}</mover>"
+
+
+def _under(at: Parser) -> str:
+    sign, base = at.argument(), at.argument()
+    return f"<munder>{base}{sign}</munder>"
+
+
+def _long_arrow(at: Parser) -> str:
+    below = at.optional()
+    above = at.argument()
+    return under_over("<mo>→</mo>", below or "", above)
+
+
+def _modulo(at: Parser) -> str:
+    inside = f'<mi>mod</mi><mspace width="0.33em"></mspace>{at.argument()}'
+    left, right = (f'<mo stretchy="false">{fence}</mo>' for fence in "()")
+    return f"<mrow>{space(1.0)}{left}{inside}{right}</mrow>"
+
+
+def _negated(at: Parser) -> str:
+    at.skip_spaces()
+    token = at.next()
+    name = token[1:] if token.startswith("\\") else token
+    return tag("mo", (symbols.symbol(name) or name or "/") + "\u0338")
+
+
+def _tagged(at: Parser) -> str:
+    return space(2.0) + tag("mtext", f"({at.raw()})")
+
+
+def _stacked(at: Parser) -> str:
+    return at.nested(at.raw())
+
+
+COMMANDS: Commands = {
+    **dict.fromkeys(("frac", "dfrac", "tfrac", "cfrac"), _fraction),
+    **dict.fromkeys(("binom", "dbinom", "tbinom"), _binomial),
+    **dict.fromkeys(("boxed", "fbox", "framebox"), _boxed),
+    **dict.fromkeys(("cancel", "xcancel", "bcancel"), _struck),
+    **dict.fromkeys(("textcolor", "colorbox"), _coloured),
+    **dict.fromkeys(("color", "label", "vspace"), _dropped),
+    **dict.fromkeys(("phantom", "hphantom", "vphantom"), _phantom),
+    **dict.fromkeys(("overset", "stackrel"), _over),
+    **dict.fromkeys(("xrightarrow", "xlongrightarrow"), _long_arrow),
+    "underset": _under,
+    "sqrt": _root,
+    "left": _left_right,
+    "begin": _environment,
+    "pmod": _modulo,
+    "bmod": lambda _: "<mo>mod</mo>",
+    "not": _negated,
+    "tag": _tagged,
+    "substack": _stacked,
+}  # fmt: skip

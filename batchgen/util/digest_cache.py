@@ -1,0 +1,80 @@
+"""Digests of large files, kept in the user's cache folder so that a file is read only once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from hashlib import blake2b
+from pathlib import Path
+
+from batchgen.util.temporary import temporary_name
+
+_SETTLED_NS = 2 * 10**9
+"""A file that changed less than this long ago may change again within one tick of its file
+system's clock, and its times would not show it. Two seconds are the longest tick (FAT)."""
+
+
+class DigestCache:
+    """Remembers digests by a file's path, inode, size and times of change.
+
+    There is one small file for each digest, so that jobs which run at the same time do not disturb
+    each other. A damaged entry counts as none, and so does a cache folder that cannot be written or
+    read: then files are read again.
+    """
+
+    def __init__(self) -> None:
+        """The cache of this user, in $XDG_CACHE_HOME or ~/.cache."""
+        given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        base = given if given.is_absolute() else Path(os.path.expanduser("~/.cache"))
+        self._folder = base / "batchgen" / "digests"
+
+    def get(self, file: Path, stat: os.stat_result) -> str | None:
+        """The digest of the file as it is now, None if it is not known.
+
+        Args:
+            stat: of the file.
+        """
+        key = _key(file, stat)
+        try:
+            entry = (self._folder / key).read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return None
+        digest, _, check = entry.partition(" ")
+        return digest if check == _check(key, digest) else None
+
+    def put(self, file: Path, stat: os.stat_result, digest: str) -> None:
+        """Remember the digest of a file.
+
+        Nothing is kept of a file that has changed since `stat`, or may have without a trace.
+
+        Args:
+            stat: of the file, from before it was read.
+        """
+        key = _key(file, stat)
+        temporary = temporary_name(self._folder / key)
+        with contextlib.suppress(OSError):
+            # ctime, not mtime: every change sets it to the present, and nobody can set it back.
+            changes = time.time_ns() - stat.st_ctime_ns < _SETTLED_NS
+            if changes or key != _key(file, file.stat()):
+                return
+            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                temporary.write_text(f"{digest} {_check(key, digest)}", encoding="ascii")
+                temporary.replace(self._folder / key)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def _key(file: Path, stat: os.stat_result) -> str:
+    # The real path, so that all links to a file in the hub's cache share one entry.
+    parts = (os.path.realpath(file), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    return _hex(repr(parts))
+
+
+def _check(key: str, digest: str) -> str:
+    return _hex(f"{key} {digest}")
+
+
+def _hex(text: str) -> str:
+    return blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()

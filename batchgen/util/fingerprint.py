@@ -1,0 +1,126 @@
+"""What is equal over runs and machines: fingerprints of files, and the seed of a sample."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+
+from batchgen.util.digest_cache import DigestCache
+
+CHUNK = 1 << 20
+"""Bytes that are read at a time."""
+PART = 64 << 20
+"""Bytes of a huge file that a thread takes at a time. Fingerprints depend on it."""
+HUGE = 256 << 20
+"""A file of more bytes is hashed in parts, so that threads share it. Fingerprints depend on it."""
+CACHED = 64 << 20
+"""Digests of files of at least so many bytes are kept in the user's cache folder."""
+_MAX_THREADS = 16  # more wait for the disk
+
+
+def derive_seed(job_seed: int, row_id: str, sample_index: int) -> int:
+    """The seed of one sample of one row, in [0, 2**64): different for each, equal everywhere.
+
+    It depends on the row's id and not on its position, so that a row keeps its tokens when others
+    are added or dropped (with `dataset.id_column`).
+    """
+    digest = blake2b(digest_size=8, person=b"batchgen.seed")
+    digest.update((job_seed % 2**64).to_bytes(8, "little"))
+    digest.update(sample_index.to_bytes(8, "little"))
+    digest.update(row_id.encode("utf-8", "surrogatepass"))
+    return int.from_bytes(digest.digest(), "little")
+
+
+def fingerprint_text(*parts: str) -> str:
+    """32 hex digits over the strings; where one ends and the next begins counts too."""
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def fingerprint_files(paths: Iterable[Path | str]) -> str:
+    """32 hex digits over the names and the whole content of files, wherever these lie.
+
+    A file counts with its name; a folder with all files below it, named relative to it, without
+    hidden ones. The order of `paths` and modification times play no part. Every byte is read once:
+    threads share the work, and the digests of large files are kept in the user's cache folder until
+    the files change (`DigestCache`).
+
+    Raises:
+        OSError: a path does not exist or cannot be read.
+    """
+    named: list[tuple[str, Path]] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            below = ((file.relative_to(path), file) for file in path.rglob("*") if file.is_file())
+            named += [(name.as_posix(), file) for name, file in below if not _hidden(name)]
+        else:
+            named.append((path.name, path))
+    digests = _file_digests([file for _, file in named])
+    entries = sorted((name, digest) for (name, _), digest in zip(named, digests, strict=True))
+    return fingerprint_text(*(part for entry in entries for part in entry))
+
+
+def content_digests(files: Sequence[Path]) -> list[str]:
+    """32 hex digits over the content of each file, whatever its name is and wherever it lies.
+
+    They are made as `fingerprint_files` makes its own.
+
+    Raises:
+        OSError: a file does not exist or cannot be read.
+    """
+    return _file_digests(files)
+
+
+def _hidden(name: Path) -> bool:
+    return any(part.startswith(".") for part in name.parts)
+
+
+def _file_digests(files: Sequence[Path]) -> list[str]:
+    """A digest of each file's content, from the cache where it has one."""
+    cache = DigestCache()
+    pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "fingerprint")
+    try:
+        waiting = [_digest(file, cache, pool) for file in files]
+        return [digest() for digest in waiting]
+    finally:  # after an error, or Ctrl-C, no thread takes another part
+        pool.shutdown(cancel_futures=True)
+
+
+def _digest(file: Path, cache: DigestCache, pool: ThreadPoolExecutor) -> Callable[[], str]:
+    """Has threads read the file; returns a function that waits for them and gives the digest."""
+    stat = file.stat()
+    size = stat.st_size
+    if size >= CACHED and (known := cache.get(file, stat)) is not None:
+        return lambda: known
+    step = PART if size > HUGE else max(size, 1)
+    parts: list[Future[str]] = [
+        pool.submit(_part_digest, file, start, min(start + step, size), size)
+        for start in range(0, max(size, 1), step)
+    ]
+
+    def digest() -> str:
+        digests = [part.result() for part in parts]
+        found = digests[0] if len(digests) == 1 else fingerprint_text(*digests)
+        if size >= CACHED:
+            cache.put(file, stat, found)
+        return found
+
+    return digest
+
+
+def _part_digest(file: Path, start: int, stop: int, size: int) -> str:
+    """32 hex digits over the size of a file and its bytes from `start` up to `stop`."""
+    digest = blake2b(size.to_bytes(8, "little"), digest_size=16)
+    buffer = memoryview(bytearray(CHUNK))
+    with file.open("rb", buffering=0) as data:
+        data.seek(start)
+        while count := data.readinto(buffer[: min(CHUNK, stop - start)]):
+            digest.update(buffer[:count])
+            start += count
+    return digest.hexdigest()

@@ -1,0 +1,96 @@
+"""The one way in which a path that a user gives is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from batchgen.util.errors import ConfigError
+
+SCHEMES = ("s3", "memory")
+"""Of the object stores in which jobs can be."""
+
+
+def is_url(given: str | os.PathLike[str]) -> bool:
+    """Whether what a user gives for a job's folder is in an object store."""
+    return isinstance(given, str) and "://" in given
+
+
+def user_folder(given: str | os.PathLike[str], key: str) -> str:
+    """The folder of a job that a user means: a path as of `short_user_path`, or a URL.
+
+    Raises:
+        ConfigError: as `user_path`, or the URL is of no store in which jobs can be.
+    """
+    if not is_url(given):
+        return str(short_user_path(given, key))
+    scheme, _, rest = os.fspath(given).partition("://")
+    rest = rest.strip("/")
+    if scheme not in SCHEMES or not rest:
+        raise ConfigError(
+            f"{key}={given}: give a folder, or s3://BUCKET/NAME for an object store that speaks "
+            "S3 (its endpoint in AWS_ENDPOINT_URL, if it is not Amazon's)"
+        )
+    return f"{scheme}://{rest}"
+
+
+def folder_here(given: str, what: str) -> str:
+    """A job's folder for something that works on folders of this machine alone.
+
+    Args:
+        given: the folder as the user gave it.
+        what: what works on it, for the message.
+
+    Raises:
+        ConfigError: it is in an object store.
+    """
+    if is_url(given):
+        raise ConfigError(
+            f"{what} works on a folder of this machine, and {given} is in an object store: copy it "
+            f"first (aws s3 sync {given} FOLDER), and name that folder"
+        )
+    return given
+
+
+def user_path(given: str | os.PathLike[str], key: str) -> Path:
+    """The absolute path that a user means.
+
+    A leading `~` or `~name` is a home folder, as in a shell, and a relative path begins at the
+    working directory. Trailing slashes, `.` and `..` are taken out; links stay as they are written.
+    A glob stays a glob.
+
+    Args:
+        given: what the user gave.
+        key: the key or argument that it was given for, for error messages.
+
+    Raises:
+        ConfigError: the path is empty, names an unknown user, or holds a null character.
+    """
+    text = os.fspath(given)
+    if not text:
+        raise ConfigError(f"{key} is empty: give a path")
+    if "\0" in text:
+        raise ConfigError(f"{key}: {text!r} is no path: it holds a null character")
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        user = expanded.split("/", 1)[0]
+        raise ConfigError(
+            f"{key}: {text}: there is no user {user[1:]!r} whose home folder {user} could be: "
+            f"write ./{text} for a file of that name"
+        )
+    return Path(os.path.abspath(expanded))
+
+
+def short_user_path(given: str | os.PathLike[str], key: str) -> Path:
+    """`user_path`, but what was given as a relative path stays relative to the working directory.
+
+    No job changes that directory. Configurations and messages then show the path as it was typed.
+
+    Raises:
+        ConfigError: as `user_path`.
+    """
+    path = user_path(given, key)
+    short = os.path.normpath(given)
+    # pyarrow reads a leading ~ (of ./~/x) as the home folder, and a colon as the mark of a URL.
+    odd = short.startswith("~") or ":" in short
+    return path if odd or os.path.isabs(short) else Path(short)

@@ -1,1 +1,0 @@
-"""`batchgen view`: a server for this machine alone that shows the rows of one or two jobs."""

@@ -1,0 +1,145 @@
+"""The rows that two jobs answer differently well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from batchgen.scoring.compared_jobs import compared, comparison_lines
+from batchgen.scoring.graded_folder import GradedJob
+from batchgen.util.errors import ConfigError
+from batchgen.viewer.job_view import JobView, Sample
+from batchgen.viewer.row_lines import Line, row_lines
+from batchgen.viewer.rows.filters import Filter
+from batchgen.viewer.rows.search import Search
+
+if TYPE_CHECKING:
+    from batchgen.scoring.paired_comparison import Comparison, Question
+
+MOST_ANSWERS = 500_000
+"""Of each job: a comparison holds all marks in memory, about 1 kB for each."""
+
+
+@dataclass(frozen=True)
+class Flipped:
+    """How two jobs compare.
+
+    Attributes:
+        comparison: of their marks.
+        differs: what makes them different exams, a sentence each; empty if they are one.
+    """
+
+    comparison: Comparison
+    differs: tuple[str, ...]
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """A name and a value for each line that `batchgen compare` prints."""
+        return comparison_lines(self.comparison)
+
+    @cached_property
+    def flipped(self) -> list[Question]:
+        """The questions that B answers worse, then those that it answers better."""
+        return [*self.comparison.losses, *self.comparison.wins]
+
+
+@dataclass(frozen=True)
+class FlippedRow:
+    """A question that two jobs answer differently well.
+
+    Attributes:
+        line: the row in both jobs; None if it is gone.
+        samples: of A and of B, those whose marks are farthest apart in the direction of the
+            question; None where a job lacks the row.
+    """
+
+    question: Question
+    line: Line | None
+    samples: tuple[Sample | None, Sample | None]
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether B answers it worse."""
+        return self.question.b < self.question.a
+
+
+class Flips:
+    """Compares two jobs when the page is first asked for, and again when a job has changed."""
+
+    def __init__(self, a: JobView, b: JobView) -> None:
+        self._jobs = (a, b)
+        self._lock = Lock()
+        self._known: dict[bool, tuple[tuple[int, ...], Flipped | ConfigError]] = {}
+
+    def find(self, *, anyway: bool) -> Flipped:
+        """The comparison.
+
+        Args:
+            anyway: compare different exams, too.
+
+        Raises:
+            ConfigError: as `batchgen compare`, or the jobs are too large for a page.
+            JobError: a file is damaged.
+        """
+        with self._lock:
+            stamps = tuple(stamp for job in self._jobs for stamp in job.rows.stamps)
+            known = self._known.get(anyway)
+            if known is None or known[0] != stamps:
+                known = self._known[anyway] = stamps, self._compared_or_refused(anyway)
+        if isinstance(known[1], ConfigError):
+            raise known[1]
+        return known[1]
+
+    def rows(self, questions: Sequence[Question]) -> list[FlippedRow]:
+        """What both jobs say to some questions.
+
+        Raises:
+            StillSearching: it takes long to find the rows.
+            JobError: a shard is damaged.
+        """
+        first = self._jobs[0]
+        places = {question.row_id: first.ids.find(question.row_id) for question in questions}
+        hits = {place: [0] for place in sorted(p for p in places.values() if p is not None)}
+        found = row_lines(self._jobs, Search(first.rows, Filter()), hits)
+        lines = {line.index: line for line in found}
+        rows = []
+        for question in questions:
+            place = places[question.row_id]
+            line = None if place is None else lines.get(place)
+            a, b = (None, None) if line is None else (line.jobs[0], line.jobs[1])
+            worse = question.b < question.a
+            rows.append(
+                FlippedRow(question, line, (_extreme(a, best=worse), _extreme(b, best=not worse)))
+            )
+        return rows
+
+    def _compared_or_refused(self, anyway: bool) -> Flipped | ConfigError:
+        try:
+            return self._compared(anyway)
+        except ConfigError as error:  # it takes as long to find, and is asked for as often
+            return error
+
+    def _compared(self, anyway: bool) -> Flipped:
+        for job in self._jobs:
+            if job.metrics.get("rows", 0) > MOST_ANSWERS:
+                raise ConfigError(
+                    f"{job.name} has more than {MOST_ANSWERS:,} answers, which is too many for a "
+                    "page: batchgen compare lists the flipped rows"
+                )
+        jobs = [GradedJob(str(job.path), "view") for job in self._jobs]
+        return Flipped(*compared(jobs, anyway=anyway))
+
+
+def _extreme(samples: Sequence[Sample] | None, *, best: bool) -> Sample | None:
+    """The sample with the best mark, or with the worst; the first one where nothing is marked."""
+    samples = samples or ()
+    marked = [
+        (s.grades["mark"], s) for s in samples if s.grades and s.grades.get("mark") is not None
+    ]
+    if not marked:
+        return next(iter(samples), None)
+    choose = max if best else min
+    return choose(marked, key=lambda pair: float(pair[0]))[1]

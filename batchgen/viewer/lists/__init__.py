@@ -1,1 +1,0 @@
-"""What lists show of rows: of one job or of two, their votes, those that are flipped."""

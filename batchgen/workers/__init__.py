@@ -1,1 +1,0 @@
-"""Several workers on one job folder: leases, heartbeats, takeover, publishing, status."""

@@ -1,0 +1,116 @@
+"""The contexts of rows copied out of the pages of the KV cache, one behind another, in Triton.
+
+The copy engine of a GPU reads whole tiles of a matrix without computing addresses, if they stand
+together. Copying keys and values once costs little beside a prefill that reads them many times.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.attention.kv_cache import KVCache
+
+PIECE = 64
+"""Tokens of a row that one program copies, for one KV head."""
+_LEAST_TOKENS = 1024
+"""New tokens from which a copy pays, on an H200: below, its launch costs more than it saves."""
+_MOST_CONTEXT = 4
+"""The context tokens per new token up to which a copy pays. Beyond, keys are read too few times.
+The copies are also smaller than what an MLP keeps, so the memory plan need not count them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """Where the contexts of B rows go; all layers of a forward share it.
+
+    A piece is a line: the row, the first position, the place among the copies, and the number of
+    tokens, at most `PIECE`.
+    """
+
+    pieces: Tensor  # [P, 4] int32
+    places: Tensor  # [B] int32: where each row's context begins among the copies
+    num_tokens: int  # C, the context tokens of all rows
+
+
+def upload(values: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor of the host to the device; the host does not wait for a GPU."""
+    if torch.device(device).type != "cuda":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def does_gathering_pay(
+    query_lens: Sequence[int], context_lens: Sequence[int], head_dim: int
+) -> bool:
+    """Whether a prefill is faster if the contexts are copied first; heads must be powers of two
+    wide."""
+    new = sum(query_lens)
+    return (
+        new >= _LEAST_TOKENS
+        and sum(context_lens) <= _MOST_CONTEXT * new
+        and head_dim == triton.next_power_of_2(head_dim)
+    )
+
+
+def plan_gather(context_lens: Sequence[int], device: torch.device | str) -> GatherPlan:
+    """Cut the contexts of B rows, `context_lens` cached tokens each, into pieces."""
+    lens = torch.tensor(context_lens, dtype=torch.int64)
+    places = lens.cumsum(0) - lens
+    counts = (lens + PIECE - 1) // PIECE
+    row = torch.repeat_interleave(counts)
+    first = (torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]) * PIECE
+    tokens = (lens[row] - first).clamp(max=PIECE)
+    pieces = torch.stack((row, first, places[row] + first, tokens), 1)
+    # One copy to the device for both.
+    flat = upload(torch.cat((places, pieces.flatten())).to(torch.int32), device)
+    return GatherPlan(flat[len(lens) :].view(-1, 4), flat[: len(lens)], int(lens.sum()))
+
+
+def gather_context(cache: KVCache, block_tables: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
+    """Copy the keys and values of all rows' contexts: each [kv_heads · C, head_dim], by head, row,
+    position.
+
+    `block_tables` is [B, N] int32 or int64, the last axis contiguous.
+    """
+    kv_heads, _, block_size, head_dim = cache.key.shape
+    shape = (kv_heads * plan.num_tokens, head_dim)
+    keys, values = cache.key.new_empty(shape), cache.value.new_empty(shape)
+    _gather_context[(len(plan.pieces), kv_heads)](
+        cache.key, cache.value, keys, values, block_tables, plan.pieces,
+        block_tables.stride(0), cache.key.stride(0), plan.num_tokens,
+        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, PIECE=PIECE, num_warps=4,
+    )  # fmt: skip
+    return keys, values
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_tokens"])
+def _gather_context(
+    key_ptr, value_ptr, keys_ptr, values_ptr, tables_ptr, pieces_ptr,
+    table_stride, head_stride, num_tokens,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Each program copies one piece of a row for one KV head."""
+    piece = pieces_ptr + tl.program_id(0) * 4
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.load(piece).to(tl.int64)
+    n = tl.arange(0, PIECE)
+    position = tl.load(piece + 1) + n
+    place = head * num_tokens + tl.load(piece + 2) + n
+    inside = n < tl.load(piece + 3)
+    block = tl.load(tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=inside, other=0)
+    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    dim = tl.arange(0, HEAD_DIM)[None, :]
+    source = head * head_stride + slot[:, None] * HEAD_DIM + dim
+    target = place[:, None] * HEAD_DIM + dim
+    key = tl.load(key_ptr + source, mask=inside[:, None])
+    value = tl.load(value_ptr + source, mask=inside[:, None])
+    tl.store(keys_ptr + target, key, mask=inside[:, None])
+    tl.store(values_ptr + target, value, mask=inside[:, None])

@@ -1,0 +1,97 @@
+"""The product of rows and a weight, both in FP8."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchgen.kernels.fp8.fp8_linear_triton import fp8_linear_parts_triton, fp8_linear_triton
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
+from batchgen.kernels.fp8.quantise import FP8Rows
+
+_LIBRARY_ROWS = 384
+"""From this many rows on, cuBLAS is faster than our kernel, with any weight."""
+_FEW_LIBRARY_ROWS = 128
+_LIBRARY_RESULTS = 256 * 5120
+"""cuBLAS is faster from fewer rows on if the result has this many values (H200, layers of Qwen3-8B
+and Qwen3-30B-A3B)."""
+_LIBRARY_SCALES = 4
+"""cuBLAS reads the scales of a row of blocks in such numbers."""
+
+
+def fp8_linear(
+    x: FP8Rows,
+    weight: FP8Weight,  # [N, K]
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype,  # of the result
+    out: Tensor | None = None,  # [M, N], the last axis contiguous
+    add: bool = False,  # to what `out` holds, in place
+) -> Tensor:
+    """Compute x·Wᵀ + b [M, N], adding up in float32, into `out` or a new tensor."""
+    if not x.values.is_cuda or library_multiplies(x, weight, dtype):
+        run = fp8_linear_library if x.values.is_cuda else fp8_linear_reference
+        result = run(x, weight, bias)
+        if out is None:
+            return result.to(dtype)
+        return out.add_(result) if add else out.copy_(result)
+    if out is None:
+        shape = (x.num_rows, len(weight.values))
+        out = torch.empty(shape, dtype=dtype, device=x.values.device)
+    fp8_linear_triton(x.values, x.scales, weight, out, bias, add=add)
+    return out
+
+
+def fp8_linear_parts(x: FP8Rows, weight: FP8Weight, dtype: torch.dtype) -> Tensor | None:
+    """Compute x·Wᵀ in partial sums where adding it to a residual would take a launch of its own.
+
+    Returns [P, M, N] in float32 or one part in `dtype`; None if `fp8_linear` is to compute it.
+    """
+    if not x.values.is_cuda:
+        return None
+    if library_multiplies(x, weight, dtype):
+        return fp8_linear_library(x, weight).unsqueeze(0)
+    return fp8_linear_parts_triton(x.values, x.scales, weight, x.num_rows)
+
+
+def fp8_linear_reference(x: FP8Rows, weight: FP8Weight, bias: Tensor | None = None) -> Tensor:
+    """`fp8_linear` in PyTorch, with a result in float32."""
+    return F.linear(x.dequantise(), weight.dequantise(), None if bias is None else bias.float())
+
+
+def library_multiplies(x: FP8Rows, weight: FP8Weight, dtype: torch.dtype) -> bool:
+    """Whether cuBLAS takes this product, which it does on Hopper, and is faster than our kernel."""
+    width, depth = weight.values.shape
+    return (
+        _pays(x.num_rows, width)
+        and dtype == torch.bfloat16
+        and weight.scale_rows == BLOCK
+        and width % BLOCK == depth % (_LIBRARY_SCALES * BLOCK) == 0
+        and hasattr(F, "scaled_mm")
+        and torch.cuda.get_device_capability(x.values.device)[0] == 9
+    )
+
+
+def _pays(rows: int, width: int) -> bool:
+    few = rows >= _FEW_LIBRARY_ROWS and rows * width >= _LIBRARY_RESULTS
+    return few or rows >= _LIBRARY_ROWS
+
+
+def fp8_linear_library(x: FP8Rows, weight: FP8Weight, bias: Tensor | None = None) -> Tensor:
+    """Compute `fp8_linear` by cuBLAS in bfloat16; N is a multiple of 128 and K of 512.
+
+    x is as `quantise_rows` makes it on a GPU, with rows past the last; 128 rows of `weight` share a
+    scale.
+    """
+    result: Tensor = F.scaled_mm(
+        x.values,
+        weight.values.t(),
+        x.scales.t(),
+        F.ScalingType.BlockWise1x128,
+        weight.scales.t(),
+        F.ScalingType.BlockWise128x128,
+        bias=bias,
+        output_dtype=torch.bfloat16,
+    )
+    return result[: x.num_rows]

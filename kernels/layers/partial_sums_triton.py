@@ -1,0 +1,36 @@
+"""The sum over partial results of a row, as the kernels that read them compute it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_parts(
+    parts_ptr, part_stride, row_stride, ids_ptr, experts, shared_ptr, gate_ptr, row, exists, column,
+    mask, size, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Add up columns of rows in float32, in the order of the parts: part p of row r stands at
+    parts[p · part_stride + r · row_stride].
+
+    Parts whose expert ids[r, p] is not below `experts` are left out, if there are `ids`. What a
+    shared expert adds (`SharedPart`) comes last. `row` int64, `column` int32 and `mask` (which
+    values there are) broadcast together; `exists` masks rows, None for all; `size` is a row's
+    length.
+    """
+    source = parts_ptr + row * row_stride + column
+    total = tl.zeros(mask.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        here = mask
+        if ids_ptr is not None:
+            end = tl.where(tl.load(ids_ptr + row * PARTS + part) < experts, size, 0)
+            here = mask & (column < end)
+        total += tl.load(source + part * part_stride, mask=here, other=0.0).to(tl.float32)
+    if shared_ptr is not None:
+        shared = tl.load(shared_ptr + row * size + column, mask=mask, other=0.0).to(tl.float32)
+        if gate_ptr is not None:
+            gate = tl.load(gate_ptr + row, mask=exists).to(tl.float32)
+            shared *= 1.0 / (1.0 + tl.exp(-gate))
+        total += shared
+    return total

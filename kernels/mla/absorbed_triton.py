@@ -1,0 +1,350 @@
+"""Absorbed latent attention in Triton: all heads attend to the paged latents themselves.
+
+A token's latent and rotated key are the key of one head, and the latent is also the value, so it is
+read once. Two kernels share a loop: one for decode steps, with the splits of `attention.decode`,
+and one for tiles of queries of rows of different lengths. Both read contexts' lengths on the
+device, so captured CUDA graphs stay right while contexts grow.
+
+A latent is taken in four quarters, whose products do not wait for each other as the steps of one
+long sum would; the compiler needs two thirds of the registers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.attention.decode import (
+    ENOUGH_PROGRAMS,
+    UNIT_FIELDS,
+    DecodePlan,
+    combine_splits,
+    partial_results,
+)
+from batchgen.kernels.device import device_programs, has_large_shared_memory
+
+_MOST_SPLITS = 16
+"""The most splits of a row in a batch of few rows with one query each. A partial result has L
+values for each head, so it is several times as large as that of grouped-query attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbsorbedConfig:
+    """Sizes of the kernels; num_stages and programs_per_sm change no bit of the result."""
+
+    queries: int  # the most queries, tokens times heads, of one program
+    block_n: int  # cached tokens of a tile
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int  # in a decode step
+
+
+_WIDE = AbsorbedConfig(64, 64, num_warps=4, num_stages=3, programs_per_sm=1)
+"""The sizes for batches of one or two units per program, with twice as much in flight: 65 against
+78 µs for 256 rows of 250 to 1,170 tokens (H200). It needs 164 KiB of shared memory."""
+
+
+def most_latent_splits(few_rows: bool, width: int) -> int:
+    """Choose the most splits of a row of `width` queries; `few_rows` as
+    `attention.decode.split_length`."""
+    return max((_MOST_SPLITS if few_rows else _MOST_SPLITS // 2) // width, 2)
+
+
+def decode_span(num_heads: int, width: int, itemsize: int) -> int:
+    """Return how many heads a program of a decode step takes, a divisor of all; 0 if not even one
+    fits."""
+    most = _config(64, itemsize).queries // width
+    return max((n for n in range(1, num_heads + 1) if not num_heads % n and n <= most), default=0)
+
+
+def _decode_config(q: Tensor, queries: int, items: int) -> AbsorbedConfig:
+    """Choose sizes for a decode step with `items` pairs of a row and a program's group of heads."""
+    config = _config(queries, q.itemsize)
+    one_or_two = ENOUGH_PROGRAMS <= items <= device_programs(q.device, config.programs_per_sm)
+    if queries <= 16 and q.itemsize == 2 and one_or_two:
+        return _WIDE if has_large_shared_memory(q.device) else config
+    return config
+
+
+def _config(queries: int, itemsize: int) -> AbsorbedConfig:
+    """Choose sizes for programs of this many queries.
+
+    The sums of 64 queries take half of a multiprocessor's registers; float32 operands, which run on
+    no tensor core, need registers too.
+    """
+    if itemsize == 4:
+        return AbsorbedConfig(16, 16, num_warps=8, num_stages=1, programs_per_sm=1)
+    if queries <= 16:
+        return AbsorbedConfig(64, 32, num_warps=4, num_stages=3, programs_per_sm=2)
+    if queries <= 32:
+        return AbsorbedConfig(64, 32, num_warps=8, num_stages=3, programs_per_sm=1)
+    return AbsorbedConfig(64, 32, num_warps=8, num_stages=2, programs_per_sm=1)
+
+
+def latent_decode(
+    q: Tensor,  # [B · W, num_heads, L], the queries of latents
+    turned: Tensor,  # [B · W, num_heads, R], the rotated queries
+    plane: Tensor,  # [num_blocks, block_size, L + R], contiguous
+    positions: Tensor,  # [B · W] int64, as for the plan
+    block_tables: Tensor,  # [B, N] int
+    scale: float,
+    plan: DecodePlan,  # from `plan_decode`, for W that `decode_span` takes
+) -> Tensor:
+    """Compute softmax(q·kᵀ·scale)·latent for W queries per row over the rows' cached contexts.
+
+    The plane already holds the queries' tokens, with finite latents (`prepare_latent`). The last
+    axes are contiguous. Returns [B · W, num_heads, L] in q's dtype; a query that sees a NaN key is
+    NaN, and no other is.
+    """
+    tokens, num_heads, size = q.shape
+    rotated, width = turned.shape[2], plan.width
+    span = decode_span(num_heads, width, q.itemsize)
+    queries, groups = span * width, num_heads // span
+    assert span and plane.is_contiguous() and plane.shape[2] == size + rotated
+    assert q.stride(2) == turned.stride(2) == block_tables.stride(1) == 1
+    config = _decode_config(q, queries, tokens // width * groups)
+    out = torch.empty((tokens, num_heads, size), dtype=q.dtype, device=q.device)
+    partial, log_sums = partial_results(plan, groups, queries, size)
+    _latent_decode[(device_programs(q.device, config.programs_per_sm),)](
+        q, turned, plane, positions, block_tables, plan.units, plan.count, out, partial, log_sums,
+        scale * math.log2(math.e), q.stride(0), q.stride(1), turned.stride(0), turned.stride(1),
+        block_tables.stride(0), GROUPS=groups, SPAN=span, WIDTH=width,
+        QUERIES_PAD=max(16, triton.next_power_of_2(queries)),
+        **_shape(q, turned, plane, config), num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )  # fmt: skip
+    combine_splits(partial, log_sums, plan, out, groups)
+    return out
+
+
+def latent_prefill(
+    q: Tensor,
+    turned: Tensor,
+    plane: Tensor,
+    positions: Tensor,  # [T] int64, not descending within a row
+    block_tables: Tensor,
+    scale: float,
+    tiles: Tensor,  # [num_tiles, 3] int32 from `attention.prefill.cut_tiles`
+    tile: int,  # the most tokens of a tile
+) -> Tensor:
+    """Compute what `latent_decode` does, [T, num_heads, L], for rows of different lengths."""
+    tokens, num_heads, size = q.shape
+    assert plane.is_contiguous() and plane.shape[2] == size + turned.shape[2]
+    assert q.stride(2) == turned.stride(2) == block_tables.stride(1) == 1
+    config = _config(64, q.itemsize)
+    out = torch.empty((tokens, num_heads, size), dtype=q.dtype, device=q.device)
+    parts = triton.cdiv(tile * num_heads, config.queries)
+    _latent_prefill[(len(tiles) * parts,)](
+        q, turned, plane, positions, block_tables, tiles, out,
+        scale * math.log2(math.e), q.stride(0), q.stride(1), turned.stride(0), turned.stride(1),
+        block_tables.stride(0), HEADS=num_heads, TILE=tile, PARTS=parts,
+        QUERIES_PAD=config.queries, **_shape(q, turned, plane, config),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def _shape(
+    q: Tensor, turned: Tensor, plane: Tensor, config: AbsorbedConfig
+) -> dict[str, int | str | bool]:
+    """Return the constants that both kernels are compiled with."""
+    size, rotated = q.shape[2], turned.shape[2]
+    return {
+        "SIZE": size,
+        "PART": max(16, triton.next_power_of_2(size) // 4),
+        "ROTATED": rotated,
+        "ROTATED_PAD": max(16, triton.next_power_of_2(rotated)),
+        "BLOCK_SIZE": plane.shape[1],
+        "BLOCK_N": config.block_n,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "INTERPRETED": not q.is_cuda,
+    }
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _latent_decode(
+    q, turned, plane, positions, tables, units, count, out, partial, log_sums, scale_log2,
+    q_token, q_head, turned_token, turned_head, table_stride,
+    GROUPS: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, QUERIES_PAD: tl.constexpr,
+    SIZE: tl.constexpr, PART: tl.constexpr, ROTATED: tl.constexpr, ROTATED_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Each program takes one (unit, group of heads) of each round, as in `_decode_kernel`."""
+    programs = tl.num_programs(0)
+    total = tl.load(count) * GROUPS
+    query = tl.arange(0, QUERIES_PAD)
+    exists = query < WIDTH * SPAN
+    for round_start in range(0, total, programs):
+        even = (round_start // programs) % 2 == 0
+        item = round_start + tl.where(even, tl.program_id(0), programs - 1 - tl.program_id(0))
+        if item < total:
+            group = item % GROUPS
+            unit = units + (item // GROUPS) * UNIT_FIELDS
+            row = tl.load(unit).to(tl.int64)
+            start = tl.load(unit + 1)
+            stop = tl.load(unit + 2)
+            partial_index = tl.load(unit + 3).to(tl.int64)
+            token = row * WIDTH + query // SPAN
+            head = group * SPAN + query % SPAN
+            limit = tl.load(positions + token, mask=exists, other=-1).to(tl.int32)
+            top, weights, sum0, sum1, sum2, sum3 = _attend(
+                q + token * q_token + head * q_head,
+                turned + token * turned_token + head * turned_head,
+                exists, limit, plane, tables + row * table_stride, start, stop, scale_log2,
+                QUERIES_PAD, SIZE, PART, ROTATED, ROTATED_PAD, BLOCK_SIZE, BLOCK_N, PRECISION,
+                INTERPRETED,
+            )  # fmt: skip
+            # A query that sees no token of a unit gets the result 0 with weight 0.
+            unseen = weights == 0.0
+            weights = tl.where(unseen, 1.0, weights)
+            if partial_index < 0:
+                target = out + (token * (GROUPS * SPAN) + head) * SIZE
+                _store(target, exists, sum0, sum1, sum2, sum3, weights, SIZE, PART)
+            else:
+                place = (partial_index * GROUPS + group) * (WIDTH * SPAN) + query
+                log_sum = tl.where(unseen, -float("inf"), top + tl.log2(weights))
+                tl.store(log_sums + place, log_sum, mask=exists)
+                room = partial + place * SIZE
+                _store(room, exists, sum0, sum1, sum2, sum3, weights, SIZE, PART)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _latent_prefill(
+    q, turned, plane, positions, tables, tiles, out, scale_log2,
+    q_token, q_head, turned_token, turned_head, table_stride,
+    HEADS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, QUERIES_PAD: tl.constexpr,
+    SIZE: tl.constexpr, PART: tl.constexpr, ROTATED: tl.constexpr, ROTATED_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Each program takes some of the queries, by token and then by head, of one tile."""
+    tile = tiles + tl.program_id(0) // PARTS * 3
+    row = tl.load(tile).to(tl.int64)
+    first = tl.load(tile + 1).to(tl.int64)
+    queries = tl.minimum(tl.load(tile + 2), TILE) * HEADS
+    query = tl.program_id(0) % PARTS * QUERIES_PAD + tl.arange(0, QUERIES_PAD)
+    exists = query < queries
+    if tl.program_id(0) % PARTS * QUERIES_PAD < queries:
+        token = first + query // HEADS
+        head = query % HEADS
+        limit = tl.load(positions + token, mask=exists, other=-1).to(tl.int32)
+        _, weights, sum0, sum1, sum2, sum3 = _attend(
+            q + token * q_token + head * q_head,
+            turned + token * turned_token + head * turned_head,
+            exists, limit, plane, tables + row * table_stride, 0, tl.max(limit, 0) + 1, scale_log2,
+            QUERIES_PAD, SIZE, PART, ROTATED, ROTATED_PAD, BLOCK_SIZE, BLOCK_N, PRECISION,
+            INTERPRETED,
+        )  # fmt: skip
+        weights = tl.where(exists, weights, 1.0)
+        target = out + (token * HEADS + head) * SIZE
+        _store(target, exists, sum0, sum1, sum2, sum3, weights, SIZE, PART)
+
+
+@triton.jit
+def _attend(
+    q, turned, exists, limit, plane, table, start, stop, scale_log2,
+    QUERIES_PAD: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr, ROTATED: tl.constexpr,
+    ROTATED_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Attend to the positions from `start` to `stop` - 1, as `attention.decode._attend_unit` does.
+
+    `q` and `turned` [QUERIES_PAD] point to the two parts of each query. Returns the largest scores,
+    the sums of weights and the weighted sums of the latents' quarters.
+    """
+    spin = tl.arange(0, ROTATED_PAD)
+    lane = tl.arange(0, BLOCK_N)
+    turns = (spin < ROTATED)[None, :]
+    query0 = _quarter(q, exists, 0, SIZE, PART, INTERPRETED)
+    query1 = _quarter(q, exists, 1, SIZE, PART, INTERPRETED)
+    query2 = _quarter(q, exists, 2, SIZE, PART, INTERPRETED)
+    query3 = _quarter(q, exists, 3, SIZE, PART, INTERPRETED)
+    spun = tl.load(turned[:, None] + spin[None, :], mask=exists[:, None] & turns, other=0.0)
+    kept = spun.dtype
+    if INTERPRETED:
+        spun = spun.to(tl.float32)
+    top = tl.full([QUERIES_PAD], -float("inf"), tl.float32)
+    weight_sums = tl.zeros([QUERIES_PAD, BLOCK_N], tl.float32)
+    sum0 = tl.zeros([QUERIES_PAD, PART], tl.float32)
+    sum1 = tl.zeros([QUERIES_PAD, PART], tl.float32)
+    sum2 = tl.zeros([QUERIES_PAD, PART], tl.float32)
+    sum3 = tl.zeros([QUERIES_PAD, PART], tl.float32)
+    position = start + lane
+    block = tl.load(table + position // BLOCK_SIZE, mask=position < stop, other=0)
+    for first in range(start, stop, BLOCK_N):
+        position = first + lane
+        cached = position < stop
+        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        source = plane + slot * (SIZE + ROTATED)
+        latent0 = _quarter(source, cached, 0, SIZE, PART, INTERPRETED)
+        latent1 = _quarter(source, cached, 1, SIZE, PART, INTERPRETED)
+        latent2 = _quarter(source, cached, 2, SIZE, PART, INTERPRETED)
+        latent3 = _quarter(source, cached, 3, SIZE, PART, INTERPRETED)
+        rotated = source[:, None] + SIZE + spin[None, :]
+        keys = tl.load(rotated, mask=cached[:, None] & turns, other=0.0)
+        # The KV blocks of the next tile are loaded now, so its loads never wait for an address.
+        ahead = position + BLOCK_N
+        block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
+        if INTERPRETED:
+            keys = keys.to(tl.float32)
+        score = tl.dot(spun, tl.trans(keys), input_precision=PRECISION)
+        score0 = tl.dot(query0, tl.trans(latent0), input_precision=PRECISION)
+        score1 = tl.dot(query1, tl.trans(latent1), input_precision=PRECISION)
+        score2 = tl.dot(query2, tl.trans(latent2), input_precision=PRECISION)
+        score3 = tl.dot(query3, tl.trans(latent3), input_precision=PRECISION)
+        score = (score + (score0 + score1) + (score2 + score3)) * scale_log2
+        # The score is replaced, not added to: the key of an unseen token may be NaN.
+        seen = cached[None, :] & (position[None, :] <= limit[:, None])
+        score = tl.where(seen, score, -float("inf"))
+        peak = tl.maximum(top, tl.max(score, 1))
+        shift = tl.where(peak == -float("inf"), 0.0, peak)
+        rescale = tl.exp2(top - shift)
+        weight = tl.exp2(score - shift[:, None])
+        weight_sums = weight_sums * rescale[:, None] + weight
+        weight = weight.to(kept).to(latent0.dtype)
+        sum0 = tl.dot(weight, latent0, sum0 * rescale[:, None], input_precision=PRECISION)
+        sum1 = tl.dot(weight, latent1, sum1 * rescale[:, None], input_precision=PRECISION)
+        sum2 = tl.dot(weight, latent2, sum2 * rescale[:, None], input_precision=PRECISION)
+        sum3 = tl.dot(weight, latent3, sum3 * rescale[:, None], input_precision=PRECISION)
+        top = peak
+    return top, tl.sum(weight_sums, 1), sum0, sum1, sum2, sum3
+
+
+@triton.jit
+def _quarter(
+    rows, exists, INDEX: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Load PART values of each row of SIZE values at `rows`, 0 where there are none; in float32 for
+    Triton's interpreter, which multiplies bfloat16 as integers."""
+    dim = INDEX * PART + tl.arange(0, PART)
+    mask = exists[:, None]
+    if SIZE != 4 * PART:
+        mask = mask & (dim < SIZE)[None, :]
+    values = tl.load(rows[:, None] + dim[None, :], mask=mask, other=0.0)
+    return values.to(tl.float32) if INTERPRETED else values
+
+
+@triton.jit
+def _store(rows, exists, sum0, sum1, sum2, sum3, weights, SIZE: tl.constexpr, PART: tl.constexpr):
+    """Store the four quarters of sums, divided by the weights, in the rows pointed to."""
+    _store_quarter(rows, exists, sum0, weights, 0, SIZE, PART)
+    _store_quarter(rows, exists, sum1, weights, 1, SIZE, PART)
+    _store_quarter(rows, exists, sum2, weights, 2, SIZE, PART)
+    _store_quarter(rows, exists, sum3, weights, 3, SIZE, PART)
+
+
+@triton.jit
+def _store_quarter(
+    rows, exists, sums, weights, INDEX: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr
+):
+    dim = INDEX * PART + tl.arange(0, PART)
+    values = (sums / weights[:, None]).to(rows.dtype.element_ty)
+    mask = exists[:, None] & (dim < SIZE)[None, :]
+    tl.store(rows[:, None] + dim[None, :], values, mask=mask)

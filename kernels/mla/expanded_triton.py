@@ -1,0 +1,226 @@
+"""Expanded latent attention in Triton, over keys and values made of the latents of the contexts.
+
+The latents of all contexts are copied out of the pages and expanded by one matrix product. Then
+attention is FlashAttention-2 (Dao 2023) on rows of different lengths, with a key in two parts: one
+per head, and a rotated one that all heads share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.attention.kv_cache import slot_mapping
+from batchgen.kernels.attention.kv_gather import upload
+from batchgen.kernels.attention.prefill import cut_tiles
+
+_MOST_CONTEXT = 4
+"""The context tokens per new token up to which expanding pays: it costs what it saves when some 170
+new tokens of each row share it, and its result needs memory."""
+_LEAST_TOKENS = 256
+"""The new tokens from which an expansion pays. For fewer its launches cost more than it saves."""
+_MOST_BYTES = 512 * 2**20
+"""The most bytes of expanded keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedConfig:
+    """Sizes that the kernel is compiled with."""
+
+    block_m: int  # queries of a tile, all of one head
+    block_n: int  # tokens of a tile of keys
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedPlan:
+    """Where the contexts of B rows go, and how their queries are cut; all layers share it."""
+
+    slots: Tensor  # [S] int64, the KV slots of all contexts, row by row
+    places: Tensor  # [B] int32, where each row's context begins among them
+    tiles: Tensor  # [num_tiles, 3] int32 from `attention.prefill.cut_tiles`
+    config: ExpandedConfig  # the sizes that the tiles were cut for
+
+
+def does_expansion_pay(
+    query_lens: Sequence[int], context_lens: Sequence[int], token_bytes: int
+) -> bool:
+    """Whether a prefill is faster if its contexts are expanded, and whether there is room for that.
+
+    `token_bytes` is the size of one token's expanded key and value.
+    """
+    new, context = sum(query_lens), sum(context_lens)
+    return (
+        new >= _LEAST_TOKENS
+        and context <= _MOST_CONTEXT * new
+        and context * token_bytes <= _MOST_BYTES
+    )
+
+
+def plan_expanded(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],  # [B], the new tokens included
+    block_tables: Tensor,
+    block_size: int,
+    key_size: int,  # of a head's key, without the rotated values
+    value_size: int,
+    itemsize: int,  # bytes of a value
+) -> ExpandedPlan:
+    """Plan the expanded attention of B rows."""
+    config = _config(key_size, value_size, itemsize)
+    device = block_tables.device
+    lens = torch.tensor(context_lens, dtype=torch.int64)
+    places = lens.cumsum(0) - lens
+    rows = torch.repeat_interleave(lens)
+    positions = torch.arange(len(rows)) - places[rows]
+    tiles = cut_tiles(query_lens, config.block_m, context_lens)
+    slots = slot_mapping(
+        upload(positions, device), upload(rows.int(), device), block_tables, block_size
+    )
+    return ExpandedPlan(slots, upload(places.int(), device), upload(tiles, device), config)
+
+
+def _config(key_size: int, value_size: int, itemsize: int) -> ExpandedConfig:
+    """Choose the sizes of the kernel by the shape of the heads."""
+    if itemsize == 4:
+        return ExpandedConfig(32, 16, num_warps=8, num_stages=1)
+    if triton.next_power_of_2(key_size) + triton.next_power_of_2(value_size) <= 256:
+        return ExpandedConfig(128, 64, num_warps=8, num_stages=2)
+    return ExpandedConfig(64, 32, num_warps=4, num_stages=2)
+
+
+def expanded_attention(
+    q: Tensor,  # [T, num_heads, N + R], the last R rotated; axes 1, 2 contiguous
+    key_values: Tensor,  # [S, num_heads, N + V], contiguous
+    keys: Tensor,  # [S, R], the rotated keys; the last axis is contiguous
+    positions: Tensor,  # [T] int64, not descending within a row
+    scale: float,  # above 0
+    plan: ExpandedPlan,
+    out: Tensor | None = None,  # contiguous, overwritten
+) -> Tensor:
+    """Compute softmax(q·kᵀ·scale)·v [T, num_heads, V] for rows of queries over expanded contexts.
+
+    A query that sees a NaN key is NaN.
+    """
+    tokens, num_heads, query_size = q.shape
+    rotated = keys.shape[1]
+    fixed = query_size - rotated
+    size = key_values.shape[2] - fixed
+    assert q.stride()[1:] == (query_size, 1) and key_values.is_contiguous() and scale > 0
+    assert keys.stride(1) == 1 and len(keys) == len(key_values) == len(plan.slots)
+    if out is None:
+        out = torch.empty((tokens, num_heads, size), dtype=q.dtype, device=q.device)
+    assert out.shape == (tokens, num_heads, size) and out.is_contiguous() and out.dtype == q.dtype
+    config = plan.config
+    _expanded_attention[(len(plan.tiles) * num_heads,)](
+        q, key_values, keys, positions, plan.places, plan.tiles, out, scale * math.log2(math.e),
+        q.stride(0), keys.stride(0), HEADS=num_heads,
+        FIXED=fixed, FIXED_PAD=max(16, triton.next_power_of_2(fixed)),
+        ROTATED=rotated, ROTATED_PAD=max(16, triton.next_power_of_2(rotated)),
+        SIZE=size, SIZE_PAD=max(16, triton.next_power_of_2(size)),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", INTERPRETED=not q.is_cuda,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _expanded_attention(
+    q, key_values, keys, positions, places, tiles, out, scale_log2, q_stride, key_stride,
+    HEADS: tl.constexpr, FIXED: tl.constexpr, FIXED_PAD: tl.constexpr, ROTATED: tl.constexpr,
+    ROTATED_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Each program takes one tile of queries of one head. The heads of a tile are neighbours."""
+    tile = tiles + tl.program_id(0) // HEADS * 3
+    head = tl.program_id(0) % HEADS
+    row = tl.load(tile)
+    first = tl.load(tile + 1).to(tl.int64)
+    size = tl.minimum(tl.load(tile + 2), BLOCK_M)
+    m = tl.arange(0, BLOCK_M)
+    fix, spin, dim = tl.arange(0, FIXED_PAD), tl.arange(0, ROTATED_PAD), tl.arange(0, SIZE_PAD)
+    exists = (m < size)[:, None]
+    source = q + (first + m) * q_stride + head * (FIXED + ROTATED)
+    fixed = tl.load(source[:, None] + fix[None, :], mask=exists & (fix < FIXED)[None, :], other=0.0)
+    turned = tl.load(
+        source[:, None] + FIXED + spin[None, :],
+        mask=exists & (spin < ROTATED)[None, :],
+        other=0.0,
+    )
+    kept = fixed.dtype
+    if INTERPRETED:  # as in `absorbed_triton._attend`
+        fixed = fixed.to(tl.float32)
+        turned = turned.to(tl.float32)
+    last_seen = tl.load(positions + first + m, mask=m < size, other=0).to(tl.int32)
+    # Every query of the tile sees the keys before `common`, and none sees those from `limit` on.
+    common = (tl.load(positions + first).to(tl.int32) + 1) // BLOCK_N * BLOCK_N
+    limit = tl.max(last_seen, 0) + 1
+    place = tl.load(places + row).to(tl.int64)
+    keys += place * key_stride
+    key_values += (place * HEADS + head) * (FIXED + SIZE)
+
+    # Every query sees position 0, so its `top` is finite after the first tile of keys.
+    acc = tl.zeros([BLOCK_M, SIZE_PAD], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, common, BLOCK_N):
+        acc, top, total = _attend_tile(
+            acc, top, total, fixed, turned, kept, key_values, keys, start, last_seen, limit,
+            scale_log2, key_stride, HEADS, FIXED, FIXED_PAD, ROTATED, ROTATED_PAD, SIZE, SIZE_PAD,
+            BLOCK_N, False, PRECISION, INTERPRETED,
+        )  # fmt: skip
+    for start in range(common, limit, BLOCK_N):
+        acc, top, total = _attend_tile(
+            acc, top, total, fixed, turned, kept, key_values, keys, start, last_seen, limit,
+            scale_log2, key_stride, HEADS, FIXED, FIXED_PAD, ROTATED, ROTATED_PAD, SIZE, SIZE_PAD,
+            BLOCK_N, True, PRECISION, INTERPRETED,
+        )  # fmt: skip
+    target = ((first + m) * HEADS + head) * SIZE
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + target[:, None] + dim[None, :], result, mask=exists & (dim < SIZE)[None, :])
+
+
+@triton.jit
+def _attend_tile(
+    acc, top, total, fixed, turned, kept: tl.constexpr, key_values, keys, start, last_seen, limit,
+    scale_log2, key_stride,
+    HEADS: tl.constexpr, FIXED: tl.constexpr, FIXED_PAD: tl.constexpr, ROTATED: tl.constexpr,
+    ROTATED_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Add the keys from `start` to start + BLOCK_N - 1 to a query tile; with MASKED a query sees
+    only those up to its `last_seen` [BLOCK_M]."""
+    fix, spin, dim = tl.arange(0, FIXED_PAD), tl.arange(0, ROTATED_PAD), tl.arange(0, SIZE_PAD)
+    n = start + tl.arange(0, BLOCK_N)
+    inside = (n < limit)[:, None]
+    source = key_values + (n.to(tl.int64) * (HEADS * (FIXED + SIZE)))[:, None]
+    k = tl.load(source + fix[None, :], mask=inside & (fix < FIXED)[None, :], other=0.0)
+    v = tl.load(source + FIXED + dim[None, :], mask=inside & (dim < SIZE)[None, :], other=0.0)
+    spun = tl.load(
+        keys + (n.to(tl.int64) * key_stride)[:, None] + spin[None, :],
+        mask=inside & (spin < ROTATED)[None, :],
+        other=0.0,
+    )
+    if INTERPRETED:
+        k = k.to(tl.float32)
+        v = v.to(tl.float32)
+        spun = spun.to(tl.float32)
+    score = tl.dot(turned, tl.trans(spun), input_precision=PRECISION)
+    score = tl.dot(fixed, tl.trans(k), score, input_precision=PRECISION)
+    if MASKED:
+        score = tl.where(n[None, :] <= last_seen[:, None], score, float("-inf"))
+    peak = tl.maximum(top, tl.max(score, 1) * scale_log2)
+    weight = tl.exp2(score * scale_log2 - peak[:, None])
+    rescale = tl.exp2(top - peak)
+    total = total * rescale + tl.sum(weight, 1)
+    weight = weight.to(kept).to(v.dtype)
+    acc = tl.dot(weight, v, acc * rescale[:, None], input_precision=PRECISION)
+    return acc, peak, total

@@ -1,0 +1,195 @@
+"""The slots of all tokens sorted by expert, and cut into tiles of one expert each.
+
+A slot is one of the k choices of a token: slot t·k + j is choice j of token t. The grouped matrix
+products compute tiles of slots that share an expert. Only the device knows how many tiles there
+are, so products are launched for `most_tiles`, and programs past the real number end at once.
+Nothing waits for the host, so a CUDA graph may contain it.
+
+Few slots are sorted in one launch, with a program for each expert that reads all ids. Many are cut
+into chunks: one launch counts each chunk's experts, one adds up the counts of earlier chunks, and
+one sorts each chunk and puts its slots where these counts say. Both sort stably.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FEW_SLOTS = 4096
+"""One launch sorts up to this many slots."""
+_CHUNK = 1024
+"""Slots of a chunk."""
+_COUNTS = 4096
+"""Counts that are added up at a time."""
+_TILES = 16
+"""Tiles that a program writes."""
+
+TILE_ARGUMENTS = ["tile_experts_ptr", "tile_firsts_ptr", "tile_ends_ptr"]
+"""Arguments whose alignment must not make Triton compile a kernel again: it changes with the number
+of tokens."""
+
+
+class Alignment(NamedTuple):
+    """Slots by expert; all tensors are int32.
+
+    Where a slot stands in `slots` is its place. Slots whose expert is elsewhere have no place, and
+    as many last entries are not written; nor are entries past `num_tiles`.
+    """
+
+    slots: Tensor  # [N], sorted by expert, ascending within an expert
+    tile_experts: Tensor  # [most_tiles]
+    tile_firsts: Tensor  # [most_tiles] the first place of each tile
+    tile_ends: Tensor  # [most_tiles] the place after the last one
+    num_tiles: Tensor  # [1]
+    block_m: int  # the places of a tile; an expert's last one may have fewer
+
+    @property
+    def most_tiles(self) -> int:
+        """The number of tiles for which the products are launched."""
+        return len(self.tile_experts)
+
+
+def bound_of_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
+    """Return the most tiles that this many slots can need, however they are routed."""
+    touched = min(num_slots, num_experts)
+    return (num_slots + touched * (block_m - 1)) // block_m
+
+
+def align(
+    ids: Tensor, num_experts: int, block_m: int, *, some_elsewhere: bool = False
+) -> Alignment:
+    """Sort the slots by expert and cut them into tiles of `block_m` places, in one launch or three.
+
+    `ids` [T, k] int32, contiguous, are in [0, num_experts), or num_experts for an expert elsewhere
+    if `some_elsewhere`. This is not checked on a GPU.
+    """
+    assert ids.is_contiguous() and ids.dtype == torch.int32
+    num_slots, device = ids.numel(), ids.device
+    most = bound_of_tiles(num_slots, num_experts, block_m)
+    slots = torch.empty(num_slots, dtype=torch.int32, device=device)
+    tiles = torch.empty((3, most), dtype=torch.int32, device=device)
+    num_tiles = torch.empty(1, dtype=torch.int32, device=device)
+    found = Alignment(slots, tiles[0], tiles[1], tiles[2], num_tiles, block_m)
+    block_e = triton.next_power_of_2(num_experts + some_elsewhere)
+    if num_slots <= FEW_SLOTS:
+        block = max(128, triton.next_power_of_2(num_slots))
+        _align_expert[(num_experts,)](
+            ids, *found[:-1], num_slots,
+            BLOCK_M=block_m, BLOCK_E=block_e, BLOCK=block, num_warps=4 if block <= 2048 else 8,
+        )  # fmt: skip
+        return found
+    chunks = triton.cdiv(num_slots, _CHUNK)
+    counts, places = torch.empty((2, chunks, block_e), dtype=torch.int32, device=device)
+    _count_chunk[(chunks,)](ids, counts, num_slots, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=4)
+    _add_counts[(max(chunks, triton.cdiv(most, _TILES)),)](
+        counts, places, *found[1:-1], chunks, num_experts,
+        BLOCK_M=block_m, BLOCK_E=block_e, COUNT_ROWS=max(1, _COUNTS // block_e), TILES=_TILES,
+        num_warps=8,
+    )  # fmt: skip
+    _place_chunk[(chunks,)](
+        ids, places, slots, num_slots, num_experts, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=4
+    )
+    return found
+
+
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
+def _align_expert(
+    ids_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, num_slots,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program writes the slots and the tiles of one expert; BLOCK is at least `num_slots`."""
+    MOST_TILES: tl.constexpr = (BLOCK + BLOCK_M - 1) // BLOCK_M
+    own = tl.program_id(0)
+    expert = tl.arange(0, BLOCK_E)
+    slot = tl.arange(0, BLOCK)
+    inside = slot < num_slots
+    ids = tl.load(ids_ptr + slot, mask=inside, other=0)
+    counts = tl.histogram(ids, BLOCK_E, mask=inside)
+    first = tl.sum(tl.where(expert < own, counts, 0), axis=0)
+    end = first + tl.sum(tl.where(expert == own, counts, 0), axis=0)
+    mine = (inside & (ids == own)).to(tl.int32)
+    tl.store(slots_ptr + first + tl.cumsum(mine, axis=0) - mine, slot, mask=mine != 0)
+    tile_counts = (counts + BLOCK_M - 1) // BLOCK_M
+    tile = tl.sum(tl.where(expert < own, tile_counts, 0), axis=0)
+    count = tl.cdiv(end - first, BLOCK_M)
+    index = tl.arange(0, MOST_TILES)
+    begin = first + index * BLOCK_M
+    tl.store(tile_experts_ptr + tile + index, own, mask=index < count)
+    tl.store(tile_firsts_ptr + tile + index, begin, mask=index < count)
+    tl.store(tile_ends_ptr + tile + index, tl.minimum(begin + BLOCK_M, end), mask=index < count)
+    if own == tl.num_programs(0) - 1:
+        tl.store(num_tiles_ptr, tile + count)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _count_chunk(ids_ptr, counts_ptr, num_slots, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr):
+    """Each program counts the slots of each expert in one chunk."""
+    slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    inside = slot < num_slots
+    ids = tl.load(ids_ptr + slot, mask=inside, other=0)
+    counts = tl.histogram(ids, BLOCK_E, mask=inside)
+    tl.store(counts_ptr + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), counts)
+
+
+@triton.jit(do_not_specialize=["chunks", "experts"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
+def _add_counts(
+    counts_ptr, places_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, chunks,
+    experts,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, COUNT_ROWS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Each program writes TILES tiles and, for one chunk, where the slots of each expert begin.
+
+    A beginning has the chunk's slots of earlier experts subtracted, as the sorted chunk needs it.
+    """
+    own = tl.program_id(0)
+    expert = tl.arange(0, BLOCK_E)
+    all_rows = tl.zeros([COUNT_ROWS, BLOCK_E], tl.int32)
+    rows_before = tl.zeros([COUNT_ROWS, BLOCK_E], tl.int32)
+    for start in tl.range(0, chunks, COUNT_ROWS):
+        chunk = start + tl.arange(0, COUNT_ROWS)[:, None]
+        source = counts_ptr + chunk * BLOCK_E + expert[None, :]
+        some = tl.load(source, mask=chunk < chunks, other=0)
+        all_rows += some
+        rows_before += tl.where(chunk < own, some, 0)
+    counts = tl.sum(all_rows, axis=0)
+    ends = tl.cumsum(counts, axis=0)
+    if own < chunks:
+        inside = tl.load(counts_ptr + own * BLOCK_E + expert)
+        first = ends - counts + tl.sum(rows_before, axis=0)
+        tl.store(places_ptr + own * BLOCK_E + expert, first - tl.cumsum(inside, axis=0) + inside)
+
+    tile_counts = tl.where(expert < experts, (counts + BLOCK_M - 1) // BLOCK_M, 0)
+    tile_ends = tl.cumsum(tile_counts, axis=0)
+    total = tl.sum(tile_counts, axis=0)
+    tile = own * TILES + tl.arange(0, TILES)
+    of_tile = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+    chosen = expert[None, :] == of_tile[:, None]
+    index = tile - tl.sum(tl.where(chosen, (tile_ends - tile_counts)[None, :], 0), axis=1)
+    end = tl.sum(tl.where(chosen, ends[None, :], 0), axis=1)
+    begin = end - tl.sum(tl.where(chosen, counts[None, :], 0), axis=1) + index * BLOCK_M
+    tl.store(tile_experts_ptr + tile, of_tile, mask=tile < total)
+    tl.store(tile_firsts_ptr + tile, begin, mask=tile < total)
+    tl.store(tile_ends_ptr + tile, tl.minimum(begin + BLOCK_M, end), mask=tile < total)
+    if own == 0:
+        tl.store(num_tiles_ptr, total)
+
+
+@triton.jit(do_not_specialize=["num_slots", "experts"])
+def _place_chunk(
+    ids_ptr, places_ptr, slots_ptr, num_slots, experts,
+    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Each program sorts the slots of one chunk and writes them to their places."""
+    first = tl.program_id(0) * CHUNK
+    index = tl.arange(0, CHUNK)
+    # Slots past the last one are sorted behind all others, as slots of experts elsewhere are.
+    ids = tl.load(ids_ptr + first + index, mask=first + index < num_slots, other=BLOCK_E)
+    ordered = tl.sort(ids * CHUNK + index)
+    expert = ordered // CHUNK
+    here = expert < experts
+    place = tl.load(places_ptr + tl.program_id(0) * BLOCK_E + expert, mask=here, other=0) + index
+    tl.store(slots_ptr + place, first + ordered % CHUNK, mask=here)

@@ -1,0 +1,57 @@
+"""`--help rows` and `--help post` tell all steps that there are, and all of their keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import pkgutil
+from importlib import import_module
+from pkgutil import resolve_name
+
+import pytest
+
+import batchgen.grading
+from batchgen.__main__ import run_command
+from batchgen.cli.step_help import STEPS
+
+
+def _steps() -> set[str]:
+    """The import paths of all classes of batchgen.grading that have what a step has."""
+    found = set()
+    for module in pkgutil.iter_modules(batchgen.grading.__path__, "batchgen.grading."):
+        for name, cls in vars(import_module(module.name)).items():
+            own = isinstance(cls, type) and cls.__module__ == module.name
+            if own and dataclasses.is_dataclass(cls) and hasattr(cls, "apply"):
+                found.add(f"{module.name}.{name}")
+    return found
+
+
+def test_all_steps_are_listed() -> None:
+    assert _steps() == {target for targets in STEPS.values() for target in targets}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_list_of_steps(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--help", name]) == 0
+    text = capsys.readouterr().out
+    for target in STEPS[name]:
+        step = text.partition(f"_target_: {target}\n")[2].partition("\n_target_:")[0]
+        cls = resolve_name(target)
+        assert cls.__doc__.split("\n")[0] in step
+        keys = [line.partition(":")[0].strip() for line in step.split("\n") if line[2:3] != " "]
+        assert [key for key in keys if key] == [field.name for field in dataclasses.fields(cls)]
+        assert "Attributes" not in step
+
+
+def test_a_key_has_its_default_and_what_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--help", "post", "rows"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        '  answer: "answer"\n    the column with the answer, which an earlier step wrote.\n' in text
+    )
+    assert "\n  method: (has no default)\n" in text
+    assert "\n  choices_column: null\n    the column that holds a list of all choices.\n" in text
+
+
+def test_the_overview_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--help"]) == 0
+    assert "\n  post  Extract, Grade, ParseScore\n" in capsys.readouterr().out

@@ -1,0 +1,94 @@
+"""The verbs over marks: what they write, and what they warn of."""
+
+import json
+from pathlib import Path
+
+import pytest
+from finished_job import finished_job, row
+
+from batchgen.cli.verb_table import run_verb
+
+COPIES = (
+    "warning: {job} has sampling.n=2 at sampling.temperature=0: the 2 answers to a row are copies"
+)
+
+
+def files(job: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in job.rglob("*") if path.is_file()}
+
+
+def test_score_only_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row(i, text="yes" if i % 2 else "no") for i in range(6)]
+    job = finished_job(tmp_path / "job", rows, graded=True)
+    assert run_verb("report", [str(job)]) == 0
+    before = files(job)
+    for arguments in ([], ["--json"], ["score.ks=1", "score.subset=question"]):
+        assert run_verb("score", [str(job), *arguments]) == 0
+        assert "question 3" in capsys.readouterr().out or "score.subset=question" not in arguments
+    assert files(job) == before
+    assert run_verb("score", [str(job), "score.subset=question", "--save"]) == 0
+    changed = {path for path, content in files(job).items() if before.get(path) != content}
+    assert {Path(path).name for path in changed} - {".lock"} == {"metrics.json", "report.html"}
+    assert b"question 3" in (job / "metrics.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("count_as", "shown", "marked"),
+    [
+        ("as_marked", "75.0%", "truncated 50.0% (with an answer 50.0%) of 8 answers"),
+        ("wrong", "37.5%", "truncated 50.0% (counted as wrong) of 8 answers"),
+        ("left_out", "75.0%", "truncated 50.0% (left out) of 8 answers"),
+    ],
+)
+def test_an_exam_says_what_cut_texts_count_as(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    count_as: str,
+    shown: str,
+    marked: str,
+) -> None:
+    """In `score`, in what it saves and the report shows, and in `compare`."""
+    rows = [
+        row(i, text="no" if i < 2 else "yes", finish_reason="length" if i % 2 else "stop")
+        for i in range(8)
+    ]
+    option = f"score.cut_texts={count_as}"
+    job = finished_job(tmp_path / "job", rows, graded=True)
+    assert run_verb("score", [str(job), option, "--save"]) == 0
+    text = capsys.readouterr().out
+    assert f"score       {shown}" in text and marked in text
+    assert json.loads((job / "metrics.json").read_bytes())["score"]["cut_texts"] == count_as
+    assert run_verb("report", [str(job)]) == 0
+    page = (job / "report.html").read_text()
+    assert ("cut at their longest length are" in page) == (count_as != "as_marked")
+    assert shown in page
+
+    other = finished_job(
+        tmp_path / "other", rows, graded=True, config={"score": {"cut_texts": "wrong"}}
+    )
+    capsys.readouterr()
+    refused = run_verb("compare", [str(job), str(other)])
+    assert refused == 2 and "score.cut_texts is as_marked and wrong" in capsys.readouterr().err
+    assert run_verb("compare", [str(job), str(other), option]) == 0
+    lines = capsys.readouterr().out
+    questions = 4 if count_as == "left_out" else 8
+    assert f"{questions} in both" in lines and f"A          {shown}" in lines
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_verbs_warn_of_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], temperature: float
+) -> None:
+    rows = [row(i, k, text="yes" if i % 2 else "no") for i in range(6) for k in range(2)]
+    config = {"sampling": {"temperature": temperature, "n": 2}}
+    job = finished_job(tmp_path / "job", rows, graded=True, config=config)
+    grade = [
+        "post=[{_target_: batchgen.grading.extract.Extract, methods: [whole]}, "
+        "{_target_: batchgen.grading.grade.Grade, method: exact}]"
+    ]
+    for verb, arguments in (("score", []), ("grade", grade), ("compare", [str(job)])):
+        capsys.readouterr()
+        assert run_verb(verb, [str(job), *arguments]) == 0
+        shown = capsys.readouterr()
+        assert (COPIES.format(job=job) in shown.err) == (temperature == 0)
+        assert "cannot be told" in shown.out

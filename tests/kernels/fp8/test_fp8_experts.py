@@ -1,0 +1,203 @@
+"""Experts in FP8, against float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from product_bounds import product_bound
+from torch import Tensor
+
+from batchgen.kernels.fp8.fp8_experts import (
+    fp8_grouped_mlp,
+    fp8_grouped_mlp_reference,
+    fp8_grouped_parts,
+)
+from batchgen.kernels.fp8.fp8_experts_triton import fp8_down, fp8_gate_up, fp8_grouped_mlp_triton
+from batchgen.kernels.fp8.fp8_tiles import EXPERTS, ExpertTiles, expert_tiles
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_weight
+from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, quantise_rows
+from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
+from batchgen.kernels.moe.moe_align_triton import align
+from batchgen.kernels.moe.tiled_layout import to_panels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SWAPPED = ExpertTiles(16, 4, 3, True, 64, 4, 3, True)
+HALVED = ExpertTiles(32, 4, 3, False, 128, 4, 3, False, halve=True)
+COLUMNS = ExpertTiles(16, 4, 3, True, 64, 4, 3, True, down_columns=2)
+WIDE_COLUMNS = ExpertTiles(32, 4, 3, False, 256, 8, 3, False, down_columns=2)
+
+
+class Case:
+    """What the kernels take, on DEVICE."""
+
+    def __init__(
+        self,
+        tokens: int,
+        k: int,
+        experts: int,
+        hidden: int,
+        inner: int,
+        by_row: bool,
+        in_panels: bool = False,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(DEVICE)
+
+        self.x = normal(tokens, hidden)
+        self.gate_up = quantise_weight(normal(experts, 2 * inner, hidden) * hidden**-0.5)
+        self.down = quantise_weight(normal(experts, hidden, inner) * inner**-0.5)
+        if by_row or inner % BLOCK:
+            self.gate_up = self.gate_up.by_row()
+        if by_row:
+            self.down = self.down.by_row()
+        self.weights_in_rows = self.gate_up, self.down
+        if in_panels:
+            self.gate_up, self.down = (
+                FP8Weight(to_panels(weight.values), weight.scales)
+                for weight in self.weights_in_rows
+            )
+        scores = torch.rand((tokens, experts), generator=generator)
+        self.ids = scores.topk(k).indices.int().to(DEVICE)
+        self.weights = torch.rand((tokens, k), generator=generator).to(DEVICE)
+
+
+CASES = [
+    (1, 2, 4, 128, 64, False),
+    (9, 3, 4, 200, 136, False),  # and a scale for each row
+    (40, 2, 3, 144, 128, False),
+    (12, 2, 3, 144, 256, True),
+    (12, 2, 3, 592, 272, False),
+    (9, 3, 4, 128, 128, False, True),
+    (40, 2, 3, 384, 256, False, True),
+    (12, 2, 3, 640, 128, True, True),
+]
+
+
+@pytest.mark.parametrize("tiles", [SWAPPED, HALVED, COLUMNS, WIDE_COLUMNS])
+@pytest.mark.parametrize("sizes", CASES)
+def test_both_products_are_near_float64(
+    sizes: tuple[int, int, int, int, int, bool], tiles: ExpertTiles
+) -> None:
+    case = Case(*sizes)
+    tokens, k, experts, hidden, inner = sizes[:5]
+    alignment = align(case.ids, experts, tiles.block_m)
+    values, scales = quantise_rows_triton(case.x)
+    x = FP8Rows(values, scales, tokens).dequantise().double()
+    slots = tokens * k
+    activated = torch.zeros((slots, inner), dtype=FP8, device=DEVICE)
+    of_groups = torch.zeros((-(-inner // BLOCK), slots), device=DEVICE)
+    fp8_gate_up(values, scales, case.gate_up, alignment, tiles, k, activated, of_groups, False)
+    found = FP8Rows(activated, of_groups, slots).dequantise().double()
+    parts = torch.empty((slots, hidden), device=DEVICE)
+    fp8_down(activated, of_groups, case.down, case.weights, alignment, tiles, parts)
+
+    for place, slot in enumerate(alignment.slots.tolist()):
+        expert = int(case.ids.flatten()[slot])
+        row = x[slot // k : slot // k + 1]
+        wide, narrow = (
+            FP8Weight(w.values[expert], w.scales[expert]).dequantise().double()
+            for w in case.weights_in_rows
+        )
+        gate, up = (row @ wide.t()).chunk(2, 1)
+        off_gate, off_up = product_bound(row, wide, torch.float32).chunk(2, 1)
+        exact = gate * torch.sigmoid(gate) * up
+        # |silu(g + d) - silu(g)| ≤ 1.1 |d| and |silu(g)| ≤ |g|, then float32, then FP8.
+        bound = 1.1 * off_gate * (up.abs() + off_up) + gate.abs() * off_up + exact.abs() * 2**-18
+        group_scale = of_groups[:, place].double().repeat_interleave(BLOCK)[:inner]
+        rounding = torch.maximum((exact.abs() + bound) * 2**-4, group_scale * 2**-10)
+        assert ((found[place] - exact).abs() <= bound + rounding * 1.001).all()
+
+        weight = float(case.weights.flatten()[slot])
+        expected = found[place : place + 1] @ narrow.t() * weight
+        bound = product_bound(found[place : place + 1], narrow, torch.float32) * weight
+        assert ((parts[slot] - expected).abs() <= bound + expected.abs() * 2**-22).all()
+
+
+@pytest.mark.parametrize("powers_of_two", [False, True])
+def test_the_whole_is_near_the_reference(powers_of_two: bool) -> None:
+    case = Case(40, 2, 3, 144, 128, False)
+    arguments = case.x, case.gate_up, case.down, case.ids, case.weights
+    residual = torch.randn_like(case.x)
+    expected = residual + fp8_grouped_mlp_reference(*arguments, powers_of_two)
+    for run in (partial(fp8_grouped_mlp_triton, tiles=SWAPPED), fp8_grouped_mlp):
+        out = residual.clone()
+        found = run(*arguments, out, powers_of_two=powers_of_two)
+        assert found is out
+        # A value between the products may be rounded to the other neighbour, 2**-3 apart.
+        assert float((found - expected).norm() / expected.norm()) < 2**-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_panels", [False, True])
+def test_every_line_of_the_table(in_panels: bool) -> None:
+    hidden, inner = (640, 384) if in_panels else (272, 144)
+    for most, _ in EXPERTS:
+        case = Case(int(min(most, 100) * 2), 3, 6, hidden, inner, False, in_panels)
+        routed = case.ids, case.weights
+        expected = fp8_grouped_mlp_reference(case.x, *case.weights_in_rows, *routed)
+        found = fp8_grouped_mlp_triton(case.x, case.gate_up, case.down, *routed)
+        assert float((found - expected).norm() / expected.norm()) < 2**-6
+
+
+def test_tokens_that_are_quantised_already() -> None:
+    case = Case(9, 2, 3, 128, 128, False, in_panels=True)
+    arguments = case.gate_up, case.down, case.ids, case.weights
+    rows = FP8Rows(*quantise_rows_triton(case.x), 9)
+    # Nothing but the dtype and the shape is read of what they were before.
+    both = BothRows(torch.full_like(case.x, torch.nan), rows)
+    found = fp8_grouped_mlp_triton(both, *arguments, tiles=COLUMNS)
+    assert torch.equal(found, fp8_grouped_mlp_triton(case.x, *arguments, tiles=COLUMNS))
+    in_rows = *case.weights_in_rows, case.ids, case.weights
+    again = fp8_grouped_mlp(BothRows(case.x, rows), *in_rows)
+    assert torch.equal(again, fp8_grouped_mlp(case.x, *in_rows))
+
+
+@pytest.mark.gpu
+def test_parts_lie_by_choice_of_the_token() -> None:
+    case = Case(9, 3, 4, 144, 128, False)
+    arguments = case.x, case.gate_up, case.down, case.ids, case.weights
+    parts = fp8_grouped_parts(*arguments)
+    assert parts is not None and parts.shape == (3, 9, 144)
+    torch.testing.assert_close(parts.sum(0), fp8_grouped_mlp(*arguments), rtol=1e-5, atol=1e-6)
+
+
+def test_no_tokens() -> None:
+    case = Case(0, 2, 4, 128, 128, False)
+    run = fp8_grouped_mlp_triton
+    assert run(case.x, case.gate_up, case.down, case.ids, case.weights).shape == (0, 128)
+
+
+def test_a_value_that_is_not_finite_stays_in_its_row() -> None:
+    case = Case(9, 3, 4, 128, 128, False)
+    arguments = case.gate_up, case.down, case.ids, case.weights
+    clean = fp8_grouped_mlp_triton(case.x, *arguments, tiles=SWAPPED)
+    case.x[4, 7] = float("nan")
+    found = fp8_grouped_mlp_triton(case.x, *arguments, tiles=SWAPPED)
+    others = [row for row in range(9) if row != 4]
+    assert found[4].isnan().all() and torch.equal(found[others], clean[others])
+
+
+def test_tiles_are_looked_up_by_the_mean_number_of_slots() -> None:
+    assert expert_tiles(128, 128) == EXPERTS[0][1]
+    assert expert_tiles(10**6, 128) == EXPERTS[-1][1]
+
+
+def test_rows_of_one_expert_do_not_depend_on_the_others() -> None:
+    case = Case(9, 1, 4, 128, 128, False)
+    rows = quantise_rows(case.x)
+    assert rows.num_rows == 9
+    alone = [
+        fp8_grouped_mlp_triton(
+            case.x[i : i + 1], case.gate_up, case.down, case.ids[i : i + 1],
+            case.weights[i : i + 1], tiles=SWAPPED,
+        )
+        for i in range(9)
+    ]  # fmt: skip
+    together = fp8_grouped_mlp_triton(
+        case.x, case.gate_up, case.down, case.ids, case.weights, tiles=SWAPPED
+    )
+    assert torch.equal(torch.cat(alone), together)
