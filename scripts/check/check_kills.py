@@ -52,18 +52,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import batchgen.build
-import batchgen.job
-import batchgen.llm
-from batchgen.config import StepConfig, WorkersConfig
-from batchgen.config.compose import compose
-from batchgen.errors import JobError
-from batchgen.job import JobResult
-from batchgen.output.open_storage import open_storage
-from batchgen.output.read_job import JobFolderReader
-from batchgen.output.row_order import KEYS
-from batchgen.output.shards import shard_files
-from batchgen.workers.object_store import connect
+import batchgen.jobs.run_job
+import batchgen.python.llm
+import batchgen.resolve.opened_job
+from batchgen.compose.compose_config import compose
+from batchgen.config.job_config import StepConfig
+from batchgen.config.workers_config import WorkersConfig
+from batchgen.folder.read_job import JobFolderReader
+from batchgen.jobs.run_job import JobResult
+from batchgen.leases.object_store import connect
+from batchgen.shards.row_order import KEYS
+from batchgen.shards.shard_files import shard_files
+from batchgen.storage.open_storage import open_storage
+from batchgen.util.errors import JobError
 
 sys.path.append(str(Path(__file__).parents[2] / "tests/batchgen"))
 from fake_job import FakeJob
@@ -323,7 +324,7 @@ def arguments(out: object, rows: Path, grade: str | None = None) -> list[str]:
 
 def run_real(command: list[str]) -> JobResult:
     config = compose({}, command)
-    return batchgen.job.run_job(config, batchgen.build.job_parts(config))
+    return batchgen.jobs.run_job.run_job(config, batchgen.resolve.opened_job.job_parts(config))
 
 
 def write_questions(path: Path, rows: int) -> Path:

@@ -42,7 +42,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from batchgen.config import NoConstraintConfig, constraint_config, job_value, make_constraint
+from batchgen.compose.load_config import constraint_config
+from batchgen.config.constraint_config import NoConstraintConfig, job_value, make_constraint
 from batchgen.constraint.text_checks import Check, make_check
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.outputs import RequestOutput

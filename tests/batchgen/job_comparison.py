@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.output.read_job import JobFolderReader
+from batchgen.folder.read_job import JobFolderReader
 
 TOLERANCE = 1e-5
 """How much floats may differ."""
