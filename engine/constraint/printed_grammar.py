@@ -14,7 +14,7 @@ from typing import Any
 from batchgen.engine.base.constraint_error import ConstraintError
 
 TESTED_VERSION = "0.2.8"
-"""The version of xgrammar that the tests ran with. pyproject.toml asks for the same."""
+"""The version of xgrammar that the tests ran with. constraints.txt pins the same one."""
 
 _STRING_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')
 _ESCAPE = re.compile(r"(\\x[0-9a-f]{2}(?=[0-9a-fA-F]))|\\.")
