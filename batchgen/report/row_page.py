@@ -13,10 +13,10 @@ from markupsafe import Markup
 
 from batchgen.folder.job_metrics import OUTCOMES, constraint_outcome
 from batchgen.report.prompt_text import PromptText
-from batchgen.report.step_name import step_name
 from batchgen.texts.math.rich_text import rich_text
 from batchgen.texts.row_json import json_readers, plain_text
 from batchgen.texts.safe_text import Span, environment, shortened
+from batchgen.texts.tokens.step_name import step_name
 from batchgen.texts.tokens.token_boxes import Decode, TokenView
 
 CSS = (Path(__file__).parent / "base.css", Path(__file__).parent / "row.css")

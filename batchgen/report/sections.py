@@ -11,9 +11,9 @@ from batchgen.folder.job_metrics import OUTCOMES
 from batchgen.report.charts import Chart, bars, experts, histogram, numbers, timeline_charts
 from batchgen.report.eval_charts import Estimate, intervals, question_dots, score_by_length
 from batchgen.report.report_data import MOST_QUESTIONS, Collected
-from batchgen.report.step_name import step_name
 from batchgen.report.token_facts import TokenFacts
 from batchgen.texts.text_table import COUNT_AS
+from batchgen.texts.tokens.step_name import step_name
 from batchgen.util.duration import duration
 
 _MOST_SUBSETS = 100
