@@ -15,17 +15,10 @@ _TILE = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute x / sqrt(mean(x²) + eps) · weight over the last axis.
+    """Compute x / sqrt(mean(x²) + eps) · weight over the last axis, which is contiguous.
 
-    Args:
-        x: [D], [T, D] or [T, H, D]; the last axis is contiguous.
-        weight: [D], dtype of x or float32.
-        eps: added to the mean square.
-
-    Returns:
-        A contiguous tensor with the shape and dtype of x. The mean and the division are computed in
-        float32; the product with the weight is in the dtype of the weight. That is as the models
-        were trained: some round to their dtype before the product, some only after it.
+    x has up to three axes; weight [D] has its dtype or float32. Mean and division are in float32,
+    the product with the weight in the weight's dtype: models were trained with either rounding.
     """
     run = rms_norm_triton if x.is_cuda else rms_norm_reference
     return run(x, weight, eps)
@@ -41,18 +34,10 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_of_sum(
     x: Tensor, parts: Tensor, shared: SharedPart | None, weight: Tensor, eps: float
 ) -> Tensor:
-    """Add parts of a sum to rows, and normalise these as `rms_norm` does.
+    """Add partial sums [P, T, D] to rows x [T, D], and normalise these as `rms_norm` does.
 
-    Args:
-        x: [T, D], the last axis contiguous; overwritten with x + Σ_p parts_p + shared, which is
-            computed in float32 and rounded once.
-        parts: [P, T, D], the last axis contiguous; added in their order.
-        shared: added behind them; None adds nothing.
-        weight: [D], dtype of x or float32.
-        eps: added to the mean square.
-
-    Returns:
-        [T, D], contiguous, dtype of x.
+    x is overwritten with x + Σ_p parts_p + shared, computed in float32 in the order of the parts
+    and rounded once. The last axes are contiguous.
     """
     if x.is_cuda:
         return rms_norm_triton(x, weight, eps, parts, shared)

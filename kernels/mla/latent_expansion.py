@@ -15,10 +15,8 @@ class Expansion(Protocol):
         """V, the number of values of a head's value."""
 
     def absorb(self, q: Tensor) -> Tensor:
-        """Turn queries [T, heads, N] of keys into queries [T, heads, L] of latents.
-
-        Their product with a latent is that of the given query with the latent's key.
-        """
+        """Turn queries [T, heads, N] of keys into [T, heads, L], with the same products with the
+        latents."""
 
     def values(self, mixed: Tensor, out: Tensor | None = None) -> Tensor:
         """Turn mixtures [T, heads, L] of latents into those [T, heads, V] of their values, in `out`

@@ -16,15 +16,10 @@ IsValid = Callable[[Any, Any], bool]
 
 
 def lower_array(schema: Mapping[str, Any], at: str, lower: Lower) -> dict[str, Any]:
-    """The rewritten schema of arrays.
+    """Rewrite the keywords about arrays; `at` is their JSON pointer, `lower` rewrites items'
+    schemas.
 
-    Args:
-        schema: only the keywords about arrays.
-        at: its JSON pointer.
-        lower: rewrites the schemas of items.
-
-    Raises:
-        ConstraintError: a keyword cannot be enforced, or no length is left.
+    Raises ConstraintError if a keyword cannot be enforced, or no length is left.
     """
     prefix, rest = schema.get("prefixItems", []), schema.get("items")
     if isinstance(rest, list):  # until draft 2019-09
@@ -55,16 +50,9 @@ def lower_array(schema: Mapping[str, Any], at: str, lower: Lower) -> dict[str, A
 def lower_object(
     schema: Mapping[str, Any], at: str, lower: Lower, is_valid: IsValid
 ) -> dict[str, Any]:
-    """The rewritten schema of objects.
+    """Rewrite the keywords about objects; `is_valid` checks names against `propertyNames`.
 
-    Args:
-        schema: only the keywords about objects.
-        at: its JSON pointer.
-        lower: rewrites the schemas of properties.
-        is_valid: checks names against `propertyNames`.
-
-    Raises:
-        ConstraintError: a keyword cannot be enforced, or no object is left.
+    Raises ConstraintError if a keyword cannot be enforced, or no object is left.
     """
     properties, required = dict(schema.get("properties", {})), schema.get("required", [])
     patterns = schema.get("patternProperties", {})
@@ -101,15 +89,8 @@ def lower_object(
 def _of_names(
     rule: Any, extra: Any, at: str, lower: Lower
 ) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """What `propertyNames` says in terms of other keywords.
-
-    Args:
-        rule: the schema of names.
-        extra: the schema of all values, or True.
-
-    Returns:
-        `properties`, `patternProperties` and `additionalProperties` that allow the same objects.
-    """
+    """Say `propertyNames` (`rule`) by `properties`, `patternProperties` and `additionalProperties`;
+    `extra` is the schema of all values, or True."""
     if rule is True:
         return {}, {}, extra
     if isinstance(rule, dict):

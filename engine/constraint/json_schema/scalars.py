@@ -42,15 +42,9 @@ FORMATS = {
 
 
 def lower_scalar(name: str, schema: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """The rewritten schema of the values of one type.
+    """Rewrite the keywords about one type, neither object nor array, at a JSON pointer.
 
-    Args:
-        name: the type, which is neither object nor array.
-        schema: only the keywords about that type.
-        at: the JSON pointer of the schema.
-
-    Raises:
-        ConstraintError: a keyword cannot be enforced.
+    Raises ConstraintError if one cannot be enforced.
     """
     if name == "string" and schema:
         return {"type": name, "pattern": text.write(string_node(schema, at), json=True)}
@@ -60,14 +54,11 @@ def lower_scalar(name: str, schema: Mapping[str, Any], at: str) -> dict[str, Any
 
 
 def string_node(schema: Mapping[str, Any], at: str) -> syntax.Node:
-    """The tree of a regular expression for the strings that `pattern`, `format`, `minLength` and
-    `maxLength` of a schema allow.
+    """Make the regular expression of strings that `pattern`, `format` and the lengths of a schema
+    allow.
 
-    xgrammar would read only one of these keywords, and with a length it would let raw control
-    characters through.
-
-    Raises:
-        ConstraintError: they cannot be enforced together, or allow no string.
+    xgrammar would read only one of these keywords, and with a length let raw control characters
+    through. Raises ConstraintError if they cannot be enforced together, or allow no string.
     """
     low, high = read_limits(schema, "minLength", "maxLength")
     most = MOST if high is None else high
@@ -174,12 +165,9 @@ def _millionths(value: float) -> Fraction:
 
 
 def check_values(values: list[Any], keyword: str, at: str) -> Iterator[str]:
-    """Check the values that a keyword (`enum`, `const`) lists, and yield the names of all object
-    members in them, at any depth.
+    """Check the values that `enum` or `const` lists, and yield all names of object members in them.
 
-    Raises:
-        ConstraintError: xgrammar would write one of them otherwise than it is: it rounds integers
-            of more than 64 bits.
+    Raises ConstraintError for integers of more than 64 bits, which xgrammar would round.
     """
     for value in values:
         if isinstance(value, int) and not -(2**63) <= value < 2**63:

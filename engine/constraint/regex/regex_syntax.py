@@ -1,10 +1,9 @@
-"""The regular expressions that a grammar can enforce, read into trees.
+r"""The regular expressions that a grammar can enforce, read into trees.
 
 A grammar matches the whole text, character by character. So a pattern may have literals, classes,
-groups, alternatives and counts; what looks around (assertions, references back, word boundaries)
-is refused. Where dialects differ, the text that is allowed is the text that all of them allow:
-`\\d` means ASCII digits in ECMAScript and any Unicode digit in Python, so here it means ASCII
-digits. Whoever checks the output afterwards then agrees.
+groups, alternatives and counts; what looks around (assertions, references back, word boundaries) is
+refused. Where dialects differ, only what all of them allow is allowed: `\d` means ASCII digits, as
+in ECMAScript, so that any later check of the output agrees.
 """
 
 import re
@@ -65,16 +64,10 @@ Node = Chars | Concat | Either | Repeat
 
 
 def parse(pattern: str, alphabet: Ranges = TEXT) -> Node:
-    """The tree of a pattern. The whole text must match, so the anchors `^` at its beginning and `$`
-    at its end change nothing.
+    """Read a pattern into a tree, whose sets are within `alphabet`, the characters of the output.
 
-    Args:
-        pattern: the regular expression.
-        alphabet: the characters that the output may have. The sets in the tree are within it.
-
-    Raises:
-        ConstraintError: it is no regular expression, or none that a grammar can enforce. The
-            message says which part it is and what to write instead.
+    The whole text must match, so `^` at its beginning and `$` at its end change nothing. Raises
+    ConstraintError, which says which part cannot be enforced and what to write instead.
     """
     if (depth := _depth(pattern)) > _MOST_GROUPS:
         raise ConstraintError(

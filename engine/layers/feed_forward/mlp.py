@@ -21,14 +21,8 @@ from batchgen.kernels.layers.activation import silu_and_mul
 class GatedMLP(nn.Module):
     """A SwiGLU feed-forward part: residual + down(silu(gate(x)) · up(x)) (Shazeer 2020).
 
-    Args:
-        hidden_size: the width of the hidden states.
-        intermediate_size: the width between the projections, over all ranks.
-        bias: whether the projections have a bias.
-        size_name: what the model's configuration calls `intermediate_size`, for error messages.
-        parallel: the ranks, each of which has a share of the width between the projections.
-        device: where the parameters are created.
-        dtype: the dtype of the parameters.
+    Each rank has a share of the width between the projections. `size_name` is what the model's
+    configuration calls that width, for error messages.
     """
 
     def __init__(
