@@ -12,8 +12,8 @@ from measuring import DEVICE, KernelTime, KernelWindow
 from routing import Chance, expert_layers, run_rows
 from workloads import BenchRequest, requests
 
-from batchgen.engine.engine_config import EngineConfig
-from batchgen.engine.execution.step_timing import PhaseSplit, StepTime
+from batchgen.engine.base.engine_config import EngineConfig
+from batchgen.engine.base.step_timing import PhaseSplit, StepTime
 
 CPU = torch.device("cpu")
 

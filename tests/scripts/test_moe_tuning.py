@@ -3,8 +3,8 @@
 import pytest
 from expert_cases import fp8_candidates, linear_candidates, product_candidates
 
-from batchgen.kernels.moe import tiles as table
-from batchgen.kernels.moe.tiles import TABLE
+from batchgen.kernels.moe import moe_tiles as table
+from batchgen.kernels.moe.moe_tiles import TABLE
 
 
 @pytest.mark.parametrize("slots", [0.0625, 1, 16, 32, 64, 512, 1024])
