@@ -19,16 +19,16 @@ from batchgen.folder.job_metrics import Metrics
 from batchgen.forecast.forecast import Forecast
 from batchgen.grades.background_grading import grading_beside
 from batchgen.jobs.checked_rows import CheckedRows, check_rows, job_manifest, most_rows
-from batchgen.jobs.completion import (
+from batchgen.jobs.fail_fast import AllRowsFailed
+from batchgen.jobs.generation import Engine, Generation
+from batchgen.jobs.graded_job import scores_of
+from batchgen.jobs.job_end import (
     JobResult,
     already_complete,
     complete,
     completed_elsewhere,
     new_tally,
 )
-from batchgen.jobs.fail_fast import AllRowsFailed
-from batchgen.jobs.generation import Engine, Generation
-from batchgen.jobs.graded_job import scores_of
 from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.progress import Progress, show_memory
 from batchgen.leases.file_store import FolderGone

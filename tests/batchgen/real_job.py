@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from batchgen.compose.compose_config import compose
-from batchgen.jobs.completion import JobResult
+from batchgen.jobs.job_end import JobResult
 from batchgen.jobs.job_parts import job_parts
 from batchgen.jobs.run_job import run_job
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from shared_jobs import SharedJob, in_threads
 
-import batchgen.jobs.completion
+import batchgen.jobs.job_end
 import batchgen.jobs.run_job
 from batchgen.folder.job_folder import JobFolder
 from batchgen.folder.job_metrics import Metrics, Status
-from batchgen.jobs.completion import JobResult
 from batchgen.jobs.graded_job import scores_of
+from batchgen.jobs.job_end import JobResult
 from batchgen.leases.folder_lock import FolderLock
 from batchgen.leases.heartbeat import Heartbeat
 from batchgen.storage.job_storage import FolderStorage
@@ -46,7 +46,7 @@ def _wait_until_gone(path: Path) -> None:
 @pytest.fixture
 def completed(monkeypatch: pytest.MonkeyPatch) -> list[JobResult]:
     """Gets the result of every worker that completes the job."""
-    complete = batchgen.jobs.completion.complete
+    complete = batchgen.jobs.job_end.complete
     found: list[JobResult] = []
 
     def noted(*args: Any) -> JobResult:

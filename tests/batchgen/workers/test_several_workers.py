@@ -20,8 +20,8 @@ from shared_jobs import SharedJob, in_threads
 
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.jobs.completion import JobResult, completed_elsewhere
 from batchgen.jobs.generation import Engine
+from batchgen.jobs.job_end import JobResult, completed_elsewhere
 from batchgen.jobs.job_parts import JobParts
 from batchgen.jobs.run_job import run_job
 from batchgen.leases.lease_files import lease_name
