@@ -202,14 +202,14 @@ def run_grading(options: argparse.Namespace) -> list[Any]:
         for number, (target, answer) in enumerate(islice(cycle(MATHEMATICS), options.math), 2)
     )
     found = []
-    for name, method, pairs, count in (
-        ("integers", "integer", integers, options.integers),
-        ("mathematics", "math", mathematics, options.math),
+    for name, grade, pairs, count in (
+        ("integers", Grade(method="integer"), integers, options.integers),
+        ("mathematics", Grade(method="math"), mathematics, options.math),
     ):
         rows = (
             (rf"{FILLER}So \boxed{{{answer}}}.", {"target": target}) for target, answer in pairs
         )
-        with Grader([Extract(), Grade(method=method)]) as grader:
+        with Grader([Extract(), grade]) as grader:
             clock, spent = time.perf_counter(), processor_seconds(grader.pids)
             marks = [values["mark"] for values in grader.grade(rows)]
             clock = time.perf_counter() - clock

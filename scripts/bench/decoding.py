@@ -225,7 +225,7 @@ def run_replay(options: argparse.Namespace) -> list[dict[str, Any]]:
     )
     k = options.drafts
     params = SamplingParams(temperature=0.6, max_new_tokens=options.output_len, ignore_eos=True)
-    prompts = [[row, *range(300, 299 + PROMPT_TOKENS)] for row in range(config.max_num_seqs)]
+    prompts = [[row, *range(300, 299 + PROMPT_TOKENS)] for row in range(max(options.batches))]
     strategies: dict[str, Strategy] = {"plain": ARStrategy()}
     for name, adaptive in ((f"always {k} drafts", False), (f"up to {k} drafts", True)):
         strategy = ReplayStrategy(options.accuracy, k, adaptive, options.proposer)
@@ -241,7 +241,7 @@ def run_replay(options: argparse.Namespace) -> list[dict[str, Any]]:
 def run_ngram(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Let a real model repeat its prompt, with drafts that are looked up in the prompt."""
     opened = open_model(options.model, None, "auto")
-    model = opened.load("bfloat16" if DEVICE.type == "cuda" else "float32", DEVICE.type)
+    model = opened.load("auto" if DEVICE.type == "cpu" else "bfloat16", "auto")
     texts = read_texts(options.rows, options.field, max(options.batches))
     prompts = [
         chat_ids(opened.tokenizer, f"Repeat this text word for word:\n\n{text}") for text in texts

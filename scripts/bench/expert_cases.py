@@ -6,7 +6,7 @@ import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -118,9 +118,11 @@ class Batch:
     def align(self, block_m: int, i: int) -> Any:
         return align(self.ids[i], self.shape.experts, block_m)
 
-    def case(self, name: str, run: Callable[[int], object], *cost: float) -> Case:
+    def case(
+        self, name: str, run: Callable[[int], object], num_bytes: float = 0, flops: float = 0
+    ) -> Case:
         runs = [partial(run, i) for i in range(_ROUTINGS)]
-        return Case(f"{len(self.x):6} tokens, {name}", runs, *cost, time=_adaptive)
+        return Case(f"{len(self.x):6} tokens, {name}", runs, num_bytes, flops, _adaptive)
 
     def layer_case(self, name: str, run: Callable[[int], object], value_bytes: int) -> Case:
         """A whole layer, which reads the weights of the experts that tokens go to."""
@@ -202,8 +204,8 @@ def _ways(options: argparse.Namespace, tokens: int, fp8: bool) -> Group:
     layer, batch = Layer.make(small), Batch(small, 1 if options.compile else tokens)
     layer = layer.in_fp8() if fp8 else layer
     slots = tokens * shape.k / shape.experts
-    ways = {}
-    for block_m, *both in (fp8_candidates if fp8 else product_candidates)(slots):
+    ways, candidates = {}, cast(Any, fp8_candidates if fp8 else product_candidates)
+    for block_m, *both in candidates(slots):
         made = _fp8_launches(layer, batch, both[0][0]) if fp8 else _launches(layer, batch, block_m)
         ways[block_m] = [
             Choice(part, tiles, launch, _ROUTINGS, _adaptive)
@@ -318,7 +320,9 @@ def fp8_candidates(slots: float) -> list[tuple[int, list[ExpertTiles], list[Expe
             ExpertTiles(block_m, *each, 128, 4, 4, block_m <= 32, block_m == 128) for each in first
         ]
         names = ("down_n", "down_warps", "down_stages", "down_swap", "down_columns")
-        down = [gate_up[0]._replace(**dict(zip(names, each, strict=True))) for each in second]
+        down = [
+            gate_up[0]._replace(**cast(Any, dict(zip(names, each, strict=True)))) for each in second
+        ]
         found.append((block_m, gate_up, down))
     return found
 

@@ -110,23 +110,23 @@ Launch = Callable[[Any, int], Tensor]
 
 
 class Delta(NamedTuple):
-    """The kernels of a layer: the delta rule with given tiles and the i-th of `count` inputs, what
+    """The kernels of a layer: the delta rule with given tiles and the i-th of its inputs, what
     it moves and computes, and the cases beside it."""
 
     name: str
     launch: Launch
-    count: int
+    inputs: int
     num_bytes: float
     flops: float
     beside: tuple[Case, Case]
     tiles: Any
 
     def cases(self) -> tuple[Case, ...]:
-        runs = [partial(self.launch, None, i) for i in range(self.count)]
+        runs = [partial(self.launch, None, i) for i in range(self.inputs)]
         return (Case(self.name, runs, self.num_bytes, self.flops, _delta_time), *self.beside)
 
     def group(self) -> Group:
-        choice = Choice("", self.tiles, self.launch, self.count, _delta_time, compared=False)
+        choice = Choice("", self.tiles, self.launch, self.inputs, _delta_time, compared=False)
         return Group(self.name, {"": [choice]})
 
 
