@@ -42,7 +42,8 @@ from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.prefill_inputs import block_tables, prefill_inputs, state_slots
 from batchgen.engine.scheduling.scheduler import Scheduler
-from batchgen.engine.strategy import TARGET, JoiningRows, Limits, Strategy
+from batchgen.engine.step_inputs import JoiningRows
+from batchgen.engine.strategy import TARGET, Limits, Strategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

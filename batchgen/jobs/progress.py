@@ -21,7 +21,7 @@ from batchgen.util.shorten import beginning, end
 
 if TYPE_CHECKING:
     from batchgen.engine.memory.memory_plan import MemoryPlan
-    from batchgen.engine.strategy import Hooks
+    from batchgen.engine.strategy import Strategy
     from batchgen.folder.job_metrics import Metrics, Totals
     from batchgen.forecast.forecast import Forecast
     from batchgen.shards.output_schema import FinishedRow
@@ -245,7 +245,7 @@ def summary(
     totals: Totals,
     folder: str,
     metrics: Metrics | None = None,
-    strategy: Hooks | None = None,
+    strategy: Strategy | None = None,
     score: Mapping[str, Any] | None = None,
     report: str | None = None,
 ) -> str:

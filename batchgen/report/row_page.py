@@ -16,11 +16,11 @@ from batchgen.report.prompt_text import PromptText
 from batchgen.texts.math.rich_text import rich_text
 from batchgen.texts.row_json import json_readers, plain_text
 from batchgen.texts.safe_text import Span, environment, shortened
+from batchgen.texts.tokens.step_name import step_name
 from batchgen.texts.tokens.token_boxes import Decode, TokenView
 
 CSS = (Path(__file__).parent / "base.css", Path(__file__).parent / "row.css")
 """The style sheets that a page with rows needs; it is for the page to embed or to serve them."""
-_STEP_NAMES = {"DLLMStrategy": "denoise step", "ARSpecStrategy": "forward"}
 _KEYS = ("row_id", "row_index", "sample_index")
 _MOST_FACT = 2_000
 _END_OF_REASONING = "</think>"
@@ -73,10 +73,9 @@ class RowPage:
             schema: of its rows.
             decode: the text of token ids with special tokens; None shows ids.
         """
-        output, strategy = config.get("output") or {}, config.get("strategy") or {}
+        output = config.get("output") or {}
         self.text_column: str = output.get("text_column", "text")
-        target = str(strategy.get("_target_", "")).rpartition(".")[2]
-        self.tokens = TokenView(schema, decode, _STEP_NAMES.get(target, "step"))
+        self.tokens = TokenView(schema, decode, step_name(config))
         self.prompt = PromptText(config.get("prompt") or {}, schema, decode)
         self._readers = json_readers(schema)
         self._constrained = "constraint_satisfied" in schema.names

@@ -13,11 +13,11 @@ from batchgen.report.eval_charts import Estimate, intervals, question_dots, scor
 from batchgen.report.report_data import MOST_QUESTIONS, Collected
 from batchgen.report.token_facts import TokenFacts
 from batchgen.texts.text_table import COUNT_AS
+from batchgen.texts.tokens.step_name import step_name
 from batchgen.util.duration import duration
 
 _MOST_SUBSETS = 100
 _MOST_TEXT = 300  # characters of a message or a name
-_TARGETS = {"DLLMStrategy": "denoise step", "ARSpecStrategy": "forward"}
 
 
 @dataclass
@@ -200,8 +200,7 @@ def _lengths(found: Collected) -> Section:
 
 def _steps(metrics: Mapping[str, Any], config: Mapping[str, Any], facts: TokenFacts) -> Section:
     """How many tokens a forward brings, with speculation or block diffusion."""
-    target = str((config.get("strategy") or {}).get("_target_", "")).rpartition(".")[2]
-    name = _TARGETS.get(target, "step")
+    name = step_name(config)
     section = Section("steps", "Speculation" if name == "forward" else "Steps")
     counts = metrics.get("counts") or {}
     if forwards := counts.get("num_forwards"):

@@ -26,7 +26,7 @@ from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, Pre
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.engine.strategy import JoiningRows
+from batchgen.engine.step_inputs import JoiningRows
 from batchgen.strategies.ar.strategy import ARStrategy
 
 

@@ -22,11 +22,10 @@ from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampler import Drawn, draw
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.admission import Ints
-from batchgen.engine.strategy import TARGET, ModelRole
+from batchgen.engine.strategy import TARGET, ModelRole, Strategy
 from batchgen.kernels.sampling.token_mask import TokenMask
 from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH, Rule, schedule, unmask
 from batchgen.strategies.base.counts import NUM_FORWARDS, one_forward, tokens_per_forward
-from batchgen.strategies.base.strategy import BaseStrategy
 from batchgen.strategies.dllm.guided import denoise
 from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
 
@@ -47,7 +46,7 @@ _STEPS_PER_BLOCK = "steps_per_block"
 """The name in `stats` of how often a block took each number of denoise steps."""
 
 
-class DLLMStrategy(BaseStrategy):
+class DLLMStrategy(Strategy):
     """Starts with blocks of masked positions and denoises them. Each denoise step draws a token at
     every masked position and keeps some of them.
 

@@ -22,10 +22,10 @@ from batchgen.engine.rows.scheduled_batch import (
 from batchgen.engine.rows.sequence import Sequence, SequenceStatus
 from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.engine.scheduling.admission import Ints, LengthPredictor
+from batchgen.engine.scheduling.admission import LengthPredictor
 from batchgen.engine.scheduling.block_manager import BlockManager
+from batchgen.engine.scheduling.pacing import Pacing
 from batchgen.engine.scheduling.scheduler import Scheduler
-from batchgen.strategies.base.strategy import BaseStrategy
 
 STOP = 99
 Part = DecodeBatch | PrefillBatch
@@ -191,7 +191,7 @@ class Device:
 
 
 @dataclass
-class Loop:
+class Loop(Pacing):
     """`LLMEngine.step` without a model: `depth` steps are launched before the first is read."""
 
     depth: int = 0
@@ -224,19 +224,8 @@ class Loop:
         self.live: dict[Sequence, Row] = {}
         self._launched: deque[list[tuple[Part, HostOutput]]] = deque()
 
-    prefill_multiple = least_tokens = 1
-
     def step_width(self, num_rows: int) -> int:
         return self._rng.randint(1, 1 + self.most_drafts)
-
-    def prefill_of(self, seq: Sequence) -> tuple[int, bool]:
-        return BaseStrategy().prefill_of(seq)
-
-    def cache_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
-        return BaseStrategy().cache_tokens(num_tokens, pending, width, max_tokens)
-
-    def most_cache_tokens(self, max_tokens: Ints) -> Ints:
-        return BaseStrategy().most_cache_tokens(max_tokens)
 
     @property
     def capacity(self) -> int:
