@@ -38,8 +38,8 @@ CONFIG_HEAD = """# Keys
 
 Every key of a job, from the comments of `conf/`. A key is written `KEY=VALUE` on the command line
 and `KEY: VALUE` in a job file; a choice of a group is written `GROUP=CHOICE`.
-`batchgen --help GROUP` prints the same texts. Under a choice that is not the first of its group stand the keys that it
-explains otherwise."""
+`batchgen --help GROUP` prints the same texts. Under a choice that is not the first of its group
+stand the keys that it explains otherwise."""
 COMMANDS_HEAD = """# Commands
 
 `batchgen` runs a job or, with a verb as its first word, does something with the folder of one. Each
