@@ -91,7 +91,7 @@ def already_complete(
     storage = folder.storage
     folder.remove_journal()
     wants_report = config.output.report and not is_up_to_date(storage)
-    with storage.whole(needed=bool(config.post) or wants_report):
+    with storage.local_copy(needed=bool(config.post) or wants_report):
         score = scores_of(Samples(folder.path, config.score), config, signals)
         if config.post:
             save_scores(folder.path, score, storage.shown)

@@ -40,7 +40,7 @@ from batchgen.shards.output_writer import OutputWriter
 from batchgen.storage.open_storage import open_storage
 from batchgen.util.errors import ConfigError, FolderLost, JobError
 from batchgen.util.signals import JobStopped, StopSignals
-from batchgen.workers.shard_queue import Todo
+from batchgen.workers.shard_queue import ShardQueue
 from batchgen.workers.worker import How, Worker, others_run
 
 _OPENING_SECONDS = 60.0
@@ -100,13 +100,13 @@ class _Attempt:
         self._folder, self._worker, self._writer = folder, worker, writer
         self._signals = signals
         self._shown = folder.storage.shown
-        if folder.is_alone:
+        if folder.exclusive:
             retried = [f"output.retry_errors: {writer.retried:,} rows"] if writer.retried else []
             folder.record(*retried, rows=writer.resumed)
             folder.storage.write(folder.path / "config.yaml", job_file_text(config))
             worker.tell_older(writer.older)
         self._metrics = self._new_metrics()
-        self._todo = Todo(parts.source, writer, worker, config.output.rows_per_shard)
+        self._todo = ShardQueue(parts.source, writer, worker, config.output.rows_per_shard)
 
     def run(self) -> JobResult:
         config, folder, metrics = self._config, self._folder, self._metrics
@@ -116,7 +116,7 @@ class _Attempt:
             return already_complete(config, self._parts, folder, self._signals)
         num_rows = self._parts.source.num_rows
         metrics.attempt.rows_total = None if num_rows is None else num_rows * config.sampling.n
-        begins = folder.is_alone and not is_done
+        begins = folder.exclusive and not is_done
         if begins:
             folder.storage.write(folder.path / "README.md", unfinished_card(self._shown))
             folder.storage.delete(folder.path / REPORT)  # it would tell of fewer rows
@@ -129,7 +129,7 @@ class _Attempt:
             if ended is not None:
                 return ended
             self._writer.finish(self._todo.num_rows)
-            with folder.storage.whole(needed=bool(config.post) or config.output.report):
+            with folder.storage.local_copy(needed=bool(config.post) or config.output.report):
                 metrics.score = scores_of(samples, config, self._signals, grading)
                 return complete(config, self._parts, folder, self._rows.schema, metrics)
 
@@ -140,7 +140,7 @@ class _Attempt:
         """
         folder, writer = self._folder, self._writer
         tally = new_tally(self._config, self._parts)
-        for table in writer.done_rows(tally.columns) if writer.resumed and folder.is_alone else ():
+        for table in writer.done_rows(tally.columns) if writer.resumed and folder.exclusive else ():
             tally.add_table(table)
         path = folder.path / "metrics.json"
         return Metrics(path, writer.resumed, tally, self._worker, folder.storage)
@@ -235,11 +235,11 @@ def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFold
         changed_row=partial(changed_row, storage, parts.source),
         overwrite=config.output.overwrite,
         wait=max(_OPENING_SECONDS, config.workers.stale_after),
-        is_alone=lambda path: not others_run(path, config.workers),
+        exclusive=lambda path: not others_run(path, config.workers),
         storage=storage,
     )
     try:
-        if folder.is_alone:
+        if folder.exclusive:
             refuse_shrinking(storage, most_rows(config, parts.source.num_rows))
     except BaseException:
         folder.close()
@@ -250,7 +250,7 @@ def _folder(config: JobConfig, parts: JobParts, schema: OutputSchema) -> JobFold
 @contextmanager
 def _worker(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
     """This process among the workers of the folder, which are told how it ends."""
-    joins, storage = not folder.is_alone, folder.storage
+    joins, storage = not folder.exclusive, folder.storage
     worker = Worker(folder.path, config.workers, folder.least_worker, storage, joins=joins)
     how: How | None = "failed"
     try:
@@ -290,12 +290,12 @@ def _writer(
             num_rows=source.num_rows,
             retry_errors=config.output.retry_errors,
             worker=worker.number,
-            older=None if folder.is_alone else worker.older(),
+            older=None if folder.exclusive else worker.older(),
             publish=worker.publish,
             storage=folder.storage,
         )
     except FileNotFoundError as error:
-        if folder.is_alone:
+        if folder.exclusive:
             raise
         raise FolderGone(str(error.filename)) from None
     except FolderGone:
@@ -305,7 +305,7 @@ def _writer(
         raise
 
 
-def _refuse_quarantined(todo: Todo, worker: Worker) -> None:
+def _refuse_quarantined(todo: ShardQueue, worker: Worker) -> None:
     """End a job in which all is done but shards that have ended workers again and again.
 
     Raises:

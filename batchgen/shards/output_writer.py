@@ -15,7 +15,7 @@ from batchgen.shards.open_shard import STATE_COLUMNS, OpenShard
 from batchgen.shards.output_schema import FinishedRow, OutputSchema
 from batchgen.shards.published_shards import PublishedShards
 from batchgen.shards.publisher import Publish, Publisher
-from batchgen.shards.resume_state import Older
+from batchgen.shards.resume_state import ResumeState
 from batchgen.shards.row_order import KEYS, RowsInOrder
 from batchgen.shards.shard_files import Extent, read_columns
 from batchgen.storage.job_storage import FolderStorage, Storage
@@ -60,7 +60,7 @@ class OutputWriter:
         num_rows: int | None = None,
         retry_errors: bool = False,
         worker: int | None = None,
-        older: Older | None = None,
+        older: ResumeState | None = None,
         publish: Publish | None = None,
         storage: Storage | None = None,
     ) -> None:
@@ -133,9 +133,9 @@ class OutputWriter:
             self._journal.sync(force=True)
 
     @property
-    def older(self) -> Older:
+    def older(self) -> ResumeState:
         """What was there when this worker came."""
-        return Older(self._published.older, self.resumed)
+        return ResumeState(self._published.older, self.resumed)
 
     @property
     def num_rows(self) -> int | None:

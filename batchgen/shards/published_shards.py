@@ -7,7 +7,7 @@ from pathlib import Path
 
 from batchgen.shards.checked_file import Source, damaged
 from batchgen.shards.output_schema import OutputSchema
-from batchgen.shards.resume_state import Older
+from batchgen.shards.resume_state import ResumeState
 from batchgen.shards.shard_files import Extent, shard_extent, shard_files, shard_path
 from batchgen.storage.job_storage import Storage
 from batchgen.util.errors import JobError
@@ -31,7 +31,7 @@ class PublishedShards:
         samples: int,
         num_rows: int | None,
         storage: Storage,
-        older: Older | None,
+        older: ResumeState | None,
     ) -> None:
         """Read the extents, unless `older` has them.
 
