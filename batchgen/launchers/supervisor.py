@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from batchgen.launchers.launched import COMPLETE, Launched, LaunchedFolder, counted_rows
+from batchgen.config.launcher_config import Launched
+from batchgen.launchers.launched import COMPLETE, LaunchedFolder, counted_rows
 from batchgen.launchers.process import End, Output, Process
 from batchgen.launchers.shown import Shown
 from batchgen.util.signals import StopSignals
