@@ -104,8 +104,7 @@ def _parameters(kernel: Any) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 def _specialised(value: Any, by_value: bool, by_alignment: bool) -> Hashable:
-    """Return what the compiler takes notice of in an argument that is no constant: there are
-    variants for 1 and multiples of 16 `by_value`, and for multiples of 16 alone `by_alignment`."""
+    """Return what the compiler notices in a value that is no constant: 1, or a multiple of 16."""
     by_alignment = by_alignment and by_value
     if isinstance(value, Tensor):
         return value.dtype, by_alignment and value.data_ptr() % 16 == 0

@@ -58,8 +58,7 @@ class DaemonPool(Generic[A, R]):
         return future
 
     def close(self) -> None:
-        """Cancel the calls that wait and let the threads end. Does not wait for calls that run. May
-        be called again."""
+        """Cancel the calls that wait, and let the threads end by themselves; may be repeated."""
         self._finalizer()
 
 
@@ -93,8 +92,7 @@ class _Worker(threading.Thread, Generic[A, R]):
 
 
 def _cancel(jobs: _Jobs[R, A], num_threads: int) -> None:
-    """Cancel all calls that wait, and end the threads; takes no lock that is not reentrant, since
-    the garbage collector may call this anywhere."""
+    """Cancel calls that wait and end the threads, without a lock: a garbage collector calls it."""
     while True:
         try:
             job = jobs.get_nowait()

@@ -112,8 +112,8 @@ class GrammarCompiler:
             self._cache.clear()
 
     def _make_room(self) -> None:
-        """Drop what was not used for longest, until one more entry fits. The memory of a constraint
-        that is still being compiled is not known, and counts from a later call on."""
+        """Drop what was not used for longest; a constraint in compilation counts from later calls
+        on."""
         done = [f for f in self._cache.values() if f.done() and f.exception() is None]
         num_bytes = sum(future.result().num_bytes for future in done)
         while self._cache and (num_bytes > _CACHE_BYTES or len(self._cache) >= _CACHE_ENTRIES):
@@ -165,8 +165,7 @@ class _Work:
 
 
 def _probe(grammar: Grammar) -> None:
-    """Follow a grammar for some tokens, each of which its mask allows, and refuse one that no text
-    fits or with a mask that would hold up a batch."""
+    """Follow a grammar for some tokens, and refuse one without texts or with too slow a mask."""
     import xgrammar
 
     state = xgrammar.GrammarMatcher(grammar.compiled)
@@ -199,7 +198,6 @@ def _num_cores() -> int:
 
 
 def _readable(error: Exception) -> str:
-    """The reason in an error of xgrammar, without the line of its source and the check that failed
-    there."""
+    """Return the reason in an error of xgrammar, without its source line and failed check."""
     text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error).strip())
     return re.sub(r"^Check failed: \(.*?\) is false: ", "", text)

@@ -33,8 +33,7 @@ class Grammar:
         self.search_masks = [] if marker is None else self._search_masks(marker)
 
     def _search_masks(self, marker: Marker) -> list[Words]:
-        """Each mask allows any id that spells something, except for ids that complete the marker
-        and put text behind it that the constraint does not allow."""
+        """Allow any id with a spelling, but no marker's end with an illegal text behind it."""
         import xgrammar
 
         start = xgrammar.GrammarMatcher(self.compiled)
@@ -143,8 +142,7 @@ class Matcher:
         return next((n for n, i in enumerate(token_ids) if not self._take(i)), len(token_ids))
 
     def rewind(self, num_tokens: int) -> None:
-        """Take tentative tokens back until `num_tokens` accepted ones are left. This must not be
-        fewer than were committed."""
+        """Take tentative tokens back until `num_tokens`, no fewer than committed, are left."""
         assert self.num_committed <= num_tokens <= self.num_tokens, (
             f"cannot rewind from {self.num_tokens} tokens to {num_tokens}: "
             f"{self.num_committed} are final"
@@ -172,8 +170,7 @@ class Matcher:
             self.fill_search(rows, index)
 
     def forced_text(self) -> str:
-        """The text that must come next, up to its last whole character. It is empty if there is a
-        choice."""
+        """The text that must come next, in whole characters; empty if there is a choice."""
         text = self._forced_bytes()
         try:
             return text.decode()
@@ -191,14 +188,12 @@ class Matcher:
         return list(token_ids[: self.walk(token_ids)])
 
     def constraining(self) -> Any:
-        """xgrammar's matcher, which fills this row's mask once the marker was found and until a
-        stop id was accepted."""
+        """xgrammar's matcher, while it fills the mask: after the marker, before a stop id."""
         assert not self.searching and not self.terminated, "nothing follows a stop id"
         return self._state
 
     def fill_search(self, rows: Words, index: int) -> None:
-        """As `fill`, while the marker is not found. `rows` are the words of the bitmask,
-        [N, ceil(V / 32)]."""
+        """Do what `fill` does while the marker is not found, in words [N, ceil(V / 32)]."""
         assert self._searched is not None
         rows[index] = self.grammar.search_masks[self._searched]
         bits = rows.view(np.uint32)

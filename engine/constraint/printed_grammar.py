@@ -78,8 +78,7 @@ def keep_literals(grammar: Any) -> Any:
 
 
 def _cut(found: re.Match[str]) -> str:
-    """A string of EBNF in pieces, each of which ends behind an escape that a digit follows. The
-    characters of a class are read one by one and need no cut."""
+    """Cut a string of EBNF behind escapes before digits; classes need no cut."""
     if found[0].startswith("["):
         return found[0]
     return _ESCAPE.sub(lambda escape: escape[0] + '" "' if escape[1] else escape[0], found[0])

@@ -123,8 +123,7 @@ class Marker:
         return len(self._bytes) in reached or any(self.endings[start] for start in reached)
 
     def advance(self, state: int, token_id: int) -> tuple[int | None, bytes]:
-        """Return the state after one more token and b"", or None and the bytes behind a complete
-        marker."""
+        """Return the state after one more token and b"", or None and what follows the marker."""
         before, marker, after = (self._bytes[:state] + self._texts[token_id]).partition(self._bytes)
         if marker:
             return None, after

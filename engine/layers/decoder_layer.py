@@ -38,14 +38,12 @@ class FeedForward(Protocol):
     """The part of a layer that treats each token by itself: an MLP, or experts."""
 
     def __call__(self, hidden: Tensor, residual: Tensor, ctx: ForwardContext) -> Stream:
-        """Return residual + f(hidden), all of them [T, hidden_size]; the result may overwrite
-        `residual`."""
+        """Return residual + f(hidden), all [T, hidden_size]; it may overwrite `residual`."""
 
 
 @runtime_checkable
 class HasInputProjection(Protocol):
-    """A mixer or a feed-forward part in which one projection alone reads the hidden states. They
-    may come in FP8 if it computes in that."""
+    """A part in which one projection alone reads the hidden states, in FP8 if it computes so."""
 
     @property
     def input_projection(self) -> Linear: ...

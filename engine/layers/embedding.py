@@ -21,8 +21,7 @@ from batchgen.kernels.layers.embedding import embedding, embedding_share
 
 
 class Embedding(nn.Module):
-    """A table of vectors of token ids, of which each rank of tensor parallelism has consecutive
-    ids."""
+    """A table of vectors of token ids; each rank of tensor parallelism has consecutive ids."""
 
     def __init__(
         self,

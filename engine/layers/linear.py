@@ -30,8 +30,7 @@ class CPUProducts:
         self._few: dict[tuple[torch.Size, torch.dtype], bool] = {}
 
     def choose(self, weight: Tensor, bias: Tensor | None) -> CPUProduct:
-        """Return how products with this weight [N, K] and bias [N] are computed, trying them out
-        if the shape is new."""
+        """Return how products with this weight [N, K] and bias [N] are computed, once tried out."""
         key = (weight.shape, weight.dtype, bias is not None)
         if key not in self._chosen:
             self._chosen[key] = choose_product(weight, bias)
@@ -46,8 +45,7 @@ class CPUProducts:
 
     @property
     def unsteady(self) -> list[str]:
-        """The weights whose rows' bits depend on their batch however computed, as `1024×3072 in
-        float32`."""
+        """The weights whose rows' bits depend on the batch anyhow, as `1024×3072 in float32`."""
         return [
             f"{k}×{n} in {str(dtype).removeprefix('torch.')}"
             for ((n, k), dtype, _), product in self._chosen.items()
@@ -101,8 +99,7 @@ class Linear(nn.Module):
         return self._compute_fp8(x)
 
     def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Stream:
-        """Add x Wᵀ + b to `residual` [T, out_features] in place, now or when it is read, and return
-        it."""
+        """Add x Wᵀ + b to `residual` in place, now or when it is read, and return it."""
         if isinstance(x, Tensor) and self.scales is None:
             return add_linear_(residual, x, self.weight, self.bias, self._most_rows)
         x, weight = self._fp8_operands(x)

@@ -142,8 +142,7 @@ class MergedLinear(Linear):
             yield WeightSlot(bias, tuple(names), whole, shard=self._whole_shard())
 
     def _whole_shard(self) -> Shard | None:
-        """Return this rank's features of a tensor in which all projections stand, one after the
-        other; None if no projection is divided."""
+        """Return this rank's features of a tensor of all projections; None if none is divided."""
         if not self._shards:
             return None
         start, ranges = 0, []
@@ -154,8 +153,7 @@ class MergedLinear(Linear):
         return Shard(0, start, tuple(ranges))
 
     def _arranged(self, part: str, name: str) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
-        """Return what makes the values of a projection from the checkpoint's tensor of this name;
-        None if they stand there as they are."""
+        """Return what puts a tensor's values of a projection in order; None if they are."""
         arrange = self._arrange.get(part)
         return None if arrange is None else lambda tensors: arrange(tensors[name])
 

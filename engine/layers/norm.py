@@ -51,8 +51,7 @@ class RMSNorm(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor | FP8Rows | BothRows:
-        """Normalise x [..., size]; the result has the same shape and dtype, or is in FP8, or both,
-        if `quantise_result` was called."""
+        """Normalise x [..., size], in its dtype, in FP8, or in both (`quantise_result`)."""
         if self._form is None:
             return rms_norm(x, self.weight, self.eps)
         return self._quantised(x, self._form.powers_of_two)
@@ -70,8 +69,7 @@ class RMSNorm(nn.Module):
         )
 
     def of_stream(self, stream: Stream) -> tuple[Any, Tensor]:
-        """Return the norm of a residual stream [T, size], and the stream with what was pending
-        added."""
+        """Return the norm of a residual stream [T, size], and the stream with pending sums."""
         if isinstance(stream, Tensor):
             return self(stream), stream
         if isinstance(stream, PendingParts):
@@ -83,8 +81,7 @@ class RMSNorm(nn.Module):
         return stream.normed(self.weight, self.eps)
 
     def quantise_result(self, form: FP8Format, *, keep: bool = False) -> None:
-        """Quantise results [T, size] from now on; with `keep` they are `BothRows`, for other
-        readers."""
+        """Quantise results [T, size] from now on; with `keep` they are `BothRows`."""
         self._form, self._keeps = form, keep
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:

@@ -28,8 +28,7 @@ class DefaultRope:
     rope_theta: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a parameter of the checkpoint is not of its kind; the message names
-        it."""
+        """Raise ValueError, which names it, if a parameter of the checkpoint is not of its kind."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "bool":
@@ -72,8 +71,7 @@ class LinearRope(DefaultRope):
 
 @dataclass(frozen=True, slots=True)
 class FrequencyFactorsRope(DefaultRope):
-    """Divides the angle of pair i by factors[i], the form in which GGUF files store a llama3
-    scaling."""
+    """Divides the angle of pair i by factors[i]: a llama3 scaling as GGUF files store it."""
 
     factors: tuple[float, ...]
 
@@ -83,8 +81,7 @@ class FrequencyFactorsRope(DefaultRope):
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope(DefaultRope):
-    """The scaling of Llama 3.1: pairs with long wavelengths are interpolated by `factor`, those
-    with short wavelengths are kept, with a smooth ramp in between."""
+    """Llama 3.1: long wavelengths are interpolated, short ones kept, with a smooth ramp between."""
 
     factor: float
     low_freq_factor: float
@@ -164,8 +161,7 @@ class YarnRope(DefaultRope):
         return self._mscale(1.0)
 
     def _mscale(self, weight: float) -> float:
-        """Return the paper's factor of attention, 0.1 · ln(factor) + 1, with a weight on the first
-        term; 1 if the context does not become longer."""
+        """Return the paper's 0.1 · ln(factor) + 1, its first term weighted; 1 if not extended."""
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
 

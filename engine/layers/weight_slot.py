@@ -46,14 +46,12 @@ class WeightSlot:
         dummy: float | None = None,
         shard: Shard | None = None,
     ) -> WeightSlot:
-        """Make the slot of one piece that a checkpoint holds in a tensor of this name, and of this
-        shape or a larger one of which the parameter is a shard."""
+        """Make the slot of one piece in a tensor of this name and shape, or larger for a shard."""
         return cls(parameter, (name,), (name,), dummy=dummy, shard=shard)
 
     @property
     def source_shape(self) -> list[int]:
-        """The shape of the checkpoint's tensor, if it is a single one and none of its axes is left
-        out in the parameter."""
+        """The shape of the checkpoint's tensor, if it is a single one with all its axes."""
         shape = self._shape_of(self.parameter)
         return shape if self.shard is None else self.shard.whole_shape(shape)
 

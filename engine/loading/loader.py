@@ -40,7 +40,7 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype | None = None,  # None: the checkpoint's, float32 for a GGUF file
     load_format: LoadFormat = "auto",
-    heads: Collection[str] = (),  # those of the model's heads to load with it
+    heads: Collection[str] = (),  # the model's heads to load with it
     quantization: Quantization | None = None,  # `fp8` rounds weights of layers that are not in FP8
     native_fp8: bool | None = None,  # keep FP8 instead of dequantising; None: if the device can
     parallel: TensorParallel = ALONE,  # the ranks; only this one's weights are read
@@ -109,8 +109,7 @@ def _check_copies(model: CausalLM, path: Path) -> None:
 def _with_embedding(
     weights: Iterable[tuple[str, Tensor | FP8Weight]], model: CausalLM
 ) -> Iterator[tuple[str, Tensor | FP8Weight]]:
-    """Yield the weights of a checkpoint, and behind them the embedding of a model that shares it
-    with the layer for logits, if the checkpoint names it after that layer only."""
+    """Yield a checkpoint's weights, and the shared embedding if only the logits' layer names it."""
     shared: dict[str, Tensor | FP8Weight] = {}
     for given, tensor in weights:
         name = model.piece_name(given, model.config)
@@ -171,8 +170,7 @@ def _check_dtype(path: Path, name: str, tensor: Tensor | FP8Weight) -> None:
 
 
 def _fill_dummy(model: CausalLM) -> None:
-    """Fill a model without a checkpoint: with each slot's `dummy` value, else with normal random
-    numbers of standard deviation 0.02 from a generator of their own for each piece."""
+    """Fill a model with each slot's `dummy` value or random numbers of its own generator."""
     plain = {slot.pieces[0]: slot for slot in model.checkpoint_slots() if len(slot.pieces) == 1}
     for index, (_, slot) in enumerate(sorted(plain.items())):
         if slot.dummy is not None:

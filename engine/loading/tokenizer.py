@@ -61,8 +61,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
 
 
 def _config(path: Path) -> dict[str, PretrainedConfig]:
-    """Return an empty configuration for the tokenizer of a model that transformers does not know
-    and would warn of."""
+    """Return an empty configuration for models that transformers does not know and warns of."""
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
     file = path / "config.json"

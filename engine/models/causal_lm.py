@@ -170,8 +170,7 @@ class CausalLM(TokenModel):
         return None
 
     def make_head(self, name: str) -> TokenModel:
-        """Make a head of `config.heads`, which may share weights with this model, or raise
-        ValueError."""
+        """Make a head of `config.heads`, which may share weights, or raise ValueError."""
         has = f"it has {', '.join(self.config.heads)}" if self.config.heads else "it has none"
         raise ValueError(f"{self.config.architecture} has no head {name!r}: {has}")
 
@@ -231,8 +230,7 @@ class CausalLM(TokenModel):
         return name
 
     def skipped_part(self, name: str) -> str | None:
-        """Return the part of the checkpoint that a tensor belongs to, in words for the user, if
-        this part is not loaded; None if the tensor belongs to the model."""
+        """Name to the user the part of a tensor that is not loaded; None if the model has it."""
         return None
 
     def is_derived(self, name: str) -> bool:

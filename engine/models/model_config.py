@@ -54,8 +54,7 @@ class FamilyConfig:
 
     @property
     def chunk_multiple(self) -> int:
-        """The number of tokens of which every cut of a row's prefill must be a multiple
-        (`StateSpec`), as far as the configuration alone says."""
+        """What every cut of a row's prefill must be a multiple of, by the configuration alone."""
         return 1
 
 
@@ -107,8 +106,7 @@ class ModelConfig:
 
 
 def check_positive(**sizes: int) -> None:
-    """Raise ValueError, which names the size, for one that is not positive or larger than any
-    model's."""
+    """Raise ValueError, which names the size, if one is not positive or beyond any model's."""
     for name, size in sizes.items():
         if type(size) is not int or size < 1:  # a checkpoint may say anything
             raise ValueError(f"the model's {name} is {size!r:.60}; it must be a positive integer")
@@ -155,8 +153,7 @@ def fp8_format(hf: PretrainedConfig) -> FP8Format | None:
 
 
 def own_dtype(hf: PretrainedConfig) -> torch.dtype:
-    """Return the dtype in which a checkpoint's weights are computed with: float32 if its
-    configuration does not say, or says float64."""
+    """Return a checkpoint's dtype for computing: float32 if it does not say, or says float64."""
     if isinstance(hf.dtype, torch.dtype) and hf.dtype != torch.float64:
         return hf.dtype
     return torch.float32

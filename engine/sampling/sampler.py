@@ -47,8 +47,7 @@ class Drawn(NamedTuple):
 
 
 def requested_columns(params: SamplingParams) -> tuple[OutputColumn, ...]:
-    """The sampler's output columns that a row with these options asks for, with the row's K as the
-    tail shape of the top log-probabilities."""
+    """Return the output columns of the sampler that a row with these options asks for."""
     columns = [LOGPROBS] if params.logprobs else []
     if params.top_logprobs:
         tail = (params.top_logprobs,)
@@ -64,7 +63,7 @@ def process(
 
     The options apply in this order: penalties, the ban of stop ids before min_new_tokens (unless it
     leaves no token), the mask, temperature, top-k, top-p, min-p. The filters come after the mask so
-    that they choose among allowed tokens. `positions` [R] are those of the tokens to be sampled. A
+    that they choose among allowed tokens. `positions` [R] belong to the tokens to be sampled. A
     row is -inf everywhere only if its logits were or the mask left nothing. May return the logits
     themselves.
     """
@@ -75,10 +74,7 @@ def process(
 def _exclude(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, mask: TokenMask | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply the part of `process` that excludes tokens: penalties, ban and mask.
-
-    Also returns [R] bool, the rows without a token left, or None without a mask.
-    """
+    """Apply penalties, ban and mask; also return which rows have no token left, with a mask."""
     out = _penalised(logits, sampling, positions)
     if mask is None:
         return out, None
@@ -86,8 +82,7 @@ def _exclude(
 
 
 def _scale_and_filter(left: Tensor, logits: Tensor, sampling: SamplingInputs) -> Tensor:
-    """Apply temperature and the filters to what `_exclude` returned. `left` may be overwritten
-    unless it is the logits themselves. Returns [R, V] float32."""
+    """Apply temperature and filters to `_exclude`'s result, which may be overwritten."""
     if not (sampling.any_temperature or sampling.any_filters):
         return left.float()
     out = _float_copy(logits) if left is logits else left.float()
@@ -99,8 +94,7 @@ def _scale_and_filter(left: Tensor, logits: Tensor, sampling: SamplingInputs) ->
 
 
 def _penalised(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> Tensor:
-    """Apply penalties and the ban of stop ids. Returns [R, V] float32, or the logits themselves if
-    no row has any of them."""
+    """Apply penalties and the ban of stop ids: [R, V] float32, or the logits if there are none."""
     if not (sampling.any_penalties or sampling.any_min_new_tokens):
         return logits
     out = _float_copy(logits)
@@ -167,8 +161,7 @@ def draw(
 
 
 def _conflict(empty: Tensor | None, failed: Tensor) -> Tensor | None:
-    """[R] bool, the rows without a token left (`empty`) whose logits were sound. None without a
-    mask."""
+    """Return the rows without a token left whose logits were sound; None without a mask."""
     return None if empty is None else empty & ~failed
 
 

@@ -76,8 +76,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the layers of one forward share: fresh memory for each would cost more than the
-    products."""
+    """What a forward's layers share, since fresh memory for each would cost more than products."""
 
     groups: list[_Group]
     keys: Tensor

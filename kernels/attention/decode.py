@@ -34,8 +34,8 @@ shorter splits, which round differently: a row's bits depend on this fact alone 
 MAX_SPLITS = 32
 """The most splits of a row in a batch of few rows."""
 MAX_QUERIES = 128
-"""The largest tile, in queries of a row times query heads per KV head: registers hold the sums of
-no more."""
+"""The largest tile in a row's queries times query heads per KV head, for whose sums registers
+suffice."""
 _SPLIT_MULTIPLE = tl.constexpr(128)
 """Longer splits than the caller's are a multiple of this, and so of every `block_n`."""
 _TILE_BYTES = 64 * 1024
@@ -204,8 +204,7 @@ def combine_splits(
 
 
 def _config(head_dim: int, itemsize: int, queries: int) -> DecodeConfig:
-    """Choose tiles of 32 or 64 KiB of keys and values, two or three in flight: the fastest on an
-    H100."""
+    """Choose tiles of 32 or 64 KiB, two or three of them in flight: the fastest on an H100."""
     token_bytes = 2 * triton.next_power_of_2(head_dim) * itemsize
     tile_bytes = _TILE_BYTES if itemsize == 2 and queries <= 32 else _TILE_BYTES // 2
     block_n = min(128, max(16, tile_bytes // token_bytes))
@@ -284,7 +283,7 @@ def _decode_kernel(
     """Each program takes one (unit, KV head) item of each round.
 
     Items are sorted by length and taken forwards in even rounds and backwards in odd ones, so two
-    programs' total lengths differ by at most one unit.
+    programs' totals differ by at most one unit.
     """
     programs = tl.num_programs(0)
     total = tl.load(count) * KV_HEADS
@@ -394,8 +393,8 @@ def _combine_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
     GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each program averages the splits of one token for the query heads of one KV head, each by its
-    sum of weights; rows with one split are skipped."""
+    """Each program averages the splits of one token for the heads of one KV head, if it has
+    several."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = token // WIDTH

@@ -50,8 +50,7 @@ def upload(values: Tensor, device: torch.device | str) -> Tensor:
 def does_gathering_pay(
     query_lens: Sequence[int], context_lens: Sequence[int], head_dim: int
 ) -> bool:
-    """Whether a prefill is faster if the contexts are copied first; heads must be powers of two
-    wide."""
+    """Whether a prefill is faster if contexts are copied; heads must be powers of two wide."""
     new = sum(query_lens)
     return (
         new >= _LEAST_TOKENS

@@ -104,8 +104,7 @@ def _prepare_qkv(
     HALF: tl.constexpr, ROTARY: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
     Q_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes a group of heads of one token, whose halves it loads apart: rotation pairs
-    them."""
+    """Each program takes a group of heads of one token, in halves, which rotation pairs."""
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
     column = tl.arange(0, HALF)[None, :]
@@ -152,11 +151,7 @@ def _kv_heads(
     NORM: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalise, rotate and store a group of KV heads of one token.
-
-    `source` is the token's key of head 0; other heads and then values follow. `key_ptr` and
-    `value_ptr` are the token's slot of head 0.
-    """
+    """Normalise, rotate and store a group of a token's KV heads; the pointers are to head 0."""
     head = group * BLOCK + tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, HALF)[None, :]
     mask = (head < HEADS) & (column < D // 2)

@@ -97,8 +97,7 @@ def fp8_gate_up(
     out_scales: Tensor,  # [⌈I/128⌉, T·k] float32
     powers_of_two: bool,
 ) -> None:
-    """Compute silu(gate·x) · (up·x) of every slot in float32 and quantise it, in the order of
-    places."""
+    """Compute silu(gate·x) · (up·x) of every slot and quantise it, in the order of places."""
     inner, hidden = out.shape[1], values.shape[1]
     grid = (alignment.most_tiles * triton.cdiv(inner, BLOCK),)
     _gate_up[grid](

@@ -121,8 +121,7 @@ def block_product(x, weight, SWAP: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def weight_scales(scales_ptr, row, step, steps, SCALE_ROWS: tl.constexpr):
-    """Load the scales of weight rows [N] in a step, or the one scale of a row that stands for all
-    that share it."""
+    """Load the scales of weight rows [N] in a step, or the one scale that they share."""
     return tl.load(scales_ptr + (row // SCALE_ROWS).to(tl.int64) * steps + step)
 
 

@@ -139,8 +139,7 @@ def _rms_norm_quantised(
     PARTS: tl.constexpr, KEEP: tl.constexpr, POWERS: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program normalises one row, rounding as `rms_norm` does, and quantises it. If there are
-    parts, the row is overwritten with their sum and itself before."""
+    """Each program normalises one row, to which it adds parts before, and quantises it."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -75,8 +75,7 @@ def few_keep_bits(weight: Tensor, product: CPUProduct) -> bool:
 
 
 def _mirrored(weight: Tensor) -> Tensor:
-    """Return a weight whose rows' second halves are the first ones backwards, so that products with
-    the rows of `keeps_bits` are zero but for rounding, which larger 16-bit results would hide."""
+    """Make a weight whose products with rows of `keeps_bits` are zero but for their rounding."""
     out_features, in_features = weight.shape
     half = _numbers(64, -(-in_features // 2))
     rows = torch.cat((half, half[:, : in_features // 2].flip(1)), dim=1).to(weight.dtype)
@@ -113,8 +112,7 @@ def keeps_bits(
 
 
 def _opposite(rows: int, columns: int) -> Tensor:
-    """[rows, columns] float32 whose second half of columns is the first one backwards with the
-    opposite sign."""
+    """Make columns whose second half is the first one backwards with the opposite sign."""
     half = _numbers(rows, columns // 2)
     middle = half.new_zeros((rows, columns % 2))
     return torch.cat((half, middle, -half.flip(1)), dim=1)

@@ -24,8 +24,7 @@ def embedding_reference(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def embedding_share(ids: Tensor, weight: Tensor, first: int) -> Tensor:
-    """Look up ids in a share of a table, of the ids [first, first + V): zeros for ids that it
-    lacks."""
+    """Look up ids in a share [first, first + V) of a table: zeros for ids that it lacks."""
     run = embedding_share_triton if weight.is_cuda else embedding_share_reference
     return run(ids, weight, first)
 

@@ -80,8 +80,7 @@ def rms_norm_triton(
 def sizes_of_parts(
     x: Tensor, parts: Tensor | None, shared: SharedPart | None
 ) -> tuple[int, int, int]:
-    """Return the number of parts [P, T, D] of rows x [T, D] and their strides from part to part and
-    from row to row; zeros if there are none."""
+    """Return the number of parts [P, T, D] and their strides from part to part and row to row."""
     if parts is None:
         assert shared is None
         return 0, 0, 0
@@ -104,8 +103,7 @@ def _rms_norm(
     parts_row, num_rows, inner, size, eps,
     PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes ROWS rows of `size` elements. Row r is x[r // inner, r % inner]; if
-    there are parts, it is overwritten with their sum and itself."""
+    """Each program normalises ROWS rows; parts are added to x[r // inner, r % inner] before."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (column < size)

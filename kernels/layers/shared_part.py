@@ -38,7 +38,6 @@ class SharedPart(NamedTuple):
 def add_up(
     routed: Tensor, residual: Tensor | None, shared: Callable[[], SharedPart] | None
 ) -> Tensor:
-    """Add the parts of a layer in PyTorch in this order: into `residual` if there is one, else
-    `routed`."""
+    """Add the parts of a layer in PyTorch in this order: into `residual`, or else into `routed`."""
     out = routed if residual is None else residual.add_(routed)
     return out if shared is None else shared().add_to(out)

@@ -26,8 +26,7 @@ class DeltaInputs(NamedTuple):
 
 
 class DeltaRecords(NamedTuple):
-    """The state deltas of decode steps: a ring of N tokens for each of R slots, in contiguous
-    float32."""
+    """The state deltas of decode steps: contiguous float32 rings of N tokens for R slots."""
 
     update: Tensor  # [R, N, nv, dv], u of each token
     key: Tensor  # [R, N, nk, dk], the normalised keys

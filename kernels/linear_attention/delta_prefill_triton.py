@@ -30,8 +30,7 @@ from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows
 
 
 class PrefillTiles(NamedTuple):
-    """How the two launches are divided: programs of the scan go through a row, others compute one
-    chunk of one head."""
+    """How the launches are divided into programs of a scan, and of one chunk of one head."""
 
     block_v: int  # value channels of a program of the scan
     scan_warps: int

@@ -97,8 +97,7 @@ def _prepare_step(
     RING: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     ENTRIES: tl.constexpr, BLOCK_K: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes one key head of one row and the value heads that share it, and writes the
-    keys and decays of the step's tokens to the records."""
+    """Each program takes one key head of one row, and writes its keys and decays to the records."""
     row, key_head = (tl.program_id(0) // KEY_HEADS).to(tl.int64), tl.program_id(0) % KEY_HEADS
     slot = tl.load(slots_ptr + row)
     pending = tl.minimum(tl.maximum(tl.load(pending_ptr + slot), 0), RING)
@@ -249,8 +248,7 @@ def _load_token(
     keys, queries, values, gates, factors, record, token, is_key, is_value, qkv_stride,
     key_stride, VALUE_HEADS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """k and q [GROUPS, SPAN] and v [BLOCK_V] of a token of the step, its β and its G, and the
-    factors [ENTRIES] before each u for k and for q."""
+    """Load k, q [GROUPS, SPAN], v [BLOCK_V], β, G and the factors [ENTRIES] before each u."""
     key = tl.load(keys + record * key_stride, mask=is_key, other=0.0)
     query = tl.load(queries + token * key_stride, mask=is_key, other=0.0)
     v = tl.load(values + token * qkv_stride, mask=is_value, other=0.0).to(tl.float32)

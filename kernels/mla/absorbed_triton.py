@@ -50,14 +50,12 @@ _WIDE = AbsorbedConfig(64, 64, num_warps=4, num_stages=3, programs_per_sm=1)
 
 
 def most_latent_splits(few_rows: bool, width: int) -> int:
-    """Choose the most splits of a row of `width` queries; `few_rows` as
-    `attention.decode.split_length`."""
+    """Choose the most splits of a row of `width` queries; few rows are below `ENOUGH_PROGRAMS`."""
     return max((_MOST_SPLITS if few_rows else _MOST_SPLITS // 2) // width, 2)
 
 
 def decode_span(num_heads: int, width: int, itemsize: int) -> int:
-    """Return how many heads a program of a decode step takes, a divisor of all; 0 if not even one
-    fits."""
+    """Return how many heads a decode step's program takes, a divisor of all; 0 if none fits."""
     most = _config(64, itemsize).queries // width
     return max((n for n in range(1, num_heads + 1) if not num_heads % n and n <= most), default=0)
 
@@ -72,11 +70,7 @@ def _decode_config(q: Tensor, queries: int, items: int) -> AbsorbedConfig:
 
 
 def _config(queries: int, itemsize: int) -> AbsorbedConfig:
-    """Choose sizes for programs of this many queries.
-
-    The sums of 64 queries take half of a multiprocessor's registers; float32 operands, which run on
-    no tensor core, need registers too.
-    """
+    """Choose sizes by the registers that the sums of 64 queries, and float32 operands, need."""
     if itemsize == 4:
         return AbsorbedConfig(16, 16, num_warps=8, num_stages=1, programs_per_sm=1)
     if queries <= 16:
@@ -256,7 +250,7 @@ def _attend(
     """Attend to the positions from `start` to `stop` - 1, as `attention.decode._attend_unit` does.
 
     `q` and `turned` [QUERIES_PAD] point to the two parts of each query. Returns the largest scores,
-    the sums of weights and the weighted sums of the latents' quarters.
+    sums of weights and weighted sums of the latents' quarters.
     """
     spin = tl.arange(0, ROTATED_PAD)
     lane = tl.arange(0, BLOCK_N)
@@ -321,8 +315,7 @@ def _quarter(
     rows, exists, INDEX: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Load PART values of each row of SIZE values at `rows`, 0 where there are none; in float32 for
-    Triton's interpreter, which multiplies bfloat16 as integers."""
+    """Load PART values of rows of SIZE values, or 0; in float32 for Triton's interpreter."""
     dim = INDEX * PART + tl.arange(0, PART)
     mask = exists[:, None]
     if SIZE != 4 * PART:

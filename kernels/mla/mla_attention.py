@@ -120,8 +120,7 @@ def attend_part(
 def _make_plan(
     q: Tensor, plane: Tensor, expansion: Expansion, rotated: int, meta: AttentionMetadata
 ) -> DecodePlan | ExpandedPlan | tuple[Tensor, int]:
-    """Plan the attention of one part: a decode step, an expanded prefill, or the tiles of an
-    absorbed one and the tokens of a tile."""
+    """Plan a part: a decode step, an expanded prefill, or an absorbed one as (tiles, tokens)."""
     rows, width, num_heads = len(meta.query_lens), meta.decode_width, q.shape[1]
     block_size, head_dim = plane.shape[1:]
     tile = tile_tokens(num_heads, 1, head_dim, q.dtype)

@@ -81,8 +81,7 @@ def grouped_parts_triton(
 
 
 def new_or_residual(x: Tensor, residual: Tensor | None) -> Tensor:
-    """Return where the result for the tokens x [T, H] is written, contiguous: the residual if there
-    is one, else a new tensor."""
+    """Return where the result for x [T, H] is written, contiguous: the residual or a new tensor."""
     if residual is None:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert residual.shape == x.shape and residual.is_contiguous()

@@ -86,8 +86,8 @@ def _options(
 def _load_values(
     source, k, start, depth, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr, PART_K: tl.constexpr
 ):
-    """Load BLOCK_K values of tokens from the value `start` on, zeros past the last one, in parts
-    [BLOCK_M, PART_K]."""
+    """Load BLOCK_K values of tokens from `start` on, zeros past the last, in parts [BLOCK_M,
+    PART_K]."""
     parts: tl.tuple = ()
     for offset in tl.static_range(0, BLOCK_K, PART_K):
         if EVEN_K:
@@ -105,8 +105,8 @@ def _load_parts(
     PANELS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PART_K: tl.constexpr,
 ):  # fmt: skip
-    """Load BLOCK_K columns of the weights from the column `start` on, zeros past the last one, in
-    parts [BLOCK_N, PART_K] of the rows that `load_weights` says."""
+    """Load BLOCK_K columns of weights from `start` on, as `load_weights`, in parts [BLOCK_N,
+    PART_K]."""
     parts: tl.tuple = ()
     for offset in tl.static_range(0, BLOCK_K, PART_K):
         panel = (start + offset) // PART_K

@@ -141,10 +141,8 @@ def _add_counts(
     experts,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, COUNT_ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes TILES tiles and, for one chunk, where the slots of each expert begin.
-
-    A beginning has the chunk's slots of earlier experts subtracted, as the sorted chunk needs it.
-    """
+    """Each program writes TILES tiles and, for one chunk, where each expert's slots begin, less the
+    chunk's slots of earlier experts."""
     own = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     all_rows = tl.zeros([COUNT_ROWS, BLOCK_E], tl.int32)

@@ -1,4 +1,4 @@
-"""How kernels read weights of experts: panels (`panels.py`) by the copy engine, rows without it."""
+"""How kernels read weights of experts: panels by the copy engine, rows without it."""
 
 from __future__ import annotations
 

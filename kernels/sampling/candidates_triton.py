@@ -34,8 +34,7 @@ _COARSE = tl.constexpr(16)
 
 
 class Tiles(NamedTuple):
-    """Sizes of the kernels, all powers of two, fixed so that a row's sums do not depend on the
-    batch."""
+    """Sizes of the kernels, powers of two, fixed so that sums do not depend on the batch."""
 
     group: int = 32  # columns; 32 of 16 bits are two sectors of a GPU's memory
     chunk: int = 4096  # columns that a program of the first pass reads
@@ -199,10 +198,7 @@ def _search(
     MEMBERS: tl.constexpr, MASS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Search as `search_members` says; without MEMBERS, search the groups instead of the members.
-
-    `ptr` and `other_ptr` are the logits and the list of groups, or the groups' maxima and weights.
-    """
+    """Search as `search_members` says; without MEMBERS, search groups, by maxima and weights."""
     inverse = 1 / temperature
     step = tl.arange(0, _PIVOTS)
     low = base

@@ -68,10 +68,9 @@ def _apply_penalties(
     bits_ptr, source_ptr, history_ptr, positions_ptr, prompt_lens_ptr, repetition_ptr,
     presence_ptr, frequency_ptr, source_stride, vocab, width, repeats, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program penalises one row: it clears the counts, counts, and writes the logits.
+    """Each program penalises one row in three passes between barriers.
 
-    Barriers separate the passes; the last one's loads bypass the L1 cache, which atomics do not
-    update.
+    The loads of the last one bypass the L1 cache, which atomic additions do not update.
     """
     row = tl.program_id(0).to(tl.int64)
     bits_ptr += row * vocab

@@ -75,10 +75,8 @@ def sample(
 
 
 def _columns_of(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """List the columns in which `keep` [R, V] is true, ascending per row, on CPUs.
-
-    Returns columns [R, S] int64 and which are real [R, S]; filler says column 0. S is at least 1.
-    """
+    """List, on a CPU, the columns where `keep` [R, V] is true: [R, S], and which of them are no
+    filler."""
     rows, columns = keep.nonzero(as_tuple=True)
     counts = torch.bincount(rows, minlength=len(keep))
     width = max(1, int(counts.max()))
@@ -194,11 +192,7 @@ def _kth_largest(logits: Tensor, k: Tensor) -> Tensor:
 
 
 def _top_p_threshold(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Find the logit [R] with which the sum of the largest probabilities reaches top_p.
-
-    It looks at the 128 most likely tokens first, and at more for rows that need them, whose sums
-    start with the same values.
-    """
+    """Find the logit [R] at which top_p is reached, among 128 tokens first, with equal bits."""
     vocab = logits.shape[1]
     out = torch.full_like(top_p, -_INF)
     probs = logits.softmax(-1)

@@ -38,8 +38,7 @@ _LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 class Draw(NamedTuple):
-    """The drawn token of each of R rows, and what is known of it; failed rows have other values
-    undefined."""
+    """The drawn token of each of R rows; failed rows have no other defined values."""
 
     token_ids: Tensor  # [R] int64, always ids of the vocabulary
     logprobs: Tensor | None  # [R] float32; None if not asked for
@@ -117,8 +116,7 @@ def processed_logit(logit, top, temperature):
 
 @triton.jit
 def load_logits(ptr, columns, size):
-    """Load logits as float32: NaN as +inf, so that the row's maximum tells it, and -inf from `size`
-    on."""
+    """Load logits as float32: NaN as +inf, which the maximum tells, and -inf from `size` on."""
     values = tl.load(ptr + columns, mask=columns < size, other=-float("inf")).to(tl.float32)
     return tl.where(values != values, float("inf"), values)
 
@@ -244,8 +242,7 @@ def _join_chunks(
     FILTERED: tl.constexpr, LOGPROBS: tl.constexpr, CONFIDENCE: tl.constexpr, DRAWS: tl.constexpr,
     SAME: tl.constexpr, NVIDIA: tl.constexpr, STREAM: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Each program joins one row's chunks, whose best tokens' scores it computes with the row's
-    maximum."""
+    """Each program joins one row's chunks, whose best tokens it scores with the row's maximum."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     index = tl.arange(0, CHUNKS)

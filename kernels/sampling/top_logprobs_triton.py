@@ -181,8 +181,7 @@ def _collect(
 def _store_in_order(
     found_ids_ptr, found_values_ptr, above, ties, ids_ptr, values_ptr, k, TILE: tl.constexpr
 ):
-    """Write the first k found tokens by log-probability and then id, each at the number of found
-    tokens before it, filled up with -1 and -inf."""
+    """Write the first k found tokens by log-probability and then id, then -1 and -inf."""
     index = tl.arange(0, TILE)
     filled = (index < above) | (index >= TILE - ties)
     ids = tl.load(found_ids_ptr + index, mask=filled, other=0)

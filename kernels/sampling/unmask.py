@@ -135,8 +135,7 @@ def _unmask(
 def _load_keys(
     masked_ptr, confidence_ptr, row, position, LENGTH: tl.constexpr, BY_CONFIDENCE: tl.constexpr
 ):  # fmt: skip
-    """Load which positions are masked, and their keys: the confidence, or 0 without BY_CONFIDENCE;
-    -1 for NaN, and -2 where nothing is masked."""
+    """Load the masked positions' ranking keys: confidence or 0, -1 for NaN; others get -2."""
     here = position < LENGTH
     masked = tl.load(masked_ptr + row * LENGTH + position, mask=here, other=0) != 0
     keys = tl.zeros_like(position).to(tl.float32)

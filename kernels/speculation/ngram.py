@@ -119,18 +119,16 @@ def propose_reference(table: NgramTable, places: Tensor, k: int) -> tuple[Tensor
 
 
 def _key_lengths(table: NgramTable, device: torch.device) -> Tensor:
-    """[keys], the n of each key under which an n-gram is stored, in the order in which `propose`
-    prefers them: long n-grams first, and of one n the row's own key before the shared one."""
+    """Return each key's n in the order of preference: long first, a row's own before the shared."""
     sizes = torch.arange(table.max_n, table.min_n - 1, -1, device=device)
     return sizes.repeat_interleave(1 + table.pool)
 
 
 def _buckets(table: NgramTable, recent: Tensor, places: Tensor) -> Tensor:
-    """Compute each key's index into `entries`, [keys, *shape], for the n-grams that end at a
-    position.
+    """Compute where in `entries` the keys of n-grams stand, [keys, *shape].
 
-    `recent` [*shape, max_n] has the tokens before it, the last one first; `places` broadcasts to
-    shape.
+    `recent` [*shape, max_n] has the tokens before a position, the last first; `places` broadcasts
+    to shape.
     """
     tokens = recent + 1
     state = torch.zeros_like(tokens[..., 0])

@@ -91,8 +91,7 @@ def _accepts(
     positions: Tensor,
     greedy: Tensor,
 ) -> Tensor:
-    """[R] bool, whether the draft of each row is accepted. `logits` and `q` are [R, V], all others
-    [R]."""
+    """Whether the draft of each row is accepted, [R]; `logits` and `q` are [R, V]."""
     columns = drafts.unsqueeze(1)
     threshold = uniform(philox(seeds, positions, 0, Stream.ACCEPT, 1))
     if q is not None:
@@ -105,8 +104,7 @@ def _accepts(
 def _recover(
     logits: Tensor, drafts: Tensor, q: Tensor | None, seeds: Tensor, positions: Tensor
 ) -> Tensor:
-    """[R] int64, a draw from (p - q)+ by the Gumbel-max trick, or from p where (p - q)+ is zero
-    everywhere."""
+    """Draw [R] from (p - q)+ by the Gumbel-max trick, or from p where that is zero everywhere."""
     noise = gumbel_noise(philox(seeds, positions, 0, Stream.RECOVER, logits.shape[1]))
     plain = logits + noise
     if q is None:

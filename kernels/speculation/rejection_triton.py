@@ -99,8 +99,7 @@ def _reduce_chunk(
     logits_ptr, num_drafts_ptr, tops_ptr, sums_ptr, highest_ptr, stride, vocab, width,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Reduce one chunk of one row of logits to its maximum, the first column that has it, and the
-    sum of exp(logit - maximum)."""
+    """Reduce a chunk of a row to its maximum, the first column of that, and Σ exp(logit - max)."""
     logits_row = tl.program_id(0).to(tl.int64)
     if logits_row % width <= tl.load(num_drafts_ptr + logits_row // width):
         chunk = tl.program_id(1)
@@ -121,8 +120,7 @@ def _accept(
     stride, vocab, width, count, row, chunks,
     PROBS: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """How many drafts a row accepts. Also, for each number of drafts before it, [WIDTH]: the next
-    draft, and the argmax, the maximum and the sum of exp(logit - maximum) of the logits there."""
+    """Count the drafts that a row accepts, and load what is known of each before it [WIDTH]."""
     step = tl.arange(0, WIDTH)
     chunk = tl.arange(0, CHUNKS)
     logits_rows = row * width + step
@@ -232,8 +230,7 @@ def _join_chunks(
     greedy_ptr, scores_ptr, winners_ptr, num_tokens_ptr, token_ids_ptr, vocab, width, batch,
     chunks, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the last token of a row that is not greedy: the best of all chunks by (p - q)+, or by p
-    if (p - q)+ is zero everywhere."""
+    """Write the last token of a row that is not greedy: the best by (p - q)+, or else by p."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(num_tokens_ptr + row)
     if (tl.load(greedy_ptr + row) == 0) & (count > 0):

@@ -89,8 +89,7 @@ def lower_object(
 def _of_names(
     rule: Any, extra: Any, at: str, lower: Lower
 ) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """Say `propertyNames` (`rule`) by `properties`, `patternProperties` and `additionalProperties`;
-    `extra` is the schema of all values, or True."""
+    """Say `propertyNames` by three other keywords; `extra` is the schema of all values, or True."""
     if rule is True:
         return {}, {}, extra
     if isinstance(rule, dict):
@@ -105,8 +104,7 @@ def _of_names(
 def _check_patterns(
     patterns: Mapping[str, Any], properties: Mapping[str, Any], extra: Any, at: str
 ) -> None:
-    """Refuse `patternProperties` under which a name may fall beside another schema, because
-    xgrammar would enforce only one of the two."""
+    """Refuse patterns that a name may match beside another schema: xgrammar enforces only one."""
     for pattern in patterns:
         clash = [name for name in properties if re.search(pattern, name)]
         if len(patterns) > 1 or clash or extra is not False:
@@ -122,8 +120,7 @@ def _check_patterns(
 def _other_properties(
     names: list[str], patterns: Mapping[str, Any], extra: Any, at: str, lower: Lower
 ) -> dict[str, Any]:
-    """The rewritten keywords for properties of other names than `names`. There is at most one
-    pattern (see `_check_patterns`)."""
+    """Rewrite the keywords for other properties than `names`, with at most one pattern."""
     for pattern, part in patterns.items():
         where = f"{at}/patternProperties/{pattern}"
         key = text.write(string_node({"pattern": pattern}, where), json=True)
@@ -139,8 +136,7 @@ def _other_properties(
 
 
 def _counts(schema: Mapping[str, Any], lowered: Mapping[str, Any], at: str) -> dict[str, int]:
-    """`minProperties` and `maxProperties` of a schema whose other keywords are `lowered`. Where
-    names are free, the same name may come twice, which JSON readers count once."""
+    """Rewrite minProperties and maxProperties; a free name may come twice, and counts once."""
     low, limit = read_limits(schema, "minProperties", "maxProperties")
     high = math.inf if limit is None else limit
     needed = len(set(lowered.get("required", ())))

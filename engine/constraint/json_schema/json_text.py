@@ -87,8 +87,7 @@ def first_repeated(texts: abc.Iterable[str]) -> str | None:
 
 
 def equality_key(value: Any) -> abc.Hashable:
-    """A key that two JSON values share if and only if they are equal. In Python true equals 1, in
-    JSON it does not; 1 equals 1.0 in both."""
+    """Return what equal JSON values share, and no others: true is not 1 there, but 1 is 1.0."""
     if isinstance(value, dict):
         return "object", frozenset((name, equality_key(item)) for name, item in value.items())
     if isinstance(value, list):

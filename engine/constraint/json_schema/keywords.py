@@ -61,19 +61,16 @@ REFUSED = {
 """Keyword that a grammar cannot enforce → what the user can do instead."""
 
 MOST = 1_000_000
-"""The greatest count of characters, items or properties. Greater upper limits are lowered to it: no
-output is that long, and xgrammar counts with 32 bits."""
+"""The greatest count; higher limits become it, as xgrammar counts with 32 bits."""
 
 
 def refuse(keyword: str, at: str, reason: str) -> ConstraintError:
-    """The error for a keyword of the schema at the JSON pointer `at`. The reason goes on after
-    "`keyword` at pointer"."""
+    """Make the error for a keyword; the reason goes on after "`keyword` at pointer"."""
     return ConstraintError(f"`{keyword}` at {at} {reason}")
 
 
 def restricts(keyword: str, value: object) -> bool:
-    """Whether a keyword of a schema restricts values at all. Annotations do not, nor do keywords
-    that begin with x-, which are anybody's own."""
+    """Whether a keyword restricts values: annotations and anybody's own x-… do not."""
     off = keyword == "uniqueItems" and value is False
     return keyword not in ANNOTATIONS and not keyword.startswith("x-") and not off
 

@@ -138,8 +138,7 @@ class _Lowering:
         return {"$ref": "#" if name == "#" else f"#/$defs/{name}"}
 
     def expand(self, schema: Any, at: str, open_refs: tuple[str, ...]) -> list[dict[str, Any]]:
-        """Schemas without `$ref` and `allOf` that together say what `schema` says. They are not
-        rewritten otherwise."""
+        """Return schemas without `$ref` and `allOf` that together say what `schema` says."""
         self.step()
         if isinstance(schema, bool):
             if not schema:
@@ -196,8 +195,7 @@ class _Lowering:
         return lowered[0] if len(lowered) == 1 else {"anyOf": lowered}
 
     def flat(self, schema: Any, at: str) -> dict[str, Any]:
-        """One schema without `$ref` and `allOf` that says what `schema` says. It is not rewritten
-        otherwise."""
+        """Return one schema without `$ref` and `allOf` that says what `schema` says."""
         return merge(self.expand(schema, at, ()), at)
 
     def is_valid(self, schema: Any, value: Any) -> bool:
@@ -229,8 +227,7 @@ class _Lowering:
         return ref
 
     def enum(self, schema: dict[str, Any], at: str) -> dict[str, Any]:
-        """A schema with `enum` or `const`. It becomes the list of those values that are valid by
-        every other keyword, too, so these keywords need not be enforced by the grammar."""
+        """Rewrite `enum` or `const` as the listed values that are valid by all other keywords."""
         keyword = "enum" if "enum" in schema else "const"
         values = schema["enum"] if keyword == "enum" else [schema["const"]]
         others = {k: v for k, v in schema.items() if k != keyword}

@@ -15,8 +15,7 @@ _OTHERS = ("additionalProperties", "unevaluatedProperties")
 
 
 def split_unevaluated(schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keywords of a schema in two parts: all others, and `unevaluatedProperties` and
-    `unevaluatedItems`, which are about what the others say nothing of."""
+    """Split off `unevaluatedProperties` and `unevaluatedItems`, about what the rest leaves open."""
     last = {k: v for k, v in schema.items() if k.startswith("unevaluated")}
     return {k: v for k, v in schema.items() if k not in last}, last
 
@@ -41,8 +40,7 @@ def merge(parts: Collection[Schema], at: str, last: Schema | None = None) -> dic
 
 
 def _check_others(part: Schema, other: Schema, at: str) -> None:
-    """Refuse two schemas of which the first says something about further properties or items that
-    the second lists: in one schema it would not be about them."""
+    """Refuse two schemas of which one speaks of further members and the other lists some."""
     further = [keyword for keyword in _OTHERS if part.get(keyword, True) is not True]
     new = other.get("properties", {}).keys() - part.get("properties", {}).keys()
     unequal = not other.keys().isdisjoint(_OTHERS) and any(

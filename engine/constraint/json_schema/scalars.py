@@ -1,5 +1,4 @@
-"""JSON Schemas of strings and numbers, and listed values, rewritten for xgrammar. `lower.py` says
-why."""
+"""JSON Schemas of strings and numbers, and listed values, rewritten (see `lower_schema.py`)."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -132,8 +131,7 @@ def _lower_number(name: str, schema: Mapping[str, Any], at: str) -> dict[str, An
 
 
 def _bounds(schema: Mapping[str, Any], whole: bool) -> tuple[Any, Any]:
-    """The least and the greatest number that a schema allows, each None if there is none. If only
-    whole numbers are allowed, exclusive bounds are made inclusive."""
+    """Return the least and greatest allowed number or None; inclusive for whole numbers."""
     lows = [schema["minimum"]] if "minimum" in schema else []
     highs = [schema["maximum"]] if "maximum" in schema else []
     if whole:
@@ -149,8 +147,7 @@ def _bounds(schema: Mapping[str, Any], whole: bool) -> tuple[Any, Any]:
 
 
 def _has_number(low: Any, high: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether the bounds of a schema leave a number of at most 6 decimals. If they do not, xgrammar
-    would allow the empty text."""
+    """Whether bounds leave a number of at most 6 decimals; xgrammar would allow the empty text."""
     first, last = math.ceil(_millionths(low)), math.floor(_millionths(high))
     if "exclusiveMinimum" in schema:
         first += first == _millionths(schema["exclusiveMinimum"])

@@ -34,8 +34,7 @@ def resolve(root: Any, ref: str, at: str) -> tuple[str, Any]:
 
 
 def find_endless(schemas: Mapping[str, Any]) -> set[str]:
-    """Return the references of those rewritten schemas, by `$ref`, that have no value of finite
-    size."""
+    """Return the references (`$ref`) of rewritten schemas that have no finite value."""
     finite: set[str] = set()
     while found := {k for k, v in schemas.items() if k not in finite and _ends(v, finite)}:
         finite |= found
@@ -43,8 +42,7 @@ def find_endless(schemas: Mapping[str, Any]) -> set[str]:
 
 
 def _ends(lowered: Any, finite: set[str]) -> bool:
-    """Whether a rewritten schema has a value of finite size, given that the references `finite`
-    have one."""
+    """Whether a rewritten schema has a finite value, if the references `finite` have one."""
     if "$ref" in lowered:
         return lowered["$ref"] in finite
     if "anyOf" in lowered:

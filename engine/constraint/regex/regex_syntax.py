@@ -24,8 +24,7 @@ from batchgen.engine.constraint.regex.characters import (
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 _MOST_COUNT = 1_000_000
 _MOST_GROUPS = 100
-"""The most groups that may stand in each other: each takes some of Python's own nesting of calls,
-of which there are 1000."""
+"""The most groups in each other, which take of Python's 1000 nested calls."""
 _GROUPS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[()]", re.DOTALL)
 """What matters for the nesting of groups: escapes, classes, and parentheses."""
 
@@ -176,8 +175,7 @@ class _Parser:
         return self.chars(self.member()[0])
 
     def group_start(self) -> None:
-        """Read what stands behind the `(` of a group: nothing, `?:` or a name. Anything else makes
-        it more than a group, and is refused."""
+        """Read nothing, `?:` or a name behind the `(` of a group; refuse all else."""
         if not self.peek("?") or self.take("?:"):
             return
         if not self.peek("?P<"):
@@ -195,8 +193,7 @@ class _Parser:
         return Chars(tuple(allowed))
 
     def bracketed(self) -> Ranges:
-        """A class in brackets. Of its complement only that is left which every dialect has in it,
-        so what is excluded is what any dialect has in the class."""
+        """Read a class; a complement excludes what any dialect has in it."""
         self.take("[")
         negated = self.take("^")
         if self.peek("]"):
@@ -215,8 +212,7 @@ class _Parser:
         return complement(in_some) if negated else in_every
 
     def member(self) -> tuple[Ranges, Ranges]:
-        """One literal or escape: the characters that every dialect takes it for, and those that at
-        least one dialect takes it for."""
+        """Read a literal or escape: its characters in every dialect, and in at least one."""
         char = self.pattern[self.at]
         self.at += 1
         if char != "\\":

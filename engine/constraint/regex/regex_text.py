@@ -15,8 +15,7 @@ _MOST_COPIES = 64
 
 
 def width(node: Node) -> tuple[int, int | None]:
-    """The least and the greatest number of characters in a match. The greatest is None if there is
-    no limit."""
+    """Return the least and the greatest length of a match; None without a limit."""
     match node:
         case Chars():
             return 1, 1
@@ -147,7 +146,6 @@ def _write_chars(ranges: Ranges, json: bool) -> str:
 
 
 def _literal(code: int) -> str:
-    r"""Write a character: as \uhhhh unless a letter, digit or non-ASCII, since xgrammar would read
-    \xhh with the hexadecimal digits behind it."""
+    r"""Write a character, by \uhhhh if special: xgrammar reads digits on behind \xhh."""
     char = chr(code)
     return char if code >= 0x80 or char.isalnum() else f"\\u{code:04x}"

@@ -124,8 +124,7 @@ class Experts(nn.Module):
         weights: Tensor,
         shared: Callable[[], SharedPart] | None = None,
     ) -> Stream:
-        """Add `forward`'s sum to `residual` in place, now or when it is read; needs all experts
-        here."""
+        """Add `forward`'s sum to `residual` in place, now or when it is read; needs all experts."""
         parts = self._parts(x, ids, weights)
         if parts is not None:
             return PendingParts(residual, parts, shared and shared())
@@ -133,8 +132,8 @@ class Experts(nn.Module):
         return residual
 
     def _parts(self, x: Tensor | BothRows, ids: Tensor, weights: Tensor) -> Tensor | None:
-        """Compute the results [k, T, H] of each token's experts times their weights; None where
-        they are added up right away."""
+        """Compute each token's experts' results times weights, [k, T, H], or None if added right
+        away."""
         if (in_fp8 := self._in_fp8()) is not None:
             gate_up, down, powers = in_fp8
             return fp8_grouped_parts(x, gate_up, down, ids, weights, powers_of_two=powers)
@@ -144,8 +143,7 @@ class Experts(nn.Module):
         return grouped_parts(x, self.gate_up_proj, self.down_proj, ids, weights)
 
     def _in_fp8(self) -> tuple[FP8Weight, FP8Weight, bool] | None:
-        """Return the weights of both products, and whether tokens are scaled by powers of two; None
-        if the weights are not kept in FP8."""
+        """Return the weights of both products and `powers_of_two`; None if they are not in FP8."""
         if self.gate_up_scales is None or self.down_scales is None:
             return None
         assert self.form is not None
@@ -153,8 +151,7 @@ class Experts(nn.Module):
         return gate_up, FP8Weight(self.down_proj, self.down_scales), self.form.powers_of_two
 
     def _own_ids(self, ids: Tensor) -> Tensor:
-        """Turn ids of experts into indices among this rank's; the number of these stands for
-        others."""
+        """Turn ids into indices among this rank's experts, whose number stands for all others."""
         own = self._num_experts // self._parallel.size
         places = ids - self._first
         return places.masked_fill_((places < 0) | (places >= own), own)
@@ -219,8 +216,7 @@ class Experts(nn.Module):
 
 
 def _empty_fp8(weights: Tensor, scale_rows: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Make room in FP8 for weights [E, N, K], tiled where `keeps_panels` says so and there is a
-    copy engine, which some GPUs with units for FP8 lack."""
+    """Make room for weights [E, N, K], tiled where panels and a copy engine allow it."""
     shape, device = matrix_sizes(weights), weights.device
     values, scales = empty_fp8(*shape, device=device, scale_rows=scale_rows)
     if keeps_panels(device, FP8, shape[2]) and copy_engine_reads(shape[2], device):

@@ -124,8 +124,7 @@ class SparseMoE(nn.Module):
                 self.checkpoint_names["shared_expert"] = "shared_experts"
 
     def forward(self, tokens: Tensor | BothRows, residual: Tensor, ctx: ForwardContext) -> Stream:
-        """Add the result for tokens [T, hidden_size] to `residual` [T, hidden_size] in place and
-        return it."""
+        """Add the result for tokens [T, hidden_size] to `residual` in place and return it."""
         x = plain_rows(tokens)
         logits, shared = self._begin(tokens)
         ids, weights = route(
@@ -174,8 +173,8 @@ class SparseMoE(nn.Module):
 
 
 def _own_tokens(x: Tensor, ctx: ForwardContext) -> Tensor | None:
-    """Return the tokens [N] int64 that belong to rows; None for all. On a CPU forwards are filled
-    up with tokens at KV slot 0, which would cost as much as others."""
+    """Return the tokens [N] that belong to rows, or None for all: filled-up ones cost time on a
+    CPU."""
     if x.is_cuda or len(x) != len(ctx.kv_slots):
         return None
     own = ctx.kv_slots.nonzero().squeeze(1)

@@ -148,8 +148,7 @@ def _ordered(rows: Tensor, order: Tensor) -> Tensor:
 
 
 def _gate_first(rows: Tensor, heads: int, order: Tensor | None) -> Tensor:
-    """Put the gates of all heads before all queries, of rows [heads · 2 · head_dim, …] with a query
-    and a gate per head; `order` sorts a query's rows (`_ordered`)."""
+    """Put all heads' gates before all queries, of rows with a query and a gate per head."""
     query, gate = rows.unflatten(0, (heads, 2, -1)).unbind(1)
     query = query.flatten(0, 1)
     return torch.cat((gate.flatten(0, 1), query if order is None else _ordered(query, order)))

@@ -176,8 +176,8 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj.add_to(residual, normed)
 
     def _run(self, x: Tensor, a: Tensor, b: Tensor, cache: StateCache, rows: RowMetadata) -> Tensor:
-        """Compute the output [T, value heads, value_dim] of one part of the tokens, from x before
-        the convolution and a, b [T, value heads], which give the decays and the β."""
+        """Compute the output [T, value heads, value_dim] of a part from x before the convolution,
+        a, b."""
         window, matrix = cache.state["window"], cache.state["matrix"]
         if rows.width is not None:
             step = StepRows(rows.slots, cache.pending, cache.first, rows.width, cache.most_pending)
@@ -222,8 +222,7 @@ class GatedDeltaNet(nn.Module):
 def _input_projections(
     shape: DeltaShape, interleaved: bool
 ) -> tuple[dict[str, int], tuple[str, ...], dict[str, Callable[[Tensor], Tensor]]]:
-    """The input projections as `MergedLinear` takes them: how many output features each has, which
-    of them make β and the decays, and what puts the features of some in order."""
+    """Return the arguments of `MergedLinear` for the input projections."""
     heads = shape.num_value_heads
     if not interleaved:
         parts = {
@@ -273,8 +272,7 @@ def _kind_by_kind(rows: Tensor, sizes: list[int]) -> Tensor:
 def _read_again(
     tokens: DeltaInputs, matrix: Tensor, rows: PrefillRows, replayed: tuple[int, ...]
 ) -> Tensor:
-    """Run a prefill through the forms that read its tokens first: the last `replayed` of each row
-    one by one, the others in chunks."""
+    """Run a prefill in the forms that read its tokens first: the last `replayed` one by one."""
     assert rows.query_lens is not None
     again = np.array(replayed, np.int64)
     first = np.array(rows.query_lens, np.int64) - again
@@ -298,8 +296,7 @@ def _read_again(
 
 
 def _own_tokens(rows: RowMetadata) -> int:
-    """Return how many of a prefill's tokens belong to rows; on a CPU a last row on scratch fills
-    up."""
+    """Count a prefill's tokens that belong to rows; on a CPU a last row on scratch fills up."""
     count = len(rows.positions)
     if rows.positions.is_cuda or rows.query_lens is None or int(rows.slots[-1]):
         return count

@@ -49,8 +49,7 @@ class KVExpansion(nn.Module):
         return _multiply_heads(q, self.weight[:, : self._key_size])
 
     def values(self, mixed: Tensor, out: Tensor | None = None) -> Tensor:
-        """Turn mixtures [T, heads, L] of latents into those [T, heads, V] of their values, in `out`
-        if that is given, which is contiguous."""
+        """Turn mixtures [T, heads, L] of latents into mixtures [T, heads, V] of values."""
         if self._packed is None:
             return _multiply_heads(mixed, self.weight[:, self._key_size :].transpose(1, 2), out)
         found = _by_head(mixed, self._packed[1])

@@ -113,7 +113,7 @@ def gguf_weights(file: GGUFFile, model: CausalLM) -> Iterator[tuple[str, Tensor]
         tensor = file.load(name)
         projection = hf_name.rpartition(".")[0].rpartition(".")[2]
         number = heads.get(projection) if model.gguf_permutes_qk else None
-        # Of one that has another shape the loader says what is wrong.
+        # The loader says what is wrong with a tensor of another shape.
         if number is not None and len(tensor) == number * shape.head_dim:
             # In a head of D rows, the file holds rows i and i + D/2, which are rotated as a pair,
             # side by side. This brings them back into the order of transformers.
@@ -123,8 +123,7 @@ def gguf_weights(file: GGUFFile, model: CausalLM) -> Iterator[tuple[str, Tensor]
 
 
 def _hf_name(name: str) -> str:
-    """Return a tensor's name in transformers' checkpoints; unknown ones stay, for the loader to
-    report."""
+    """Return a tensor's name in transformers' checkpoints, or an unknown one as it is."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"

@@ -46,8 +46,7 @@ def _single_digits() -> pre_tokenizers.PreTokenizer:
 
 
 def _words(digits: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
-    """Cut text by the pattern of Llama 3 and Qwen2, which differ only in how many digits go
-    together."""
+    """Cut text by the pattern of Llama 3 and Qwen2, which differ in how they cut digits."""
     return lambda: _split(
         rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -145,8 +144,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Build a SentencePiece BPE tokenizer: BPE whose merges are ranked by the joined tokens'
-    scores."""
+    """Build SentencePiece BPE: merges are ranked by the scores of the joined tokens."""
     tokens, scores, types = metadata["tokens"], metadata["scores"], metadata["token_type"]
     vocab = {token: index for index, token in enumerate(tokens)}
     ranked = [

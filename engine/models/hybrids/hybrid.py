@@ -57,8 +57,7 @@ class HybridForCausalLM(MoEForCausalLM):
 
     qk_norm = True
     interleaved: ClassVar[bool] = False
-    """Whether checkpoints hold the input projections of a gated delta network key head by key head
-    (`GatedDeltaNet`)."""
+    """Whether checkpoints hold a delta network's input projections key head by key head."""
 
     @property
     def family(self) -> HybridConfig:
@@ -123,8 +122,8 @@ class HybridForCausalLM(MoEForCausalLM):
         return RotaryTable(family.rope, family.rotary_dim, positions, self.device)
 
     def make_head(self, name: str) -> TokenModel:
-        """Make the head for multi-token prediction. Its layer has attention, and experts if any
-        layer of the model has."""
+        """Make the head for multi-token prediction, with attention, and experts if the model has
+        some."""
         if name != MTP_HEAD or name not in self.config.heads:
             return super().make_head(name)
         family = self.family

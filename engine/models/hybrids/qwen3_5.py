@@ -43,8 +43,7 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
 
 
 def has_output_gate(hf: PretrainedConfig) -> bool:
-    """Return whether attention has an output gate, which classes of transformers know only as a
-    value beyond their own."""
+    """Whether attention has an output gate, a value beyond those that transformers knows."""
     return extra_value(hf, "attn_output_gate", bool, True)
 
 

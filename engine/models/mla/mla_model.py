@@ -34,8 +34,7 @@ _HEAD_NAMES = {
     "embed_tokens.": "embed_tokens.",
     "shared_head.head.": "lm_head.",
 }
-"""What the head for multi-token prediction calls its parts, by their beginning in checkpoints. The
-rest belong to its layer."""
+"""What checkpoints call the head's own parts, by how they begin; the rest is its layer's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +71,7 @@ class LatentConfig(MoEConfig):
 
 
 class LatentForCausalLM(MoEForCausalLM):
-    """A decoder with latent attention in every layer, and experts in those that its configuration
-    names."""
+    """A decoder with latent attention in every layer, and experts where its configuration says."""
 
     @property
     def family(self) -> LatentConfig:

@@ -162,7 +162,6 @@ def dense_config(
 
 
 def head_size(hf: PretrainedConfig) -> int:
-    """Return the number of values in one head, for a class of transformers that has this field only
-    if the checkpoint gives it."""
+    """Return the values in one head, which some classes have only if the checkpoint gives it."""
     size: int = hf.to_dict().get("head_dim") or hf.hidden_size // hf.num_attention_heads
     return size

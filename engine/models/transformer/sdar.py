@@ -46,7 +46,7 @@ def sdar_config_class(model_type: Literal["sdar", "sdar_moe"]) -> type[Pretraine
     """Make the class that reads SDAR's config.json without the code that checkpoints contain.
 
     transformers is imported here, because only reading a configuration needs it. Besides Qwen3's or
-    Qwen3-MoE's fields and those of training, the file has:
+    Qwen3-MoE's fields, and fields of training, the file has:
 
     - block_size: tokens of a block. The published JetLM/SDAR-* checkpoints give it at most in their
       name; checkpoints that were trained further have it.

@@ -62,8 +62,7 @@ def route_reference(
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
-    """Return the indices [T, k] of the k largest of values [T, E], of equal ones the first in
-    front, which torch.topk does not promise."""
+    """Return the indices [T, k] of the k largest, of equal ones the first, unlike torch.topk."""
     count = values.shape[1]
     # As integers the bits of floats that are not negative have their order, and bits of negative
     # ones the opposite order. NaN is above or below all. Adding 0 makes 0 of -0.
