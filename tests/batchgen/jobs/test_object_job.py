@@ -124,7 +124,7 @@ def test_a_machine_that_is_lost(
     class Engine(FakeEngine):
         def step(self) -> Any:
             if self.stats.steps == 25:
-                monkeypatch.setattr(ObjectStorage, "secure", lambda *_: None)
+                monkeypatch.setattr(ObjectStorage, "flush", lambda *_: None)
                 raise Lost
             return super().step()
 
