@@ -19,13 +19,14 @@ from batchgen.folder.changed_row import changed_row
 from batchgen.folder.dataset_card import dataset_card, unfinished_card
 from batchgen.folder.job_folder import JobFolder, refuse_shrinking
 from batchgen.folder.job_metrics import Metrics, Tally, Totals
+from batchgen.folder.job_summary import JobSummary, end_table
 from batchgen.forecast.forecast import Forecast
 from batchgen.grades.background_grading import grading_beside
 from batchgen.jobs.fail_fast import AllRowsFailed
 from batchgen.jobs.generation import Engine, Generation
 from batchgen.jobs.graded_job import graded_card, save_scores, scores_of
 from batchgen.jobs.job_parts import JobParts
-from batchgen.jobs.progress import Progress, show_memory, summary
+from batchgen.jobs.progress import Progress, show_memory
 from batchgen.leases.file_store import FolderGone
 from batchgen.prompts.row_prompts import fit_prompt
 from batchgen.report.write_report import REPORT, is_up_to_date, try_report
@@ -300,7 +301,8 @@ def _completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobRes
         return None
     totals = Totals.of(figures)
     head = f"The job is complete; this worker has computed {rows:,} rows of it.\n"
-    table = summary(totals, storage.shown, strategy=parts.strategy, score=figures.get("score"))
+    job = JobSummary(totals, score=figures.get("score"))
+    table = end_table(job, storage.shown, parts.strategy)
     return JobResult(totals.error_rows, None, head + table)
 
 
@@ -477,13 +479,15 @@ def _complete(
     shown = storage.shown
     metrics.tally = _count_shards(config, parts, folder)
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
-    card = dataset_card(resolved(config), fingerprints, schema.arrow, totals, shown)
+    about = JobSummary(totals, config=resolved(config))
+    card = dataset_card(about, fingerprints, schema.arrow, shown)
     storage.write(folder.path / "README.md", graded_card(card, folder.path, shown))
     metrics.save("complete")
     folder.remove_journal()
     metrics.keep()
     report = _report(parts, folder) if config.output.report else None
-    message = summary(totals, shown, metrics, parts.strategy, metrics.score, report)
+    job = JobSummary(totals, attempts=[asdict(metrics.attempt)], score=metrics.score)
+    message = end_table(job, shown, parts.strategy, report)
     return JobResult(totals.error_rows, None, message)
 
 
@@ -502,7 +506,7 @@ def _already_complete(
         report = _report(parts, folder) if wants_report else None
     message = "This job is complete already; nothing was computed.\n"
     shown = storage.shown
-    table = summary(totals, shown, strategy=parts.strategy, score=score, report=report)
+    table = end_table(JobSummary(totals, score=score), shown, parts.strategy, report)
     return JobResult(totals.error_rows, None, message + table)
 
 

@@ -20,7 +20,7 @@ from batchgen.texts.tokens.token_boxes import Decode, TokenView
 
 CSS = (Path(__file__).parent / "base.css", Path(__file__).parent / "row.css")
 """The style sheets that a page with rows needs; it is for the page to embed or to serve them."""
-_STEP_NAMES = {"DLLMStrategy": "denoise step", "ARSpecStrategy": "forward"}
+STEP_NAMES = {"DLLMStrategy": "denoise step", "ARSpecStrategy": "forward"}
 _KEYS = ("row_id", "row_index", "sample_index")
 _MOST_FACT = 2_000
 _END_OF_REASONING = "</think>"
@@ -76,7 +76,7 @@ class RowPage:
         output, strategy = config.get("output") or {}, config.get("strategy") or {}
         self.text_column: str = output.get("text_column", "text")
         target = str(strategy.get("_target_", "")).rpartition(".")[2]
-        self.tokens = TokenView(schema, decode, _STEP_NAMES.get(target, "step"))
+        self.tokens = TokenView(schema, decode, STEP_NAMES.get(target, "step"))
         self.prompt = PromptText(config.get("prompt") or {}, schema, decode)
         self._readers = json_readers(schema)
         self._constrained = "constraint_satisfied" in schema.names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -15,7 +15,6 @@ from batchgen.folder.read_job import JobFolderReader
 from batchgen.report.row_page import Limits, RowPage, Verdict, answer_spans, verdict
 from batchgen.report.row_view import input_columns
 from batchgen.storage.manifest import ROWS
-from batchgen.texts.text_table import score_lines
 from batchgen.viewer.rows.grade_columns import PREFIX
 from batchgen.viewer.rows.ranking import Rankings
 from batchgen.viewer.rows.row_id_index import RowIds
@@ -116,13 +115,6 @@ class JobView:
         """The file config.yaml; empty if there is none yet."""
         path = self.path / "config.yaml"
         return path.read_text(encoding="utf-8") if path.is_file() else ""
-
-    @property
-    def scores(self) -> list[tuple[str, str]]:
-        """A name and a value for each line that tells the scores of the whole job; empty without
-        scores."""
-        scores = self.metrics.get("score")
-        return [] if scores is None else score_lines({**scores, "subsets": {}})
 
     @property
     def subsets(self) -> dict[str, dict[str, Any]]:
@@ -250,10 +242,3 @@ def same_sample(samples: Sequence[Sample], number: int | None) -> Sample | None:
     """The sample with this number, else the first; None if there is none."""
     chosen = [sample for sample in samples if sample.number == number]
     return next(iter([*chosen, *samples]), None)
-
-
-def attempt_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The last attempt in metrics.json; empty if there is none."""
-    attempts = metrics.get("attempts") or [{}]
-    found: dict[str, Any] = attempts[-1]
-    return found

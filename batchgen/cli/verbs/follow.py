@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from batchgen.folder.job_status import status_line
+from batchgen.folder.job_summary import status_line
 from batchgen.folder.read_job import BATCH, JobFolderReader
 from batchgen.report.row_view import RowView, of_sample
 from batchgen.shards.checked_file import CheckedFile

@@ -11,7 +11,7 @@ from typing import Any
 from batchgen.cli.job_outcome import column_list, exit_code
 from batchgen.cli.verb_table import Parser
 from batchgen.cli.verbs.follow import follow
-from batchgen.folder.job_status import status_line
+from batchgen.folder.job_summary import status_line
 from batchgen.folder.open_folder import open_job
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.report.row_view import RowView, of_sample, terminal_width
