@@ -14,8 +14,7 @@ from tqdm import tqdm
 
 from batchgen.folder.job_summary import tokens_per_s
 from batchgen.forecast.remaining import TimeLeft
-from batchgen.texts.row_text import row_name
-from batchgen.texts.text_table import counted
+from batchgen.texts.text_table import counted, row_name
 from batchgen.util.duration import duration
 from batchgen.util.shorten import beginning, end
 

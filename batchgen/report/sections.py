@@ -12,8 +12,8 @@ from batchgen.folder.job_summary import JobSummary
 from batchgen.report.charts import Chart, bars, experts, histogram, numbers, timeline_charts
 from batchgen.report.eval_charts import Estimate, intervals, question_dots, score_by_length
 from batchgen.report.report_data import MOST_QUESTIONS, Collected
-from batchgen.report.row_page import STEP_NAMES
 from batchgen.report.token_facts import TokenFacts
+from batchgen.rows.row_page import STEP_NAMES
 from batchgen.texts.text_table import COUNT_AS, percent, percent_range
 from batchgen.util.duration import duration
 

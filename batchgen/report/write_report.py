@@ -16,12 +16,12 @@ from batchgen.folder.read_job import JobFolderReader
 from batchgen.report.example_rows import ShownRows, anchor, faults, shown_rows
 from batchgen.report.report_data import collect
 from batchgen.report.report_rows import JobData
-from batchgen.report.row_page import CSS, RowPage
 from batchgen.report.sections import headline, sections
 from batchgen.report.token_facts import token_facts
+from batchgen.rows.row_page import CSS, RowPage
 from batchgen.storage.job_storage import Storage
 from batchgen.storage.manifest import write_atomic
-from batchgen.texts.safe_text import environment
+from batchgen.texts.safe_text import templates
 from batchgen.texts.text_table import counted
 from batchgen.texts.tokens.decode_tokens import job_decode
 from batchgen.texts.tokens.token_boxes import Decode
@@ -124,7 +124,7 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
 def _page(values: Mapping[str, Any], rows: ShownRows) -> str:
     style = _style(rows)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    template = environment().get_template("report.html.jinja")
+    template = templates("batchgen.report").get_template("report.html.jinja")
     return template.render(
         values, shown=rows, style=Markup(style), policy=f"default-src 'none'; style-src "
         f"'sha256-{digest}'; base-uri 'none'; form-action 'none'",

@@ -27,6 +27,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def row_name(row_id: str, sample_index: int) -> str:
+    """`row ID`, and which of its samples if it is not the first."""
+    return f"row {row_id}" + (f", sample {sample_index}" if sample_index else "")
+
+
 def percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f}%"
 
