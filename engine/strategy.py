@@ -136,7 +136,7 @@ class JoiningRows:
 class StepState(Protocol):
     """The state of the decoding rows between steps.
 
-    `strategies/base/step_inputs.py` explains its members, and implements what is the same in every
+    `engine/step_inputs.py` explains its members, and implements what is the same in every
     paradigm.
     """
 

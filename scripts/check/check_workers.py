@@ -51,7 +51,7 @@ import batchgen.python.llm
 from batchgen.compose.compose_config import compose
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.jobs.run_job import JobResult
+from batchgen.jobs.job_end import JobResult
 from batchgen.util.errors import JobError
 
 sys.path.append(str(Path(__file__).parents[2] / "tests/batchgen"))

@@ -16,12 +16,12 @@ from batchgen.engine.base.transfer import Download, upload
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
+from batchgen.engine.step_inputs import StepInputs
 from batchgen.engine.strategy import JoiningRows, Limits
 from batchgen.kernels.speculation.drafts import advance, place_drafts
 from batchgen.kernels.speculation.ngram import NgramIndex
 from batchgen.strategies.ar_spec.controller import Acceptance
 from batchgen.strategies.base.counts import NUM_FORWARDS
-from batchgen.strategies.base.step_inputs import StepInputs
 
 _POOL_ROWS = 4
 """With `ngram_pool`, the tokens of this many rows are kept for each row that can decode at once."""
