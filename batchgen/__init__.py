@@ -1,6 +1,9 @@
 """Offline batch inference over datasets; see the README.
 
 from batchgen import LLM, SamplingParams, run_job
+
+The names in `__all__` are public. Everything else may change between versions, but for the names
+that configurations have behind `_target_`.
 """
 
 import os
@@ -16,18 +19,59 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from batchgen.engine.constraint.constraint import Constraint
+    from batchgen.folder.read_job import JobFolderReader
+    from batchgen.grading.choices import RowStep
     from batchgen.grading.mathematics.same import same_math
-    from batchgen.python.job_calls import run_job
+    from batchgen.grading.step import AnswerRow, Column, GradeFailure, PostStep
+    from batchgen.python.job_calls import CompleteJob, run_job
     from batchgen.python.llm import LLM
     from batchgen.python.output import Output
     from batchgen.python.params import SamplingParams
+    from batchgen.strategies.ar.strategy import ARStrategy
+    from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+    from batchgen.strategies.dllm.strategy import DLLMStrategy
+    from batchgen.util.errors import ConfigError, JobError
 
-__all__ = ["LLM", "Constraint", "Output", "SamplingParams", "run_job", "same_math"]
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "ARSpecStrategy",
+    "ARStrategy",
+    "AnswerRow",
+    "Column",
+    "CompleteJob",
+    "ConfigError",
+    "Constraint",
+    "DLLMStrategy",
+    "GradeFailure",
+    "JobError",
+    "JobFolderReader",
+    "Output",
+    "PostStep",
+    "RowStep",
+    "SamplingParams",
+    "__version__",
+    "run_job",
+    "same_math",
+]
 
 _HOME = {
+    "ARSpecStrategy": "batchgen.strategies.ar_spec.strategy",
+    "ARStrategy": "batchgen.strategies.ar.strategy",
+    "AnswerRow": "batchgen.grading.step",
+    "Column": "batchgen.grading.step",
+    "CompleteJob": "batchgen.python.job_calls",
+    "ConfigError": "batchgen.util.errors",
     "Constraint": "batchgen.engine.constraint.constraint",
+    "DLLMStrategy": "batchgen.strategies.dllm.strategy",
+    "GradeFailure": "batchgen.grading.step",
+    "JobError": "batchgen.util.errors",
+    "JobFolderReader": "batchgen.folder.read_job",
     "LLM": "batchgen.python.llm",
     "Output": "batchgen.python.output",
+    "PostStep": "batchgen.grading.step",
+    "RowStep": "batchgen.grading.choices",
     "SamplingParams": "batchgen.python.params",
     "run_job": "batchgen.python.job_calls",
     "same_math": "batchgen.grading.mathematics.same",
@@ -44,3 +88,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

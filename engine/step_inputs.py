@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from collections import abc
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +15,44 @@ from torch import Tensor
 from batchgen.engine.base.outputs import StepOutput
 from batchgen.engine.base.transfer import upload
 from batchgen.engine.execution.model_inputs import ModelInputs
+from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
+from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.strategy import JoiningRows
+
+
+@dataclass(frozen=True, slots=True)
+class JoiningRows:
+    """B rows whose prefill is complete and which decode from the next step on.
+
+    Attributes:
+        seqs: the rows as the host knows them, without the token that the prefill may yield.
+        block_tables: [B, N] int64, the rows' blocks of the paged cache; unused entries are 0.
+        context_lens: [B] on the host, the number of tokens of each row that the target has read.
+        sampling: the sampler's inputs for the rows, as they are before the prefill's token.
+        state_slots: [B] int64, the rows' state slots; None for models without recurrent layers.
+        guide: makes the masks of the constrained rows; None if there are none.
+    """
+
+    seqs: abc.Sequence[Sequence]
+    block_tables: Tensor
+    context_lens: npt.NDArray[np.int64]
+    sampling: SamplingInputs
+    state_slots: Tensor | None = None
+    guide: Guide | None = None
+
+    def index_select(self, rows: npt.NDArray[np.int64]) -> JoiningRows:
+        """Return the rows with these indices [N], in this order."""
+        index = upload(rows, torch.int64, self.block_tables.device)
+        seqs = [self.seqs[i] for i in rows]
+        return JoiningRows(
+            seqs,
+            self.block_tables[index],
+            self.context_lens[rows],
+            self.sampling.index_select(rows),
+            None if self.state_slots is None else self.state_slots[index],
+            Guide.of(seqs),
+        )
 
 
 class StepInputs(ABC):
@@ -57,13 +93,8 @@ class StepInputs(ABC):
 
     @abstractmethod
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
-        """Add B rows whose prefill is complete behind all others.
-
-        Args:
-            rows: the rows that join.
-            newest: [B] int64, the token that the prefill yielded for each row, or the newest token
-                that is known of it.
-        """
+        """Add B rows whose prefill is complete behind all others; `newest` [B] int64 is the token
+        that the prefill yielded for each, or the newest token that is known of it."""
 
     @abstractmethod
     def step_decode(self, step: StepOutput) -> None:

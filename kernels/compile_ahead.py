@@ -1,9 +1,8 @@
 """Compiles the kernels of a piece of work in several threads, before the work is done.
 
-A kernel is compiled by its first launch, so the kernels of a new engine would be compiled one after
-another by one thread. Here the work is gone through once without a device: its launches say which
-variants of which kernels it needs, and these are compiled side by side. Triton keeps what it has
-compiled, in memory and on disk, and the launches of the real work find it there.
+A kernel is compiled by its first launch, one after another in one thread. Here the work is gone
+through once without a device: its launches say which variants it needs, and these are compiled side
+by side. Triton keeps them in memory and on disk, where the real launches find them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import Tensor
 _ahead: ContextVar[_Variants | None] = ContextVar("_ahead", default=None)
 """Where the launches of this thread go; None if they are launched."""
 _FEWEST_KERNELS = 12
-"""An engine needs more than so many kernels."""
+"""An engine needs more kernels than this."""
 _redirected = threading.Lock()
 """Held while `KernelInterface` is changed."""
 
@@ -36,8 +35,7 @@ def can_compile_ahead() -> bool:
 
 
 def have_compiled() -> bool:
-    """Return whether Triton has compiled as many kernels on this machine, whatever for, as an
-    engine needs at least."""
+    """Return whether Triton has compiled as many kernels on this machine as an engine needs."""
     folder = Path(triton.knobs.cache.dir)
     kept = islice(folder.iterdir(), _FEWEST_KERNELS) if folder.is_dir() else ()
     return len(list(kept)) == _FEWEST_KERNELS
@@ -47,13 +45,9 @@ def have_compiled() -> bool:
 def compiling_ahead(threads: int, start_thread: Callable[[], object]) -> Iterator[None]:
     """Compile the kernels that this thread launches within the context, and launch none.
 
-    Only the dtypes, addresses and numbers that a launch is given matter: tensors may be on the
-    device `meta`. The context ends when all is compiled. An error of the compiler is not raised,
-    because the launch that needs the kernel will raise it again.
-
-    Args:
-        threads: how many kernels are compiled at once.
-        start_thread: called first in each thread that compiles.
+    Only dtypes, addresses and numbers matter: tensors may be on the device `meta`. `threads`
+    kernels are compiled at once, and each thread calls `start_thread` first. The context ends when
+    all is compiled. An error of the compiler is left to the launch that needs the kernel.
     """
     launch: Callable[[Any, Any], Callable[..., object]] = triton.KernelInterface.__getitem__
 
@@ -103,20 +97,14 @@ class _Variants:
 
 @cache
 def _parameters(kernel: Any) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return the names of a kernel's parameters, and those of the constants among them."""
+    """Return the names of a kernel's parameters, and which of them are constants."""
     found = inspect.signature(kernel.fn).parameters
     constants = {name for name, each in found.items() if "constexpr" in str(each.annotation)}
     return tuple(found), frozenset(constants)
 
 
 def _specialised(value: Any, by_value: bool, by_alignment: bool) -> Hashable:
-    """Return what the compiler takes notice of in an argument that is no constant to it.
-
-    Args:
-        value: the argument.
-        by_value: whether there are variants for 1 and for multiples of 16.
-        by_alignment: whether there are variants for multiples of 16.
-    """
+    """Return what the compiler notices in a value that is no constant: 1, or a multiple of 16."""
     by_alignment = by_alignment and by_value
     if isinstance(value, Tensor):
         return value.dtype, by_alignment and value.data_ptr() % 16 == 0

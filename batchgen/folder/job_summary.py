@@ -13,7 +13,7 @@ from batchgen.texts.text_table import Line, counted, score_lines, table
 from batchgen.util.duration import duration
 
 if TYPE_CHECKING:
-    from batchgen.engine.strategy import Hooks
+    from batchgen.engine.strategy import Strategy
     from batchgen.folder.read_job import JobFolderReader
 
 _NOT_BEGUN = "not begun"
@@ -134,7 +134,7 @@ def _counted_rows(reader: JobFolderReader) -> tuple[int, int]:
 
 
 def end_table(
-    job: JobSummary, folder: str, strategy: Hooks | None = None, report: str | None = None
+    job: JobSummary, folder: str, strategy: Strategy | None = None, report: str | None = None
 ) -> str:
     """The table at the end of a job.
 

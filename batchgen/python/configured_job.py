@@ -28,10 +28,10 @@ def run_configured(config: JobConfig) -> Result:
         from batchgen.launchers.launch import launch
 
         return launch(config)
-    from batchgen.util.versions import version
+    from batchgen import __version__
 
     print(
-        f"batchgen {version('batchgen')}: reading model {config.model.path} and data set "
+        f"batchgen {__version__}: reading model {config.model.path} and data set "
         f"{config.dataset.path or config.dataset.kind} …",
         file=sys.stderr,
         flush=True,

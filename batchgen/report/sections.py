@@ -13,8 +13,8 @@ from batchgen.report.charts import Chart, bars, experts, histogram, numbers, tim
 from batchgen.report.eval_charts import Estimate, intervals, question_dots, score_by_length
 from batchgen.report.report_data import MOST_QUESTIONS, Collected
 from batchgen.report.token_facts import TokenFacts
-from batchgen.rows.row_page import STEP_NAMES
 from batchgen.texts.text_table import COUNT_AS, percent, percent_range
+from batchgen.texts.tokens.step_name import step_name
 from batchgen.util.duration import duration
 
 _MOST_SUBSETS = 100
@@ -182,7 +182,7 @@ def _lengths(found: Collected) -> Section:
 
 def _steps(job: JobSummary, facts: TokenFacts) -> Section:
     """How many tokens a forward brings, with speculation or block diffusion."""
-    name = STEP_NAMES.get(job.strategy_path[-1], "step")
+    name = step_name(job.config)
     section = Section("steps", "Speculation" if name == "forward" else "Steps")
     counts = job.totals.counts or {}
     if forwards := counts.get("num_forwards"):

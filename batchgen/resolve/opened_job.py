@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import lcm
-from typing import TYPE_CHECKING, Generic, Protocol
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,7 +32,7 @@ from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
 from batchgen.engine.requests import check_params
 from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.engine.scheduling.scheduler import check_chunk_sizes
+from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
 from batchgen.engine.strategy import Strategy
 from batchgen.grading.build_steps import check_fields, described, post_steps, row_steps
 from batchgen.model.engine_recipe import EngineRecipe
@@ -40,7 +40,6 @@ from batchgen.model.model_source import model_files
 from batchgen.model.open_model import OpenedModel, open_model
 from batchgen.model.other_models import open_others, strategy_heads
 from batchgen.prompts.row_prompts import Prompt, build_prompt, constant_prompt_warning
-from batchgen.strategies.base.strategy import BaseStrategy
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_files, fingerprint_text
 
@@ -51,7 +50,9 @@ if TYPE_CHECKING:
     from batchgen.dataset.row_steps import SteppedSource
 
 _SAID_BY_CLASS = ("name", "step_inputs", "decide")
-"""Attributes that every strategy's own class has: what BaseStrategy cannot say for it."""
+"""Attributes that every strategy's own class has: what the base class cannot say for it."""
+_BASE = "batchgen.strategies.base.strategy.BaseStrategy"
+"""The base class under the name that users know it by."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,23 +214,18 @@ def build_strategy(config: StrategyConfig) -> Strategy:
     if not isinstance(cls, type):
         raise ConfigError(f"{target} is not a Strategy: it is not a class")
     # A class of something else must not be called at all: who knows what it does.
-    if lacks := [name for name in _SAID_BY_CLASS if not hasattr(cls, name)]:
+    abstract = getattr(cls, "__abstractmethods__", ())
+    if lacks := [n for n in _SAID_BY_CLASS if not hasattr(cls, n) or n in abstract]:
         raise ConfigError(f"{target} is not a Strategy: the class has no {', '.join(lacks)}")
     with _named("strategy"):
         strategy: Strategy = cls(**strategy_options(cls, config.options))
-    if lacks := [name for name in _protocol_members() if not _has(strategy, name)]:
+    members = [name for name in dir(Strategy) if not name.startswith("_")]
+    if lacks := [name for name in members if not _has(strategy, name)]:
         raise ConfigError(
-            f"{target} is not a Strategy: it has no {', '.join(lacks)}: derive it from "
-            f"{BaseStrategy.__module__}.{BaseStrategy.__qualname__}, which has what most need"
+            f"{target} is not a Strategy: it has no {', '.join(lacks)}: derive it from {_BASE}, "
+            "which has what most need"
         )
     return strategy
-
-
-def _protocol_members() -> list[str]:
-    """The names of all attributes and methods that the protocol Strategy asks for."""
-    protocols = [cls for cls in Strategy.__mro__ if cls not in (Protocol, Generic, object)]
-    names = (name for cls in protocols for name in (*vars(cls), *inspect.get_annotations(cls)))
-    return sorted({name for name in names if not name.startswith("_")})
 
 
 def _has(strategy: Strategy, name: str) -> bool:

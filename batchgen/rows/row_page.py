@@ -17,11 +17,11 @@ from batchgen.rows.row_facts import RowColumns, RowFacts
 from batchgen.texts.math.rich_text import rich_text
 from batchgen.texts.row_json import plain_text
 from batchgen.texts.safe_text import Span, shortened, templates
+from batchgen.texts.tokens.step_name import step_name
 from batchgen.texts.tokens.token_boxes import Decode, RowTokens, TokenView
 
 CSS = (Path(__file__).parent / "base.css", Path(__file__).parent / "row.css")
 """The style sheets that a page with rows needs; it is for the page to embed or to serve them."""
-STEP_NAMES = {"DLLMStrategy": "denoise step", "ARSpecStrategy": "forward"}
 _KEYS = ("row_id", "row_index", "sample_index")
 _MOST_FACT = 2_000
 _TEMPLATES = partial(templates, "batchgen.rows")
@@ -55,8 +55,7 @@ class RowPage:
         self, config: Mapping[str, Any], schema: pa.Schema, decode: Decode | None = None
     ) -> None:
         self.columns = RowColumns(config, schema)
-        target = str((config.get("strategy") or {}).get("_target_", "")).rpartition(".")[2]
-        self._tokens = TokenView(schema, decode, STEP_NAMES.get(target, "step"))
+        self._tokens = TokenView(schema, decode, step_name(config))
         self._prompt = PromptText(config.get("prompt") or {}, schema, decode)
 
     def html(

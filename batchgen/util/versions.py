@@ -5,6 +5,8 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
+from batchgen import __version__
+
 _LIBRARIES = ("torch", "triton", "transformers", "xgrammar", "datasets", "pyarrow")
 
 
@@ -18,6 +20,6 @@ def version(package: str) -> str:
 
 def versions() -> str:
     """What `batchgen --version` prints: its own version on the first line, then the libraries'."""
-    lines = [f"batchgen {version('batchgen')}", f"{'python':<13} {platform.python_version()}"]
+    lines = [f"batchgen {__version__}", f"{'python':<13} {platform.python_version()}"]
     lines += [f"{name:<13} {version(name)}" for name in _LIBRARIES]
     return "\n".join(lines)

@@ -21,25 +21,17 @@ _EXIT_SECONDS = 5.0
 
 
 class DaemonPool(Generic[A, R]):
-    """Calls one function for many arguments on a few threads.
+    """Calls one function for many arguments on a few threads, named "{name}-0" and so on.
 
     When the pool is closed or collected, or the interpreter ends, calls that wait are cancelled,
-    and each thread ends after the call that it is in. `concurrent.futures.ThreadPoolExecutor` is
-    not used, because the interpreter joins its threads at the end, however long their calls take:
-    nothing can interrupt a call in native code. This pool's threads are daemons, which end with the
-    process.
+    and each thread ends after its call. The interpreter would join the threads of a
+    `ThreadPoolExecutor`, however long their calls in native code take; these are daemons, which end
+    with the process. Before that, the interpreter waits up to five seconds for calls that run:
+    until Python 3.14, native code that returns to an interpreter being torn down makes C++ abort
+    the process.
 
-    Before the process ends, the interpreter waits up to five seconds for calls that run. The reason
-    is a weakness of daemon threads before Python 3.14: native code that returns to Python while the
-    interpreter is being torn down makes C++ abort the process. Nearly all calls end before that.
-
-    `submit` and `close` must not run at the same time.
-
-    Args:
-        function: called with one argument at a time, on any of the threads. It must not refer to
-            the pool, or the pool would never be collected.
-        num_threads: how many calls run at once.
-        name: the threads are called "{name}-0" and so on.
+    `submit` and `close` must not run at once, and the function must not refer to the pool, or the
+    pool would never be collected.
     """
 
     def __init__(self, function: Callable[[A], R], num_threads: int, name: str) -> None:
@@ -51,14 +43,10 @@ class DaemonPool(Generic[A, R]):
         self._finalizer.atexit = False  # `_end_workers` does more
 
     def submit(self, argument: A) -> Future[R]:
-        """Queue a call. The first one starts the threads.
+        """Queue a call and return its future, which is cancelled if the pool is closed before it
+        begins.
 
-        Returns:
-            the future of the result, or of the exception that the function raised. It is cancelled
-            if the pool is closed before the call begins.
-
-        Raises:
-            RuntimeError: the pool is closed.
+        The first call starts the threads. Raises RuntimeError if the pool is closed.
         """
         if not self._finalizer.alive:
             raise RuntimeError("the pool is closed")
@@ -70,8 +58,7 @@ class DaemonPool(Generic[A, R]):
         return future
 
     def close(self) -> None:
-        """Cancel the calls that wait and let the threads end. Does not wait for calls that run. May
-        be called again."""
+        """Cancel the calls that wait, and let the threads end by themselves; may be repeated."""
         self._finalizer()
 
 
@@ -105,8 +92,7 @@ class _Worker(threading.Thread, Generic[A, R]):
 
 
 def _cancel(jobs: _Jobs[R, A], num_threads: int) -> None:
-    """Cancel all calls that wait, and end so many threads. The garbage collector may call this at
-    any point of any thread, so it takes no lock that is not reentrant."""
+    """Cancel calls that wait and end the threads, without a lock: a garbage collector calls it."""
     while True:
         try:
             job = jobs.get_nowait()

@@ -42,18 +42,17 @@ _PROBED_TOKENS = 16
 _PROBE_STRIDE = 7919
 """A prime, so that each probed token comes from another part of the vocabulary."""
 _MOST_MASK_SECONDS = 1.0
-"""The most CPU time that one mask may take. Most masks take 1 to 100 µs; those of repeats that can
-be read in many ways take up to minutes."""
+"""The most CPU time of one mask. Most take 1 to 100 µs; repeats that can be read in many ways take
+up to minutes."""
 
 
 class GrammarCompiler:
     """Compiles the constraints of one job, for one tokenizer. Any thread may call it.
 
-    Equal constraints are compiled once: what was compiled is kept up to 512 MiB, and what was not
-    used for longest is dropped first. With a large vocabulary one grammar takes 0.1 to 8 MiB.
-
-    `close` ends its threads. So does dropping the last reference to the compiler, or the end of
-    the interpreter. None of them waits for constraints that are still to be compiled.
+    Equal constraints are compiled once; up to 512 MiB are kept, and the least recently used are
+    dropped first. With a large vocabulary a grammar takes 0.1 to 8 MiB. `close`, dropping the last
+    reference, or the end of the interpreter end its threads without waiting for constraints in the
+    queue.
     """
 
     def __init__(
@@ -62,18 +61,12 @@ class GrammarCompiler:
         vocab_size: int,
         special_ids: tuple[int, ...],
     ) -> None:
-        """
-        Args:
-            tokenizer: says what the tokens spell.
-            vocab_size: the width V of the logits. No grammar allows an id that the tokenizer does
-                not have.
-            special_ids: the ids that end a row, and the mask token of a diffusion model. Like the
-                tokenizer's special tokens they are never a part of the text that a grammar
-                describes.
+        """Check the tokenizer and xgrammar, whose printed grammars depend on its version.
 
-        Raises:
-            ConstraintError: xgrammar does not work with this kind of tokenizer, or the installed
-                version of xgrammar prints grammars in a way that was not tested.
+        `special_ids` end a row, or are a diffusion model's mask token; like special tokens they are
+        no part of a grammar's text. No grammar allows an id below the width V that the tokenizer
+        lacks. Raises ConstraintError if xgrammar does not work with the tokenizer or was not
+        tested.
         """
         check_print()
         work = _Work(Vocabulary(tokenizer, vocab_size, special_ids))
@@ -82,15 +75,11 @@ class GrammarCompiler:
         self._cache: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()
 
     def prepare(self, constraint: Constraint) -> Future[Grammar]:
-        """Start to compile a constraint in the background.
+        """Start to compile a constraint and return the future of its grammar, one for equal
+        constraints.
 
-        Returns:
-            the future of its grammar, the same one for equal constraints. Its exception is a
-            ConstraintError if the constraint cannot be enforced. It is cancelled if the compiler is
-            closed first.
-
-        Raises:
-            RuntimeError: the compiler is closed.
+        Its exception is a ConstraintError if the constraint cannot be enforced. It is cancelled if
+        the compiler is closed first. Raises RuntimeError if that is closed.
         """
         with self._lock:
             future = self._cache.get(constraint)
@@ -101,12 +90,10 @@ class GrammarCompiler:
             return future
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """The grammar of a constraint, which this waits for.
+        """Wait for the grammar of a constraint.
 
-        Raises:
-            ConstraintError: the constraint cannot be enforced; the message says why.
-            CancelledError: another thread closed the compiler meanwhile.
-            RuntimeError: the compiler is closed.
+        Raises ConstraintError, which says why it cannot be enforced, CancelledError if another
+        thread closed the compiler meanwhile, and RuntimeError if it is closed.
         """
         future = self.prepare(constraint)
         error = future.exception()
@@ -116,17 +103,17 @@ class GrammarCompiler:
         return future.result()
 
     def close(self) -> None:
-        """Cancel what waits to be compiled and end the threads, each after the constraint that it
-        is compiling. Does not wait for them. Grammars that were compiled can still be used. May be
-        called again.
+        """Cancel what waits and end the threads, each after its constraint, without waiting.
+
+        Compiled grammars can still be used. May be called again.
         """
         with self._lock:
             self._pool.close()
             self._cache.clear()
 
     def _make_room(self) -> None:
-        """Drop what was not used for longest, until one more entry fits. The memory of a constraint
-        that is still being compiled is not known, and counts from a later call on."""
+        """Drop what was not used for longest; a constraint in compilation counts from later calls
+        on."""
         done = [f for f in self._cache.values() if f.done() and f.exception() is None]
         num_bytes = sum(future.result().num_bytes for future in done)
         while self._cache and (num_bytes > _CACHE_BYTES or len(self._cache) >= _CACHE_ENTRIES):
@@ -136,11 +123,7 @@ class GrammarCompiler:
 
 
 class _Work:
-    """What the threads do, and what they need for it.
-
-    It refers to no future: a future holds the error of what failed, the error holds the frames that
-    it passed through, and these hold the `_Work`; a way back would be a cycle.
-    """
+    """What the threads do and need; without futures, whose errors hold frames that hold this."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         import xgrammar
@@ -156,11 +139,7 @@ class _Work:
         self._marker = lru_cache(_MARKERS)(partial(Marker, vocabulary))
 
     def run(self, constraint: Constraint) -> Grammar:
-        """Compile a constraint, and try whether rows can follow it.
-
-        Raises:
-            ConstraintError: they cannot, or xgrammar refuses it.
-        """
+        """Compile a constraint, and try whether rows can follow it."""
         marker = self._marker(constraint.start_after) if constraint.start_after else None
         try:
             compiled = self._compile(constraint)
@@ -186,12 +165,7 @@ class _Work:
 
 
 def _probe(grammar: Grammar) -> None:
-    """Follow a grammar for some tokens, each of which its mask allows.
-
-    Raises:
-        ConstraintError: no text fits the grammar, or a mask took so long that one row would hold up
-            its batch.
-    """
+    """Follow a grammar for some tokens, and refuse one without texts or with too slow a mask."""
     import xgrammar
 
     state = xgrammar.GrammarMatcher(grammar.compiled)
@@ -224,7 +198,6 @@ def _num_cores() -> int:
 
 
 def _readable(error: Exception) -> str:
-    """The reason in an error of xgrammar, without the line of its source and the check that failed
-    there."""
+    """Return the reason in an error of xgrammar, without its source line and failed check."""
     text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error).strip())
     return re.sub(r"^Check failed: \(.*?\) is false: ", "", text)

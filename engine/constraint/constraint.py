@@ -1,5 +1,6 @@
-"""What the text of a row must look like. A `Constraint` is checked when it is made, so that a job
-with one that cannot be enforced fails before it starts.
+"""What the text of a row must look like.
+
+A `Constraint` is checked when it is made, so that a job fails before it starts.
 """
 
 from collections import abc
@@ -29,22 +30,15 @@ constrained text. Models write two newlines after "</think>"."""
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A rule for the text of one row. Two constraints with the same contents are equal, and are
-    compiled once.
+    """A rule for the text of one row. Constraints with equal contents are equal, and compiled once.
 
     `make` creates one from what a user wrote, and checks it; the constructor checks nothing.
 
-    Attributes:
-        kind: the language that `text` is written in.
-        text: for `json_schema` the JSON Schema as compact JSON text; for `json`, which allows any
-            JSON object, the empty string; for `regex` the regular expression; for `choice` a JSON
-            array of strings; for `grammar` the EBNF; for `structural_tag` the tag as compact JSON
-            text.
-        max_whitespace: for `json_schema` and `json`, how many whitespace characters may stand in
-            a row between two JSON tokens. 0 asks for compact JSON.
-        start_after: a marker such as "</think>". The row begins with free text, which ends with the
-            first occurrence of the marker; the constraint applies to what follows it. If it is
-            empty, the constraint applies from the start.
+    `text` is compact JSON for `json_schema` and `structural_tag`, empty for `json` (any JSON
+    object), the expression for `regex`, a JSON array of strings for `choice`, and the EBNF for
+    `grammar`. `max_whitespace` limits whitespace in a row between two JSON tokens; 0 asks for
+    compact JSON. The row begins with free text up to the first `start_after`, such as "</think>",
+    if that is given.
     """
 
     kind: Kind
@@ -63,16 +57,10 @@ class Constraint:
     ) -> "Constraint":
         """Check what a user wrote and make a constraint of it.
 
-        The properties of a schema keep their order, because the output has them in that order.
-
-        Args:
-            kind: one of `Kind`.
-            value: for `json_schema` and `structural_tag` a mapping or its JSON text; for `regex`
-                and `grammar` the text; for `choice` a list of strings; for `json` None.
-
-        Raises:
-            ConstraintError: the value cannot be enforced. The message names the reason and what to
-                do about it.
+        `value` is a mapping or its JSON text for `json_schema` and `structural_tag`, text for
+        `regex` and `grammar`, a list of strings for `choice`, None for `json`. Properties of a
+        schema keep their order, because the output has them in that order. Raises ConstraintError
+        with the reason and what to do if it cannot be enforced.
         """
         if isinstance(value, str):
             _check_length(kind, value)

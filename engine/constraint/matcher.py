@@ -15,17 +15,11 @@ from batchgen.engine.constraint.vocabulary import Marker, Vocabulary, Words
 class Grammar:
     """A compiled constraint. It does not change, and every matcher of it keeps it alive.
 
-    Attributes:
-        compiled: xgrammar's CompiledGrammar of the text behind the marker, or of the whole text if
-            there is no marker.
-        vocabulary: what the tokens spell.
-        batch: xgrammar's BatchGrammarMatcher, which fills the masks of many rows on several
-            threads. All grammars of one compiler share it.
-        marker: finds the marker that ends the free text before the constraint; None if the
-            constraint applies from the start.
-        search_masks: for each state of the search for the marker, the ids that may come next. Stop
-            ids are among them; the matcher takes those of its row out.
-        num_bytes: the memory of `compiled`, as xgrammar counts it.
+    `compiled` is xgrammar's CompiledGrammar of the text behind the marker, and takes `num_bytes` as
+    xgrammar counts. `batch` fills masks on several threads; all grammars of a compiler share it.
+    `marker` ends free text before the constraint, if there is any. `search_masks` has, for each
+    state of the search for it, the ids that may come next, stop ids included, which a row's matcher
+    takes out.
     """
 
     def __init__(
@@ -39,8 +33,7 @@ class Grammar:
         self.search_masks = [] if marker is None else self._search_masks(marker)
 
     def _search_masks(self, marker: Marker) -> list[Words]:
-        """Each mask allows any id that spells something, except for ids that complete the marker
-        and put text behind it that the constraint does not allow."""
+        """Allow any id with a spelling, but no marker's end with an illegal text behind it."""
         import xgrammar
 
         start = xgrammar.GrammarMatcher(self.compiled)
@@ -67,48 +60,31 @@ def _may_follow(state: Any, text: bytes) -> bool:
 
 
 class _Step(NamedTuple):
-    """One tentative token, and what is needed to take it back.
-
-    Attributes:
-        token_id: the token.
-        searched: the state of the search for the marker before the token; None if the search was
-            over.
-        moved: whether xgrammar's matcher went on by a step.
-    """
+    """One tentative token, and what is needed to take it back."""
 
     token_id: int
-    searched: int | None
-    moved: bool
+    searched: int | None  # the search's state before it; None if that was over
+    moved: bool  # whether xgrammar's matcher went on by a step
 
 
 class Matcher:
-    """Where one row stands in its grammar: behind committed tokens, which are final, and tentative
-    ones after them, which can be taken back.
+    """Where one row stands in its grammar: behind committed tokens, and tentative ones after them.
 
-    A stop id is legal where the text so far is complete and nowhere else. That holds for a stop id
-    that is ordinary text, too, even where the grammar could go on with that text: the engine ends
-    a row at any stop id.
+    A stop id is legal where the text so far is complete and nowhere else, even a stop id that is
+    ordinary text where the grammar could go on with it: the engine ends a row at any stop id.
 
-    If the constraint has a marker (`start_after`), every token that spells something is legal
-    before it, special tokens too, but no stop id. The token that completes the marker may go on
-    behind it with text that the constraint allows there. Up to `MARKER_GAP` whitespace characters
-    may come between the marker and the constrained text.
+    Before a marker (`start_after`) every token that spells something is legal, special tokens too,
+    but no stop id. The token that completes the marker may go on with text that the constraint
+    allows. Up to `MARKER_GAP` whitespace characters may come between marker and constrained text.
 
-    Attributes:
-        grammar: what the row follows.
-        num_committed: the number of committed tokens.
-        satisfied: whether the committed text is complete, so that it ended with a stop id or could
-            end with one now.
+    `satisfied` says whether the committed text is complete: it ended with a stop id or could now.
     """
 
     def __init__(self, grammar: Grammar, stop_ids: Collection[int]) -> None:
-        """
-        Args:
-            grammar: what the row follows.
-            stop_ids: the ids that end the row, EOS and its own.
+        """Start at the beginning; `stop_ids`, EOS and the row's own, end the row.
 
-        Raises:
-            ConstraintError: no id of the vocabulary ends the row, so it could never be complete.
+        Raises ConstraintError if no id of the vocabulary ends it, so that it could never be
+        complete.
         """
         import xgrammar
 
@@ -146,8 +122,7 @@ class Matcher:
     def commit(self, token_ids: list[int]) -> None:
         """Make tokens final that follow the committed ones and are legal there.
 
-        Tentative tokens that begin with the same ids become committed without being checked again.
-        All other tentative tokens are taken back.
+        Tentative tokens that begin with these ids are not checked again; other ones are taken back.
         """
         kept = 0
         for step, token_id in zip(self._tentative, token_ids, strict=False):
@@ -163,17 +138,11 @@ class Matcher:
         self.satisfied = self._complete()
 
     def walk(self, token_ids: Collection[int]) -> int:
-        """Take tokens tentatively up to the first that is not legal. A stop id is the last that can
-        be taken.
-
-        Returns:
-            how many were taken.
-        """
+        """Take tokens tentatively up to the first illegal one, or a stop id; return how many."""
         return next((n for n, i in enumerate(token_ids) if not self._take(i)), len(token_ids))
 
     def rewind(self, num_tokens: int) -> None:
-        """Take tentative tokens back until `num_tokens` accepted ones are left. This must not be
-        fewer than were committed."""
+        """Take tentative tokens back until `num_tokens`, no fewer than committed, are left."""
         assert self.num_committed <= num_tokens <= self.num_tokens, (
             f"cannot rewind from {self.num_tokens} tokens to {num_tokens}: "
             f"{self.num_committed} are final"
@@ -188,13 +157,11 @@ class Matcher:
             self._state.rollback(moved)
 
     def fill(self, bitmask: Tensor, index: int) -> None:
-        """Write the ids that may come next to `bitmask[index]`.
+        """Write the ids that may come next to row `index` of a bitmask.
 
-        Args:
-            bitmask: int32 [N, ceil(V / 32)] on the CPU. Bit i of word w stands for the id
-                32 · w + i. All bits of the row are written. Ids that the tokenizer does not have
-                are 0 unless they are stop ids of the row, and so are the bits beyond V.
-            index: the row of `bitmask` to write.
+        The bitmask is int32 [N, ceil(V / 32)] on the CPU; bit i of word w stands for id 32 · w + i.
+        All bits are written: 0 for ids that the tokenizer lacks, unless they are stop ids, and
+        beyond V.
         """
         rows = bitmask.numpy()
         if self._searched is None:
@@ -203,8 +170,7 @@ class Matcher:
             self.fill_search(rows, index)
 
     def forced_text(self) -> str:
-        """The text that must come next, up to its last whole character. It is empty if there is a
-        choice."""
+        """The text that must come next, in whole characters; empty if there is a choice."""
         text = self._forced_bytes()
         try:
             return text.decode()
@@ -212,27 +178,22 @@ class Matcher:
             return text[: error.start].decode()
 
     def forced(self, most: int) -> list[int]:
-        """Take tokens tentatively that spell `forced_text`, at most `most` of them.
+        """Take up to `most` tokens tentatively into which the tokenizer cuts `forced_text`; return
+        them.
 
-        They are the tokens into which the tokenizer cuts that text by itself. Other tokens may be
-        legal, too, because the same text can nearly always be cut in several ways.
-
-        Returns:
-            the tokens that were taken.
+        Others may be legal too, because text can nearly always be cut in several ways.
         """
         text = self.forced_text()
         token_ids = self.grammar.vocabulary.cut(text)[:most] if text else ()
         return list(token_ids[: self.walk(token_ids)])
 
     def constraining(self) -> Any:
-        """xgrammar's matcher, which fills this row's mask once the marker was found and until a
-        stop id was accepted."""
+        """xgrammar's matcher, while it fills the mask: after the marker, before a stop id."""
         assert not self.searching and not self.terminated, "nothing follows a stop id"
         return self._state
 
     def fill_search(self, rows: Words, index: int) -> None:
-        """As `fill`, while the marker is not found. `rows` are the words of the bitmask,
-        [N, ceil(V / 32)]."""
+        """Do what `fill` does while the marker is not found, in words [N, ceil(V / 32)]."""
         assert self._searched is not None
         rows[index] = self.grammar.search_masks[self._searched]
         bits = rows.view(np.uint32)
@@ -275,7 +236,7 @@ class Matcher:
 def fill_all(matchers: list[Matcher], bitmask: Tensor, indices: Iterable[int]) -> None:
     """Call `matchers[i].fill(bitmask, indices[i])` for all matchers, on several threads.
 
-    The grammars of all of them must come from one compiler, and the indices must differ.
+    All grammars must come from one compiler, and the indices must differ.
     """
     rows = bitmask.numpy()
     states, where = [], []

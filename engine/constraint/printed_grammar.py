@@ -1,10 +1,9 @@
-"""The repair of grammars in the EBNF that xgrammar prints.
+r"""The repair of grammars in the EBNF that xgrammar prints.
 
-xgrammar writes control characters and the characters U+0080 to U+00FF of a string as \\xNN, and
-when it reads that, it takes the hexadecimal digits that follow for a part of the number: the "née"
-of a schema becomes "n" and U+0E9E. So every grammar is printed, its strings are cut behind such an
-escape, and it is read again. This depends on how xgrammar prints, which no interface of it
-promises. `check_print` finds a version that prints otherwise.
+xgrammar writes control characters and U+0080 to U+00FF as \xNN, and reads hexadecimal digits that
+follow as a part of the number: a schema's "née" becomes "n" and U+0E9E. So every grammar is
+printed, its strings are cut behind such escapes, and it is read again. No interface promises how
+xgrammar prints; `check_print` finds a version that prints otherwise.
 """
 
 import re
@@ -14,7 +13,7 @@ from typing import Any
 from batchgen.engine.base.constraint_error import ConstraintError
 
 TESTED_VERSION = "0.2.8"
-"""The version of xgrammar that the tests ran with. pyproject.toml asks for the same."""
+"""The version of xgrammar that the tests ran with. constraints.txt pins the same one."""
 
 _STRING_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')
 _ESCAPE = re.compile(r"(\\x[0-9a-f]{2}(?=[0-9a-fA-F]))|\\.")
@@ -42,11 +41,7 @@ _TAG_PROBE_PRINTED = _TAGS + '\n  ("<\\xe9", '
 
 
 def check_print() -> None:
-    """Check that the installed xgrammar prints grammars as `keep_literals` reads them.
-
-    Raises:
-        ConstraintError: it prints otherwise, so strings could silently become other strings.
-    """
+    """Raise ConstraintError if this xgrammar prints grammars unlike what `keep_literals` reads."""
     from xgrammar import Grammar
 
     try:
@@ -64,11 +59,9 @@ def check_print() -> None:
 
 
 def keep_literals(grammar: Any) -> Any:
-    """An `xgrammar.Grammar` that allows what the given one is meant to allow: its strings are cut
-    where xgrammar would read another character than was written.
+    """Return an `xgrammar.Grammar` with strings cut where xgrammar would read another character.
 
-    Raises:
-        ConstraintError: such a string stands in a structural tag, where it cannot be cut.
+    Raises ConstraintError if such a string stands in a structural tag, where it cannot be cut.
     """
     from xgrammar import Grammar
 
@@ -85,8 +78,7 @@ def keep_literals(grammar: Any) -> Any:
 
 
 def _cut(found: re.Match[str]) -> str:
-    """A string of EBNF in pieces, each of which ends behind an escape that a digit follows. The
-    characters of a class are read one by one and need no cut."""
+    """Cut a string of EBNF behind escapes before digits; classes need no cut."""
     if found[0].startswith("["):
         return found[0]
     return _ESCAPE.sub(lambda escape: escape[0] + '" "' if escape[1] else escape[0], found[0])

@@ -1,6 +1,4 @@
-"""Structural tags: xgrammar's JSON language for free text that has constrained parts between tags,
-as a tool call has.
-"""
+"""Structural tags: xgrammar's language for free text with constrained parts, as tool calls."""
 
 from typing import Any
 
@@ -16,17 +14,10 @@ of output too, but nothing here checks that they keep to the schema."""
 
 
 def lower_tag(tag: Any) -> Any:
-    """A structural tag with every schema and every pattern in it checked, and rewritten so that
-    xgrammar enforces it.
+    """Check and rewrite every schema and pattern in a structural tag, so that xgrammar enforces it.
 
-    JSON inside of a tag may have one whitespace character between two tokens, unless the tag says
-    otherwise with `max_whitespace_cnt`.
-
-    Args:
-        tag: the tag as parsed JSON.
-
-    Raises:
-        ConstraintError: a schema or a pattern in it cannot be enforced.
+    JSON in a tag may have one whitespace character between tokens, or `max_whitespace_cnt`. Raises
+    ConstraintError if a schema or a pattern cannot be enforced.
     """
     try:
         return _lowered(tag, "#")

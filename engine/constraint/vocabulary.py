@@ -25,31 +25,21 @@ _TEXTS = 4096
 class Vocabulary:
     """The bytes that each id of the logits spells.
 
-    Attributes:
-        size: the width V of the logits.
-        num_words: the int32 words of a bitmask row, ceil(V / 32).
-        texts: [V], the bytes of each id, special tokens included. Ids that the tokenizer does not
-            have spell nothing (b"").
-        cut: a function from a text to the token ids that the tokenizer cuts it into.
-        plain: the ids that a grammar may use: those that spell something, and are neither special
-            nor EOS.
-        info: xgrammar's TokenizerInfo of the same bytes, in which special tokens and EOS spell
-            nothing. A row's text does not show them, so no grammar may count on them, while
-            xgrammar would take their names for text. It has an id for each bit of the last word,
-            so that the bits beyond V are always 0.
+    In `info` special tokens and EOS spell nothing: a row's text does not show them, so no grammar
+    may count on them, while xgrammar would take their names for text. It has an id for each bit of
+    the last word, so that the bits beyond V are always 0. `plain` ids spell something and are
+    neither special nor EOS. `texts` [V] has special tokens too; ids that the tokenizer lacks spell
+    nothing. `cut` cuts a text as the tokenizer does; `num_words` is ceil(V / 32), the int32 words
+    of a bitmask row.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, size: int, special_ids: Collection[int]
     ) -> None:
-        """
-        Args:
-            tokenizer: says what tokens spell and which are special.
-            size: the width V of the logits.
-            special_ids: these count as special, whatever the tokenizer says of them.
+        """Read what tokens spell, for logits of width `size`; `special_ids` count as special in any
+        case.
 
-        Raises:
-            ConstraintError: xgrammar cannot tell what the tokens of this tokenizer spell.
+        Raises ConstraintError if xgrammar cannot tell what the tokens of this tokenizer spell.
         """
         import xgrammar
 
@@ -92,36 +82,21 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A token that completes a marker and goes on behind it.
-
-    Attributes:
-        token_id: the token.
-        rest: the bytes that it spells behind the marker, at least one.
-    """
+    """A token that completes a marker and goes on with the bytes `rest` behind it, at least one."""
 
     token_id: int
     rest: bytes
 
 
 class Marker:
-    """Finds where a marker first occurs in the text that tokens spell.
+    """Finds where a marker first occurs in the text that tokens spell, special ones too.
 
-    The search has a state, the number of bytes of the marker that the text so far ends with; it
-    begins with 0. The marker counts as found whichever tokens spell it, special ones too.
-
-    Attributes:
-        endings: for each state, the tokens that complete the marker there and go on behind it.
+    The search's state is the number of the marker's bytes that the text so far ends with, at first
+    0. `endings` has, for each state, the tokens that complete the marker and go on behind it.
     """
 
     def __init__(self, vocabulary: Vocabulary, text: str) -> None:
-        """
-        Args:
-            vocabulary: what the tokens spell.
-            text: the marker.
-
-        Raises:
-            ConstraintError: no tokens spell the marker.
-        """
+        """Raise ConstraintError if no tokens spell the marker."""
         self._texts = vocabulary.texts
         self._bytes = text.encode()
         size = len(self._bytes)
@@ -148,12 +123,7 @@ class Marker:
         return len(self._bytes) in reached or any(self.endings[start] for start in reached)
 
     def advance(self, state: int, token_id: int) -> tuple[int | None, bytes]:
-        """Read one more token.
-
-        Returns:
-            the state after it and b""; or, if it completes the marker, None and the bytes that it
-            spells behind the marker.
-        """
+        """Return the state after one more token and b"", or None and what follows the marker."""
         before, marker, after = (self._bytes[:state] + self._texts[token_id]).partition(self._bytes)
         if marker:
             return None, after

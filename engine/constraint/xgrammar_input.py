@@ -13,11 +13,10 @@ from batchgen.engine.constraint.structural_tag import lower_tag
 
 
 def schema_arguments(constraint: Constraint) -> dict[str, Any]:
-    """The keyword arguments of xgrammar's `Grammar.from_json_schema` and `compile_json_schema` for
-    a `json_schema` or `json` constraint.
+    """Return the arguments of xgrammar's `from_json_schema` and `compile_json_schema` for a
+    constraint of kind `json_schema` or `json`, with the user's schema rewritten.
 
-    The schema among them is the user's, rewritten in the part of JSON Schema that xgrammar
-    enforces. With other arguments the output need not be valid.
+    With other arguments the output need not be valid.
     """
     schema = json.loads(constraint.text) if constraint.kind == "json_schema" else {"type": "object"}
     most = constraint.max_whitespace
@@ -46,10 +45,9 @@ def gap_argument() -> str:
 
 
 def to_grammar(constraint: Constraint) -> Any:
-    """The `xgrammar.Grammar` of a constraint. `start_after` is no part of it.
+    """Make the `xgrammar.Grammar` of a constraint, without `start_after`.
 
-    Raises:
-        RuntimeError, ValueError: xgrammar refuses the constraint.
+    Raises RuntimeError or ValueError if xgrammar refuses it.
     """
     from xgrammar import Grammar
 

@@ -14,13 +14,9 @@ from batchgen.engine.parallel.tensor_parallel import Stream
 
 
 class Mixer(Protocol):
-    """The part of a layer in which a token sees the tokens before it: attention or a recurrence.
+    """The part of a layer in which a token sees earlier tokens: attention or a recurrence."""
 
-    Attributes:
-        cache_spec: what the part keeps between forwards; None if it keeps nothing.
-    """
-
-    cache_spec: CacheSpec | None
+    cache_spec: CacheSpec | None  # what the part keeps between forwards, if anything
 
     def __call__(
         self,
@@ -32,17 +28,9 @@ class Mixer(Protocol):
     ) -> Stream:
         """Return residual + mixed(hidden); the result may overwrite `residual`.
 
-        Args:
-            hidden: [T, hidden_size], the normalised hidden states.
-            residual: [T, hidden_size], the residual stream.
-            cos_sin: [T, head_dim] float32, the cosines and sines of the tokens' positions
-                (`RotaryTable`); None for a model without rotary embedding.
-            ctx: what the layers keep, and the KV slots of the tokens.
-            outputs: the R tokens whose results are wanted; None wants those of all. The layer's
-                cache is written for all T tokens in any case.
-
-        Returns:
-            [T, hidden_size], or [R, hidden_size] if `outputs` is given.
+        `hidden` and `residual` are [T, hidden_size], and `cos_sin` [T, head_dim] is from
+        `RotaryTable`. The layer's cache is written for all T tokens, but with `outputs` the result
+        is [R, hidden_size], of the wanted tokens alone.
         """
 
 
@@ -50,30 +38,22 @@ class FeedForward(Protocol):
     """The part of a layer that treats each token by itself: an MLP, or experts."""
 
     def __call__(self, hidden: Tensor, residual: Tensor, ctx: ForwardContext) -> Stream:
-        """Return residual + f(hidden), all of them [T, hidden_size]; the result may overwrite
-        `residual`."""
+        """Return residual + f(hidden), all [T, hidden_size]; it may overwrite `residual`."""
 
 
 @runtime_checkable
 class HasInputProjection(Protocol):
-    """A mixer or a feed-forward part in which one projection alone reads the hidden states. They
-    may come in FP8 if it computes in that."""
+    """A part in which one projection alone reads the hidden states, in FP8 if it computes so."""
 
     @property
     def input_projection(self) -> Linear: ...
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm layer: the mixer and then the feed-forward part, each after a norm.
+    """A pre-norm layer: mixer and feed-forward part, each after a norm and added to the residual
+    stream.
 
-    The result of each part is added to the residual stream.
-
-    Args:
-        mixer: the module for attention or a recurrence.
-        mlp: the module for the feed-forward part.
-        input_layernorm: the norm before the mixer.
-        post_attention_layernorm: the norm before the feed-forward part.
-        mixer_name: the mixer's name in checkpoints.
+    `mixer_name` is the mixer's name in checkpoints.
     """
 
     def __init__(
@@ -104,16 +84,10 @@ class DecoderLayer(nn.Module):
         ctx: ForwardContext,
         outputs: OutputTokens | None = None,
     ) -> Stream:
-        """Return the residual stream after this layer, given the one before it.
+        """Return the residual stream after this layer, [T, hidden_size], or [R, hidden_size] of
+        `outputs`.
 
-        Args:
-            stream: [T, hidden_size], the stream before the layer, which is overwritten.
-            cos_sin: [T, head_dim] float32, as for `Mixer`.
-            ctx: what the layers keep, and the KV slots of the tokens.
-            outputs: the R tokens whose results are wanted; None wants those of all T tokens.
-
-        Returns:
-            [T, hidden_size], or [R, hidden_size] if `outputs` is given.
+        `stream` is the stream before it, which is overwritten; other arguments are as for `Mixer`.
         """
         hidden, residual = self.input_layernorm.of_stream(stream)
         stream = self.mixer(hidden, residual, cos_sin, ctx, outputs)

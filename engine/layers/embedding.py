@@ -21,17 +21,7 @@ from batchgen.kernels.layers.embedding import embedding, embedding_share
 
 
 class Embedding(nn.Module):
-    """A table that holds a vector of hidden_size values for each token id.
-
-    Each rank of tensor parallelism has the vectors of consecutive ids.
-
-    Args:
-        vocab_size: the number of token ids.
-        hidden_size: the length of a vector.
-        parallel: the ranks.
-        device: where the parameter is created.
-        dtype: the dtype of the parameter.
-    """
+    """A table of vectors of token ids; each rank of tensor parallelism has consecutive ids."""
 
     def __init__(
         self,
@@ -64,14 +54,7 @@ class Embedding(nn.Module):
 class LogitsLayer(Linear):
     """The linear layer that computes a logit for each token id.
 
-    Each rank of tensor parallelism computes those of consecutive ids, and then has all of them.
-
-    Args:
-        hidden_size: the width of the hidden states.
-        vocab_size: the number of token ids.
-        parallel: the ranks.
-        device: where the parameter is created.
-        dtype: the dtype of the parameter.
+    Each rank of tensor parallelism computes consecutive ids, and then has the logits of all.
     """
 
     def __init__(

@@ -21,24 +21,16 @@ _UNITS = (8, 9)
 class FP8Format:
     """Weights of linear layers in FP8, with a scale for each block of 128 × 128 values.
 
-    They are those of the layers' projections and experts. Embeddings, the layer that computes
-    logits, norms, routers, and the gates of gated delta networks and of shared experts are never in
-    FP8: they are few, and small errors in them change much. What expands latents to keys and values
-    is not either, because attention multiplies by it transposed as well.
-
-    Attributes:
-        excluded: the names that checkpoints give to modules which are not in FP8 either.
-        powers_of_two: the scales of activations are powers of two, because the model was trained
-            so (`scale_fmt` ue8m0).
-        at_load: the checkpoint's weights are not in FP8 and are rounded to it while they load.
-        native: products are computed in FP8. Otherwise weights are rounded to FP8 and kept in the
-            model's dtype, for devices without such units.
+    These are the projections and experts of layers. Embeddings, the logits' layer, norms, routers,
+    and the gates of delta networks and shared experts never are: they are few, and small errors in
+    them change much. Nor is what expands latents, because attention multiplies by it transposed as
+    well.
     """
 
-    excluded: tuple[str, ...] = ()
-    powers_of_two: bool = False
-    at_load: bool = False
-    native: bool = True
+    excluded: tuple[str, ...] = ()  # more modules that are not in FP8, as checkpoints name them
+    powers_of_two: bool = False  # scales of activations are powers of two, as trained (ue8m0)
+    at_load: bool = False  # the checkpoint's weights are rounded to FP8 while they load
+    native: bool = True  # products are in FP8; else rounded weights are kept in the model's dtype
 
     def excludes(self, name: str) -> bool:
         """Whether a module of this name, or one that it is part of, is excluded."""
@@ -53,9 +45,8 @@ def has_fp8_units(device: torch.device) -> bool:
 def checkpoint_format(quantization: Mapping[str, Any] | None) -> FP8Format | None:
     """Read the `quantization_config` of a checkpoint's configuration; None if there is none.
 
-    Raises:
-        ValueError: the checkpoint is quantised in another way than in FP8 by blocks of 128 × 128,
-            or asks for something that is not known; the message names it.
+    Raises ValueError for another quantisation than FP8 by blocks of 128 × 128, or something unknown
+    in it, which the message names.
     """
     if quantization is None:
         return None

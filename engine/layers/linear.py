@@ -30,8 +30,7 @@ class CPUProducts:
         self._few: dict[tuple[torch.Size, torch.dtype], bool] = {}
 
     def choose(self, weight: Tensor, bias: Tensor | None) -> CPUProduct:
-        """Return how products with this weight [N, K] and bias [N] are computed, trying them out
-        if the shape is new."""
+        """Return how products with this weight [N, K] and bias [N] are computed, once tried out."""
         key = (weight.shape, weight.dtype, bias is not None)
         if key not in self._chosen:
             self._chosen[key] = choose_product(weight, bias)
@@ -46,10 +45,7 @@ class CPUProducts:
 
     @property
     def unsteady(self) -> list[str]:
-        """The weights for which no way of computing gives a row the same bits in every batch.
-
-        Each is named by its in and out features and its dtype, as in `1024×3072 in float32`.
-        """
+        """The weights whose rows' bits depend on the batch anyhow, as `1024×3072 in float32`."""
         return [
             f"{k}×{n} in {str(dtype).removeprefix('torch.')}"
             for ((n, k), dtype, _), product in self._chosen.items()
@@ -60,13 +56,8 @@ class CPUProducts:
 def empty_fp8(
     *shape: int, device: torch.device, scale_rows: int = BLOCK
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return uninitialised values and scales of a weight [..., N, K] in FP8.
-
-    Args:
-        shape: of the weight.
-        device: where the parameters are created.
-        scale_rows: how many rows share a scale: 128, or 1.
-    """
+    """Return uninitialised values and scales, which `scale_rows` (128 or 1) rows share, of a weight
+    [..., N, K] in FP8."""
     *several, down, across = scales_shape(torch.Size(shape))
     down = down if scale_rows == BLOCK else shape[-2]
     values = empty_parameter(*shape, device=device, dtype=FP8)
@@ -74,23 +65,9 @@ def empty_fp8(
 
 
 class Linear(nn.Module):
-    """The linear layer y = x Wᵀ + b, with or without the bias b.
+    """The linear layer y = x Wᵀ + b, with or without the bias b, and W maybe kept in FP8."""
 
-    Args:
-        in_features: the length of x.
-        out_features: the length of y.
-        bias: whether there is a bias.
-        quantisable: whether `quantise` may turn the weight to FP8.
-        device: where the parameters are created.
-        dtype: the dtype of the parameters.
-
-    Attributes:
-        weight: W, [out_features, in_features].
-        scales: those of W, if it is kept in FP8.
-        form: how W is in FP8; None if it is not.
-    """
-
-    weight: Tensor
+    weight: Tensor  # W, [out_features, in_features]
 
     def __init__(
         self,
@@ -122,8 +99,7 @@ class Linear(nn.Module):
         return self._compute_fp8(x)
 
     def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Stream:
-        """Add x Wᵀ + b to `residual` [T, out_features] in place, now or when it is read, and return
-        it."""
+        """Add x Wᵀ + b to `residual` in place, now or when it is read, and return it."""
         if isinstance(x, Tensor) and self.scales is None:
             return add_linear_(residual, x, self.weight, self.bias, self._most_rows)
         x, weight = self._fp8_operands(x)
@@ -145,9 +121,7 @@ class Linear(nn.Module):
     def quantise(self, form: FP8Format, path: str) -> None:
         """Keep the weight in FP8 from now on; it must not be loaded yet.
 
-        Args:
-            form: how, and which modules are not.
-            path: this module's name in checkpoints.
+        `path` is this module's name in checkpoints.
         """
         if not self._quantisable or form.excludes(path):
             return
@@ -163,12 +137,9 @@ class Linear(nn.Module):
             yield WeightSlot.plain(f"{path}.bias", self.bias)
 
     def pack(self, products: CPUProducts) -> None:
-        """Convert the loaded weight to the layout that was chosen for this CPU.
+        """Convert the loaded weight to the layout for this CPU; it cannot be loaded again then.
 
-        After that it cannot be loaded again. On a GPU the weight stays as it is.
-
-        Args:
-            products: chooses how to compute; shared by all layers of a model.
+        `products` chooses how to compute, for all layers of a model. On a GPU nothing changes.
         """
         if self.weight.device.type != "cpu" or self.weight.is_mkldnn or self.computes_in_fp8:
             return
@@ -183,15 +154,9 @@ class Linear(nn.Module):
 class Float32Linear(Linear):
     """A linear layer without a bias whose products and sums are computed in float32.
 
-    On a GPU the weight W stays in the model's dtype: products of two 16-bit values are exact in
-    float32, so matrix units compute what a float32 copy of W would give, but for the order of sums.
-    Elsewhere W is a float32 parameter.
-
-    Args:
-        in_features: the length of x.
-        out_features: the length of the result.
-        device: where W is created.
-        dtype: the dtype of x.
+    On a GPU W stays in the model's dtype: products of two 16-bit values are exact in float32, so
+    matrix units compute what a float32 copy would give, but for the order of sums. Elsewhere W is
+    in float32.
     """
 
     def __init__(
@@ -217,16 +182,9 @@ class Float32Linear(Linear):
 class RowParallelLinear(Linear):
     """A linear layer whose in features are divided between the ranks of tensor parallelism.
 
-    Each rank has the columns of W for its own features of x; the sum over all ranks is x Wᵀ + b.
-
-    Args:
-        in_features: the length of x over all ranks, which the number of ranks divides.
-        out_features: the length of the result.
-        bias: whether there is a bias b, which rank 0 adds.
-        lane: which memory the ranks' parts are summed in (`TensorParallel.add_sum`).
-        parallel: the ranks.
-        device: where the parameters are created.
-        dtype: the dtype of the parameters.
+    Each rank has the columns of W for its own features; the sum over all ranks, which `lane` is for
+    (`TensorParallel.add_sum`), is x Wᵀ + b. Rank 0 adds the bias. The number of ranks divides
+    in_features.
     """
 
     def __init__(

@@ -20,26 +20,14 @@ from batchgen.kernels.layers.linear import linear
 class MergedLinear(Linear):
     """A linear layer y = x Wᵀ + b whose weight W stacks several named projections of x.
 
-    A checkpoint may hold each projection in a tensor of its own, or all of them in one tensor under
-    the name of this module. Both can be loaded.
+    A checkpoint may hold each projection in a tensor of its own, or all in one under this module's
+    name.
 
-    Args:
-        in_features: the length of x.
-        parts: maps the name of each projection in checkpoints to its number of output features on
-            this rank, in the order in which the output has them.
-        bias: whether the projections have a bias.
-        arrange: maps the names of projections whose output features stand in another order in
-            checkpoints to what puts them in order: it takes a checkpoint's weight or bias, with the
-            features on the first axis, and returns one of the same shape.
-        shards: maps the names of projections whose output features are divided between ranks to
-            those of this rank, in the order of checkpoints.
-        unquantised: the projections that `quantise` never turns to FP8, which are the last ones.
-        device: where the parameters are created.
-        dtype: the dtype of the parameters.
-
-    Attributes:
-        tail: the weight of the last projections, if those before them are kept in FP8 and they are
-            not; None if `weight` is that of all projections.
+    `parts` maps a projection's name in checkpoints to its output features on this rank, in the
+    order of the output. `arrange` maps a name to what puts a checkpoint's weight or bias, features
+    on the first axis, into the order of the output. `shards` maps a name to this rank's share, in
+    the order of checkpoints. `unquantised` are last projections that `quantise` never turns to FP8;
+    their weight becomes `tail` then, which is None while `weight` is that of all.
     """
 
     def __init__(
@@ -65,11 +53,9 @@ class MergedLinear(Linear):
     def quantise(self, form: FP8Format, path: str) -> None:
         """Keep the weights of the projections in FP8, as `Linear.quantise` says.
 
-        Where all of them have multiples of 128 output features in the order of the checkpoint, 128
-        rows share a scale as they do there; else each row has scales of its own.
-
-        Raises:
-            ValueError: a projection is excluded, and one behind it is not.
+        128 rows share a scale where all projections have multiples of 128 features in the
+        checkpoint's order; else each row has its own. Raises ValueError if a projection is excluded
+        and one behind it is not.
         """
         names = list(self.parts)
         kept = [name for name in names if self._stays(name, form, path)]
@@ -156,8 +142,7 @@ class MergedLinear(Linear):
             yield WeightSlot(bias, tuple(names), whole, shard=self._whole_shard())
 
     def _whole_shard(self) -> Shard | None:
-        """Return this rank's features of a tensor in which all projections stand, one after the
-        other; None if no projection is divided."""
+        """Return this rank's features of a tensor of all projections; None if none is divided."""
         if not self._shards:
             return None
         start, ranges = 0, []
@@ -168,8 +153,7 @@ class MergedLinear(Linear):
         return Shard(0, start, tuple(ranges))
 
     def _arranged(self, part: str, name: str) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
-        """Return what makes the values of a projection from the checkpoint's tensor of this name;
-        None if they stand there as they are."""
+        """Return what puts a tensor's values of a projection in order; None if they are."""
         arrange = self._arrange.get(part)
         return None if arrange is None else lambda tensors: arrange(tensors[name])
 

@@ -25,16 +25,10 @@ from batchgen.kernels.layers.shared_part import SharedPart
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight, over the last axis (Zhang & Sennrich 2019).
 
-    Args:
-        size: the length of the last axis.
-        eps: added to the mean square.
-        device: where the parameter is created.
-        dtype: the dtype of the values that are normalised, and of the weight.
-        zero_centred: checkpoints hold the weight minus 1, and the product with the weight is
-            computed in float32. The parameter is then the weight itself in float32, because 1 + w
-            would lose digits of w in a narrower dtype.
-        order: the order in which the layer has the values of a checkpoint's weight, as indices
-            among these; None means the same order.
+    With `zero_centred`, checkpoints hold the weight minus 1 and the product with it is in float32;
+    the parameter is the weight itself in float32, because 1 + w would lose digits in a narrower
+    dtype. `order` gives, as indices among a checkpoint's values, the order in which the layer has
+    them.
     """
 
     def __init__(
@@ -57,8 +51,7 @@ class RMSNorm(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor | FP8Rows | BothRows:
-        """Normalise x [..., size]; the result has the same shape and dtype, or is in FP8, or both,
-        if `quantise_result` was called."""
+        """Normalise x [..., size], in its dtype, in FP8, or in both (`quantise_result`)."""
         if self._form is None:
             return rms_norm(x, self.weight, self.eps)
         return self._quantised(x, self._form.powers_of_two)
@@ -76,11 +69,7 @@ class RMSNorm(nn.Module):
         )
 
     def of_stream(self, stream: Stream) -> tuple[Any, Tensor]:
-        """Normalise a residual stream [T, size].
-
-        Returns:
-            The result, as of `forward`, and the stream, to which what was pending was added.
-        """
+        """Return the norm of a residual stream [T, size], and the stream with pending sums."""
         if isinstance(stream, Tensor):
             return self(stream), stream
         if isinstance(stream, PendingParts):
@@ -92,12 +81,7 @@ class RMSNorm(nn.Module):
         return stream.normed(self.weight, self.eps)
 
     def quantise_result(self, form: FP8Format, *, keep: bool = False) -> None:
-        """Quantise results [T, size] from now on, for what computes with them in FP8.
-
-        Args:
-            form: how.
-            keep: results are `BothRows`, because others read them as they are.
-        """
+        """Quantise results [T, size] from now on; with `keep` they are `BothRows`."""
         self._form, self._keeps = form, keep
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:

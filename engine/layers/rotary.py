@@ -1,7 +1,6 @@
 """Rotary embedding: the scaling variants, and the table of cosines and sines that layers read.
 
-The variants compute what transformers' functions for the same rope types compute, in the same
-float32 steps.
+The variants compute what transformers' functions for these rope types do, in equal float32 steps.
 """
 
 from __future__ import annotations
@@ -23,17 +22,13 @@ _MOST = 1e18
 class DefaultRope:
     """Rotary embedding without scaling (Su et al. 2021).
 
-    A head of D values is rotated in D/2 pairs; pair i of position p by p · rope_theta^(-2i/D).
+    Pair i of a head's D/2 pairs is rotated at position p by p · rope_theta^(-2i/D).
     """
 
     rope_theta: float
 
     def __post_init__(self) -> None:
-        """Check the parameters, which a checkpoint gives.
-
-        Raises:
-            ValueError: one is not of its kind; the message names it.
-        """
+        """Raise ValueError, which names it, if a parameter of the checkpoint is not of its kind."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "bool":
@@ -76,8 +71,7 @@ class LinearRope(DefaultRope):
 
 @dataclass(frozen=True, slots=True)
 class FrequencyFactorsRope(DefaultRope):
-    """Divides the angle of pair i by factors[i], the form in which GGUF files store a llama3
-    scaling."""
+    """Divides the angle of pair i by factors[i]: a llama3 scaling as GGUF files store it."""
 
     factors: tuple[float, ...]
 
@@ -87,8 +81,7 @@ class FrequencyFactorsRope(DefaultRope):
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope(DefaultRope):
-    """The scaling of Llama 3.1: pairs with long wavelengths are interpolated by `factor`, those
-    with short wavelengths are kept, with a smooth ramp in between."""
+    """Llama 3.1: long wavelengths are interpolated, short ones kept, with a smooth ramp between."""
 
     factor: float
     low_freq_factor: float
@@ -119,29 +112,20 @@ class Llama3Rope(DefaultRope):
 class YarnRope(DefaultRope):
     """YaRN scaling (Peng et al. 2023).
 
-    Pairs that turn often within the original context keep their angles, slow pairs are
-    interpolated by `factor`, with a linear ramp in between ("NTK by parts").
-
-    Attributes:
-        factor: how much longer the context becomes.
-        original_max_position_embeddings: the length of the context before scaling.
-        attention_factor: the factor of cosines and sines; None computes it from `mscale` and
-            `mscale_all_dim` if both are given, else by the paper's formula.
-        beta_fast: pairs that make at least this many turns in the original context are kept.
-        beta_slow: pairs that make at most this many turns in it are interpolated.
-        mscale: the weight of the scaling in the numerator of the attention factor.
-        mscale_all_dim: the weight of the scaling in its denominator.
-        truncate: round the ends of the ramp to whole pairs.
+    Pairs that turn often within the original context keep their angles, slow pairs are interpolated
+    by `factor`, with a linear ramp in between ("NTK by parts").
     """
 
-    factor: float
-    original_max_position_embeddings: int
+    factor: float  # how much longer the context becomes
+    original_max_position_embeddings: int  # the context before scaling
+    # Factor of cosines and sines; None computes it from mscale and mscale_all_dim if both are
+    # given, else by the paper's formula.
     attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    beta_fast: float = 32.0  # pairs with at least this many turns are kept
+    beta_slow: float = 1.0  # pairs with at most this many turns are interpolated
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    truncate: bool = True
+    truncate: bool = True  # round the ends of the ramp to whole pairs
 
     def inv_freq(self, head_dim: int) -> Tensor:
         exponents = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
@@ -152,10 +136,7 @@ class YarnRope(DefaultRope):
         return 1.0 / (self.factor * powers) * (1 - keep) + 1.0 / powers * keep
 
     def _ramp_range(self, head_dim: int) -> tuple[float, float]:
-        """Return the pairs at which the ramp starts and ends.
-
-        They make `beta_fast` and `beta_slow` turns in the original context.
-        """
+        """Return the pairs of `beta_fast` and `beta_slow` turns, where the ramp starts and ends."""
 
         def pair(turns: float) -> float:
             positions = self.original_max_position_embeddings
@@ -180,21 +161,15 @@ class YarnRope(DefaultRope):
         return self._mscale(1.0)
 
     def _mscale(self, weight: float) -> float:
-        """Return the paper's factor of attention, 0.1 · ln(factor) + 1, with a weight on the first
-        term; 1 if the context does not become longer."""
+        """Return the paper's 0.1 · ln(factor) + 1, its first term weighted; 1 if not extended."""
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
 
 class RotaryTable:
     """The cosines and sines of all positions below `num_positions`, which all layers share.
 
-    The table is computed on the CPU, so that every device reads the same bits.
-
-    Args:
-        rope: the variant of rotary embedding.
-        rotary_dim: R, how many values of a head are rotated; all of them in most models.
-        num_positions: the number of positions in the table.
-        device: where the table is kept.
+    They are computed on the CPU, so that every device reads the same bits. `rotary_dim` values of a
+    head are rotated; in most models all.
     """
 
     def __init__(
@@ -210,25 +185,17 @@ class RotaryTable:
         self._table = table.to(device)
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """Look up positions [T] int64.
-
-        Returns:
-            [T, R] float32: R/2 cosines, then R/2 sines.
-        """
+        """Look up positions [T] int64: [T, R] float32, R/2 cosines, then R/2 sines."""
         return self._table[positions]
 
 
 def rotary_order(head_dim: int, rotary_dim: int) -> Tensor | None:
-    """Return the order that a head's values take, if only the first of them are rotated.
+    """Return a head's values' order [head_dim] int64 if only the first are rotated; None if all
+    are.
 
-    Checkpoints of such models pair value i with value i + rotary_dim/2, and the values after the
-    first `rotary_dim` have no partner. The kernels pair value i with i + head_dim/2 in every model
-    and rotate the first rotary_dim/2 pairs. Queries and keys may have any common order, because
-    only their products are used.
-
-    Returns:
-        [head_dim] int64 on the CPU: which of the checkpoint's values stands at each place; None if
-        the order is the same.
+    Checkpoints pair value i with i + rotary_dim/2, and values from rotary_dim on with none. The
+    kernels always pair i with i + head_dim/2 and rotate the first rotary_dim/2 pairs. Queries and
+    keys may have any common order, because only their products are used.
     """
     if rotary_dim == head_dim:
         return None

@@ -18,37 +18,24 @@ from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_weight, rows_of_
 class WeightSlot:
     """A place in a model's parameters that tensors of a checkpoint fill.
 
-    A model's weights consist of *pieces*, each named as the tensor in which most checkpoints hold
-    it. Every piece must be filled exactly once, by any one of the slots that contain it. So
-    checkpoints that hold several pieces in one tensor (fused projections, all experts of a layer)
-    fill them through a slot of their own.
-
-    Attributes:
-        parameter: the parameter, or the slice of one, that is filled.
-        pieces: the names of the pieces that the parameter consists of.
-        sources: the names of the checkpoint's tensors that fill it; several if they are combined.
-        combine: computes the values, of the parameter's shape, from the sources by name; None takes
-            the only source as it is. For a weight in FP8 it puts rows in another order, and is
-            applied to the values and to the scales of rows.
-        dummy: the value of all elements in a model without a checkpoint; None draws random values.
-        form: how the weight is in FP8; None if it is not. A source in FP8 is dequantised for a
-            parameter that is not.
-        scales: for a parameter in FP8, its scales: of each row if `combine` is given.
-        shard: which part of the checkpoint's tensor this rank holds; None means all of it.
-        elsewhere: other ranks hold the whole piece, and `parameter` has no elements.
-        in_panels: `parameter` is a view of panels, from `rows_of_panels`, whose last two axes are
-            the last one of the checkpoint's tensor.
+    Weights consist of *pieces*, each named as the tensor in which most checkpoints hold it. Every
+    piece must be filled exactly once, by any one of the slots that contain it. So checkpoints that
+    hold several pieces in one tensor (fused projections, all experts) fill them through another
+    slot.
     """
 
-    parameter: Tensor
-    pieces: tuple[str, ...]
-    sources: tuple[str, ...]
+    parameter: Tensor  # the parameter, or the slice of one, that is filled
+    pieces: tuple[str, ...]  # the pieces that the parameter consists of
+    sources: tuple[str, ...]  # the checkpoint's tensors that fill it; several are combined
+    # Computes the values from the sources by name; None takes the only one. For a weight in FP8 it
+    # reorders rows, of the values and of the scales of rows.
     combine: Callable[[Mapping[str, Tensor]], Tensor] | None = None
-    dummy: float | None = None
-    form: FP8Format | None = None
-    scales: Tensor | None = None
-    shard: Shard | None = None
-    elsewhere: bool = False
+    dummy: float | None = None  # all elements without a checkpoint; None draws random values
+    form: FP8Format | None = None  # None: not in FP8; a source in FP8 is dequantised then
+    scales: Tensor | None = None  # of a parameter in FP8; each row's if `combine` is given
+    shard: Shard | None = None  # the part of the checkpoint's tensor here; None: all
+    elsewhere: bool = False  # other ranks hold the whole piece; `parameter` is empty
+    # `parameter` is from `rows_of_panels`; its last two axes are a tensor's last
     in_panels: bool = False
 
     @classmethod
@@ -59,26 +46,19 @@ class WeightSlot:
         dummy: float | None = None,
         shard: Shard | None = None,
     ) -> WeightSlot:
-        """Make the slot of one piece that a checkpoint holds in a tensor of this name, and of this
-        shape or a larger one of which the parameter is a shard."""
+        """Make the slot of one piece in a tensor of this name and shape, or larger for a shard."""
         return cls(parameter, (name,), (name,), dummy=dummy, shard=shard)
 
     @property
     def source_shape(self) -> list[int]:
-        """The shape of the checkpoint's tensor, if it is a single one and none of its axes is left
-        out in the parameter."""
+        """The shape of the checkpoint's tensor, if it is a single one with all its axes."""
         shape = self._shape_of(self.parameter)
         return shape if self.shard is None else self.shard.whole_shape(shape)
 
     def fill(self, tensors: Mapping[str, Tensor | FP8Weight]) -> None:
-        """Copy a checkpoint's values into the parameter.
+        """Copy the checkpoint's tensors named by `sources` into the parameter.
 
-        Args:
-            tensors: the tensors named by `sources`, by name.
-
-        Raises:
-            ValueError: the shape of the values differs from that of the parameter, or they are not
-                in FP8 and should be.
+        Raises ValueError if the shape differs, or the values are not in FP8 and should be.
         """
         if self.elsewhere:
             return
@@ -98,13 +78,11 @@ class WeightSlot:
         self._copy(self.scales, scales)
 
     def fill_dummy(self, values: Callable[[Tensor], None]) -> None:
-        """Fill the parameter of a model without a checkpoint.
+        """Fill the parameter of a model without a checkpoint by `values`, which writes into a
+        tensor.
 
-        Values are drawn for the whole tensor of a checkpoint, so that ranks have parts of the same
+        Values are drawn for the whole tensor of a checkpoint, so that ranks have parts of equal
         weights.
-
-        Args:
-            values: writes values into a tensor that is not in FP8.
         """
         is_plain = self.form is None and self.shard is None and self.combine is None
         if is_plain and self.parameter.is_contiguous():
@@ -197,19 +175,11 @@ class HasWeightSlots(Protocol):
     """A module that says itself which tensors of a checkpoint fill its parameters."""
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
-        """Yield the weight slots of the module's own parameters.
-
-        Args:
-            path: the module's name in checkpoints.
-        """
+        """Yield the slots of the module's own parameters; `path` is its name in checkpoints."""
 
 
 def weight_slots(module: nn.Module, path: str) -> Iterator[WeightSlot]:
-    """Yield the weight slots of a module and of all modules in it.
-
-    Args:
-        path: the module's name in checkpoints; empty for the whole model.
-    """
+    """Yield the weight slots of a module, named `path` in checkpoints, and of all modules in it."""
     for place, part in named_parts(module, path):
         if isinstance(part, HasWeightSlots):
             yield from part.weight_slots(place)
@@ -221,11 +191,7 @@ def weight_slots(module: nn.Module, path: str) -> Iterator[WeightSlot]:
 def named_parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield a module and all modules in it, each with its name in checkpoints.
 
-    A checkpoint names a module by the attribute that holds it, unless the parent module maps that
-    name to another in `checkpoint_names`.
-
-    Args:
-        path: the module's name in checkpoints; empty for the whole model.
+    A name is the attribute that holds the module, unless the parent's `checkpoint_names` maps it.
     """
     yield path, module
     names = module.checkpoint_names if isinstance(module, HasCheckpointNames) else {}
@@ -235,11 +201,7 @@ def named_parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]
 
 @runtime_checkable
 class HasCheckpointNames(Protocol):
-    """A module some of whose children have names in checkpoints that differ from the attributes.
-
-    Attributes:
-        checkpoint_names: maps the attribute of such a child to its name in checkpoints.
-    """
+    """A module with children whose checkpoint names differ from the attributes that hold them."""
 
     checkpoint_names: Mapping[str, str]
 

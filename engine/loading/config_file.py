@@ -31,16 +31,10 @@ _SHOWN = 60
 def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
     """Read the configuration of a GGUF file or of a folder with a config.json.
 
-    If a folder's config.json says that the embedding and the layer that computes logits share a
-    weight, and the checkpoint holds two that differ, both are used, as transformers does.
-
-    Args:
-        path: the file or folder.
-        load_format: as for `load_model`. For `dummy` the weights are not looked at.
-
-    Raises:
-        ValueError: there is no configuration, or the model needs something that the engine does not
-            have; the message names the path, the key and what it must be.
+    If a folder's config.json says that embedding and logits' layer share a weight, and the
+    checkpoint holds two that differ, both are used, as transformers does. For the load format
+    `dummy` the weights are not looked at. Raises ValueError without a configuration, or if the
+    model needs what the engine lacks; the message names the path, the key and what it must be.
     """
     if path.suffix == ".gguf":
         from batchgen.engine.loading.gguf.gguf_file import GGUFFile
@@ -69,11 +63,7 @@ def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
 
 
 def _check_values(file: Path, values: Mapping[str, Any]) -> None:
-    """Check the values that transformers' classes take as they are.
-
-    Raises:
-        ValueError: one is of a wrong type; the message names the file, the key and both types.
-    """
+    """Refuse values of a wrong type, which transformers' classes take as they are."""
     text = values.get("text_config")
     for place, inside in (("", values), ("text_config.", text if isinstance(text, dict) else {})):
         for key in _OBJECTS:
@@ -90,11 +80,7 @@ def _check_values(file: Path, values: Mapping[str, Any]) -> None:
 
 
 def _class_of(file: Path, values: Mapping[str, Any]) -> type[CausalLM]:
-    """Return the class of the model that a config.json describes.
-
-    Raises:
-        ValueError: it is not supported, or the file names none.
-    """
+    """Return the class of the model that a config.json describes; refuse an unsupported one."""
     architectures = values.get("architectures")
     if not architectures:
         raise ValueError(f"{file} names no architecture (key 'architectures')")
@@ -115,11 +101,7 @@ def _class_of(file: Path, values: Mapping[str, Any]) -> type[CausalLM]:
 
 
 def _parsed(kind: type[PretrainedConfig], values: Mapping[str, Any]) -> PretrainedConfig:
-    """Read the values of a config.json as transformers does, whose code expects nothing hostile.
-
-    Raises:
-        ValueError: they cannot be read; the message names the key.
-    """
+    """Read a config.json's values as transformers does, whose code expects nothing hostile."""
     from huggingface_hub.errors import StrictDataclassError  # transformers has loaded it by now
 
     try:
@@ -151,11 +133,7 @@ def _cut(text: str, length: int) -> str:
 
 
 def _mask_token_id(path: Path) -> int:
-    """Ask the tokenizer for the mask token's id, for a config.json that does not give it.
-
-    Raises:
-        ValueError: the tokenizer does not know it either.
-    """
+    """Ask the tokenizer for the mask token's id, for a config.json that does not give it."""
     tokenizer = load_tokenizer(path)
     if tokenizer is not None:
         if tokenizer.mask_token_id is not None:

@@ -35,36 +35,21 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def load_model(
-    path: Path,
+    path: Path,  # a folder with config.json and safetensors, or a .gguf file
     *,
     device: torch.device,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,  # None: the checkpoint's, float32 for a GGUF file
     load_format: LoadFormat = "auto",
-    heads: Collection[str] = (),
-    quantization: Quantization | None = None,
-    native_fp8: bool | None = None,
-    parallel: TensorParallel = ALONE,
+    heads: Collection[str] = (),  # the model's heads to load with it
+    quantization: Quantization | None = None,  # `fp8` rounds weights of layers that are not in FP8
+    native_fp8: bool | None = None,  # keep FP8 instead of dequantising; None: if the device can
+    parallel: TensorParallel = ALONE,  # the ranks; only this one's weights are read
 ) -> CausalLM:
-    """Build the model of a checkpoint and load its weights.
+    """Build the model of a checkpoint and load its weights, one tensor at a time.
 
-    Args:
-        path: a folder with config.json and safetensors, or a .gguf file. For load_format `dummy`
-            a configuration is enough.
-        device: where the parameters are created; tensors are copied there one at a time.
-        dtype: the dtype of parameters and activations; None takes the checkpoint's dtype, which is
-            float32 for a GGUF file.
-        load_format: `auto` decides by what lies at the path, `gguf` refuses anything but a GGUF
-            file, and `dummy` makes small random weights, which are the same in every run.
-        heads: the names of the model's heads to load with it.
-        quantization: `fp8` rounds the weights of the layers to FP8 while they load, if the
-            checkpoint does not hold them so; None takes them as they are.
-        native_fp8: weights in FP8 are kept and multiplied in FP8, instead of being dequantised;
-            None means on devices that have units for it.
-        parallel: the ranks between which the weights are divided; only those of this rank are read.
-
-    Raises:
-        ValueError: the model is not supported, or a tensor is missing, unexpected or of the wrong
-            shape.
+    Raises ValueError if the model is not supported, or a tensor is missing, unexpected or of the
+    wrong shape. The format `auto` decides by what lies at the path, `gguf` takes a GGUF file alone,
+    and `dummy` makes small random weights, equal in every run, from a configuration.
     """
     if load_format == "gguf" and path.suffix != ".gguf":
         raise ValueError(f"{path} is not a .gguf file, which load_format=gguf asks for")
@@ -102,10 +87,7 @@ def chosen_form(
 ) -> FP8Format | None:
     """Return how the weights of a model's layers are in FP8; None if they are not.
 
-    Args:
-        config: the model's configuration.
-        quantization: as for `load_model`.
-        native: products are computed in FP8.
+    With `native`, products are computed in FP8; `quantization` is as for `load_model`.
     """
     form = config.form
     if form is None and quantization is not None:
@@ -114,11 +96,7 @@ def chosen_form(
 
 
 def _check_copies(model: CausalLM, path: Path) -> None:
-    """Check that what a head shares with the model is the same in the checkpoint.
-
-    Raises:
-        ValueError: the head has an embedding or a layer for logits of its own.
-    """
+    """Refuse a checkpoint in which a head has an embedding or a layer for logits of its own."""
     names = {model.piece_name(name, model.config): name for name in tensor_names(path)}
     for copy, piece in model.copies.items():
         if names.keys() >= {copy, piece} and not are_equal(path, names[copy], names[piece]):
@@ -131,8 +109,7 @@ def _check_copies(model: CausalLM, path: Path) -> None:
 def _with_embedding(
     weights: Iterable[tuple[str, Tensor | FP8Weight]], model: CausalLM
 ) -> Iterator[tuple[str, Tensor | FP8Weight]]:
-    """Yield the weights of a checkpoint, and behind them the embedding of a model that shares it
-    with the layer for logits, if the checkpoint names it after that layer only."""
+    """Yield a checkpoint's weights, and the shared embedding if only the logits' layer names it."""
     shared: dict[str, Tensor | FP8Weight] = {}
     for given, tensor in weights:
         name = model.piece_name(given, model.config)
@@ -144,15 +121,7 @@ def _with_embedding(
 
 
 def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], path: Path) -> None:
-    """Fill every piece of the model exactly once.
-
-    Args:
-        weights: the name and values of each tensor of the checkpoint.
-        path: the checkpoint, for error messages.
-
-    Raises:
-        ValueError: a tensor is missing, unexpected, of the wrong shape, or fills a piece again.
-    """
+    """Fill every piece of the model exactly once, with a checkpoint's named values."""
     slots = model.checkpoint_slots()
     by_source: dict[str, list[WeightSlot]] = defaultdict(list)
     for slot in slots:
@@ -191,11 +160,7 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, Tensor | FP8Weight]], pa
 
 
 def _check_dtype(path: Path, name: str, tensor: Tensor | FP8Weight) -> None:
-    """Check that a tensor holds plain floating-point numbers, or comes with scales.
-
-    Raises:
-        ValueError: it is of another type, so the checkpoint is quantised in a way of its own.
-    """
+    """Refuse a tensor that neither holds plain floating-point numbers nor comes with scales."""
     if isinstance(tensor, Tensor) and tensor.dtype not in _FLOATS:
         raise ValueError(
             f"{path}: tensor {name} is in {str(tensor.dtype).removeprefix('torch.')}, and no "
@@ -205,12 +170,7 @@ def _check_dtype(path: Path, name: str, tensor: Tensor | FP8Weight) -> None:
 
 
 def _fill_dummy(model: CausalLM) -> None:
-    """Fill a model without a checkpoint.
-
-    Slots with a `dummy` value, such as norms, get that value. All others get normal random numbers
-    with standard deviation 0.02, from a generator of their own for each piece. They are drawn for
-    the whole tensor of a checkpoint, so that ranks have parts of the same weights.
-    """
+    """Fill a model with each slot's `dummy` value or random numbers of its own generator."""
     plain = {slot.pieces[0]: slot for slot in model.checkpoint_slots() if len(slot.pieces) == 1}
     for index, (_, slot) in enumerate(sorted(plain.items())):
         if slot.dummy is not None:

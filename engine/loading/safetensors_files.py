@@ -16,7 +16,7 @@ from batchgen.kernels.fp8.fp8_weight import FP8, FP8Weight, scales_shape
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SCALES = "_scale_inv"
-"""What the names of scales have behind those of their weights in FP8."""
+"""What follows a weight's name in the name of its FP8 scales."""
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -35,12 +35,9 @@ def are_equal(folder: Path, one: str, other: str) -> bool:
 
 
 def tensors_with_scales(folder: Path) -> Iterator[tuple[str, Tensor | FP8Weight]]:
-    """Yield the name and values of each tensor of a checkpoint with weights in FP8.
+    """Yield the tensors of a checkpoint with weights in FP8, which come with their scales.
 
-    Those in FP8 are yielded with their scales, wherever these lie.
-
-    Raises:
-        ValueError: a weight in FP8 has no scales, or some of a wrong shape or type.
+    Raises ValueError if a weight has no scales, or some of a wrong shape or type.
     """
     where = {name: file for file in safetensors_files(folder) for name in _names(file)}
     with ExitStack() as stack:
@@ -65,11 +62,7 @@ def tensors_with_scales(folder: Path) -> Iterator[tuple[str, Tensor | FP8Weight]
 
 
 def _scaled(folder: Path, name: str, values: Tensor, scales: Tensor) -> FP8Weight:
-    """Put a weight together with its scales, which have this name.
-
-    Raises:
-        ValueError: the scales have a wrong shape or type.
-    """
+    """Put a weight together with its scales, which have this name."""
     expected = scales_shape(values.shape)
     if tuple(scales.shape) != expected or not scales.is_floating_point():
         raise ValueError(
@@ -88,20 +81,14 @@ def _names(file: Path) -> list[str]:
 def tensor_names(folder: Path) -> list[str]:
     """Return the names of the tensors in a folder's safetensors files, without reading any tensor.
 
-    Raises:
-        ValueError: there are no weights, or a file is damaged.
+    Raises ValueError without weights or for a damaged file.
     """
     return [name for file in safetensors_files(folder) for name in _names(file)]
 
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file as safetensors' `safe_open` does, which has no types. It is
-    memory-mapped, so a tensor is read only when it is copied.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Open a safetensors file, memory-mapped; refuse a damaged one. `safe_open` has no types."""
     from safetensors import SafetensorError, safe_open  # dummy weights and GGUF files need none
 
     try:
@@ -114,9 +101,7 @@ def _opened(file: Path) -> Iterator[Any]:
 def safetensors_files(folder: Path) -> list[Path]:
     """Find the safetensors files of a folder, which are one file or several shards.
 
-    Raises:
-        ValueError: there are none, or a shard is missing that the index or the names of the others
-            count.
+    Raises ValueError if there are none, or a shard that the index or other names count is missing.
     """
     index = folder / _INDEX
     if index.is_file():
@@ -143,11 +128,7 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[str]:
-    """Return the names of the files that an index of shards names, sorted.
-
-    Raises:
-        ValueError: it names none, one outside of its folder, or one that is missing.
-    """
+    """Return the files that an index of shards names, sorted; all must be in its folder."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no 'weight_map', which names the file of each tensor")
@@ -163,11 +144,7 @@ def _indexed(index: Path) -> list[str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        ValueError: the file holds something else; the message names it.
-    """
+    """Read a JSON object, or raise ValueError, which names the file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # Not UTF-8, not JSON, or nested too deeply.

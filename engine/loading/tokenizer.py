@@ -22,13 +22,9 @@ _GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
     """Load the fast tokenizer of a model folder or GGUF file, with its chat template.
 
-    Returns:
-        The tokenizer; None if the model comes without one. Then prompts must be token ids, and
-        answers have no text.
-
-    Raises:
-        ValueError: the tokenizer cannot be read, needs code of its own, has no fast form, or is of
-            a GGUF kind that is not supported.
+    None if the model comes without one: then prompts must be token ids, and answers have no text.
+    Raises ValueError if it cannot be read, needs code of its own, has no fast form, or is of a GGUF
+    kind that is not supported.
     """
     if path.suffix == ".gguf":
         from batchgen.engine.loading.gguf.gguf_file import GGUFFile
@@ -65,11 +61,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
 
 
 def _config(path: Path) -> dict[str, PretrainedConfig]:
-    """Return extra arguments for loading the tokenizer of a model that transformers does not know.
-
-    They give it an empty configuration. The tokenizer does not need the one in the folder, and
-    transformers would warn that it is of an unknown kind.
-    """
+    """Return an empty configuration for models that transformers does not know and warns of."""
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
     file = path / "config.json"
@@ -80,12 +72,9 @@ def _config(path: Path) -> dict[str, PretrainedConfig]:
 def eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
     """Return all token ids that end an answer of this model, in ascending order.
 
-    They are the ids that generation_config.json, config.json and the tokenizer name. For a GGUF
-    file they are its ids for the end of a sequence, a turn and a message, and the tokenizer's. The
-    result is empty if nothing names an id.
-
-    Raises:
-        ValueError: a file names something else; the message names the file.
+    generation_config.json, config.json and the tokenizer name them; a GGUF file has ids for the end
+    of a sequence, a turn and a message. May be empty. Raises ValueError, which names the file, for
+    another value.
     """
     ids: set[int] = set()
     if path.suffix == ".gguf":
@@ -115,11 +104,7 @@ def _eos_of(file: Path) -> list[int]:
 
 
 def _checked(file: Path, key: str, eos: Any) -> list[int]:
-    """Return the ids that a value gives: null, an id or a list of ids.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return the ids that a value gives: null, an id or a list of ids."""
     ids: list[int] = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if any(type(token_id) is not int for token_id in ids):
         raise ValueError(f"{file}: {key} is {eos!r:.60}, and must be a token id or a list of them")

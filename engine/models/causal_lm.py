@@ -34,11 +34,7 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class Decoder(nn.Module):
     """The part of a model from token ids to hidden states: embedding, layers and final norm.
 
-    Args:
-        embed_tokens: the embedding of token ids.
-        layers: the layers in their order.
-        norm: the norm after the last layer.
-        rotary: the cosines and sines of positions; None for a model without rotary embedding.
+    `rotary` is None for a model without rotary embedding.
     """
 
     def __init__(
@@ -70,25 +66,15 @@ class Decoder(nn.Module):
 class CausalLM(TokenModel):
     """A decoder and the linear layer that computes logits from its hidden states.
 
-    Each model is a subclass in a file of its own and a line in the registry. A subclass makes its
-    layers (`make_layer`), its final norm and its rotary table, and says how its configuration is
-    read. It knows no strategy. This base does not know which layers there are: `cache_specs` says
-    what they keep, and `checkpoint_slots` what checkpoints call their weights.
+    Each model is a subclass in a file of its own and a line in the registry. It makes its layers
+    (`make_layer`), its final norm and its rotary table, and says how its configuration is read. It
+    knows no strategy. This base does not know which layers there are: `cache_specs` says what they
+    keep, and `checkpoint_slots` what checkpoints call their weights.
 
-    Args:
-        config: the configuration of the checkpoint.
-        device: where the parameters are created.
-        dtype: the dtype of parameters and activations.
-        heads: the names of those heads in `config.heads` that are wanted.
-        form: how the weights of layers are in FP8; None if they are not. A layer's weights are
-            turned to it before the next layer is made, so memory never holds all in `dtype`.
-        parallel: the ranks between which the weights are divided.
-
-    Attributes:
-        form: as given, with the names of modules as weight slots have them.
-        heads: maps the name of each wanted head to a model that continues from this model's hidden
-            states.
-        skipped_parts: the parts of the checkpoint that were not loaded, in words for the user.
+    `heads` are the wanted ones of `config.heads`, and become models that continue from this one's
+    hidden states. With `form` a layer's weights are turned to FP8 before the next layer is made, so
+    memory never holds all in `dtype`. `skipped_parts` says in words for the user what of the
+    checkpoint was not loaded.
     """
 
     is_diffusion: ClassVar[bool] = False
@@ -168,9 +154,7 @@ class CausalLM(TokenModel):
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         """Translate a checkpoint's configuration from that of transformers.
 
-        Raises:
-            ValueError: the checkpoint needs something that the engine does not have, which the
-                message names.
+        Raises ValueError if the engine lacks something it needs, which the message names.
         """
 
     @abstractmethod
@@ -186,11 +170,7 @@ class CausalLM(TokenModel):
         return None
 
     def make_head(self, name: str) -> TokenModel:
-        """Make a head of `config.heads`; it may share weights with this model.
-
-        Raises:
-            ValueError: the model has no such head.
-        """
+        """Make a head of `config.heads`, which may share weights, or raise ValueError."""
         has = f"it has {', '.join(self.config.heads)}" if self.config.heads else "it has none"
         raise ValueError(f"{self.config.architecture} has no head {name!r}: {has}")
 
@@ -230,7 +210,7 @@ class CausalLM(TokenModel):
             head.pack()
 
     def checkpoint_slots(self) -> list[WeightSlot]:
-        """Return the weight slots of the model, including those of the wanted heads.
+        """Return the weight slots of the model and the wanted heads.
 
         A weight that the embedding and the head share has one slot, under the embedding's name.
         """
@@ -243,24 +223,19 @@ class CausalLM(TokenModel):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Return what the weight slots of a model of this configuration call a checkpoint's tensor
-        of this name. Those of a head begin with the head's name.
+        """Return what weight slots call a checkpoint's tensor of this name.
 
-        Models whose checkpoints put something before the names override this.
+        A head's pieces begin with its name. Models whose checkpoints prefix names override this.
         """
         return name
 
     def skipped_part(self, name: str) -> str | None:
-        """Return the part of the checkpoint that a tensor belongs to, in words for the user, if
-        this part is not loaded; None if the tensor belongs to the model."""
+        """Name to the user the part of a tensor that is not loaded; None if the model has it."""
         return None
 
     def is_derived(self, name: str) -> bool:
-        """Whether a checkpoint's tensor of this name can be ignored.
-
-        Some checkpoints hold tensors that follow from others, or that belong to a part of the model
-        that is not built.
-        """
+        """Whether a checkpoint's tensor of this name can be ignored: it follows from others, or
+        belongs to a part of the model that is not built."""
         return name in self.copies or name.endswith(".rotary_emb.inv_freq")
 
     @property

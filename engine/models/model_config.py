@@ -32,17 +32,12 @@ ROPE_TYPES: Mapping[str, type[DefaultRope]] = {
 class Diffusion:
     """What a model for block diffusion needs.
 
-    The logits of such a model are for the token at their own position, not for the next one. Its
-    attention is causal over blocks of positions and full inside a block.
-
-    Attributes:
-        mask_token_id: the token id that stands where a token is to be filled in.
-        block_length: the number of positions in a block in training; None if the checkpoint does
-            not say.
+    Its logits are for the token at their own position, not for the next one. Its attention is
+    causal over blocks of positions and full inside a block.
     """
 
-    mask_token_id: int
-    block_length: int | None
+    mask_token_id: int  # stands where a token is to be filled in
+    block_length: int | None  # positions of a block in training, if the checkpoint says it
 
     def __post_init__(self) -> None:
         if self.block_length is not None and self.block_length < 2:
@@ -59,8 +54,7 @@ class FamilyConfig:
 
     @property
     def chunk_multiple(self) -> int:
-        """The number of tokens of which every cut of a row's prefill must be a multiple
-        (`StateSpec`), as far as the configuration alone says."""
+        """What every cut of a row's prefill must be a multiple of, by the configuration alone."""
         return 1
 
 
@@ -71,37 +65,20 @@ _TYPE_NAMES: Mapping[type, str] = {int: "an integer", bool: "true or false"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What every model has in its configuration.
+    """What every model has in its configuration."""
 
-    Attributes:
-        architecture: the name of the model's class, by which the registry finds it.
-        hidden_size: the number of values in a token's hidden state.
-        num_layers: the number of layers in the decoder, without those of heads.
-        vocab_size: the number of token ids, which is also that of a token's logits.
-        max_position_embeddings: the number of positions that the model was made for, including its
-            rope scaling.
-        tie_word_embeddings: the layer that computes logits shares its weight with the embedding.
-        untied: the checkpoint says that they share it, and holds two weights that differ, so both
-            are used.
-        dtype: the dtype of the checkpoint's weights; float32 if the checkpoint does not say.
-        family: what models of this family have besides, in the class that the model expects.
-        diffusion: what block diffusion needs; None for a model that predicts the next token.
-        heads: the names of the heads that the checkpoint contains. A head continues from the
-            model's hidden states (`CausalLM.make_head`).
-        form: how the checkpoint's weights are in FP8; None if they are not.
-    """
-
-    architecture: str
+    architecture: str  # the name of the model's class in the registry
     hidden_size: int
-    num_layers: int
-    vocab_size: int
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    dtype: torch.dtype
-    family: FamilyConfig
-    diffusion: Diffusion | None = None
-    heads: tuple[str, ...] = ()
-    form: FP8Format | None = None
+    num_layers: int  # of the decoder, without heads
+    vocab_size: int  # token ids, and logits of a token
+    max_position_embeddings: int  # with rope scaling
+    tie_word_embeddings: bool  # embedding and logits' layer share a weight
+    dtype: torch.dtype  # of the checkpoint's weights; float32 if it does not say
+    family: FamilyConfig  # in the class that the model expects
+    diffusion: Diffusion | None = None  # None: it predicts the next token
+    heads: tuple[str, ...] = ()  # in the checkpoint; they continue from hidden states
+    form: FP8Format | None = None  # None: weights are not in FP8
+    # the checkpoint says tied, but holds two weights that differ: both are used
     untied: bool = False
 
     def __post_init__(self) -> None:
@@ -129,11 +106,7 @@ class ModelConfig:
 
 
 def check_positive(**sizes: int) -> None:
-    """Check that the sizes of a model are positive integers, and that a model can have them.
-
-    Raises:
-        ValueError: a size is none, or larger than that of any model; the message names it.
-    """
+    """Raise ValueError, which names the size, if one is not positive or beyond any model's."""
     for name, size in sizes.items():
         if type(size) is not int or size < 1:  # a checkpoint may say anything
             raise ValueError(f"the model's {name} is {size!r:.60}; it must be a positive integer")
@@ -144,17 +117,9 @@ def check_positive(**sizes: int) -> None:
 def common_config(
     hf: PretrainedConfig, architecture: str, rope: DefaultRope, family: FamilyConfig
 ) -> ModelConfig:
-    """Make a model's configuration from that of transformers.
+    """Make a model's configuration, with that of its family, from that of transformers.
 
-    Args:
-        hf: the configuration as transformers read it.
-        architecture: the name of the model's class.
-        rope: the variant of rotary embedding.
-        family: the family's part of the configuration.
-
-    Raises:
-        ValueError: the checkpoint needs something that the engine does not have, which the message
-            names.
+    Raises ValueError if the engine lacks something it needs, which the message names.
     """
     return ModelConfig(
         architecture=architecture,
@@ -170,16 +135,9 @@ def common_config(
 
 
 def extra_value(hf: PretrainedConfig, key: str, kind: type[T], default: T) -> T:
-    """Return a value of a checkpoint's configuration that no class of transformers knows or checks.
+    """Return a configuration's value that no class of transformers knows or checks, or the default.
 
-    Args:
-        hf: the configuration as transformers read it.
-        key: the value's name.
-        kind: the type that it must have.
-        default: what stands for a value that is null or missing.
-
-    Raises:
-        ValueError: it has another type.
+    Raises ValueError if it has another type.
     """
     value = hf.to_dict().get(key)
     if value is None:
@@ -190,17 +148,12 @@ def extra_value(hf: PretrainedConfig, key: str, kind: type[T], default: T) -> T:
 
 
 def fp8_format(hf: PretrainedConfig) -> FP8Format | None:
-    """Return how a checkpoint's weights are in FP8; None if they are not quantised.
-
-    Raises:
-        ValueError: they are quantised in another way.
-    """
+    """Return how a checkpoint's weights are in FP8; raise ValueError for another quantisation."""
     return checkpoint_format(hf.to_dict().get("quantization_config"))
 
 
 def own_dtype(hf: PretrainedConfig) -> torch.dtype:
-    """Return the dtype in which a checkpoint's weights are computed with: float32 if its
-    configuration does not say, or says float64."""
+    """Return a checkpoint's dtype for computing: float32 if it does not say, or says float64."""
     if isinstance(hf.dtype, torch.dtype) and hf.dtype != torch.float64:
         return hf.dtype
     return torch.float32
@@ -209,8 +162,7 @@ def own_dtype(hf: PretrainedConfig) -> torch.dtype:
 def extended_positions(rope: DefaultRope, max_position_embeddings: int) -> int:
     """Return the number of positions that a model has with its rope scaling.
 
-    YaRN gives the length before scaling and a factor, so a checkpoint's configuration may leave it
-    to the reader to compute the length after scaling.
+    YaRN gives the length before scaling and a factor; a configuration may leave the product to us.
     """
     if not isinstance(rope, YarnRope):
         return max_position_embeddings
@@ -221,9 +173,7 @@ def extended_positions(rope: DefaultRope, max_position_embeddings: int) -> int:
 def rope_from_parameters(parameters: Mapping[str, Any]) -> DefaultRope:
     """Make the variant of rotary embedding that transformers' `rope_parameters` describes.
 
-    Raises:
-        ValueError: the type is not supported, a parameter is missing, or there is one that this
-            type does not have.
+    Raises ValueError for an unsupported type, or a parameter that is missing or unknown.
     """
     values = {k: v for k, v in parameters.items() if k != "type" and v is not None}
     rope_type = values.pop("rope_type", None)

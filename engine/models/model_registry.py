@@ -11,17 +11,10 @@ from batchgen.engine.models.causal_lm import CausalLM
 
 
 class ModelEntry(NamedTuple):
-    """Where the class of a model is defined.
+    """Where a model's class, named as the architecture, is defined."""
 
-    Attributes:
-        module: the module of the class, which is imported only when a checkpoint needs it. The
-            class has the name of the architecture.
-        gguf: the value of `general.architecture` in GGUF files of this model; None if its GGUF
-            files are not supported.
-    """
-
-    module: str
-    gguf: str | None = None
+    module: str  # imported only when a checkpoint needs it
+    gguf: str | None = None  # `general.architecture` of its GGUF files, if supported
 
 
 MODELS: Mapping[str, ModelEntry] = {
@@ -44,14 +37,9 @@ MODELS: Mapping[str, ModelEntry] = {
 
 
 def model_class(architecture: str, source: Path) -> type[CausalLM]:
-    """Find the class of a model by the architecture in its config.json.
+    """Find the class of a model by the architecture that the config.json of `source` gives.
 
-    Args:
-        architecture: the class name that config.json gives.
-        source: the checkpoint, for the error message.
-
-    Raises:
-        ValueError: the architecture is not supported; the message lists those that are.
+    Raises ValueError, which lists the supported ones.
     """
     if architecture not in MODELS:
         raise ValueError(
@@ -63,14 +51,9 @@ def model_class(architecture: str, source: Path) -> type[CausalLM]:
 
 
 def gguf_model_class(architecture: str, source: Path) -> type[CausalLM]:
-    """Find the class of a model by the `general.architecture` of a GGUF file.
+    """Find the class of a model by the `general.architecture` of the GGUF file `source`.
 
-    Args:
-        architecture: the value of that key.
-        source: the file, for the error message.
-
-    Raises:
-        ValueError: the architecture is not supported; the message lists those that are.
+    Raises ValueError, which lists the supported ones.
     """
     names = {entry.gguf: name for name, entry in MODELS.items() if entry.gguf is not None}
     if architecture not in names:

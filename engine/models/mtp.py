@@ -19,11 +19,7 @@ MTP_HEAD = "mtp"
 
 
 def check_mtp_layers(number: int) -> None:
-    """Refuse a head for multi-token prediction that has more than one layer.
-
-    Raises:
-        ValueError: the head has another number of layers.
-    """
+    """Raise ValueError for a head for multi-token prediction that has not one layer."""
     if number != 1:
         raise ValueError(
             f"the head for multi-token prediction has {number} layers, and only one is supported"
@@ -39,15 +35,9 @@ class MTPHead(TokenModel):
         norm(layer(fc([norm_e(e_{i+1}), norm_h(h_i)])))
 
     from which the logits of the token of position i + 2 follow. The result can take the place of
-    the target's hidden state, which lets the head go on from what it has predicted. This is the
-    head of Qwen3.5, and DeepSeek-V3's (2024) in other names. Embedding, rotary table and the layer
-    that computes logits are the target's.
-
-    Args:
-        target: the model whose hidden states it reads. Its norms are as the target's final one.
-        layer: the head's layer, with index 0.
-        spared: how many parameters of the layer a token does not go through, because they are of
-            experts that it is not routed to.
+    the target's hidden state, so that the head goes on from its own predictions. This is the head
+    of Qwen3.5, and DeepSeek-V3's (2024) in other names. Embedding, rotary table and logits' layer
+    are the target's. `spared` counts parameters of experts that a token is not routed to.
     """
 
     reads_hidden = True
@@ -79,12 +69,9 @@ class MTPHead(TokenModel):
         return [layer.cache_spec]
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute the head's hidden states, as `TokenModel.forward` says.
+        """Compute hidden states, as `TokenModel.forward` does, for the token behind each position.
 
-        Args:
-            input_ids: [T] int64, the token behind each position.
-            positions: [T] int64, the positions.
-            ctx: with the hidden states of the positions, [T, hidden_size].
+        `ctx` has the hidden states [T, hidden_size] of the positions.
         """
         embed_tokens, rotary, _ = self._shared
         assert ctx.hidden is not None

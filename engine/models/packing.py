@@ -17,22 +17,15 @@ from batchgen.kernels.attention.attention import cpu_row_multiple
 def pack_layers(
     model: nn.Module, attention: Iterable[AttentionSpec], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Convert the weights of a model's linear layers and experts to the layout for computing.
+    """Convert the weights of linear layers and experts to the layout for computing.
 
-    After that they cannot be loaded again. Whether a row's bits depend on that row alone is up to
-    the CPU's libraries. So each shape of matrix product is tried out, with torch's current number
-    of threads, and a way of computing is chosen that keeps the bits, if there is one. The trials
-    take as long as 800 tokens in one layer and the head.
+    They cannot be loaded again then. Whether a row's bits depend on that row alone is up to the
+    CPU's libraries. So each shape of product is tried, with torch's current threads, and a way that
+    keeps the bits is chosen if there is one; this takes as long as 800 tokens in one layer and the
+    head.
 
-    Args:
-        model: the model whose weights are loaded.
-        attention: the shapes of attention that occur in the model.
-        dtype: the dtype of the paged cache.
-        device: the model's device.
-
-    Returns:
-        Why the bits of a token's result depend on what else is in its batch, in words for the user.
-        None if they do not, and on a GPU, where batchgen makes no such promise.
+    Returns why a token's bits depend on its batch, in words for the user. None if they do not, and
+    on a GPU, where batchgen makes no such promise.
     """
     products = CPUProducts()
     for module in model.modules():

@@ -13,15 +13,9 @@ from batchgen.engine.layers.weight_slot import named_parts
 def quantise_layer(layer: DecoderLayer, path: str, form: FP8Format) -> None:
     """Keep the weights of a layer's projections and experts in FP8, as `FP8Format` says.
 
-    Norms whose result a projection or experts in FP8 read quantise it.
-
-    Args:
-        layer: a layer of a decoder, whose weights are not loaded yet.
-        path: the layer's name in checkpoints.
-        form: how, and which modules are not.
-
-    Raises:
-        ValueError: the form excludes some of several modules that are computed together.
+    They are not loaded yet, and `path` is the layer's name in checkpoints. Norms quantise results
+    that only modules in FP8 read. Raises ValueError if only some modules that are computed together
+    are excluded.
     """
     for place, part in named_parts(layer, path):
         if isinstance(part, Linear | Experts):

@@ -16,25 +16,12 @@ from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 
 
 class TokenModel(nn.Module, ABC):
-    """A stack of layers, with what computes logits from their result.
+    """A stack of layers, with what computes logits from their result: a model, or a head on
+    another's.
 
-    It is a whole model, or a head that continues from the hidden states of another model. Every
-    operation treats each token alone, except where a layer reads what it keeps: attention reads the
-    paged cache, and recurrent layers their row's state, both through the `ForwardContext`. So a
-    token's result depends only on its own row.
-
-    Attributes:
-        device: where the parameters and activations are.
-        dtype: the dtype of the parameters and of the activations between layers.
-        hidden_size: the width of the hidden states.
-        vocab_size: the width of the logits.
-        parallel: the ranks between which the weights are divided.
-        num_parameters: the number of parameters on this rank, in which shared ones count once and
-            the scales of weights in FP8 do not.
-        weight_bytes: the bytes of the parameters on this rank, with the scales.
-        batch_dependence: once the weights are packed, why the bits of a token's result depend on
-            what else is in its batch, in words for the user. None if they do not, and on a GPU,
-            where batchgen makes no such promise.
+    Every operation treats each token alone, except where a layer reads what it keeps through the
+    `ForwardContext`: attention the paged cache, recurrent layers their row's state. So a token's
+    result depends only on its own row.
     """
 
     reads_hidden: ClassVar[bool] = False
@@ -44,9 +31,11 @@ class TokenModel(nn.Module, ABC):
     dtype: torch.dtype
     hidden_size: int
     vocab_size: int
-    num_parameters: int
-    weight_bytes: int
+    num_parameters: int  # on this rank; shared ones count once, scales do not
+    weight_bytes: int  # on this rank, with scales
     parallel: TensorParallel = ALONE
+    # Once packed: why a token's bits depend on its batch, in words for the user; None if they do
+    # not, and on a GPU, where batchgen makes no such promise.
     batch_dependence: str | None = None
 
     def count_parameters(self) -> None:
@@ -76,14 +65,8 @@ class TokenModel(nn.Module, ABC):
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute the hidden states from which `compute_logits` computes logits.
 
-        Args:
-            input_ids: [T] int64, the tokens.
-            positions: [T] int64, the absolute position of each token in its row.
-            ctx: what the layers keep, and where the T tokens stand in it.
-
-        Returns:
-            [T, hidden_size] in the model's dtype, or [R, hidden_size] if `ctx.outputs` names R
-            tokens.
+        The tokens [T] int64 stand at absolute positions [T] in their rows. Returns [T, hidden_size]
+        in the model's dtype, or [R, hidden_size] if `ctx.outputs` names R tokens.
         """
 
     @abstractmethod

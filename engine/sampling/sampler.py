@@ -1,7 +1,7 @@
 """The sampler: the one place where logits become tokens and log-probabilities, for every strategy.
 
-R is the number of rows of logits and V the size of the vocabulary. A batch may have several rows of
-logits for each of its rows (`SamplingInputs.repeat`).
+R is the number of rows of logits, several for each row of the batch after `SamplingInputs.repeat`,
+and V the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -34,29 +34,20 @@ _INF = float("inf")
 class Drawn(NamedTuple):
     """One token for each of R rows of logits. The strategy decides which of them become output.
 
-    Attributes:
-        token_ids: [R] int64, the drawn tokens.
-        failed: [R] bool, rows whose logits hold NaN or +inf, or are -inf everywhere. The other
-            fields are undefined there.
-        columns: name of an output column → [R, *tail], for all columns that any row asks for.
-        confidence: [R] float32 in [0, 1], the probability of the token under the distribution that
-            it was drawn from. For a greedy row that is the distribution after penalties, ban and
-            mask. None if it was not asked for.
-        conflict: [R] bool, rows that did not fail, but for which the mask and the other options
-            left no token. The fields above except `failed` are undefined there. None without a
-            mask.
+    Failed rows have logits with NaN or +inf, or -inf everywhere. Only `failed` is defined for them,
+    and with `conflict` for rows where mask and options left no token.
     """
 
-    token_ids: Tensor
-    failed: Tensor
-    columns: dict[str, Tensor]
+    token_ids: Tensor  # [R] int64
+    failed: Tensor  # [R] bool
+    columns: dict[str, Tensor]  # name → [R, *tail], for all columns that any row asks for
+    # [R] float32: the token's probability as drawn, greedy rows before filters
     confidence: Tensor | None
-    conflict: Tensor | None = None
+    conflict: Tensor | None = None  # [R] bool; None without a mask
 
 
 def requested_columns(params: SamplingParams) -> tuple[OutputColumn, ...]:
-    """The sampler's output columns that a row with these options asks for, with the row's K as the
-    tail shape of the top log-probabilities."""
+    """Return the output columns of the sampler that a row with these options asks for."""
     columns = [LOGPROBS] if params.logprobs else []
     if params.top_logprobs:
         tail = (params.top_logprobs,)
@@ -68,22 +59,13 @@ def requested_columns(params: SamplingParams) -> tuple[OutputColumn, ...]:
 def process(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, *, mask: TokenMask | None = None
 ) -> Tensor:
-    """Compute the logits of the distribution that rows are sampled from.
+    """Compute the logits of the distribution that rows are sampled from, as [R, V] float32.
 
-    The options apply in this order: penalties, the ban of stop ids before min_new_tokens (dropped
-    for a row in which it would leave no token), the mask, temperature, top-k, top-p, min-p. The
-    filters come after the mask so that they choose among the allowed tokens; before it, they would
-    often leave none of those.
-
-    Args:
-        logits: [R, V] in any floating dtype, finite or -inf.
-        sampling: the options of the R rows of logits.
-        positions: [R] int64, the absolute position of the token that is to be sampled.
-        mask: the tokens that each row may take; None allows all.
-
-    Returns:
-        [R, V] float32, with -inf for excluded tokens. A row is -inf everywhere only if its logits
-        were or if the mask left nothing. May be the logits themselves if no option applies.
+    The options apply in this order: penalties, the ban of stop ids before min_new_tokens (unless it
+    leaves no token), the mask, temperature, top-k, top-p, min-p. The filters come after the mask so
+    that they choose among allowed tokens. `positions` [R] belong to the tokens to be sampled. A
+    row is -inf everywhere only if its logits were or the mask left nothing. May return the logits
+    themselves.
     """
     left, _ = _exclude(logits, sampling, positions, mask)
     return _scale_and_filter(left, logits, sampling)
@@ -92,12 +74,7 @@ def process(
 def _exclude(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, mask: TokenMask | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply the part of `process` that excludes tokens: penalties, ban and mask.
-
-    Returns:
-        [R, V], in float32 or the dtype of the logits, and the logits themselves if nothing applies;
-        and [R] bool, the rows for which no token is left, or None without a mask.
-    """
+    """Apply penalties, ban and mask; also return which rows have no token left, with a mask."""
     out = _penalised(logits, sampling, positions)
     if mask is None:
         return out, None
@@ -105,8 +82,7 @@ def _exclude(
 
 
 def _scale_and_filter(left: Tensor, logits: Tensor, sampling: SamplingInputs) -> Tensor:
-    """Apply temperature and the filters to what `_exclude` returned. `left` may be overwritten
-    unless it is the logits themselves. Returns [R, V] float32."""
+    """Apply temperature and filters to `_exclude`'s result, which may be overwritten."""
     if not (sampling.any_temperature or sampling.any_filters):
         return left.float()
     out = _float_copy(logits) if left is logits else left.float()
@@ -118,8 +94,7 @@ def _scale_and_filter(left: Tensor, logits: Tensor, sampling: SamplingInputs) ->
 
 
 def _penalised(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> Tensor:
-    """Apply penalties and the ban of stop ids. Returns [R, V] float32, or the logits themselves if
-    no row has any of them."""
+    """Apply penalties and the ban of stop ids: [R, V] float32, or the logits if there are none."""
     if not (sampling.any_penalties or sampling.any_min_new_tokens):
         return logits
     out = _float_copy(logits)
@@ -149,17 +124,8 @@ def sample(
 ) -> StepOutput:
     """Sample one token for each row of logits, with the columns that any row asks for.
 
-    Args:
-        logits: [R, V] in any floating dtype.
-        sampling: the options of the R rows of logits.
-        positions: [R] int64, the absolute position of the token that is to be sampled. Penalties
-            count the tokens before it.
-        mask: the tokens that each row may take; None allows all.
-
-    Returns:
-        a step of R rows with W = 1. Rows that failed or whose mask left no token have no token.
-        Top log-probabilities are as wide as the largest K of the batch, and values that a row did
-        not ask for are undefined.
+    The step has R rows with W = 1. Rows that failed or whose mask left no token have none. Top
+    log-probabilities are as wide as the batch's largest K; what a row did not ask for is undefined.
     """
     return _step_output(draw(logits, sampling, positions, mask=mask))
 
@@ -173,17 +139,10 @@ def draw(
     confidence: bool = False,
     mask: TokenMask | None = None,
 ) -> Drawn:
-    """Draw a token for each row of logits, as `sample` does, for strategies that decide themselves
-    which of the tokens become output.
+    """Draw a token for each row of logits, for strategies that decide which become output.
 
-    Args:
-        logits: [R, V] in any floating dtype.
-        sampling: the options of the R rows of logits.
-        positions: [R] int64, the absolute position of the token that is to be drawn.
-        draws: [R] int64, how many draws the position has had before, because each draw has its own
-            random numbers. None means 0 for all.
-        confidence: whether to compute `Drawn.confidence`.
-        mask: the tokens that each row may take; None allows all.
+    `draws` [R] counts earlier draws of a position, whose random numbers differ; None means 0.
+    `confidence` asks for `Drawn.confidence`.
     """
     if logits.is_cuda:
         return draw_fused(logits, sampling, positions, draws, confidence=confidence, mask=mask)
@@ -202,24 +161,16 @@ def draw(
 
 
 def _conflict(empty: Tensor | None, failed: Tensor) -> Tensor | None:
-    """[R] bool, the rows without a token left (`empty`) whose logits were sound. None without a
-    mask."""
+    """Return the rows without a token left whose logits were sound; None without a mask."""
     return None if empty is None else empty & ~failed
 
 
 def describe(
     logits: Tensor, processed: Tensor, sampling: SamplingInputs, token_ids: Tensor
 ) -> dict[str, Tensor]:
-    """Compute the sampler's output columns that any row asks for.
+    """Compute the sampler's output columns that any row asks for, as name → [R, *tail].
 
-    Args:
-        logits: [R, V], as the model gave them.
-        processed: [R, V], what `process` made of them.
-        sampling: the options of the R rows of logits.
-        token_ids: [R] int64, the tokens that were chosen.
-
-    Returns:
-        name of the column → [R, *tail].
+    `logits` are the model's, `processed` what `process` made of them; `token_ids` [R] were chosen.
     """
     source = logits
     if sampling.any_processed_logprobs:
@@ -251,9 +202,9 @@ def draw_fused(
 ) -> Drawn:
     """`draw` with the fused Triton kernels, on any device.
 
-    The kernel that draws applies temperature and filters while it reads the logits, once. The
-    logits are copied only if a row has penalties, a ban or a mask. The host never waits. The tokens
-    are those of the unfused path unless two scores are so close that rounding decides.
+    The kernel applies temperature and filters while it reads the logits, once; only penalties, a
+    ban or a mask copy them. The host never waits. Tokens differ from `draw`'s only if two scores
+    are so close that rounding decides.
     """
     left, empty = _exclude(logits, sampling, positions, mask)
     threshold = None

@@ -24,73 +24,41 @@ _TEMPERATURE, _REPETITION = 0, 3
 
 @dataclass(frozen=True)
 class SamplingInputs(Batched):
-    """What the sampler reads about B rows. The properties tell what any row of the batch needs;
-    they are known on the host, so nothing waits for the device.
+    """What the sampler reads about B rows. Properties tell, without waiting, what any row needs.
 
-    A strategy's `StepInputs` owns these inputs, as `append` writes to `history` in place. The
-    tensors that `index_select`, and `concat` of several parts, return are copies.
-
-    Every row is sampled at one position, or after `repeat` at `width` positions. So the inputs
-    describe R = B · width rows of logits; row r of them belongs to row r // width of the batch.
-
-    Attributes:
-        params: the options of the B rows, on the host.
-        seeds: [R] int64, the same 64 bits as `SamplingParams.seed`.
-        greedy: [R] bool. Greedy rows have temperature 1 here and every filter off.
-        temperature: [R] float32.
-        top_k: [R] int64, 0 where it is off.
-        top_p: [R] float32.
-        min_p: [R] float32.
-        repetition: [R] float32, the repetition penalty.
-        presence: [R] float32, the presence penalty.
-        frequency: [R] float32, the frequency penalty.
-        min_positions: [R] int64, the number of prompt tokens plus min_new_tokens. At smaller
-            absolute positions no token of `stop_ids` may be sampled.
-        stop_ids: [R, S] int64, the ids that end the row, and then -1. Rows without min_new_tokens
-            have only -1.
-        history: [B, H] int64, the row's token ids by absolute position; anything from the position
-            on that is sampled next. H is the most tokens that any row with penalties can have. Rows
-            without penalties have only -1.
-        prompt_lens: [R] int64, the number of prompt tokens.
-        processed_logprobs: [R] bool, whether the row's `logprobs_mode` is `processed`.
+    A strategy's `StepInputs` owns these inputs, as `append` writes to `history` in place. What
+    `index_select`, and `concat` of several parts, return are copies. After `repeat` each row is
+    sampled at `width` positions: row r of the R = B · width rows of logits belongs to row r //
+    width.
     """
 
-    params: tuple[SamplingParams, ...] = row()
-    seeds: Tensor = row()
-    greedy: Tensor = row()
-    temperature: Tensor = row()
-    top_k: Tensor = row()
-    top_p: Tensor = row()
-    min_p: Tensor = row()
-    repetition: Tensor = row()
-    presence: Tensor = row()
-    frequency: Tensor = row()
-    min_positions: Tensor = row()
-    stop_ids: Tensor = row(pad=-1)
-    history: Tensor = row(pad=-1)
-    prompt_lens: Tensor = row()
-    processed_logprobs: Tensor = row()
+    params: tuple[SamplingParams, ...] = row()  # of the B rows, on the host
+    seeds: Tensor = row()  # [R] int64, the 64 bits of `SamplingParams.seed`
+    greedy: Tensor = row()  # [R] bool; such rows have temperature 1 and no filter
+    temperature: Tensor = row()  # [R] float32
+    top_k: Tensor = row()  # [R] int64, 0 where it is off
+    top_p: Tensor = row()  # [R] float32
+    min_p: Tensor = row()  # [R] float32
+    repetition: Tensor = row()  # [R] float32
+    presence: Tensor = row()  # [R] float32
+    frequency: Tensor = row()  # [R] float32
+    min_positions: Tensor = row()  # [R] int64: below, no token of `stop_ids` may be sampled
+    stop_ids: Tensor = row(pad=-1)  # [R, S] int64, filled up with -1; none without min_new_tokens
+    history: Tensor = row(pad=-1)  # [B, H] token ids by position; -1 without penalties
+    prompt_lens: Tensor = row()  # [R] int64
+    processed_logprobs: Tensor = row()  # [R] bool
 
     @classmethod
     def build(
         cls,
         params: Sequence[SamplingParams],
         prompt_lens: Sequence[int],
-        histories: Sequence[Sequence[int]],
-        stop_ids: Sequence[Sequence[int]],
-        capacities: Sequence[int],
+        histories: Sequence[Sequence[int]],  # prompt and output tokens so far
+        stop_ids: Sequence[Sequence[int]],  # EOS unless ignored, and stop_token_ids
+        capacities: Sequence[int],  # the most prompt and output tokens together
         device: torch.device,
     ) -> SamplingInputs:
-        """Make the inputs of B rows. All arguments but the last have B entries.
-
-        Args:
-            params: the options of each row.
-            prompt_lens: the number of prompt tokens of each row.
-            histories: the prompt and output token ids of each row so far.
-            stop_ids: the ids that end each row: EOS unless it is ignored, and its stop_token_ids.
-            capacities: the most prompt and output tokens that each row can have together.
-            device: where the tensors are made.
-        """
+        """Make the inputs of B rows; all arguments but the last have B entries."""
 
         banned = [ids if p.min_new_tokens else () for p, ids in zip(params, stop_ids, strict=True)]
         kept = [ids if p.has_penalties else () for p, ids in zip(params, histories, strict=True)]
@@ -131,29 +99,22 @@ class SamplingInputs(Batched):
         )
 
     def append(self, token_ids: Tensor, num_tokens: Tensor, positions: Tensor) -> SamplingInputs:
-        """Write tokens to the histories of rows with penalties, in place.
+        """Write the first `num_tokens` of token_ids [B, W] to the histories of rows with penalties,
+        in place.
 
-        They replace what was written at their positions before: drafts are written before they are
-        verified, and then replaced by the tokens that were sampled. Tokens past the end of the
-        histories are dropped, because a step may be launched for a row that has already ended.
-
-        Args:
-            token_ids: [B, W] int64, consecutive tokens of each row.
-            num_tokens: [B], how many of a row's W tokens are written.
-            positions: [B] int64, the absolute position of each row's first token, at least 1.
-
-        Returns:
-            these inputs themselves.
+        They replace what stood at `positions`, at least 1, and behind: drafts are written before
+        they are verified, and then replaced. Tokens past the end are dropped, because a step may be
+        launched for a row that has ended. Returns these inputs.
         """
         if self.history.shape[1]:
             append_tokens(self.history, token_ids, num_tokens, positions)
         return self
 
     def repeat(self, width: int) -> SamplingInputs:
-        """The inputs for sampling each row at `width` positions, whose logits follow one another.
+        """Return the inputs for sampling each row at `width` positions, whose logits follow one
+        another.
 
-        The history is shared and not copied, so each sees what is appended to the other. For a
-        width of 1 the result is these inputs themselves.
+        The history is shared, so each sees what is appended to the other.
         """
         if width == 1:
             return self
@@ -208,7 +169,7 @@ class SamplingInputs(Batched):
 
     @cached_property
     def any_columns(self) -> bool:
-        """Whether any row asks for an output column besides those of the sampler."""
+        """Whether any row asks for an output column that the sampler does not make."""
         return any(p.columns for p in self.params)
 
     @cached_property

@@ -13,58 +13,29 @@ LogprobsMode = Literal["raw", "processed"]
 class SamplingParams:
     """How one row is sampled and when it stops.
 
-    Temperature and the filters apply in the order temperature, top_k, top_p, min_p. Tokens as
-    likely as the last one that a filter keeps are kept, too, so no result depends on a sort order.
-
-    Attributes:
-        temperature: the logits are divided by it. 0 means greedy: the most likely token is taken.
-        top_k: keep the k most likely tokens; 0 turns it off.
-        top_p: keep the fewest most likely tokens whose probabilities add up to top_p; 1 turns it
-            off.
-        min_p: drop tokens less likely than min_p times the most likely one; 0 turns it off.
-        repetition_penalty: above 1 it makes tokens of the prompt and the output less likely
-            (Keskar et al. 2019); 1 turns it off.
-        presence_penalty: is subtracted from the logit of every token that is in the output; 0 turns
-            it off.
-        frequency_penalty: is subtracted from the logit of a token once for each time that it is in
-            the output; 0 turns it off.
-        max_new_tokens: the most tokens to generate.
-        min_new_tokens: while the row has fewer generated tokens, EOS and stop_token_ids cannot be
-            sampled, and stop strings do not end it.
-        stop: strings that end the row. The text is cut before the string.
-        stop_token_ids: token ids that end the row, besides EOS.
-        ignore_eos: treat EOS as an ordinary token, which does not end the row.
-        seed: 64-bit seed of the row's random numbers, which depend on nothing else but positions.
-        logprobs: return the log-probability of every generated token.
-        top_logprobs: K, return the ids and log-probabilities of the K most likely tokens at every
-            position, too; 0 returns none.
-        logprobs_mode: `raw` for log-probabilities of the model's own distribution, `processed` for
-            those of the distribution that is sampled from.
-        columns: the names of the output columns of the strategy or of the model's layers to return.
-        constraint: the form that the output must have. The row ends where it is complete.
-
-    Raises:
-        ValueError: a value is out of range; the message names it and says what is allowed.
+    The filters apply in the order temperature, top_k, top_p, min_p. Tokens as likely as the last
+    one that a filter keeps are kept too, so no result depends on a sort order. Raises ValueError
+    for a value out of range; the message names it and says what is allowed.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = 1.0  # divides the logits; 0 takes the most likely token (greedy)
+    top_k: int = 0  # keep the k most likely tokens; 0: off
+    top_p: float = 1.0  # keep the fewest most likely tokens that add up to top_p; 1: off
+    min_p: float = 0.0  # drop tokens below min_p times the most likely one; 0: off
+    repetition_penalty: float = 1.0  # > 1: tokens so far are less likely (Keskar 2019)
+    presence_penalty: float = 0.0  # subtracted once from tokens of the output
+    frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
     max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int = 0
-    logprobs: bool = False
-    top_logprobs: int = 0
-    logprobs_mode: LogprobsMode = "raw"
-    columns: tuple[str, ...] = ()
-    constraint: Constraint | None = None
+    min_new_tokens: int = 0  # before, neither EOS, stop_token_ids nor stop strings end it
+    stop: tuple[str, ...] = ()  # strings that end the row; the text is cut before them
+    stop_token_ids: tuple[int, ...] = ()  # ids that end the row, besides EOS
+    ignore_eos: bool = False  # EOS is an ordinary token
+    seed: int = 0  # 64 bits, of the row's random numbers
+    logprobs: bool = False  # of every generated token
+    top_logprobs: int = 0  # K, ids and log-probabilities of the most likely; 0: none
+    logprobs_mode: LogprobsMode = "raw"  # raw: the model's distribution; processed: the sampled one
+    columns: tuple[str, ...] = ()  # output columns of the strategy or of layers
+    constraint: Constraint | None = None  # the form of the output; ends the row when complete
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import numpy as np
 
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.scheduling.admission import Ints
 
 
-class Pacing(Protocol):
-    """How many tokens a row reads, yields and needs room for in the paged cache, step by step."""
+class Pacing:
+    """How many tokens a row reads, yields and needs room for in the paged cache, step by step.
+
+    The defaults are those of a paradigm of one token per row and step.
+    """
 
     @property
     def prefill_multiple(self) -> int:
         """Every chunk of a prefill but a row's last has a multiple of this many tokens."""
+        return 1
 
     @property
     def least_tokens(self) -> int:
-        """How many tokens a decode step yields at least for each of its rows, unless the row ends
-        in it."""
+        """How many tokens a decode step yields at least for each row that does not end in it."""
+        return 1
 
     def step_width(self, num_rows: int) -> int:
-        """The number of tokens that each row reads in the next decode step, if so many rows decode.
-        The step yields at most as many for each row."""
+        """The number of tokens that each of `num_rows` rows reads in the next decode step, which is
+        also the most that the step yields for a row."""
+        return 1
 
     def prefill_of(self, seq: Sequence) -> tuple[int, bool]:
         """How many of the row's known tokens its prefill reads before it decodes, and whether that
-        prefill yields a token."""
+        prefill yields a token.
+
+        By default a new row reads its whole prompt, which yields its first token. A preempted row
+        reads all its tokens but the last, with which it goes on decoding.
+        """
+        return seq.num_tokens - seq.resumed, not seq.resumed
 
     def cache_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
-        """How many KV slots each row needs for its next forward, those of its earlier tokens
-        included.
+        """How many KV slots each of B rows needs for its next forward, earlier tokens included.
+
+        By default the forward reads the newest token, which is not in the cache yet, and width - 1
+        tokens after it.
 
         Args:
             num_tokens: [B], the number of committed tokens of each row.
@@ -41,6 +53,9 @@ class Pacing(Protocol):
         Returns:
             [B], at most `most_cache_tokens(max_tokens)`.
         """
+        tokens: Ints = np.minimum(num_tokens - 1 + pending + width, max_tokens)
+        return tokens
 
     def most_cache_tokens(self, max_tokens: Ints) -> Ints:
-        """[B], the most KV slots that rows ever need which can have so many tokens [B]."""
+        """[B], the most KV slots that rows of at most `max_tokens` [B] tokens ever need."""
+        return max_tokens

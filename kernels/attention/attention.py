@@ -1,10 +1,9 @@
 """Attention of new tokens over the paged KV cache (PagedAttention, Kwon et al. 2023).
 
-It is causal, or causal over blocks of positions and full inside a block. On a GPU two Triton
-kernels share the work: `attention_decode` for rows of equally few queries, `attention_prefill` for
-all else. The PyTorch reference, which runs on CPUs, computes one fixed-size chunk of context after
-another and adds the chunks in order, so a token's result has the same bits whatever else is in the
-batch, however its row was chunked (into whole blocks) and however far other rows' contexts reach.
+It is causal, or causal over blocks of positions and full inside a block. On a GPU
+`attention_decode` takes rows of equally few queries and `attention_prefill` all else. The PyTorch
+reference, which runs on CPUs, computes one fixed-size chunk of context after another, so a token's
+bits depend neither on the batch nor on how its row was chunked (into whole blocks).
 """
 
 from __future__ import annotations
@@ -39,67 +38,45 @@ from batchgen.kernels.attention.prefill import (
 CHUNK = 64
 """Context tokens per chunk. A multiple of every block size."""
 _CPU_GATHER_BYTES = 4 * 2**20
-"""Of keys gathered at a time on a CPU: what stays in cache between the copy and the product."""
+"""A CPU gathers this many bytes of keys at a time, so that they stay in cache for the product."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Which cached tokens the queries of each of the B rows may read; the same for all layers.
+    """Which cached tokens the queries of B rows may read; all layers of a forward share it.
 
-    A query at position p reads the tokens of its row at positions below (p // L + 1) · L, where L
-    is the block length, and none past the row's last query of this part. So a block whose tokens
-    are to see each other must be in one part, as far as it has tokens; its keys and values stand in
-    the cache like all others.
-
-    Attributes:
-        positions: [T] int64, ascending within a row; several queries may have the same one.
-        query_lens: [B] on the host; the rows' queries stand one after another.
-        context_lens: [B] on the host; tokens in the cache, the queries' own included, or more.
-        block_tables: [B, N] int64.
-        tiles: tokens of a tile → the tiles of prefill attention, where query_lens are not known
-            yet: a captured graph reads what stands there at its replay. There must be one for each
-            shape of attention that is computed. None lets them be cut from query_lens.
-        decode_width: W of a decode step. For a GPU only, where every row must have W queries then,
-            and each W is a kernel of its own, compiled at first use: name none that a job does not
-            keep to. None: 1 where all query_lens are 1, and else no decode step.
-        block_length: L; 1 is causal attention.
+    A query at position p reads its row's positions below (p // L + 1) · L, where L is the block
+    length, and none past the row's last query of this part. Tokens of a block that are to see each
+    other must therefore be in one part.
     """
 
-    positions: Tensor
-    query_lens: tuple[int, ...]
-    context_lens: tuple[int, ...]
-    block_tables: Tensor
+    positions: Tensor  # [T] int64, ascending within a row; equal ones are allowed
+    query_lens: tuple[int, ...]  # [B]; the rows' queries stand one after another
+    context_lens: tuple[int, ...]  # [B] cached tokens, the queries' own included, or more
+    block_tables: Tensor  # [B, N] int64
+    # Tokens of a tile → tiles of prefill attention, one entry for each shape that is computed: a
+    # captured graph reads them at its replay. None cuts them from query_lens.
     tiles: Mapping[int, Tensor] | None = None
+    # W of a decode step on a GPU, where every row has W queries then. Each W is compiled at first
+    # use. None: 1 where all query_lens are 1, else no decode step.
     decode_width: int | None = None
-    block_length: int = 1
+    block_length: int = 1  # L; 1 is causal attention
     plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows with the same number of queries, computed together.
-
-    Attributes:
-        tokens: of the queries.
-        width: queries of a row.
-        limits: [rows, R] last position that each query of a row reads, once per head of a group
-            and filled up to R, a multiple of what `row_multiple` says.
-        chunks: of each CHUNK tokens of context, the places of the rows' blocks in the flat table
-            [kv_heads · rows · CHUNK / block_size], the scratch block as filling.
-    """
+    """Rows with the same number of queries, computed together."""
 
     tokens: slice
     width: int
-    limits: Tensor
-    chunks: list[Tensor]
+    limits: Tensor  # [rows, R]: the last position that a query reads, per head, filled up to R
+    chunks: list[Tensor]  # per CHUNK tokens: places of blocks, scratch as filling
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the layers of one forward share: the groups, and room for gathered keys and values.
-
-    Fresh memory for every layer would cost more in page faults than the products take.
-    """
+    """What a forward's layers share, since fresh memory for each would cost more than products."""
 
     groups: list[_Group]
     keys: Tensor
@@ -109,19 +86,13 @@ class _Plan:
 def paged_attention(
     q: Tensor, cache: KVCache, parts: Sequence[AttentionMetadata], scale: float
 ) -> Tensor:
-    """softmax(q·kᵀ·scale)·v for each query over its row's cached context.
+    """Compute softmax(q·kᵀ·scale)·v for each query q [T, num_heads, head_dim] over its row's
+    context.
 
-    Args:
-        q: [T, num_heads, head_dim]; num_heads is a multiple of the cache's (grouped queries).
-        cache: already holds the keys and values of the T new tokens. On a CPU both may be the
-            same tensor.
-        parts: of the T tokens, one part after another; each is computed by itself, so decoding
-            rows and rows of prefill are best apart.
-        scale: of the scores.
-
-    Returns:
-        [T, num_heads, head_dim], dtype of q; scores and sums are float32. NaN for queries that
-        read a token whose key or value was not finite.
+    The cache already holds the T new tokens; on a CPU key and value may be one tensor. Each part of
+    the tokens, one after another, is computed by itself, so decoding rows and rows of prefill are
+    best apart. Returns q's shape and dtype; scores and sums are float32. A query that reads a token
+    whose key or value was not finite becomes NaN.
     """
     run = _attend_part_triton if q.is_cuda else _attend_part_reference
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -194,12 +165,8 @@ def _attend_part_reference(
 
 
 def cpu_row_multiple(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int | None:
-    """What the queries' rows are filled up to on this CPU, so that a row's bits depend on the row
-    alone; None if that cannot be had.
-
-    Args:
-        dtype: of the cache.
-    """
+    """Return what queries' rows are filled up to on this CPU, so that a row's bits depend on it
+    alone; None if no number does it."""
     most_rows = _most_cpu_rows(kv_heads, head_dim, dtype)
     return row_multiple(kv_heads, CHUNK, head_dim, most_rows, torch.get_num_threads())
 

@@ -1,7 +1,7 @@
 """Batched products of a few rows each on a CPU, so that a row's bits depend on the row alone.
 
-The libraries promise nothing of the kind, so it is tried, as `layers.cpu_product` does for products
-with weights: how many rows a matrix must be filled up to depends on the make of the CPU.
+How many rows a matrix must be filled up to depends on the make of the CPU. The libraries promise
+nothing, so it is tried, as `layers.cpu_product` does for products with weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _MOST_ROWS = 64
-"""Of a matrix in one product; more are computed in pieces."""
+"""The most rows of a matrix in one product; more are computed in pieces."""
 LEAST_MULTIPLE = 4
 _MULTIPLES = (LEAST_MULTIPLE, 16)
 
@@ -27,17 +27,12 @@ def row_batches(a: Tensor, b: Tensor) -> Tensor:
 
 @functools.cache
 def row_multiple(kv_heads: int, chunk: int, head_dim: int, most: int, threads: int) -> int | None:
-    """The least number of which the rows R of a matrix of queries must be a multiple, so that a
-    row's scores and sums have the same bits at any R and in any batch of matrices.
+    """Find the least number that the rows of a matrix of queries must be a multiple of, so that a
+    row's scores and sums have the same bits at any number of rows and in any batch of matrices.
 
-    All R up to _MOST_ROWS are tried for small batches, and some of a decode step for larger ones.
-    None if no number will do. It takes a few hundredths of a second, once for each shape.
-
-    Args:
-        kv_heads: matrices per row of the engine's batch.
-        chunk: context tokens of a product.
-        most: rows of the engine's batch that are computed together.
-        threads: that torch has now.
+    A product takes `chunk` context tokens. All row counts up to _MOST_ROWS are tried for small
+    batches, and some for up to `most` rows of the engine. This takes a few hundredths of a second,
+    once for each shape. None if no number does it.
     """
     return next((m for m in _MULTIPLES if keeps_bits(kv_heads, chunk, head_dim, most, m)), None)
 

@@ -1,19 +1,14 @@
 """Attention of a few queries per row over the paged KV cache: split-KV in Triton.
 
-This is Flash-decoding (Dao et al. 2023). A row's context is cut into splits; programs compute the
-splits in parallel, each with online softmax, and a second kernel combines their results. All
-queries of a row, for all query heads that share a KV head, form one tile, so the keys and values
-are read once for all of them.
+This is Flash-decoding (Dao et al. 2023). A row's context is cut into splits, which programs compute
+in parallel with online softmax, and a second kernel combines their results. All queries of a row,
+for all query heads that share a KV head, form one tile, so keys and values are read once for all of
+them. A work unit is one split of one row.
 
-Where a context is cut depends only on its own length and on the limits that the caller chose, so a
-row's result has the same bits in any batch with the same limits. The context lengths are read on
-the device, never on the host, so a captured CUDA graph stays right while contexts grow. One kernel
-is compiled for every number of queries per row. The PyTorch reference is
+Where a context is cut depends only on its length and on the caller's limits, so a row's bits do not
+depend on its batch. Context lengths are read on the device, so a captured CUDA graph stays right
+while contexts grow. Each number of queries per row is a kernel of its own. The PyTorch reference is
 `attention.paged_attention` on a CPU.
-
-A work unit is one split of one row. A KV block is `block_size` slots of the cache. A block of
-positions is `block_length` positions that see each other (block diffusion); a length of 1 means
-causal attention.
 """
 
 from __future__ import annotations
@@ -34,17 +29,15 @@ _LONG_SPLIT_TOKENS = 2048
 """Tokens of a split in a batch of many rows. Most contexts are then one split, which saves the
 combination; it costs up to a tenth of the time (H100, 256 rows)."""
 ENOUGH_PROGRAMS = 128
-"""The number of (row, KV head) pairs that fill a GPU. A batch with fewer has few rows: its contexts
-are cut into shorter splits, whose results round differently. So a row's bits depend on which side
-of this number the batch is, and on nothing else of the batch."""
+"""The number of (row, KV head) pairs that fill a GPU. The contexts of smaller batches are cut into
+shorter splits, which round differently: a row's bits depend on this fact alone of its batch."""
 MAX_SPLITS = 32
 """The most splits of a row in a batch of few rows."""
 MAX_QUERIES = 128
-"""The largest tile, in queries of a row times query heads per KV head: registers hold the sums of
-no more."""
+"""The largest tile in a row's queries times query heads per KV head, for whose sums registers
+suffice."""
 _SPLIT_MULTIPLE = tl.constexpr(128)
-"""Splits longer than the caller's length have a multiple of so many tokens. It is a multiple of
-every `block_n`, so they consist of whole tiles."""
+"""Longer splits than the caller's are a multiple of this, and so of every `block_n`."""
 _TILE_BYTES = 64 * 1024
 """Keys and values of the largest tile, in bytes."""
 _COMBINE_ELEMENTS = 4096
@@ -57,36 +50,23 @@ UNIT_FIELDS = tl.constexpr(4)
 class DecodePlan:
     """How the contexts of B rows are cut into splits; all layers of a forward share it.
 
-    Attributes:
-        units: [B · max_splits, 4] int32, one line per split: its row, its first position, the
-            position after its last, and the index of its partial result, or -1 if the row has one
-            split and needs no combination. The longest splits come first. Only the first `count`
-            lines are set.
-        count: [1] int32, the number of splits of all rows.
-        splits: [B] int32, the number of splits of each row.
-        width: W, the queries of each row.
-        max_splits: the most splits that a row with these block tables can have.
+    A line of `units` is a split: its row, its first position, the position after its last, and the
+    index of its partial result, or -1 if the row has one split. Long splits come first. Only
+    `count` lines are set.
     """
 
-    units: Tensor
-    count: Tensor
-    splits: Tensor
-    width: int
-    max_splits: int
+    units: Tensor  # [B · max_splits, 4] int32
+    count: Tensor  # [1] int32, the splits of all rows
+    splits: Tensor  # [B] int32, the splits of each row
+    width: int  # W, the queries of each row
+    max_splits: int  # the most that a row with these block tables can have
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Sizes that the kernel is compiled and launched with.
+    """Sizes of the kernel; num_stages and programs_per_sm change no bit of the result."""
 
-    Attributes:
-        block_n: cached tokens of a tile.
-        num_warps: warps of a program.
-        num_stages: depth of the pipeline of loads; it changes no bit of the result.
-        programs_per_sm: programs per multiprocessor; it changes no bit of the result.
-    """
-
-    block_n: int
+    block_n: int  # cached tokens of a tile
     num_warps: int
     num_stages: int
     programs_per_sm: int
@@ -99,37 +79,29 @@ def split_length(num_rows: int, num_kv_heads: int) -> int:
 
 
 def most_splits(num_rows: int, num_kv_heads: int, width: int) -> int:
-    """Choose the most splits that a row may have in a batch of `num_rows` rows of `width` queries.
+    """Choose the most splits of a row in a batch of `num_rows` rows of `width` queries.
 
-    Many rows with many queries get fewer splits, since the partial results would take gigabytes;
-    such a batch fills the GPU with fewer splits too.
+    Many rows with many queries get fewer: the partial results would take gigabytes, and fewer
+    splits fill the GPU.
     """
     few = num_rows * num_kv_heads < ENOUGH_PROGRAMS
     return MAX_SPLITS if few else max(MAX_SPLITS // width, 2)
 
 
 def plan_decode(
-    positions: Tensor,
-    block_tables: Tensor,
+    positions: Tensor,  # [B · W] int64, not descending within a row
+    block_tables: Tensor,  # [B, N], whose shape alone matters
     width: int,
     block_size: int,
     *,
     split_tokens: int = SPLIT_TOKENS,
     max_splits: int = MAX_SPLITS,
 ) -> DecodePlan:
-    """Cut the contexts of B rows into splits, on the device.
+    """Cut the contexts of B rows into splits of `split_tokens` tokens, on the device.
 
-    A split has `split_tokens` tokens. A context longer than max_splits · split_tokens is cut into
-    at most `max_splits` equal splits, whose length is rounded up to a multiple of 128.
-
-    Args:
-        positions: [B · W] int64, the positions of the queries: at least 0, and in a row each at
-            least as large as the one before. A row's context ends at its last query.
-        block_tables: [B, N], of which only the shape matters.
-        width: W, the queries of every row.
-        block_size: slots per KV block; a context is cut off at N · block_size tokens.
-        split_tokens: tokens of a split.
-        max_splits: the most splits of a row.
+    A longer context than max_splits · split_tokens is cut into at most `max_splits` equal splits,
+    whose length is rounded up to a multiple of 128. A context ends at its row's last query, and at
+    N · block_size tokens.
     """
     rows, blocks = block_tables.shape
     assert positions.numel() == rows * width and positions.is_contiguous()
@@ -148,38 +120,23 @@ def plan_decode(
 
 
 def paged_attention_decode(
-    q: Tensor,
-    cache: KVCache,
-    positions: Tensor,
-    block_tables: Tensor,
+    q: Tensor,  # [B·W, num_heads, D], W·num_heads/kv_heads ≤ MAX_QUERIES
+    cache: KVCache,  # contiguous
+    positions: Tensor,  # as for `plan_decode`
+    block_tables: Tensor,  # [B, N] int, last axis contiguous
     scale: float,
     plan: DecodePlan,
-    config: DecodeConfig | None = None,
-    out: Tensor | None = None,
+    config: DecodeConfig | None = None,  # None chooses it by the shapes
+    out: Tensor | None = None,  # contiguous, overwritten
     *,
-    block_length: int = 1,
+    block_length: int = 1,  # 1: causal
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·v for W queries per row over the rows' cached contexts.
 
-    A query sees the tokens of its row up to the end of its own block of positions, and none past
-    the row's last query. A query that sees a NaN key comes out as NaN, and no other does. Cached
-    values must be finite everywhere, as `KVCache` ensures.
-
-    Args:
-        q: [B · W, num_heads, head_dim], the last axis contiguous. W · num_heads / kv_heads is at
-            most MAX_QUERIES.
-        cache: contiguous; it already holds the keys and values of the queries' own tokens.
-        positions: [B · W] int64, the same as for `plan`.
-        block_tables: [B, N] int32 or int64, the last axis contiguous. Entries past a row's context
-            are not read.
-        scale: factor of the scores.
-        plan: from `plan_decode` for these positions and block tables.
-        config: sizes of the kernel; None chooses them by the shapes.
-        out: [B · W, num_heads, head_dim], contiguous, overwritten; None makes a new one.
-        block_length: positions of a block of positions; 1 means causal attention.
-
-    Returns:
-        out, in q's dtype. Scores and sums are float32.
+    The cache already holds the queries' own tokens. A query sees its row up to the end of its own
+    block of positions, and none past the row's last query. A query that sees a NaN key becomes NaN,
+    and no other does; values must be finite, as `KVCache` ensures. Returns out [B · W, num_heads,
+    head_dim] in q's dtype; scores and sums are float32.
     """
     tokens, num_heads, head_dim = q.shape
     kv_heads, _, block_size, _ = cache.key.shape
@@ -212,18 +169,10 @@ def paged_attention_decode(
 def partial_results(
     plan: DecodePlan, groups: int, queries: int, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Make room for the results of splits.
+    """Allocate room for results of splits [P, queries, size] and the logarithms of their weights
+    [P, queries], P being 0 if no row can have several splits.
 
-    A row with one split writes its result directly. If no row can have more, there is no room.
-
-    Args:
-        plan: how contexts are cut into splits.
-        groups: the number of groups of heads, each of which a program computes by itself.
-        queries: the queries of a group in a row.
-        size: the values of a result.
-
-    Returns:
-        Room for results [P, queries, size] and for the logarithms of their weights [P, queries].
+    Programs compute `groups` groups of heads apart, each with `queries` queries of a row.
     """
     count = len(plan.units) * groups if plan.max_splits > 1 else 0
     device = plan.units.device
@@ -234,13 +183,10 @@ def partial_results(
 def combine_splits(
     partial: Tensor, log_sums: Tensor, plan: DecodePlan, out: Tensor, groups: int
 ) -> None:
-    """Combine the results of each row that has several splits.
+    """Write the results of the rows that have several splits to out [B · W, num_heads, size].
 
-    Args:
-        partial, log_sums: from `partial_results`, filled.
-        plan: how contexts were cut into splits.
-        out: [B · W, num_heads, size], contiguous; the rows with several splits are written.
-        groups: the number of groups of consecutive heads.
+    `partial` and `log_sums` are from `partial_results`, filled; `groups` counts the groups of
+    consecutive heads.
     """
     tokens, num_heads, size = out.shape
     if not len(partial):
@@ -258,18 +204,14 @@ def combine_splits(
 
 
 def _config(head_dim: int, itemsize: int, queries: int) -> DecodeConfig:
-    """Choose the sizes of the kernel by the shapes.
-
-    What sets the speed is how many bytes a multiprocessor has in flight, not the arithmetic. Tiles
-    of 32 or 64 KiB of keys and values, two or three of them in flight, were the fastest on an H100.
-    """
+    """Choose tiles of 32 or 64 KiB, two or three of them in flight: the fastest on an H100."""
     token_bytes = 2 * triton.next_power_of_2(head_dim) * itemsize
     tile_bytes = _TILE_BYTES if itemsize == 2 and queries <= 32 else _TILE_BYTES // 2
     block_n = min(128, max(16, tile_bytes // token_bytes))
     # With these warps the compiler for sm_90 spills no registers. float32 needs more of them: its
     # products do not run on tensor cores, so their operands are in registers too.
     more = 2 if itemsize == 4 and queries > 32 else 1
-    # A multiprocessor's registers hold only one program of so many queries: it loads further ahead.
+    # Registers hold only one program of this many queries, so it loads further ahead.
     if queries > 64:
         return DecodeConfig(block_n, num_warps=8 * more, num_stages=3, programs_per_sm=1)
     return DecodeConfig(block_n, num_warps=4 * more, num_stages=2, programs_per_sm=2)
@@ -277,10 +219,7 @@ def _config(head_dim: int, itemsize: int, queries: int) -> DecodeConfig:
 
 @triton.jit
 def _cut(positions, rows, num_rows, room, WIDTH, SPLIT, MAX_SPLITS):
-    """Compute the context, the tokens of a split, and the number of splits of each of `rows`.
-
-    All are int32. Rows from `num_rows` on have a context of 0 and no split.
-    """
+    """Compute int32 context, split length and number of splits of `rows`; 0 past `num_rows`."""
     last = tl.load(positions + rows * WIDTH + WIDTH - 1, mask=rows < num_rows, other=-1)
     context = tl.minimum(last.to(tl.int32) + 1, room)
     equal = tl.cdiv(tl.cdiv(context, MAX_SPLITS), _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
@@ -297,8 +236,7 @@ def _plan_kernel(
     """Each program writes the work units of one row.
 
     Units are ordered by length, the longest first; of equal lengths, full splits come before the
-    last splits of rows, and lower rows before higher ones. To know the index of its units in that
-    order, each program counts the units of all rows that come before them.
+    last splits of rows, and lower rows first. A program counts the units before its own.
     """
     row = tl.program_id(0)
     own_row = row + tl.arange(0, 1)
@@ -344,8 +282,8 @@ def _decode_kernel(
 ):  # fmt: skip
     """Each program takes one (unit, KV head) item of each round.
 
-    Items are sorted by length, and programs take them forwards in even rounds and backwards in odd
-    ones, so the total lengths of any two programs differ by at most the length of one unit.
+    Items are sorted by length and taken forwards in even rounds and backwards in odd ones, so two
+    programs' totals differ by at most one unit.
     """
     programs = tl.num_programs(0)
     total = tl.load(count) * KV_HEADS
@@ -395,11 +333,12 @@ def _attend_unit(
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the positions from `start` to `stop` - 1 with online softmax, in powers of 2.
+    """Attend to the positions from `start` to `stop` - 1 with online softmax, in powers of 2
+    (Milakov & Gimelshein 2018).
 
-    Online softmax is by Milakov & Gimelshein (2018). `limit` [QUERIES_PAD] is the last position
-    that each query sees. Returns for each query its largest score (times log₂ e), the sum of its
-    weights relative to that score, and the weighted sum of the values.
+    `limit` [QUERIES_PAD] is the last position that each query sees. Returns each query's largest
+    score (times log₂ e), the sum of its weights relative to that score, and the weighted sum of
+    values.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     dim = tl.arange(0, DIM_PAD)
@@ -454,11 +393,8 @@ def _combine_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
     GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each program averages the splits of one token for the query heads of one KV head.
-
-    A split's result counts by its sum of weights. Rows with one split are skipped: their result is
-    in `out` already.
-    """
+    """Each program averages the splits of one token for the heads of one KV head, if it has
+    several."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = token // WIDTH

@@ -1,8 +1,7 @@
 """The paged KV cache of one layer, the slots of tokens in it, and the write of new tokens.
 
-The cache is cut into KV blocks of `block_size` tokens (PagedAttention, Kwon et al. 2023). A row's
-block table lists the blocks that hold its tokens, in order. A slot is a token's index in the whole
-cache: block · block_size + offset in the block.
+A row's block table lists in order the KV blocks of `block_size` tokens that hold its tokens. A slot
+is a token's index in the whole cache: block · block_size + offset in the block.
 """
 
 from __future__ import annotations
@@ -22,21 +21,16 @@ class KVCache(NamedTuple):
     """The keys and values of one layer.
 
     Heads come first, so that (head, block) is one contiguous tile of a flat [H·N, block_size·D]
-    table: gathering a row's context is one indexed copy of long runs. Block 0 is scratch: padding
-    tokens write and read it, and no row does.
+    table. Block 0 is scratch: padding tokens write and read it, and no row does.
 
-    Stored values are always finite. If a token's key or value of one head holds an infinity or a
-    NaN, that head's key is stored as all NaN and its value as all 0. A query that sees the token
-    gets a NaN score, so its result is NaN. A query that does not see the token is unharmed: its
-    score is replaced by -inf, and the weight 0 is multiplied by a finite value (0 · NaN would be
-    NaN). So attention needs no mask on values.
-
-    Attributes:
-        key, value: [num_kv_heads, num_blocks, block_size, head_dim].
+    Stored values are always finite. A head's key or value that holds an infinity or a NaN is stored
+    as a key of all NaN and a value of all 0. So a query that sees the token becomes NaN, and one
+    that does not is unharmed, though attention masks no values: its score is replaced by -inf, and
+    0 is multiplied by something finite.
     """
 
-    key: Tensor
-    value: Tensor
+    key: Tensor  # [num_kv_heads, num_blocks, block_size, head_dim]
+    value: Tensor  # the shape of key
 
     @property
     def block_size(self) -> int:
@@ -45,15 +39,11 @@ class KVCache(NamedTuple):
 
 
 def write_kv(key: Tensor, value: Tensor, cache: KVCache, slots: Tensor) -> None:
-    """Store the keys and values of T new tokens in the cache.
+    """Store keys and values [T, num_kv_heads, head_dim] of new tokens at slots [T] int64 of the
+    cache.
 
-    Values are cast to the cache's dtype first; what is not finite after that is stored as `KVCache`
-    describes. On a GPU `qkv.prepare_qkv` does this write, and this function is its reference.
-
-    Args:
-        key, value: [T, num_kv_heads, head_dim].
-        cache: overwritten at the slots.
-        slots: [T] int64.
+    Values are cast to the cache's dtype first; what is not finite then is stored as `KVCache` says.
+    This is the reference of the write in `qkv.prepare_qkv`.
     """
     num_heads, _, _, head_dim = cache.key.shape
     key, value = key.to(cache.key.dtype), value.to(cache.value.dtype)
@@ -66,17 +56,10 @@ def write_kv(key: Tensor, value: Tensor, cache: KVCache, slots: Tensor) -> None:
 def slot_mapping(
     positions: Tensor, rows: Tensor | None, block_tables: Tensor, block_size: int
 ) -> Tensor:
-    """Compute the slot of each token: block · block_size + offset in the block.
+    """Compute the slots [T] int64 of tokens at positions [T], each below N · block_size.
 
-    Args:
-        positions: [T] int64, the position of each token in its row; below N · block_size.
-        rows: [T] int64 or int32, the row of each token. None if every row has T / B tokens and the
-            tokens of a row follow one another.
-        block_tables: [B, N] int64 or int32, the KV blocks of each row in order.
-        block_size: tokens per KV block.
-
-    Returns:
-        [T] int64, the slots.
+    `rows` [T] names each token's row; None means that each row has T / B tokens, one row after
+    another. `block_tables` is [B, N].
     """
     run = slot_mapping_triton if positions.is_cuda else slot_mapping_reference
     return run(positions, rows, block_tables, block_size)

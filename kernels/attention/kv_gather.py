@@ -1,8 +1,7 @@
 """The contexts of rows copied out of the pages of the KV cache, one behind another, in Triton.
 
-The copy engine of a GPU reads whole tiles of a matrix without computing an address for each piece.
-It can read the keys of a row so if they stand together, which those in pages of 16 tokens do not.
-Copying them once costs little beside a prefill that reads them many times.
+The copy engine of a GPU reads whole tiles of a matrix without computing addresses, if they stand
+together. Copying keys and values once costs little beside a prefill that reads them many times.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -24,25 +23,21 @@ PIECE = 64
 _LEAST_TOKENS = 1024
 """New tokens from which a copy pays, on an H200: below, its launch costs more than it saves."""
 _MOST_CONTEXT = 4
-"""Context tokens for each new token up to which a copy pays. With more, keys and values are read
-too few times. So the copies are also smaller than what a layer's MLP keeps of the new tokens, and
-the memory plan need not count them."""
+"""The context tokens per new token up to which a copy pays. Beyond, keys are read too few times.
+The copies are also smaller than what an MLP keeps, so the memory plan need not count them."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
     """Where the contexts of B rows go; all layers of a forward share it.
 
-    Attributes:
-        pieces: [P, 4] int32, one line per piece of a row's context: the row, the piece's first
-            position, its place among the copies, and its number of tokens, at most `PIECE`.
-        places: [B] int32, where the context of each row begins among the copies.
-        num_tokens: C, the context tokens of all rows.
+    A piece is a line: the row, the first position, the place among the copies, and the number of
+    tokens, at most `PIECE`.
     """
 
-    pieces: Tensor
-    places: Tensor
-    num_tokens: int
+    pieces: Tensor  # [P, 4] int32
+    places: Tensor  # [B] int32: where each row's context begins among the copies
+    num_tokens: int  # C, the context tokens of all rows
 
 
 def upload(values: Tensor, device: torch.device | str) -> Tensor:
@@ -55,13 +50,7 @@ def upload(values: Tensor, device: torch.device | str) -> Tensor:
 def does_gathering_pay(
     query_lens: Sequence[int], context_lens: Sequence[int], head_dim: int
 ) -> bool:
-    """Whether a prefill is faster if the contexts are copied first.
-
-    Args:
-        query_lens: [B] new tokens of each row.
-        context_lens: [B] tokens of each row in the cache, the new ones included.
-        head_dim: the size of a head; the copy engine's tiles have powers of two.
-    """
+    """Whether a prefill is faster if contexts are copied; heads must be powers of two wide."""
     new = sum(query_lens)
     return (
         new >= _LEAST_TOKENS
@@ -71,12 +60,7 @@ def does_gathering_pay(
 
 
 def plan_gather(context_lens: Sequence[int], device: torch.device | str) -> GatherPlan:
-    """Cut the contexts of B rows into pieces.
-
-    Args:
-        context_lens: [B] tokens of each row in the cache.
-        device: where the forward runs.
-    """
+    """Cut the contexts of B rows, `context_lens` cached tokens each, into pieces."""
     lens = torch.tensor(context_lens, dtype=torch.int64)
     places = lens.cumsum(0) - lens
     counts = (lens + PIECE - 1) // PIECE
@@ -90,16 +74,10 @@ def plan_gather(context_lens: Sequence[int], device: torch.device | str) -> Gath
 
 
 def gather_context(cache: KVCache, block_tables: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
-    """Copy the keys and values of all rows' contexts.
+    """Copy the keys and values of all rows' contexts: each [kv_heads · C, head_dim], by head, row,
+    position.
 
-    Args:
-        cache: of one layer.
-        block_tables: [B, N] int32 or int64, the last axis contiguous.
-        plan: from `plan_gather` for these rows.
-
-    Returns:
-        Keys and values, each [kv_heads · C, head_dim]: those of head 0 first, in them those of
-        row 0, by position.
+    `block_tables` is [B, N] int32 or int64, the last axis contiguous.
     """
     kv_heads, _, block_size, head_dim = cache.key.shape
     shape = (kv_heads * plan.num_tokens, head_dim)

@@ -2,22 +2,16 @@
 
 This is FlashAttention-2 (Dao 2023) on rows of different lengths. One program computes a tile of
 consecutive tokens of one row, for all query heads that share one KV head: each (token, head) is a
-row of its matrix products. Since the heads fill the tile too, it spans few positions, so little is
-computed above the diagonal, and rows shorter than a tile waste less.
+row of its products. So a tile spans few positions, and little above the diagonal is computed.
 
-A query visits the tiles of keys in order. They begin at multiples of `block_n` in its row, wherever
-its own tile of queries begins, and keys that it may not see change no bit of its sums. So its
-result depends neither on the batch nor on how its row was cut into chunks (chunks of whole blocks
-of positions, if `block_length` is above 1). The PyTorch reference is `attention.paged_attention`
-on a CPU.
+A query visits tiles of keys in order, which begin at multiples of `block_n` in its row, and keys
+that it may not see change no bit. So its result depends neither on the batch nor on how its row was
+cut into chunks (of whole blocks of positions). The reference is `attention.paged_attention` on a
+CPU.
 
-Most of the time would go to reading keys and values from the pages, address by address, for every
-tile of queries again. Where the new tokens are many for the context (`does_gathering_pay`), one
-launch copies the keys and values of all rows out of the pages, and the copy engine reads whole
-tiles of the copies. The tiles, and what is computed of them, are the same, so the bits are.
-
-A KV block is `block_size` slots of the cache. A block of positions is `block_length` positions that
-see each other (block diffusion); a length of 1 means causal attention.
+Where the new tokens are many for the context (`does_gathering_pay`), one launch copies keys and
+values out of the pages, and the copy engine reads whole tiles of the copies. The tiles are the
+same, so the bits are.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -46,17 +40,10 @@ from batchgen.kernels.attention.kv_gather import (
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Sizes that the kernel is compiled with.
+    """Sizes that the kernel is compiled with."""
 
-    Attributes:
-        block_m: rows of a tile of queries: tokens times query heads per KV head.
-        block_n: cached tokens of a tile of keys.
-        num_warps: warps of a program.
-        num_stages: depth of the pipeline of loads.
-    """
-
-    block_m: int
-    block_n: int
+    block_m: int  # rows of a tile of queries: tokens times query heads per KV head
+    block_n: int  # cached tokens of a tile of keys
     num_warps: int
     num_stages: int
 
@@ -65,33 +52,23 @@ class PrefillConfig:
 class PrefillPlan:
     """How the queries of B rows are cut into tiles; all layers of a forward share it.
 
-    Attributes:
-        tiles: [num_tiles, 3] int32, one line per tile: its row, the index of its first token among
-            the T tokens of the forward, and how many tokens the row has from that one on. The tile
-            takes as many of those as `config` allows; a tile with 0 of them is skipped.
-        num_tokens: T, the new tokens of all rows.
-        num_rows: B.
-        group: query heads per KV head.
-        config: the sizes that the tiles were cut for.
-        gather: how keys and values are copied out of the pages before they are read; None reads
-            them from the pages.
+    A tile is a line: its row, the index of its first token among the T tokens of the forward, and
+    the tokens of the row from there on, of which it takes what `config` allows. Tiles with 0 are
+    skipped.
     """
 
-    tiles: Tensor
-    num_tokens: int
-    num_rows: int
-    group: int
-    config: PrefillConfig
-    gather: GatherPlan | None = None
+    tiles: Tensor  # [num_tiles, 3] int32
+    num_tokens: int  # T, the new tokens of all rows
+    num_rows: int  # B
+    group: int  # query heads per KV head
+    config: PrefillConfig  # the sizes that the tiles were cut for
+    gather: GatherPlan | None = None  # None reads keys and values from the pages
 
 
 def _config(head_dim: int, itemsize: int, group: int) -> PrefillConfig:
-    """Choose the sizes of the kernel by the shape of the heads.
-
-    They must not depend on the batch, since a token's result must have the same bits in any batch.
-    """
+    """Choose sizes by the heads' shape alone: a token must have the same bits in any batch."""
     # float32 does not run on tensor cores, so the operands of its products need registers.
-    # For 16 bits these were the fastest on an H200 (scripts/bench/bench_attention.py --sweep).
+    # For 16 bits these were the fastest on an H200 (scripts/bench/bench_kernels.py prefill --tune).
     if itemsize == 4:
         config = PrefillConfig(32, 16, 8, 2)
     elif head_dim <= 128:
@@ -102,34 +79,23 @@ def _config(head_dim: int, itemsize: int, group: int) -> PrefillConfig:
 
 
 def plan_prefill(
-    query_lens: Sequence[int],
+    query_lens: Sequence[int],  # [B] new tokens of each row; 0 is allowed
     device: torch.device | str,
     *,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    context_lens: Sequence[int] | None = None,
-    tiles: Tensor | None = None,
-    config: PrefillConfig | None = None,
+    context_lens: Sequence[int] | None = None,  # as for `cut_tiles`
+    tiles: Tensor | None = None,  # from `cut_tiles` or `cut_equal_tiles`; None cuts them here
+    config: PrefillConfig | None = None,  # None chooses it by the shape
     gather: bool | None = None,
 ) -> PrefillPlan:
     """Cut the queries of B rows into tiles.
 
-    Args:
-        query_lens: [B] new tokens of each row; 0 is allowed.
-        device: where the forward runs.
-        num_heads, num_kv_heads, head_dim, dtype: the shape and dtype of the queries and the cache.
-        context_lens: as for `cut_tiles`. Only if they are known can the context be gathered.
-        tiles: the result of `cut_tiles` or `cut_equal_tiles`, on `device`; None cuts them here.
-            With given ones nothing is gathered, because they may be written only when a captured
-            graph is replayed.
-        config: sizes of the kernel; None chooses them by the shape.
-        gather: copy the contexts out of the pages first, which needs `context_lens` and a head_dim
-            that is a power of two; None does it where it is faster.
-
-    Raises:
-        ValueError: if the heads of a group do not fit into a tile of `config`.
+    Contexts are gathered where that is faster, or as `gather` says; it needs `context_lens`, a
+    head_dim that is a power of two, and no given tiles, which may be written only when a captured
+    graph is replayed. Raises ValueError if the heads of a group do not fit into a tile of `config`.
     """
     group = num_heads // num_kv_heads
     config = config or _config(head_dim, dtype.itemsize, group)
@@ -165,15 +131,11 @@ def _tile_tokens(config: PrefillConfig, group: int) -> int:
 def cut_tiles(
     query_lens: Sequence[int], size: int, context_lens: Sequence[int] | None = None
 ) -> Tensor:
-    """Compute `PrefillPlan.tiles` on the host, the tiles with the longest contexts first.
+    """Compute `PrefillPlan.tiles` on the host for rows of `query_lens` [B] new tokens.
 
-    In that order no long tile starts when the others are done, which would leave the GPU idle.
-
-    Args:
-        query_lens: [B] new tokens of each row; 0 is allowed.
-        size: the most tokens of a tile: `tile_tokens` for the kernel that is to run.
-        context_lens: [B] tokens of each row in the cache, the new ones included. Only the order of
-            the tiles depends on it. None counts the new tokens alone.
+    Tiles with the longest contexts come first, so that none starts when the others are done. `size`
+    is the most tokens of a tile (`tile_tokens`). `context_lens` [B] counts cached tokens, the new
+    ones included, for the order alone; None counts the new ones.
     """
     lens = torch.tensor(query_lens, dtype=torch.int64)
     contexts = lens if context_lens is None else torch.tensor(context_lens, dtype=torch.int64)
@@ -188,10 +150,10 @@ def cut_tiles(
 
 
 def cut_equal_tiles(num_rows: int, width: int, size: int, device: torch.device | str) -> Tensor:
-    """Compute `PrefillPlan.tiles` of `num_rows` rows with `width` tokens each, on the device.
+    """Compute `PrefillPlan.tiles` of rows with `width` tokens each on the device, in the order of
+    rows.
 
-    A CUDA graph that is captured meanwhile then holds no address of host memory. The tiles are in
-    the order of the rows. `size` is as for `cut_tiles`.
+    A CUDA graph that is captured meanwhile then holds no address of host memory.
     """
     per_row = triton.cdiv(width, size)
     tile = torch.arange(num_rows * per_row, dtype=torch.int32, device=device)
@@ -200,40 +162,22 @@ def cut_equal_tiles(num_rows: int, width: int, size: int, device: torch.device |
 
 
 def paged_attention_prefill(
-    q: Tensor,
+    q: Tensor,  # [T, num_heads, head_dim] by row; a token's heads are contiguous
     cache: KVCache,
-    positions: Tensor,
-    block_tables: Tensor,
-    scale: float,
+    positions: Tensor,  # [T] int64, not descending within a row
+    block_tables: Tensor,  # [B, N] int, last axis contiguous
+    scale: float,  # above 0
     plan: PrefillPlan,
-    out: Tensor | None = None,
+    out: Tensor | None = None,  # [T, num_heads, head_dim], contiguous
     *,
-    block_length: int = 1,
+    block_length: int = 1,  # 1: causal
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·v for each query over the cached context of its row.
 
-    A query sees the tokens of its row up to the end of its own block of positions, and none past
-    the row's last query.
-
-    Args:
-        q: [T, num_heads, head_dim], the queries of one row after those of another. A token's heads
-            are contiguous; the tokens need not be.
-        cache: in q's dtype; it already holds the keys and values of the T new tokens. Its values
-            are finite, as `KVCache` ensures.
-        positions: [T] int64, in a row each at least as large as the one before.
-        block_tables: [B, N] int32 or int64, the last axis contiguous. Entries past a row's last
-            query are not read.
-        scale: factor of the scores, above 0.
-        plan: from `plan_prefill` for these rows and heads.
-        out: [T, num_heads, head_dim], contiguous, overwritten; None makes a new one.
-        block_length: positions of a block of positions; 1 means causal attention.
-
-    Returns:
-        out, in q's dtype. Scores and sums are float32. A query that sees a NaN key comes out as
-        NaN.
-
-    Raises:
-        ValueError: if the plan was made for another number of tokens or heads.
+    The cache already holds the T new tokens, with finite values (`KVCache`). A query sees its row
+    up to the end of its own block of positions, and none past the row's last query. Returns out in
+    q's dtype; scores and sums are float32, and a query that sees a NaN key is NaN. Raises
+    ValueError for a plan of another number of tokens or heads.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, _, block_size, _ = cache.key.shape
@@ -288,11 +232,7 @@ def paged_attention_prefill(
 
 @triton.jit
 def _dot(a, b, acc, INTERPRETED: tl.constexpr):
-    """Return acc + a·b.
-
-    Triton's interpreter multiplies the bits of bfloat16 as integers, so it gets float32 copies,
-    whose products are the same as those on a GPU.
-    """
+    """Return acc + a·b, in float32 for the interpreter, which multiplies bfloat16 as integers."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -323,14 +263,10 @@ def _attend_tile(
 ):
     """Add one tile of keys, the positions from `start` to start + BLOCK_N - 1, to a query tile.
 
-    With MASKED each query sees only the keys up to its `last_seen` [BLOCK_M]; without it every
-    query sees all keys of the tile. Of what is loaded past `limit`, values are finite.
-
-    With GATHERED, `table` is where the row begins among the copies that `key` and `value` describe;
-    a tile may reach into those of other rows. Else `block` [BLOCK_N] are the KV blocks of the keys.
-    Those of the next tile are loaded here and returned: if the loads of keys waited for a load in
-    the same iteration, Triton's pipeline would not start them an iteration or more before their
-    use.
+    With MASKED a query sees only keys up to its `last_seen` [BLOCK_M], else the whole tile. Values
+    loaded past `limit` are finite. With GATHERED, `table` is where the row begins among the copies;
+    else `block` [BLOCK_N] are the keys' KV blocks. Those of the next tile are loaded here and
+    returned: Triton would not pipeline loads of keys that waited for a load of their iteration.
     """
     n = start + tl.arange(0, BLOCK_N)
     if GATHERED:

@@ -1,8 +1,4 @@
-"""What an attention layer does between the q, k, v projection and attention, in one kernel.
-
-That is the norm of queries and keys (in models that have one), their rotation by position, and the
-write of keys and values to the KV cache.
-"""
+"""Norm of queries and keys, rotation, and the write of keys and values, in one kernel."""
 
 from __future__ import annotations
 
@@ -21,36 +17,21 @@ one 16-byte access of 2-byte elements."""
 
 
 def prepare_qkv(
-    qkv: Tensor,
-    q_weight: Tensor | None,
+    qkv: Tensor,  # [T, (num_heads + 2 · num_kv_heads) · D]: q, k, v; D is even
+    q_weight: Tensor | None,  # [D] for an RMS norm, or None, as k_weight
     k_weight: Tensor | None,
     eps: float,
-    cos_sin: Tensor,
+    cos_sin: Tensor,  # [T, R] float32, R ≤ D, as for `apply_rotary`
     cache: KVCache,
-    slots: Tensor,
+    slots: Tensor,  # [T] int64
     num_heads: int,
     num_kv_heads: int,
 ) -> Tensor:
     """Normalise q and k per head, rotate them, and store k and v in the cache.
 
     Results are rounded where `rms_norm`, `apply_rotary` and `write_kv`, called one after another,
-    round them.
-
-    Args:
-        qkv: [T, (num_heads + 2 · num_kv_heads) · D]: the heads of q, then of k, then of v. D is
-            even, and the last axis is contiguous.
-        q_weight, k_weight: [D], dtype of qkv or float32, the weights of the RMS norms; both None
-            if the model has no such norm.
-        eps: what the norms add to the mean square.
-        cos_sin: [T, R] float32, the R/2 cosines and then the R/2 sines of each token's angles,
-            where R is at most D. `apply_rotary` says which values they rotate.
-        cache: the KV cache of this layer. Values that are not finite are stored as `KVCache`
-            describes.
-        slots: [T] int64, the KV slot of each token. If several tokens share a slot, as padding
-            does, any one of them may be stored.
-
-    Returns:
-        The rotated q, [T, num_heads, D], dtype of qkv, contiguous.
+    round them. Tokens may share a slot, as padding does; any one of them is stored then. Returns
+    the rotated q [T, num_heads, D], contiguous, in qkv's dtype.
     """
     run = prepare_qkv_triton if qkv.is_cuda else prepare_qkv_reference
     return run(qkv, q_weight, k_weight, eps, cos_sin, cache, slots, num_heads, num_kv_heads)
@@ -123,10 +104,7 @@ def _prepare_qkv(
     HALF: tl.constexpr, ROTARY: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
     Q_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes one group of query heads, or of KV heads, of one token.
-
-    It loads the two halves of a head apart, since the rotation pairs their elements.
-    """
+    """Each program takes a group of heads of one token, in halves, which rotation pairs."""
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
     column = tl.arange(0, HALF)[None, :]
@@ -173,11 +151,7 @@ def _kv_heads(
     NORM: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalise, rotate and store a group of KV heads of one token.
-
-    `source` points to the token's key of head 0, which the other heads and then the values follow.
-    `key_ptr` and `value_ptr` point to the token's slot of head 0.
-    """
+    """Normalise, rotate and store a group of a token's KV heads; the pointers are to head 0."""
     head = group * BLOCK + tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, HALF)[None, :]
     mask = (head < HEADS) & (column < D // 2)

@@ -8,18 +8,11 @@ from torch import Tensor
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate each pair (x[i], x[i + D/2]) of every head by the i-th angle of its token.
+    """Rotate each pair (x[i], x[i + D/2]) of heads q, k [T, heads, D] by the i-th angle of its
+    token.
 
-    If there are fewer angles than pairs, the pairs after the last angle stay as they are.
-
-    Args:
-        q: [T, num_heads, D].
-        k: [T, num_kv_heads, D].
-        cos_sin: [T, R] float32, the R/2 cosines and then the R/2 sines of each token's angles. R is
-            at most D.
-
-    Returns:
-        The rotated q and k, with their shapes and dtypes. The arithmetic is float32.
+    `cos_sin` [T, R] float32 has the R/2 cosines, then the R/2 sines, with R ≤ D; pairs after the
+    last angle stay. The arithmetic is float32, the result in the dtype of q and k.
     """
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     if missing := (q.shape[-1] - cos_sin.shape[-1]) // 2:

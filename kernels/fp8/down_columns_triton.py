@@ -1,11 +1,9 @@
 """The second product of experts in FP8, several tiles of columns by each program, in Triton.
 
-The sums of this product are short, so a program of one tile ends when its pipeline of loads has
-just been filled. Here the loops over tiles of columns and over the steps of a sum are one: the
-weights of the next tile are on their way while the last one is written. What belongs to the places
-(slots and their weights) is loaded once. Both operands are read by the copy engine: the rows of a
-tile lie side by side, and those past its end, which belong to another expert or are zeros, are not
-written.
+The sums are short, so a program of one tile ends when its pipeline of loads has just been filled.
+Here the loops over tiles of columns and over steps are one: the next tile's weights are on their
+way while the last one is written, and slots with their weights are loaded once. The copy engine
+reads both operands: a tile's rows lie side by side, and those past its end are not written.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from batchgen.kernels.layers.shared_part import SharedPart, add_up
 
 
 def fp8_grouped_mlp(
-    x: Tensor | BothRows,
+    x: Tensor | BothRows,  # quantised by `powers_of_two` if it comes as `BothRows`
     gate_up: FP8Weight,
     down: FP8Weight,
     ids: Tensor,
@@ -24,27 +24,12 @@ def fp8_grouped_mlp(
     residual: Tensor | None = None,
     *,
     shared: Callable[[], SharedPart] | None = None,
-    powers_of_two: bool = False,
+    powers_of_two: bool = False,  # the scales of activations are powers of two
 ) -> Tensor:
-    """`moe/experts.grouped_mlp` with weights in FP8: x and what is between the two products are
-    quantised, in groups of 128 values.
+    """Compute `moe/experts.grouped_mlp` with weights in FP8, without experts elsewhere.
 
-    Args:
-        x: [T, H], the tokens; quantised by `powers_of_two` if they come as `BothRows`.
-        gate_up: [E, 2·I, H], the weights of each expert: the I rows of gate and then those of up.
-            If 128 rows share a scale, I is a multiple of 128. On a GPU they may be in panels
-            (`moe/panels.py`).
-        down: [E, H, I], or panels.
-        ids: [T, k] int32, the experts of each token, all in [0, E).
-        weights: [T, k] float32. A NaN here or in x stays in its own row.
-        residual: [T, H], dtype of x, contiguous, to which the result is added in place; None adds
-            it to nothing.
-        shared: returns what the shared expert adds besides; called last, and once. None adds
-            nothing. On a GPU all is summed in float32 and rounded once.
-        powers_of_two: the scales of activations are powers of two.
-
-    Returns:
-        [T, H], dtype of x: a new tensor, or `residual`.
+    x and what is between the two products are quantised in groups of 128 values. If 128 rows of a
+    weight share a scale, I is a multiple of 128.
     """
     plain = plain_rows(x)
     if plain.is_cuda:

@@ -1,6 +1,5 @@
 """Experts whose weights are in FP8, in Triton: the launches of `moe/experts_triton.py`, with tokens
-quantised before the first product, and its result quantised by the product itself for the second.
-"""
+quantised before the first product, which quantises its own result for the second."""
 
 from __future__ import annotations
 
@@ -37,23 +36,11 @@ def fp8_grouped_mlp_triton(
     powers_of_two: bool = False,
     tiles: ExpertTiles | None = None,
 ) -> Tensor:
-    """`fp8/experts.fp8_grouped_mlp` in five launches, seven if there are many tokens; one less if
-    the tokens are quantised already.
+    """Compute `fp8_grouped_mlp` in five launches, seven if there are many tokens; one less if the
+    tokens are quantised already.
 
-    Args:
-        x: [T, H], the last axis contiguous.
-        gate_up: [E, 2·I, H] or its panels (`moe/panels.py`), contiguous: the I rows of gate, then
-            those of up. If 128 rows share a scale, I is a multiple of 128.
-        down: [E, H, I] or its panels, contiguous.
-        ids: [T, k] int32, contiguous, each in [0, E). This is not checked on a GPU.
-        weights: [T, k] float32, contiguous.
-        residual: [T, H], contiguous, to which the result is added in place, rounded once.
-        shared: returns what the shared expert adds; called before the last launch, which adds it.
-        powers_of_two: the scales of activations are powers of two.
-        tiles: how the products are cut; None chooses from the table.
-
-    Returns:
-        [T, H], dtype of x: a new tensor, or `residual`.
+    Tensors are contiguous, x in its last axis. That ids are in range is not checked on a GPU.
+    `tiles` says how the products are cut; None chooses from the table.
     """
     plain = plain_rows(x)
     out = new_or_residual(plain, residual)
@@ -100,28 +87,17 @@ def fp8_grouped_parts_triton(
 
 
 def fp8_gate_up(
-    values: Tensor,
+    values: Tensor,  # of the tokens, with scales as `FP8Rows` has them
     scales: Tensor,
-    weight: FP8Weight,
-    alignment: Alignment,
+    weight: FP8Weight,  # [E, 2·I, H]
+    alignment: Alignment,  # of the T·k slots
     tiles: ExpertTiles,
     k: int,
-    out: Tensor,
-    out_scales: Tensor,
+    out: Tensor,  # [T·k, I] e4m3
+    out_scales: Tensor,  # [⌈I/128⌉, T·k] float32
     powers_of_two: bool,
 ) -> None:
-    """Compute silu(gate·x) · (up·x) of every slot in float32 and quantise it.
-
-    Args:
-        values, scales: of the tokens, as `FP8Rows` has them.
-        weight: [E, 2·I, H].
-        alignment: of the T·k slots.
-        tiles: how the product is cut.
-        k: slots of a token.
-        out, out_scales: [T·k, I] e4m3 and [⌈I/128⌉, T·k] float32, in the order of places;
-            overwritten.
-        powers_of_two: the scales are powers of two.
-    """
+    """Compute silu(gate·x) · (up·x) of every slot and quantise it, in the order of places."""
     inner, hidden = out.shape[1], values.shape[1]
     grid = (alignment.most_tiles * triton.cdiv(inner, BLOCK),)
     _gate_up[grid](
@@ -135,24 +111,15 @@ def fp8_gate_up(
 
 
 def fp8_down(
-    values: Tensor,
+    values: Tensor,  # from `fp8_gate_up`, as the scales
     scales: Tensor,
-    weight: FP8Weight,
-    slot_weights: Tensor,
+    weight: FP8Weight,  # [E, H, I]
+    slot_weights: Tensor,  # [N] float32, in the order of slots
     alignment: Alignment,
     tiles: ExpertTiles,
-    out: Tensor,
+    out: Tensor,  # [N, H], contiguous
 ) -> None:
-    """Compute slot weight · (down·x) of every slot.
-
-    Args:
-        values, scales: what `fp8_gate_up` made.
-        weight: [E, H, I].
-        slot_weights: [N] float32, in the order of slots.
-        alignment: of the N slots.
-        tiles: how the product is cut.
-        out: [N, H], contiguous, in the order of slots; overwritten.
-    """
+    """Compute slot weight · (down·x) of every slot, in the order of slots."""
     hidden, inner = out.shape[1], values.shape[1]
     if tiles.down_columns > 1 and are_panels(weight.values):
         fp8_down_columns(values, scales, weight, slot_weights, alignment, tiles, out)

@@ -11,37 +11,25 @@ from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.fp8.quantise import FP8Rows
 
 _LIBRARY_ROWS = 384
-"""From so many rows cuBLAS is faster than our kernel, with any weight."""
+"""From this many rows on, cuBLAS is faster than our kernel, with any weight."""
 _FEW_LIBRARY_ROWS = 128
 _LIBRARY_RESULTS = 256 * 5120
-"""From so many rows cuBLAS is faster if the result has so many values. Both were measured on an
-H200 with the layers of Qwen3-8B and Qwen3-30B-A3B."""
+"""cuBLAS is faster from fewer rows on if the result has this many values (H200, layers of Qwen3-8B
+and Qwen3-30B-A3B)."""
 _LIBRARY_SCALES = 4
 """cuBLAS reads the scales of a row of blocks in such numbers."""
 
 
 def fp8_linear(
     x: FP8Rows,
-    weight: FP8Weight,
+    weight: FP8Weight,  # [N, K]
     bias: Tensor | None = None,
     *,
-    dtype: torch.dtype,
-    out: Tensor | None = None,
-    add: bool = False,
+    dtype: torch.dtype,  # of the result
+    out: Tensor | None = None,  # [M, N], the last axis contiguous
+    add: bool = False,  # to what `out` holds, in place
 ) -> Tensor:
-    """Compute x·Wᵀ + b, adding up in float32.
-
-    Args:
-        x: M rows of K values.
-        weight: [N, K].
-        bias: [N], of this dtype.
-        dtype: of the result.
-        out: [M, N] of this dtype, the last axis contiguous; overwritten. None makes a new tensor.
-        add: to what `out` holds, in place.
-
-    Returns:
-        [M, N]: a new tensor, or `out`.
-    """
+    """Compute x·Wᵀ + b [M, N], adding up in float32, into `out` or a new tensor."""
     if not x.values.is_cuda or library_multiplies(x, weight, dtype):
         run = fp8_linear_library if x.values.is_cuda else fp8_linear_reference
         result = run(x, weight, bias)
@@ -56,16 +44,9 @@ def fp8_linear(
 
 
 def fp8_linear_parts(x: FP8Rows, weight: FP8Weight, dtype: torch.dtype) -> Tensor | None:
-    """Compute x·Wᵀ in parts that are still to be added up, if it is computed so that adding it to a
-    residual takes a launch of its own.
+    """Compute x·Wᵀ in partial sums where adding it to a residual would take a launch of its own.
 
-    Args:
-        x: M rows of K values.
-        weight: [N, K].
-        dtype: of what they are added to.
-
-    Returns:
-        [P, M, N] in float32, or one part in `dtype`; None if `fp8_linear` is to compute it.
+    Returns [P, M, N] in float32 or one part in `dtype`; None if `fp8_linear` is to compute it.
     """
     if not x.values.is_cuda:
         return None
@@ -98,12 +79,10 @@ def _pays(rows: int, width: int) -> bool:
 
 
 def fp8_linear_library(x: FP8Rows, weight: FP8Weight, bias: Tensor | None = None) -> Tensor:
-    """`fp8_linear` by cuBLAS, with a result in bfloat16; N is a multiple of 128 and K of 512.
+    """Compute `fp8_linear` by cuBLAS in bfloat16; N is a multiple of 128 and K of 512.
 
-    Args:
-        x: as `quantise_rows` makes it on a GPU, with rows past the last one.
-        weight: with scales that 128 rows share.
-        bias: [N], in bfloat16.
+    x is as `quantise_rows` makes it on a GPU, with rows past the last; 128 rows of `weight` share a
+    scale.
     """
     result: Tensor = F.scaled_mm(
         x.values,

@@ -1,9 +1,9 @@
 """The product of rows and a weight, both in FP8, in Triton.
 
-A program computes a tile of the result. The matrix units add up the products of a block of 128 in
-the sum; that is multiplied by the scales of rows and weights and added in float32, because the
-units themselves keep about 14 bits of a sum in FP8. Where there are few tiles the sums are cut as
-well: programs write parts of them, and a second launch adds these up in their order.
+The matrix units add up the products of a block of 128; that sum is multiplied by the scales of rows
+and weights and added in float32, because the units keep only about 14 bits of a sum in FP8. Where
+there are few tiles the sums are cut (split-K): programs write parts of them, and a second launch
+adds these up in their order.
 """
 
 from __future__ import annotations
@@ -30,26 +30,16 @@ _CHUNK = 1024
 
 
 def fp8_linear_triton(
-    values: Tensor,
-    scales: Tensor,
-    weight: FP8Weight,
-    out: Tensor,
+    values: Tensor,  # [R, K] e4m3, contiguous; the first M rows are multiplied
+    scales: Tensor,  # [⌈K/128⌉, R] float32, the last axis contiguous
+    weight: FP8Weight,  # [N, K], contiguous
+    out: Tensor,  # [M, N], the last axis contiguous
     bias: Tensor | None = None,
     *,
-    add: bool = False,
-    tiles: LinearTiles | None = None,
+    add: bool = False,  # to what `out` holds, rounded once
+    tiles: LinearTiles | None = None,  # None chooses from the table
 ) -> None:
-    """Compute x·Wᵀ + b in one launch, two if the sums are cut.
-
-    Args:
-        values: [R, K] e4m3, contiguous, of which the first M rows are multiplied.
-        scales: [⌈K/128⌉, R] float32, the last axis contiguous.
-        weight: [N, K], contiguous.
-        out: [M, N], the last axis contiguous; overwritten.
-        bias: [N].
-        add: to what `out` holds, rounded once.
-        tiles: how the product is cut; None chooses from the table.
-    """
+    """Compute x·Wᵀ + b in one launch, two if the sums are cut."""
     (rows, width), depth = out.shape, values.shape[1]
     assert weight.values.shape == (width, depth) and weight.values.is_contiguous()
     assert values.is_contiguous() and scales.stride(1) == 1 and out.stride(1) == 1
@@ -77,15 +67,8 @@ def fp8_linear_parts_triton(
     rows: int,
     tiles: LinearTiles | None = None,
 ) -> Tensor | None:
-    """Compute x·Wᵀ in one launch, in parts whose sum it is, if the sums are cut.
-
-    Args:
-        values, scales, weight, tiles: as of `fp8_linear_triton`.
-        rows: M.
-
-    Returns:
-        [P, M, N] float32 with P > 1, or None if the sums are not cut.
-    """
+    """Compute x·Wᵀ of the first `rows` rows in one launch, as parts [P, M, N] float32 with P > 1;
+    None if the sums are not cut."""
     width, depth = weight.values.shape
     tiles = tiles or linear_tiles(rows)
     splits = tiles.num_splits(rows, width, depth) if rows else 1
@@ -138,8 +121,7 @@ def block_product(x, weight, SWAP: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def weight_scales(scales_ptr, row, step, steps, SCALE_ROWS: tl.constexpr):
-    """Load the scales of weight rows [N] in a step, or the one scale of a row that stands for all
-    that share it."""
+    """Load the scales of weight rows [N] in a step, or the one scale that they share."""
     return tl.load(scales_ptr + (row // SCALE_ROWS).to(tl.int64) * steps + step)
 
 

@@ -1,7 +1,6 @@
 """How products in FP8 are cut into tiles, from fixed tables: nothing is tried at start.
 
-A step of the sum is always a block of 128, because its products are multiplied by the block's
-scales before they are added up.
+A step of the sum is a block of 128, whose products are multiplied by scales before they are added.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from batchgen.kernels.device import shared_bytes
 from batchgen.kernels.fp8.fp8_weight import BLOCK
 
 _ALIGNED = 16
-"""Rows that the copy engine reads begin at multiples of so many bytes."""
+"""Rows that the copy engine reads begin at multiples of this many bytes."""
 _COPY_ENGINE = (9, 0)
 """The compute capability from which there is one."""
 _RESERVED = 3 * 2**10
@@ -26,25 +25,16 @@ _MOST_SPLITS = 8
 
 
 class LinearTiles(NamedTuple):
-    """How a product of rows with a weight is cut, and what the kernel is compiled with.
-
-    Attributes:
-        block_m: rows of a tile.
-        block_n: columns of a tile: 64 or 128, so that a tile has the scales of one block.
-        num_warps: warps of a program.
-        num_stages: depth of the pipeline of loads.
-        swap: the weights are the left operand of the matrix instruction, which has at least 64
-            rows there but takes as few as 8 columns on the right.
-        programs: up to how many programs sums are cut into where there are few tiles; 0 never cuts
-            them.
-    """
+    """How a product of rows with a weight is cut, and what the kernel is compiled with."""
 
     block_m: int
-    block_n: int
+    block_n: int  # 64 or 128, so that a tile has the scales of one block
     num_warps: int
     num_stages: int
+    # The weights are the left operand of the matrix instruction, with at least 64 rows there and as
+    # few as 8 columns on the right.
     swap: bool = False
-    programs: int = 0
+    programs: int = 0  # sums are cut into up to this many where tiles are few; 0 never
 
     def num_splits(self, rows: int, width: int, depth: int) -> int:
         """In how many parts the sums of a product [rows, depth] × [width, depth]ᵀ are cut."""
@@ -59,30 +49,23 @@ LINEAR = (
     (512, LinearTiles(64, 128, 4, 4, programs=264)),
     (math.inf, LinearTiles(128, 128, 8, 4)),
 )
-"""For Hopper: (the most rows, tiles). Measured with `scripts/bench/bench_fp8.py --tune` on an H200,
-the layers of Qwen3-8B and Qwen3-30B-A3B with 16, 64, 256, 512 and 8192 rows."""
+"""For Hopper: (the most rows, tiles). Measured with `scripts/bench/bench_kernels.py fp8 --tune` on
+an H200, the layers of Qwen3-8B and Qwen3-30B-A3B with 16, 64, 256, 512 and 8192 rows."""
 
 
 def linear_tiles(rows: int) -> LinearTiles:
-    """Look up how to cut a product of so many rows."""
+    """Look up how to cut a product of `rows` rows."""
     return next(tiles for most, tiles in LINEAR if rows <= most)
 
 
 class ExpertTiles(NamedTuple):
     """How the two products of experts are cut.
 
-    Attributes:
-        block_m: slots of a tile.
-        gate_up_warps, gate_up_stages, gate_up_swap: of the first product, whose tiles have 128
-            columns of gate and of up, which are a group of the activations that it quantises.
-        down_n, down_warps, down_stages, down_swap: of the second product.
-        halve: a tile that is at most half full is computed as half a one, but not by programs of
-            several tiles.
-        down_columns: tiles of columns that a program of the second product computes one after the
-            other; one if its weights are in rows (`moe/panels.py`).
+    The first product's tiles have 128 columns of gate and of up: a group of the activations that it
+    quantises.
     """
 
-    block_m: int
+    block_m: int  # slots of a tile
     gate_up_warps: int
     gate_up_stages: int
     gate_up_swap: bool
@@ -90,8 +73,8 @@ class ExpertTiles(NamedTuple):
     down_warps: int
     down_stages: int
     down_swap: bool
-    halve: bool = False
-    down_columns: int = 1
+    halve: bool = False  # compute tiles that are at most half full as half ones
+    down_columns: int = 1  # tiles that a program computes one after another (tiled layout)
 
 
 EXPERTS = (
@@ -102,7 +85,7 @@ EXPERTS = (
     (math.inf, ExpertTiles(64, 8, 3, False, 128, 4, 4, False, down_columns=4)),
 )
 """For Hopper: (the most slots of an expert, on average, tiles). Measured with
-`scripts/bench/bench_fp8.py --tune` on an H200, 128 experts of 2048 × 768 with 16, 32, 64 and 512
+`scripts/bench/bench_kernels.py fp8 --tune` on an H200, 128 experts of 2048 × 768 with 16 to 512
 slots each."""
 
 
@@ -112,20 +95,16 @@ def expert_tiles(num_slots: int, num_experts: int) -> ExpertTiles:
 
 
 def copy_engine_reads(depth: int, device: torch.device) -> bool:
-    """Whether a copy engine can read rows of so many FP8 values."""
+    """Whether a copy engine can read rows of `depth` FP8 values."""
     return depth % _ALIGNED == 0 and (
         device.type != "cuda" or torch.cuda.get_device_capability(device) >= _COPY_ENGINE
     )
 
 
 def fitting_stages(stages: int, stage_rows: int, device: torch.device, beside: int = 0) -> int:
-    """Return how deep a pipeline can be: as deep as wanted, if the shared memory holds the tiles.
+    """Return the wanted depth of a pipeline, or less if shared memory does not hold the tiles.
 
-    Args:
-        stages: the wanted depth.
-        stage_rows: the rows of all tiles of a stage, each of 128 bytes.
-        device: where the kernel runs.
-        beside: bytes that a program needs besides the stages.
+    A stage has `stage_rows` rows of 128 bytes; `beside` bytes are needed besides.
     """
     if device.type != "cuda":
         return stages

@@ -1,8 +1,8 @@
 """Weights in FP8 with a scale for each block, as DeepSeek-V3 (2024, arXiv 2412.19437) has them.
 
-The values are e4m3: 4 bits of exponent, 3 of mantissa, from 2**-9 to 448 with either sign. A weight
-[N, K] is cut into blocks of 128 × 128 values from its first row and column on; those at the edges
-may be smaller. Each block has a scale in float32, by which its values are multiplied.
+Values are e4m3: 4 bits of exponent, 3 of mantissa, from 2**-9 to 448 with either sign. A weight [N,
+K] is cut into blocks of 128 × 128 values, smaller at the edges, each with a float32 scale by which
+its values are multiplied.
 """
 
 from __future__ import annotations
@@ -24,16 +24,12 @@ LEAST = 2.0**-90
 class FP8Weight(NamedTuple):
     """A weight in FP8, or several of one shape.
 
-    Attributes:
-        values: [..., N, K] e4m3; of experts [E, N, K] also panels (`moe/panels.py`), which only
-            kernels for GPUs take.
-        scales: [..., R, ⌈K/128⌉] float32, with R = ⌈N/128⌉ for a scale that 128 rows share, or
-            R = N for a scale of each row: where rows of several weights follow each other that are
-            no multiples of 128, or where rows stand in another order than they were scaled in.
+    R is ⌈N/128⌉ for scales that 128 rows share, or N for scales of each row: where rows of several
+    weights, which are no multiples of 128, follow each other, or stand in another order.
     """
 
-    values: Tensor
-    scales: Tensor
+    values: Tensor  # [..., N, K] e4m3; experts on a GPU also panels (`moe/tiled_layout.py`)
+    scales: Tensor  # [..., R, ⌈K/128⌉] float32
 
     @property
     def scale_rows(self) -> int:
@@ -41,7 +37,7 @@ class FP8Weight(NamedTuple):
         return 1 if self.scales.shape[-2] == self.values.shape[-2] else BLOCK
 
     def by_row(self) -> FP8Weight:
-        """The same weight with scales of each row."""
+        """This weight with scales of each row."""
         return FP8Weight(self.values, rows_of_scales(self.scales, self.values.shape[-2]))
 
     def dequantise(self) -> Tensor:
@@ -66,9 +62,8 @@ def rows_of_scales(scales: Tensor, rows: int) -> Tensor:
 def quantise_weight(weight: Tensor) -> FP8Weight:
     """Round a weight [..., N, K] to FP8, so that the largest value of each block becomes 448.
 
-    Returns:
-        The weight, with one scale for 128 rows. A block of zeros stays zero. A block with a value
-        that is not finite has no finite ones left.
+    128 rows share a scale. A block of zeros stays zero; one with a value that is not finite has no
+    finite ones left.
     """
     *_, rows, depth = weight.shape
     wide = weight.float()

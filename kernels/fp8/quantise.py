@@ -20,17 +20,11 @@ from batchgen.kernels.layers.shared_part import SharedPart
 
 
 class FP8Rows(NamedTuple):
-    """Rows of activations in FP8.
+    """Rows of activations in FP8."""
 
-    Attributes:
-        values: [R, K] e4m3 with R ≥ `num_rows`, contiguous. Rows from `num_rows` on mean nothing.
-        scales: [⌈K/128⌉, R] float32, contiguous: by what the values of each group are multiplied.
-        num_rows: M.
-    """
-
-    values: Tensor
-    scales: Tensor
-    num_rows: int
+    values: Tensor  # [R, K] e4m3, contiguous; only `num_rows` rows mean something
+    scales: Tensor  # [⌈K/128⌉, R] float32, contiguous: the factors of groups
+    num_rows: int  # M
 
     def dequantise(self) -> Tensor:
         """The rows [M, K] in float32."""
@@ -40,14 +34,9 @@ class FP8Rows(NamedTuple):
 
 
 class BothRows(NamedTuple):
-    """Rows of activations before and after they are rounded to FP8.
+    """Rows of activations before and after they are rounded to FP8."""
 
-    Attributes:
-        plain: [M, K], contiguous.
-        in_fp8: the same M rows.
-    """
-
-    plain: Tensor
+    plain: Tensor  # [M, K], contiguous
     in_fp8: FP8Rows
 
 
@@ -57,13 +46,10 @@ def plain_rows(x: Tensor | BothRows) -> Tensor:
 
 
 def quantise_rows(x: Tensor, *, powers_of_two: bool = False) -> FP8Rows:
-    """Round rows to FP8, so that the largest value of each group becomes 448.
+    """Round rows [M, K], last axis contiguous, to FP8: the largest value of each group becomes 448.
 
-    Args:
-        x: [M, K], the last axis contiguous. A group with a value that is not finite has NaN as its
-            scale.
-        powers_of_two: scales are rounded up to powers of two (the format ue8m0), so that the
-            largest value of a group becomes more than 224 and at most 448.
+    A group with a value that is not finite has NaN as its scale. With `powers_of_two` scales are
+    rounded up to powers of two (ue8m0): a group's largest value is above 224 and at most 448.
     """
     run = quantise_rows_triton if x.is_cuda else quantise_rows_reference
     return FP8Rows(*run(x, powers_of_two), len(x))
@@ -85,12 +71,7 @@ def quantise_rows_reference(x: Tensor, powers_of_two: bool = False) -> tuple[Ten
 
 
 def silu_and_mul_quantised(gate_up: Tensor, *, powers_of_two: bool = False) -> FP8Rows:
-    """Compute silu(gate) · up, as `silu_and_mul` does, and round it to FP8.
-
-    Args:
-        gate_up: [M, 2·D], the D columns of gate and then those of up; the last axis is contiguous.
-        powers_of_two: as of `quantise_rows`.
-    """
+    """Compute `silu_and_mul` of gate_up [M, 2·D], last axis contiguous, and round it to FP8."""
     if gate_up.is_cuda:
         found = silu_and_mul_quantised_triton(gate_up, powers_of_two)
         return FP8Rows(*found, len(gate_up))
@@ -107,16 +88,10 @@ def rms_norm_quantised(
     shared: SharedPart | None = None,
     out: Tensor | None = None,
 ) -> FP8Rows:
-    """Normalise rows, as `rms_norm` does, and round them to FP8.
+    """Normalise rows x [M, K], as `rms_norm` or with parts `rms_norm_of_sum` does, and round them
+    to FP8.
 
-    Args:
-        x: [M, K]; the last axis is contiguous.
-        weight: [K], dtype of x or float32.
-        eps: added to the mean square.
-        powers_of_two: as of `quantise_rows`.
-        parts, shared: added to x in place before, as by `rms_norm_of_sum`; None adds nothing.
-        out: [M, K], dtype of x, contiguous: overwritten with the rows before they are rounded to
-            FP8. None leaves them out.
+    `out` [M, K] gets the rows before they are rounded to FP8.
     """
     if x.is_cuda:
         found = rms_norm_quantised_triton(

@@ -44,11 +44,7 @@ def rms_norm_quantised_triton(
     shared: SharedPart | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm_quantised` in one launch: as `quantise_rows_triton`.
-
-    Args:
-        x, weight, eps, powers_of_two, parts, shared, out: as there.
-    """
+    """Compute `rms_norm_quantised` in one launch, returned as by `quantise_rows_triton`."""
     rows, size = x.shape
     assert x.stride(1) == 1
     num_parts, part_stride, parts_row = sizes_of_parts(x, parts, shared)
@@ -66,7 +62,7 @@ def rms_norm_quantised_triton(
 
 
 def _quantised(x: Tensor, depth: int, powers_of_two: bool, *, silu: bool) -> tuple[Tensor, Tensor]:
-    """Quantise rows of `depth` values: those of x, or silu(gate) · up of its halves."""
+    """Quantise rows of `depth` values: x itself, or silu(gate) · up of its halves."""
     assert x.stride(1) == 1
     rows = len(x)
     values, scales = _empty(rows, depth, x.device)
@@ -101,10 +97,8 @@ def to_fp8(values, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def quantise_groups(values, axis: tl.constexpr, POWERS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Round groups of float32 values along an axis to e4m3: (the values, scales of the groups).
-
-    A group with a value that is not finite has NaN as its scale.
-    """
+    """Round groups of float32 values along an axis to e4m3: (values, scales of the groups), with a
+    NaN scale where a value is not finite."""
     infinite = float("inf")
     largest = tl.max(tl.where(values == values, tl.abs(values), infinite), axis)
     scales = tl.maximum(largest, _LEAST) / _LARGEST
@@ -145,8 +139,7 @@ def _rms_norm_quantised(
     PARTS: tl.constexpr, KEEP: tl.constexpr, POWERS: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program normalises one row, rounding as `rms_norm` does, and quantises it. If there are
-    parts, the row is overwritten with their sum and itself before."""
+    """Each program normalises one row, to which it adds parts before, and quantises it."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -15,12 +15,8 @@ elements have 2 bytes."""
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Compute silu(gate) · up (SwiGLU, Shazeer 2020), where silu(x) = x / (1 + exp(-x)).
 
-    Args:
-        gate_up: [T, 2·D], the D columns of gate and then those of up; the last axis is contiguous.
-
-    Returns:
-        [T, D], dtype of gate_up. silu is computed in float32 and rounded to that dtype before the
-        product.
+    `gate_up` [T, 2·D], the last axis contiguous, has the D columns of gate, then of up. silu is
+    computed in float32 and rounded to the result's dtype before the product.
     """
     run = silu_and_mul_triton if gate_up.is_cuda else silu_and_mul_reference
     return run(gate_up)
@@ -38,15 +34,7 @@ def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 def mul_sigmoid(values: Tensor, gate: Tensor) -> Tensor:
-    """Compute values · sigmoid(gate) in float32.
-
-    Args:
-        values: [T, D], contiguous.
-        gate: [T, D]; the last axis is contiguous.
-
-    Returns:
-        [T, D], dtype of values.
-    """
+    """Compute values · sigmoid(gate) of [T, D] in float32; gate's last axis is contiguous."""
     run = mul_sigmoid_triton if values.is_cuda else mul_sigmoid_reference
     return run(values, gate)
 

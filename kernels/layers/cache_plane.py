@@ -12,14 +12,10 @@ _VALUES = 512
 
 
 def write_plane(plane: Tensor, slots: Tensor, values: Tensor) -> None:
-    """Store the values of T tokens at their KV slots.
+    """Store the values [T, *tail] of T tokens at their KV slots [T] int64 of plane [N, *tail].
 
-    Args:
-        plane: [N, *tail] of any dtype, overwritten at `slots`. Each of its N entries is contiguous,
-            but the entries may be apart, as those of one layer are.
-        slots: [T] int64, each in [0, N). If a slot occurs twice, any of its values may stay.
-        values: [T, *tail] contiguous, integers or floating-point numbers that the dtype of `plane`
-            can hold.
+    Each entry of the plane is contiguous, but entries may be apart, as a layer's are; its dtype can
+    hold the values. If a slot occurs twice, any of its values may stay.
     """
     run = write_plane_triton if plane.is_cuda else write_plane_reference
     run(plane, slots, values)

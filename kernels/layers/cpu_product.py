@@ -1,7 +1,7 @@
 """Which of a CPU's matrix products give a row the same bits in any batch: found out by trying.
 
-What a library does depends on the make of the CPU, the data type, the shape and the number of
-threads, and it promises nothing. `linear` computes few shapes, so all of them can be tried.
+What a library does depends on the make of the CPU, the dtype, the shape and the number of threads,
+and it promises nothing. `linear` computes few shapes, so all of them can be tried.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from batchgen.kernels.layers.linear import MOST_ROWS, ROW_MULTIPLE, linear, pack_weight
 
 _LARGE_WEIGHT = 2**23
-"""Values. Pieces of half as many rows keep every core busy with such weights, and to try them takes
+"""Values of a weight for which pieces of half as many rows keep every core busy, and are tried in
 half the time."""
 
 _SMALL_WEIGHT = 2**17
@@ -25,28 +25,18 @@ products are the faster ones at any number of rows (AMD EPYC, 1 and 2 threads)."
 
 
 class CPUProduct(NamedTuple):
-    """How products with weights of one shape are computed.
+    """How products with weights of one shape are computed."""
 
-    Attributes:
-        packed: with the weight from `pack_weight`.
-        most_rows: what `linear` takes; None if no way was found in which a row's bits depend on the
-            row alone, so that the fastest is taken.
-    """
-
-    packed: bool
-    most_rows: int | None
+    packed: bool  # with the weight from `pack_weight`
+    most_rows: int | None  # for `linear`; None: no way keeps bits, so the fastest is taken
 
 
 def choose_product(weight: Tensor, bias: Tensor | None) -> CPUProduct:
-    """The fastest way to compute x·Wᵀ + b in which a row's bits do not depend on the rows beside
-    it, with as many threads as torch has now.
+    """Find the fastest way to compute x·Wᵀ + b in which a row's bits do not depend on other rows,
+    with torch's present threads.
 
-    It costs as much as a product of 800 rows (350 with a large weight), where the fastest way is as
-    it should be.
-
-    Args:
-        weight: [N, K], plain, on a CPU.
-        bias: [N].
+    It costs as much as a product of 800 rows (350 with a large weight), if the fastest way is
+    right.
     """
     if weight.dtype != torch.float32:
         weight = _mirrored(weight)
@@ -63,14 +53,9 @@ def choose_product(weight: Tensor, bias: Tensor | None) -> CPUProduct:
 
 
 def few_keep_bits(weight: Tensor, product: CPUProduct) -> bool:
-    """Whether a row of x·Wᵀ has the same bits when fewer than ROW_MULTIPLE rows are computed as
-    they are, without filling them up.
+    """Whether a row of x·Wᵀ has the same bits when fewer than ROW_MULTIPLE rows are not filled up.
 
     It costs as much as a product of 300 rows.
-
-    Args:
-        weight: [N, K], plain, on a CPU.
-        product: what `choose_product` found for weights of this shape.
     """
     if product.most_rows is None:
         return False
@@ -90,11 +75,7 @@ def few_keep_bits(weight: Tensor, product: CPUProduct) -> bool:
 
 
 def _mirrored(weight: Tensor) -> Tensor:
-    """Another weight of the same shape, whose row's second half is the first one backwards.
-
-    Its products with the rows that `keeps_bits` takes are zero but for the rounding of their
-    float32 sums, which would be lost where a larger result is rounded to 16 bits.
-    """
+    """Make a weight whose products with rows of `keeps_bits` are zero but for their rounding."""
     out_features, in_features = weight.shape
     half = _numbers(64, -(-in_features // 2))
     rows = torch.cat((half, half[:, : in_features // 2].flip(1)), dim=1).to(weight.dtype)
@@ -116,12 +97,8 @@ def _ways(weight: Tensor) -> Iterator[tuple[bool, int, Tensor]]:
 def keeps_bits(
     product: Callable[[Tensor], Tensor], in_features: int, dtype: torch.dtype, most_rows: int
 ) -> bool:
-    """Whether a row of the product has the same bits at each multiple of ROW_MULTIPLE rows up to
-    most_rows, and in whichever place of them it stands.
-
-    Args:
-        product: [T, in_features] → [T, N].
-    """
+    """Whether a row of the product [T, in_features] → [T, N] has the same bits at each multiple of
+    ROW_MULTIPLE rows up to most_rows, wherever it stands."""
     x = _opposite(most_rows + ROW_MULTIPLE, in_features).to(dtype)
     few = torch.cat([product(rows) for rows in x.split(ROW_MULTIPLE)])
     shifts = range(1, ROW_MULTIPLE, 2)
@@ -135,8 +112,7 @@ def keeps_bits(
 
 
 def _opposite(rows: int, columns: int) -> Tensor:
-    """[rows, columns] float32 whose second half of columns is the first one backwards with the
-    opposite sign."""
+    """Make columns whose second half is the first one backwards with the opposite sign."""
     half = _numbers(rows, columns // 2)
     middle = half.new_zeros((rows, columns % 2))
     return torch.cat((half, middle, -half.flip(1)), dim=1)

@@ -13,15 +13,7 @@ _CHUNK = 1024
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """Return weight[ids].
-
-    Args:
-        ids: [T] int64 or int32, each in [0, V). This is not checked on a GPU.
-        weight: [V, D], the last axis contiguous.
-
-    Returns:
-        [T, D], dtype of weight.
-    """
+    """Return weight[ids] for ids [T]; that they are in [0, V) is not checked on a GPU."""
     run = embedding_triton if weight.is_cuda else embedding_reference
     return run(ids, weight)
 
@@ -32,16 +24,7 @@ def embedding_reference(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def embedding_share(ids: Tensor, weight: Tensor, first: int) -> Tensor:
-    """Look up ids in a share of a table: weight[ids - first], and zeros for ids that it lacks.
-
-    Args:
-        ids: [T] int64 or int32.
-        weight: [V, D], the vectors of the ids [first, first + V), the last axis contiguous.
-        first: the first id of the share.
-
-    Returns:
-        [T, D], dtype of weight.
-    """
+    """Look up ids in a share [first, first + V) of a table: zeros for ids that it lacks."""
     run = embedding_share_triton if weight.is_cuda else embedding_share_reference
     return run(ids, weight, first)
 

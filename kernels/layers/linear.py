@@ -1,10 +1,9 @@
 """Matrix products with weights.
 
-A library of matrix products may sum a row's terms in another order at another number of rows, so
-that batch mates change the last bits of a row. On a CPU `linear` therefore computes few shapes
-only: multiples of ROW_MULTIPLE rows, and never more than `most_rows`. `cpu_product` tries each of
-them when weights are loaded, and chooses a layout and a `most_rows` with which a row's bits depend
-on the row alone.
+A library may sum a row's terms in another order at another number of rows, so that batch mates
+change a row's last bits. On a CPU `linear` therefore computes few shapes: multiples of ROW_MULTIPLE
+rows up to `most_rows`. `cpu_product` tries them when weights are loaded, and chooses a layout and a
+`most_rows` that keep a row's bits.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ _PACKED_FOR = 64
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """[N, K] in the layout that `linear` is fastest with on its device; the same values.
+    """Return a weight [N, K] in the layout that `linear` is fastest with on its device.
 
-    On a CPU in float32 that is oneDNN's: at 64 rows its products run 1.3 to 1.8 times as fast as
-    those of a plain weight (AMD EPYC, 2 threads). Elsewhere, and where oneDNN does not take the
-    weight, it is returned as it is.
+    On a CPU in float32 that is oneDNN's, 1.3 to 1.8 times as fast at 64 rows (AMD EPYC, 2 threads).
+    Elsewhere, and where oneDNN does not take it, the weight is returned as it is.
     """
     if weight.is_mkldnn or weight.device.type != "cpu" or weight.dtype != torch.float32:
         return weight
@@ -43,26 +41,16 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor,  # [N, K], plain or from `pack_weight`
     bias: Tensor | None = None,
-    most_rows: int | None = MOST_ROWS,
+    most_rows: int | None = MOST_ROWS,  # of one CPU product; None: all T as they are
     *,
-    pad_few: bool = True,
+    pad_few: bool = True,  # fill up fewer than ROW_MULTIPLE rows as well
 ) -> Tensor:
-    """x·Wᵀ + b.
+    """Compute x·Wᵀ + b for x [T, K].
 
-    Args:
-        x: [T, K].
-        weight: [N, K], plain or from `pack_weight`.
-        bias: [N].
-        most_rows: of one product on a CPU, a multiple of ROW_MULTIPLE; None computes all T rows as
-            they are in one.
-        pad_few: fill up fewer than ROW_MULTIPLE rows as well.
-
-    Returns:
-        [T, N], dtype of x. On a CPU a row's bits depend on x's row alone, if most_rows is what
-        `cpu_product.choose_product` found for this weight, and pad_few is true or
-        `cpu_product.few_keep_bits`.
+    On a CPU a row's bits depend on the row alone, if `cpu_product.choose_product` found most_rows
+    for this weight, and pad_few is true or `cpu_product.few_keep_bits`.
     """
     rows = len(x)
     if not rows:
@@ -86,16 +74,9 @@ def add_linear_(
     bias: Tensor | None = None,
     most_rows: int | None = MOST_ROWS,
 ) -> Tensor:
-    """residual += x·Wᵀ + b; returns residual.
+    """Add x·Wᵀ + b to residual [T, N] in place and return it.
 
-    On a GPU the product adds to the residual before it is rounded, which saves a pass over both.
-
-    Args:
-        residual: [T, N], overwritten.
-        x: [T, K].
-        weight: [N, K], plain or from `pack_weight`.
-        bias: [N].
-        most_rows: as of `linear`.
+    On a GPU the product adds before it is rounded, which saves a pass over both.
     """
     if not x.is_cuda:
         return residual.add_(linear(x, weight, bias, most_rows))

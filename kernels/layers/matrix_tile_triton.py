@@ -11,10 +11,10 @@ def load_tile(
     source, first_row, row, k, depth,
     EVEN_K: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Load rows of a matrix [rows, depth] from column k on: BLOCK_K columns, zeros past the last.
+    """Load BLOCK_K columns of a matrix [rows, depth] from column k on, zeros past the last.
 
-    The rows are those from `first_row` on if TMA, else first_row + row. EVEN_K says that BLOCK_K
-    divides the depth.
+    Rows are those from `first_row` on if TMA, else first_row + row. EVEN_K: BLOCK_K divides the
+    depth.
     """
     if TMA:
         tile = source.load([first_row, k])

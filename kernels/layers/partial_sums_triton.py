@@ -1,4 +1,4 @@
-"""The sum over parts of a row, as the kernels compute it that read them."""
+"""The sum over partial results of a row, as the kernels that read them compute it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,9 @@ def sum_parts(
     parts[p · part_stride + r · row_stride].
 
     Parts whose expert ids[r, p] is not below `experts` are left out, if there are `ids`. What a
-    shared expert adds (`SharedPart`), if there is one, comes last.
-
-    Args:
-        row, column: the place of each value, as int64 and int32 that can be broadcast together.
-        exists: which rows there are, shaped as `row`; None stands for all.
-        mask: which values there are.
-        size: the length of a row.
+    shared expert adds (`SharedPart`) comes last. `row` int64, `column` int32 and `mask` (which
+    values there are) broadcast together; `exists` masks rows, None for all; `size` is a row's
+    length.
     """
     source = parts_ptr + row * row_stride + column
     total = tl.zeros(mask.shape, tl.float32)

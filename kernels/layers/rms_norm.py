@@ -15,17 +15,10 @@ _TILE = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute x / sqrt(mean(x²) + eps) · weight over the last axis.
+    """Compute x / sqrt(mean(x²) + eps) · weight over the last axis, which is contiguous.
 
-    Args:
-        x: [D], [T, D] or [T, H, D]; the last axis is contiguous.
-        weight: [D], dtype of x or float32.
-        eps: added to the mean square.
-
-    Returns:
-        A contiguous tensor with the shape and dtype of x. The mean and the division are computed in
-        float32; the product with the weight is in the dtype of the weight. That is as the models
-        were trained: some round to their dtype before the product, some only after it.
+    x has up to three axes; weight [D] has its dtype or float32. Mean and division are in float32,
+    the product with the weight in the weight's dtype: models were trained with either rounding.
     """
     run = rms_norm_triton if x.is_cuda else rms_norm_reference
     return run(x, weight, eps)
@@ -41,18 +34,10 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_of_sum(
     x: Tensor, parts: Tensor, shared: SharedPart | None, weight: Tensor, eps: float
 ) -> Tensor:
-    """Add parts of a sum to rows, and normalise these as `rms_norm` does.
+    """Add partial sums [P, T, D] to rows x [T, D], and normalise these as `rms_norm` does.
 
-    Args:
-        x: [T, D], the last axis contiguous; overwritten with x + Σ_p parts_p + shared, which is
-            computed in float32 and rounded once.
-        parts: [P, T, D], the last axis contiguous; added in their order.
-        shared: added behind them; None adds nothing.
-        weight: [D], dtype of x or float32.
-        eps: added to the mean square.
-
-    Returns:
-        [T, D], contiguous, dtype of x.
+    x is overwritten with x + Σ_p parts_p + shared, computed in float32 in the order of the parts
+    and rounded once. The last axes are contiguous.
     """
     if x.is_cuda:
         return rms_norm_triton(x, weight, eps, parts, shared)
@@ -95,8 +80,7 @@ def rms_norm_triton(
 def sizes_of_parts(
     x: Tensor, parts: Tensor | None, shared: SharedPart | None
 ) -> tuple[int, int, int]:
-    """Return the number of parts [P, T, D] of rows x [T, D] and their strides from part to part and
-    from row to row; zeros if there are none."""
+    """Return the number of parts [P, T, D] and their strides from part to part and row to row."""
     if parts is None:
         assert shared is None
         return 0, 0, 0
@@ -119,8 +103,7 @@ def _rms_norm(
     parts_row, num_rows, inner, size, eps,
     PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes ROWS rows of `size` elements. Row r is x[r // inner, r % inner]; if
-    there are parts, it is overwritten with their sum and itself."""
+    """Each program normalises ROWS rows; parts are added to x[r // inner, r % inner] before."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (column < size)

@@ -10,15 +10,10 @@ from torch import Tensor
 
 
 class SharedPart(NamedTuple):
-    """What the shared expert makes of each token.
+    """What the shared expert makes of each token."""
 
-    Attributes:
-        values: [T, H], contiguous, in the dtype of the sum.
-        gate: [T, 1], contiguous, whose sigmoid the values are multiplied by; None multiplies them
-            by nothing.
-    """
-
-    values: Tensor
+    values: Tensor  # [T, H], contiguous, in the dtype of the sum
+    # [T, 1], contiguous, whose sigmoid is multiplied by; None: no factor
     gate: Tensor | None = None
 
     def gated(self) -> Tensor:
@@ -43,15 +38,6 @@ class SharedPart(NamedTuple):
 def add_up(
     routed: Tensor, residual: Tensor | None, shared: Callable[[], SharedPart] | None
 ) -> Tensor:
-    """Add the parts of a layer in PyTorch, one after another.
-
-    Args:
-        routed: [T, H], the sum over each token's experts; overwritten if there is no residual.
-        residual: [T, H], to which all is added in place; None adds it to nothing.
-        shared: returns what the shared expert adds; None adds nothing.
-
-    Returns:
-        The residual if there is one, else `routed`.
-    """
+    """Add the parts of a layer in PyTorch in this order: into `residual`, or else into `routed`."""
     out = routed if residual is None else residual.add_(routed)
     return out if shared is None else shared().add_to(out)

@@ -1,8 +1,8 @@
 """Causal depthwise convolution with SiLU, whose last inputs are kept for each row.
 
 Channel c of token t becomes silu(Σ_i weight[c, i] · x[t − (K − 1) + i, c]). The K − 1 inputs before
-a row's first token are the *window* in its state slot, or zeros at the beginning of the row. Sums
-and SiLU are computed in float32, and rounded once.
+a row's first token are the *window* in its state slot, or zeros at the row's beginning. Sums and
+SiLU are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -20,35 +20,23 @@ from batchgen.kernels.linear_attention.state_rows import PrefillRows, StepRows
 def causal_conv_step(
     x: Tensor, weight: Tensor, window: Tensor, records: Tensor, rows: StepRows
 ) -> Tensor:
-    """Convolve W tokens of each row; the records are the tokens' inputs.
+    """Convolve W tokens of each row x [B · W, C], row by row, to that shape; their inputs become
+    records.
 
-    Args:
-        x: [B · W, C], the inputs, row by row; the last axis is contiguous.
-        weight: [C, K] of any floating dtype; the last tap is that of the token itself.
-        window: [S, K − 1, C], dtype of x, the last inputs of each slot, the oldest first; each
-            slot's are contiguous. Those of the rows' slots are overwritten, as `StepRows` says.
-        records: [R, N, C], dtype of x, contiguous; overwritten.
-        rows: the B rows.
-
-    Returns:
-        [B · W, C], dtype of x, contiguous.
+    The weight [C, K] ends with the token's own tap. The windows [S, K − 1, C] of the rows' slots,
+    the oldest input first, are overwritten as `StepRows` says, and the records [R, N, C] too; both
+    have x's dtype. A slot's window, the records and the last axis of x are contiguous.
     """
     run = causal_conv_step_triton if x.is_cuda else causal_conv_step_reference
     return run(x, weight, window, records, rows)
 
 
 def causal_conv_prefill(x: Tensor, weight: Tensor, window: Tensor, rows: PrefillRows) -> Tensor:
-    """Convolve the tokens of each row, and leave its last inputs in its slot.
+    """Convolve the tokens x [T, C] of each row, to the same shape, and leave its last inputs in its
+    slot.
 
-    Args:
-        x: [T, C], the inputs; the last axis is contiguous.
-        weight: [C, K] of any floating dtype; the last tap is that of the token itself.
-        window: [S, K − 1, C], dtype of x, the last inputs of each slot, the oldest first; each
-            slot's are contiguous. Overwritten as `PrefillRows` says. Snapshots may be anywhere.
-        rows: the B rows.
-
-    Returns:
-        [T, C], dtype of x, contiguous.
+    Tensors are as for `causal_conv_step`. Windows are overwritten as `PrefillRows` says; snapshots
+    may be anywhere.
     """
     run = causal_conv_prefill_triton if x.is_cuda else causal_conv_prefill_reference
     return run(x, weight, window, rows)

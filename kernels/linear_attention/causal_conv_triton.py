@@ -68,8 +68,7 @@ def _conv_step(
     TAPS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, MOST_PENDING: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes BLOCK channels of one row, and of each token a tile [TILE, BLOCK]: what
-    its TAPS taps see."""
+    """Each program takes BLOCK channels of one row, and per token what its TAPS taps see."""
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     channel = (tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK))[None, :]
     slot = tl.load(slots_ptr + row)

@@ -12,10 +12,8 @@ compiled once."""
 
 @triton.jit
 def row_of_chunk(starts_ptr, index, num_rows, CHUNK: tl.constexpr):
-    """The row to which a chunk belongs, and the chunk's number among those of the row.
-
-    Row r has the chunks from starts[r] // CHUNK + 2 · r on, of which none may be there.
-    """
+    """Find the row that a chunk belongs to, and the chunk's number in it: row r has the chunks from
+    starts[r] // CHUNK + 2 · r on, of which none may be there."""
     found = tl.full((), -1, tl.int32)
     for begin in range(0, num_rows, _ROWS):
         row = begin + tl.arange(0, _ROWS)
@@ -26,10 +24,8 @@ def row_of_chunk(starts_ptr, index, num_rows, CHUNK: tl.constexpr):
 
 @triton.jit
 def tokens_of_chunk(positions_ptr, start, end, chunk, CHUNK: tl.constexpr):
-    """The first token of a chunk of the row of the tokens [start, end), and how many it has.
-
-    A row that starts within a chunk has the rest of that chunk as its first one.
-    """
+    """Find the first token of a chunk of the row [start, end), and how many it has; a row that
+    starts within a chunk has the rest of that as its first one."""
     missing = tl.load(positions_ptr + start, mask=start < end, other=0).to(tl.int32) % CHUNK
     first = tl.maximum(start + chunk * CHUNK - missing, start)
     last = tl.minimum(start + (chunk + 1) * CHUNK - missing, end)

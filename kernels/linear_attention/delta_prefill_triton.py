@@ -1,17 +1,16 @@
 """The chunked form of the gated delta rule in Triton, in two launches.
 
 The first computes what a chunk's tokens do to each other, for all chunks at once. The second goes
-through the chunks of each row and carries the state. With K, Q [64, dk] the raw keys and queries
-of a chunk, V [64, dv] its values and S the state before it, it computes
+through each row's chunks and carries the state. With K, Q [64, dk] the raw keys and queries of a
+chunk, V [64, dv] its values and S the state before it, it computes
 
     U = T·(V − c ∘ K·Sᵀ)
     O = r ∘ Q·Sᵀ + P·U
     S ← d · S + (w ∘ U)ᵀ·K
 
 where T = (I + A)⁻¹·diag(β) solves for the updates U (the UT transform), P has the products of
-queries and keys with the decays between them, and the vectors c, r and w [64] contain decays and
-the norms of keys and queries. So the factors K, Q and V of the products are what the convolution
-wrote, without another rounding.
+queries and keys with the decays between them, and c, r and w [64] contain decays and norms of keys
+and queries. So the factors K, Q and V are the convolution's result without another rounding.
 """
 
 from __future__ import annotations
@@ -31,42 +30,29 @@ from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows
 
 
 class PrefillTiles(NamedTuple):
-    """How the two launches are divided.
+    """How the launches are divided into programs of a scan, and of one chunk of one head."""
 
-    Attributes:
-        block_v: the value channels of a program that goes through a row.
-        scan_warps, scan_stages: of such a program, and how many chunks it loads ahead.
-        chunk_warps: of a program that computes one chunk of one head.
-        chunk_registers: the most registers of a thread of such a program; None leaves it to the
-            compiler.
-    """
-
-    block_v: int
+    block_v: int  # value channels of a program of the scan
     scan_warps: int
-    scan_stages: int
+    scan_stages: int  # chunks that it loads ahead
     chunk_warps: int
-    chunk_registers: int | None = None
+    chunk_registers: int | None = None  # the most of a thread; None lets the compiler choose
 
 
 _FEW = PrefillTiles(block_v=32, scan_warps=4, scan_stages=3, chunk_warps=4, chunk_registers=168)
 _MANY = _FEW._replace(block_v=64)
-"""The fastest on an H200 (heads of 128 channels), with programs for less than the GPU and for more;
-they need 174 and 190 KB of shared memory. The results have the same bits.
-With one stage and 16-bit factors Triton 3.6 makes wrong code for Hopper."""
+"""The fastest on an H200 (heads of 128 channels) for programs that do not fill the GPU and that do,
+with equal bits; they need 174 and 190 KB of shared memory. With one stage and 16-bit factors Triton
+3.6 makes wrong code for Hopper."""
 _FLOAT32 = PrefillTiles(block_v=16, scan_warps=4, scan_stages=1, chunk_warps=8)
 """For factors of 4 bytes, of which fewer fit into shared memory."""
 _MANY_PROGRAMS = 96
-"""So many programs of 64 channels keep most of a GPU's multiprocessors busy."""
+"""This many programs of 64 channels keep most of a GPU's multiprocessors busy."""
 
 
 def choose_tiles(programs: int, dtype: torch.dtype, device: torch.device) -> PrefillTiles:
-    """Return the tiles of a prefill.
-
-    Args:
-        programs: how many programs go through rows if each takes 64 value channels.
-        dtype: the dtype of the factors of products.
-        device: where they are.
-    """
+    """Choose the tiles of a prefill, which `programs` programs of 64 value channels would go
+    through, for factors of products of this dtype."""
     if dtype == torch.float32:
         return _FLOAT32
     if device.type == "cuda" and not has_large_shared_memory(device):
@@ -77,9 +63,9 @@ def choose_tiles(programs: int, dtype: torch.dtype, device: torch.device) -> Pre
 def delta_prefill_triton(
     inputs: DeltaInputs, state: Tensor, rows: PrefillRows, tiles: PrefillTiles | None = None
 ) -> Tensor:
-    """`delta_prefill` in two launches.
+    """Compute `delta_prefill` in two launches.
 
-    Factors of 16 bits are multiplied as they are. Those in float32 are split into three parts each,
+    16-bit factors are multiplied as they are. Those in float32 are split into three parts each,
     whose products have nearly the accuracy of float32.
     """
     _, value_heads, value_dim, key_dim = state.shape
@@ -191,10 +177,9 @@ def _delta_chunks(
 def _inverse_of_one_plus(system, i, j, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
     """(I + A)⁻¹ for a matrix A [64, 64] that is zero on and above its diagonal.
 
-    Blocks on the diagonal are solved first, of 2, 4, … rows: [[L, 0], [E, M]]⁻¹ is
-    [[L⁻¹, 0], [−M⁻¹·E·L⁻¹, M⁻¹]]. No element of any of these matrices exceeds 1, because each is a
-    product of keys with keys from which other keys were taken out. So float16, which is as precise
-    as tf32, does for factors unless the model is in float32.
+    Diagonal blocks of 2, 4, … rows are solved first: [[L, 0], [E, M]]⁻¹ is [[L⁻¹, 0], [−M⁻¹·E·L⁻¹,
+    M⁻¹]]. No element exceeds 1, since each is a product of keys with keys from which others were
+    taken out. So float16, as precise as tf32, does for factors unless the model is in float32.
     """
     factor: tl.constexpr = tl.float16 if PRECISION is None else tl.float32
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, system, 0.0)

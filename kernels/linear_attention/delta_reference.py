@@ -12,23 +12,18 @@ from batchgen.kernels.linear_attention.delta_inputs import NORM_EPS, DeltaInputs
 from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows, StepRows
 
 _CACHE_BYTES = 2 * 2**20
-"""Bytes of states that are worked on at a time: with those of 243 rows at once, each of 64 KiB, a
-step took twice as long."""
+"""Bytes of states that are worked on at a time: with 243 rows of 64 KiB at once a step took twice
+as long."""
 
 
 class _Tokens(NamedTuple):
-    """T tokens in float32, ready for the recurrence.
+    """T tokens in float32, ready for the recurrence."""
 
-    Attributes:
-        query: [T, nv, dk], key: [T, nk, dk], value: [T, nv, dv].
-        log_decay: [T, nv], beta: [T, nv].
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    log_decay: Tensor
-    beta: Tensor
+    query: Tensor  # [T, nv, dk]
+    key: Tensor  # [T, nk, dk]
+    value: Tensor  # [T, nv, dv]
+    log_decay: Tensor  # [T, nv]
+    beta: Tensor  # [T, nv]
 
 
 def _prepare(inputs: DeltaInputs, state: Tensor) -> _Tokens:
@@ -55,9 +50,9 @@ def _unit(x: Tensor) -> Tensor:
 def delta_step_reference(
     inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: StepRows
 ) -> Tensor:
-    """`delta_step` in PyTorch. A row's bits on a CPU depend on the row alone.
+    """`delta_step` in PyTorch, for few rows at a time, whose states stay in a CPU's cache.
 
-    It takes as many rows at a time as have states that stay in a cache of the CPU.
+    A row's bits on a CPU depend on the row alone.
     """
     count, width = len(rows.slots), rows.width
     together = max(1, _CACHE_BYTES // (state[0].numel() * state.itemsize))
@@ -96,13 +91,7 @@ def _step_rows(inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: 
 
 
 def _changed(decayed: Tensor, update: Tensor, key: Tensor) -> Tensor:
-    """S + u ⊗ k, the same operations in a step and when its records are folded.
-
-    Args:
-        decayed: [B, nv, dv, dk], the state after its decay.
-        update: [B, nv, dv].
-        key: [B, nv, dk].
-    """
+    """Compute S + u ⊗ k for S [B, nv, dv, dk], as a step and the folding of its records both do."""
     return decayed + update[:, :, :, None] * key[:, :, None, :]
 
 
@@ -114,8 +103,8 @@ def _repeat(key: Tensor, repeats: int) -> Tensor:
 def delta_prefill_reference(inputs: DeltaInputs, state: Tensor, rows: PrefillRows) -> Tensor:
     """`delta_prefill` in PyTorch, row by row and chunk by chunk.
 
-    All chunks are filled up to 64 tokens with tokens that change nothing. So all products have the
-    same shapes, and a row's bits on a CPU depend on the row alone.
+    All chunks are filled up to 64 tokens with tokens that change nothing, so that all products have
+    one shape, and a row's bits on a CPU depend on the row alone.
     """
     tokens = _prepare(inputs, state)
     out, first = torch.zeros_like(tokens.value), 0
@@ -140,11 +129,10 @@ def delta_prefill_reference(inputs: DeltaInputs, state: Tensor, rows: PrefillRow
 
 
 def _run_chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs [n, nv, dv] of n ≤ 64 tokens, and the state [nv, dv, dk] after them.
+    """Compute the outputs [n, nv, dv] of n ≤ 64 tokens, and the state [nv, dv, dk] after them.
 
-    The updates of a chunk solve (I + A)·U = β·(V − decayed K·Sᵀ), where A below its diagonal is
-    β_i (k_i·k_j) times the decay from j to i. It is solved for both terms before the state is
-    known.
+    A chunk's updates solve (I + A)·U = β·(V − decayed K·Sᵀ), where A below its diagonal is β_i
+    (k_i·k_j) times the decay from j to i. Both terms are solved before the state is known.
     """
     count, repeats = len(tokens.query), state.shape[0] // tokens.key.shape[1]
     query, key, value, log_decay, beta = (_filled(x) for x in tokens)

@@ -1,7 +1,7 @@
-"""The gated delta rule token by token over rows of any length, for tokens that were read so before.
+"""The gated delta rule token by token over rows of any length.
 
-When a row has lost its state, the tokens that decode steps have read must go through the same form
-of the recurrence again, because the chunked form rounds otherwise.
+When a row has lost its state, tokens that decode steps have read must go through that form of the
+recurrence again, because the chunked form rounds otherwise.
 """
 
 from __future__ import annotations
@@ -19,21 +19,14 @@ from batchgen.kernels.linear_attention.state_rows import PrefillRows, StepRows
 _WIDTH = 64
 """The most tokens of a step of the reference."""
 _BLOCK_V = 16
-"""The value channels of a program. Few rows are read again at once, so many programs share one."""
+"""Value channels of a program: few, since few rows are read again at once."""
 
 
 def delta_replay(inputs: DeltaInputs, state: Tensor, rows: PrefillRows) -> Tensor:
     """Run the tokens of each row from the state in its slot, or from zeros, one by one.
 
-    On a CPU the outputs and states have the bits of steps that read these tokens.
-
-    Args:
-        inputs: T tokens, row by row.
-        state: [S, nv, dv, dk] float32, each slot's contiguous; overwritten as `PrefillRows` says.
-        rows: the B rows, without snapshots.
-
-    Returns:
-        [T, nv, dv], dtype of `inputs.qkv`, contiguous: o of each token.
+    Tensors are as for `delta_prefill`; the rows have no snapshots. On a CPU outputs and states have
+    the bits of steps that read these tokens.
     """
     assert rows.snapshots is None
     run = delta_replay_triton if state.is_cuda else delta_replay_reference

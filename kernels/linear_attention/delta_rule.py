@@ -8,9 +8,8 @@ Each of nv value heads keeps a matrix S [dv, dk] for each row. A token with key 
     S ← S + u ⊗ k
     o = S·q
 
-There are two forms. `delta_step` does this token by token, `delta_prefill` for chunks of tokens
-with matrix products. Their results differ in how they are rounded. `delta_replay` reads many tokens
-in the first form.
+`delta_step` does this token by token, `delta_prefill` for chunks of tokens with matrix products,
+which round otherwise. `delta_replay` reads many tokens in the first form.
 """
 
 from __future__ import annotations
@@ -30,36 +29,22 @@ from batchgen.kernels.linear_attention.state_rows import PrefillRows, StepRows
 def delta_step(inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: StepRows) -> Tensor:
     """Run W tokens of each row from the state in its slot and the records that are pending.
 
-    On a CPU, to fold the records of some tokens gives the very bits of the state that a step of
-    these tokens reaches. On a GPU the pending records are summed in another order, so that the
-    results of rows whose states were written back at other times differ by roundings.
-
-    Args:
-        inputs: B · W tokens, row by row.
-        state: [S, nv, dv, dk] float32, each slot's contiguous; overwritten as `StepRows` says.
-        records: those of the slots; overwritten.
-        rows: the B rows.
-
-    Returns:
-        [B · W, nv, dv], dtype of `inputs.qkv`, contiguous: o of each token.
+    The inputs are B · W tokens, row by row. `state` [S, nv, dv, dk] float32, each slot's
+    contiguous, is overwritten as `StepRows` says, and the rows' records are. Returns o of each
+    token [B · W, nv, dv] in qkv's dtype. On a CPU, folding the records of tokens gives the very
+    bits of the state that a step of these tokens reaches. On a GPU the pending records are summed
+    in another order, so rows whose states were written back at other times differ by roundings.
     """
     run = delta_step_triton if state.is_cuda else delta_step_reference
     return run(inputs, state, records, rows)
 
 
 def delta_prefill(inputs: DeltaInputs, state: Tensor, rows: PrefillRows) -> Tensor:
-    """Run the tokens of each row from the state in its slot, or from zeros, in chunks of 64.
+    """Run T tokens of the rows from the states in their slots, or from zeros, in chunks of 64.
 
-    On a GPU the factors of matrix products are rounded to the dtype of `inputs.qkv`; the sums and
-    the state stay in float32.
-
-    Args:
-        inputs: T tokens, row by row.
-        state: [S, nv, dv, dk] float32, each slot's contiguous; overwritten as `PrefillRows` says.
-        rows: the B rows.
-
-    Returns:
-        [T, nv, dv], dtype of `inputs.qkv`, contiguous: o of each token.
+    `state` [S, nv, dv, dk] float32, each slot's contiguous, is overwritten as `PrefillRows` says.
+    Returns o of each token [T, nv, dv] in qkv's dtype. On a GPU the factors of matrix products are
+    rounded to that dtype; sums and states stay in float32.
     """
     run = delta_prefill_triton if state.is_cuda else delta_prefill_reference
     return run(inputs, state, rows)

@@ -1,19 +1,19 @@
 """A decode step of the gated delta rule in Triton.
 
-The pending records of a row are not folded to compute its tokens. If S is the stored state and
-u_e, k_e and d_e are what the pending tokens and those of the step did, then token t, its own entry
+The pending records of a row are not folded to compute its tokens. If S is the stored state and u_e,
+k_e and d_e are what the pending tokens and the step's own did, then token t, its own entry
 included, has the state
 
-    G·S + Σ_e g_e · u_e ⊗ k_e,    G = Π d_i over all,    g_e = Π d_i over those behind e,
+    G·S + Σ_e g_e · u_e ⊗ k_e,    G = Π d_i over all,    g_e = Π d_i over the entries behind e,
 
 so what it makes of its key k and its query q is
 
     found = G·S·k + Σ_e g_e (k_e·k) u_e,    u = β · (v − found),    o = G·S·q + Σ_e g_e (k_e·q) u_e.
 
-The first launch computes all that does not depend on states: G, and the factors before each u_e. A
-program of the second launch holds some value channels of one head's state in registers. It reads
-them once, and writes them back, with the pending records folded into them, only when many are
-pending. Reading states is nearly all the memory traffic there is, and what the time is made of.
+The first launch computes what does not depend on states: G, and the factors before each u_e. A
+program of the second holds some value channels of one head's state in registers. It reads them
+once, and writes them back, with the pending records folded in, only when many are pending: the
+traffic of states is what the time is made of.
 """
 
 from __future__ import annotations
@@ -31,16 +31,11 @@ from batchgen.kernels.linear_attention.state_rows import StepRows
 
 
 class StepTiles(NamedTuple):
-    """How the state of a head is divided.
+    """How the state of a head is divided."""
 
-    Attributes:
-        block_v: the value channels of a program.
-        lanes: the threads that share one of them. Fewer threads exchange less to sum over the key
-            channels, and hold more keys each.
-        num_warps: of a program.
-    """
-
-    block_v: int
+    block_v: int  # value channels of a program
+    # Threads that share a value channel: fewer exchange less to sum over the key channels, and hold
+    # more keys each.
     lanes: int
     num_warps: int
 
@@ -102,10 +97,7 @@ def _prepare_step(
     RING: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     ENTRIES: tl.constexpr, BLOCK_K: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes one key head of one row, and the value heads that share it.
-
-    The keys and the decays of the step's tokens go to the records.
-    """
+    """Each program takes one key head of one row, and writes its keys and decays to the records."""
     row, key_head = (tl.program_id(0) // KEY_HEADS).to(tl.int64), tl.program_id(0) % KEY_HEADS
     slot = tl.load(slots_ptr + row)
     pending = tl.minimum(tl.maximum(tl.load(pending_ptr + slot), 0), RING)
@@ -127,7 +119,7 @@ def _prepare_step(
     behind = tl.load(
         behind + head[:, None], mask=is_head[:, None] & (entry[None, :] + 1 < pending), other=1.0
     )
-    # [SHARE, ENTRIES], the decays behind each entry; those of all entries together.
+    # [SHARE, ENTRIES], the decays behind each entry; the decay of all entries together.
     since = tl.cumprod(behind, axis=1, reverse=True)
     whole = tl.sum(tl.where(entry[None, :] == 0, since, 0.0), axis=1)
     whole *= tl.sum(tl.where(entry[None, :] == 0, tl.load(decays, mask=oldest, other=1.0), 0.0), 1)
@@ -184,10 +176,10 @@ def _delta_step(
 ):  # fmt: skip
     """Each program takes BLOCK_V value channels of one head of one row.
 
-    Tiles of the state have the axes [GROUPS, BLOCK_V, SPAN], and the key channel is group · SPAN +
-    the last index. They are loaded as [GROUPS · BLOCK_V, SPAN], so that Triton gives the last axis
-    and the value channels to the threads of a warp, and the groups to registers. Sums over key
-    channels are then made mostly within threads.
+    Tiles of the state have the axes [GROUPS, BLOCK_V, SPAN]; the key channel is group · SPAN + the
+    last index. Loaded as [GROUPS · BLOCK_V, SPAN], they have the last axis and value channels in
+    the threads of a warp and the groups in registers, so sums over key channels are mostly within
+    threads.
     """
     block = tl.program_id(0) % BLOCKS
     head = tl.program_id(0) // BLOCKS % VALUE_HEADS
@@ -256,8 +248,7 @@ def _load_token(
     keys, queries, values, gates, factors, record, token, is_key, is_value, qkv_stride,
     key_stride, VALUE_HEADS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """k and q [GROUPS, SPAN] and v [BLOCK_V] of a token of the step, its β and its G, and the
-    factors [ENTRIES] before each u for k and for q."""
+    """Load k, q [GROUPS, SPAN], v [BLOCK_V], β, G and the factors [ENTRIES] before each u."""
     key = tl.load(keys + record * key_stride, mask=is_key, other=0.0)
     query = tl.load(queries + token * key_stride, mask=is_key, other=0.0)
     v = tl.load(values + token * qkv_stride, mask=is_value, other=0.0).to(tl.float32)

@@ -14,14 +14,8 @@ _TILE = 1024
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute weight · x / sqrt(mean(x²) + eps) · silu(gate), with the mean over each head.
 
-    Args:
-        x: [T, H, D], contiguous.
-        gate: [T, H · D], dtype of x; the last axis is contiguous.
-        weight: [D] of any floating dtype.
-        eps: added to the mean square.
-
-    Returns:
-        [T, H · D], dtype of x, contiguous. All is computed in float32 and rounded once.
+    All is computed in float32 and rounded once, to [T, H · D] in x's dtype. x is [T, H, D],
+    contiguous; gate [T, H · D], the last axis contiguous; weight [D].
     """
     run = gated_rms_norm_triton if x.is_cuda else gated_rms_norm_reference
     return run(x, gate, weight, eps)

@@ -1,7 +1,7 @@
 """Which rows an operation of linear attention reads, and where their states are.
 
 The operations keep a state per row in *state slots*. Slot 0 is scratch: rows that pad a batch have
-it, and whatever is written there is never read.
+it, and what is written there is never read.
 """
 
 from __future__ import annotations
@@ -19,38 +19,25 @@ such a multiple has the bits of one that is not cut."""
 class StepRows(NamedTuple):
     """The B rows of a decode step, each with W tokens that stand one behind the other.
 
-    A step does not change the state beyond the tokens that were accepted before it. What those do
-    to the state stands in the slot's records, a ring of N: the pending ones from `first[slot]` on,
-    the oldest first. The step folds them into the state as it reads it, runs its W tokens from
-    there, and writes their records behind the pending ones, which needs pending + W ≤ N. It writes
-    the folded state back only if more than `most_pending` records are pending, since a state is as
-    large as many records.
-
-    Attributes:
-        slots: [B] int64, the rows' state slots.
-        pending: [R] int32, the number of accepted records of each slot that its state lacks. It is
-            read on the device. A number outside 0 … N counts as the nearest of these.
-        first: [R] int32, the place of the oldest of them in the ring.
-        width: W. With 0 the step folds and does nothing else.
-        most_pending: the state is written back when more records than this are pending. The caller
-            must then count those as folded.
+    A step does not change the state beyond the tokens accepted before it. What those do to the
+    state stands in the slot's records, a ring of N: the pending ones from `first[slot]` on, the
+    oldest first. The step folds them as it reads the state, runs its W tokens, and writes their
+    records behind, which needs pending + W ≤ N. It writes the folded state back only if more than
+    `most_pending` are pending, since a state is as large as many records; the caller must then
+    count them as folded.
     """
 
-    slots: Tensor
-    pending: Tensor
-    first: Tensor
-    width: int
+    slots: Tensor  # [B] int64, the rows' state slots
+    pending: Tensor  # [R] int32, read on the device; clamped to 0 … N
+    first: Tensor  # [R] int32: where in the ring the oldest pending one stands
+    width: int  # W; with 0 the step folds and does nothing else
     most_pending: int
 
     def places(self, ring: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Find the records of the B rows.
+        """Find the B rows' records in rings of N, as int64.
 
-        Args:
-            ring: N, the records that a slot has.
-
-        Returns:
-            [B], the numbers of pending records; [B, N], all places of the ring, from that of the
-            oldest pending record on; [B, W], those of the W new records. All are int64.
+        Returns the numbers of pending records [B], all places of the ring from the oldest pending
+        record on [B, N], and the places of the W new records [B, W].
         """
         pending = self.pending[self.slots].long().clamp(0, ring)
         first = self.first[self.slots].long()[:, None]
@@ -62,28 +49,19 @@ class StepRows(NamedTuple):
 class PrefillRows(NamedTuple):
     """The B rows of a prefill, whose T tokens stand one row behind the other.
 
-    A row whose first token has position 0 starts from a state of zeros, as its slot may hold
-    anything. Any other row starts from the state in its slot, whose records must have been folded.
-    The state after the row's last token is written to its slot.
+    A row whose first token has position 0 starts from zeros, whatever its slot holds. Any other row
+    starts from the state in its slot, whose records must have been folded. The state after the
+    row's last token is written to its slot. A row without tokens leaves its slot as it is.
 
-    Attributes:
-        slots: [B] int64, the rows' state slots.
-        positions: [T] int64, the absolute position of each token in its row. Only those of the
-            rows' first tokens are read; the others follow from them.
-        starts: [B + 1] int32 on the device, where each row's tokens begin; the last entry is where
-            the last row ends. A row may have no tokens, and its slot is left as it is. Tokens after
-            the last row may hold anything.
-        snapshots: [B, N, 2] int64, copies of the state that each row leaves: after how many of its
-            tokens, and in which slot. Entries with 0 tokens are unused. The number must end a chunk
-            of 64, counted from position 0, or the row. None if no row leaves any.
-        query_lens: the number of tokens of each row on the host; None if only the device knows it.
+    Snapshots are copies of the state that a row leaves: after how many of its tokens, and in which
+    slot. That number must end a chunk of 64, counted from position 0, or the row; 0 is unused.
     """
 
-    slots: Tensor
-    positions: Tensor
-    starts: Tensor
-    snapshots: Tensor | None
-    query_lens: tuple[int, ...] | None
+    slots: Tensor  # [B] int64, the rows' state slots
+    positions: Tensor  # [T] int64; only the first of each row is read
+    starts: Tensor  # [B + 1] int32 on the device; tokens after the last row may hold anything
+    snapshots: Tensor | None  # [B, N, 2] int64
+    query_lens: tuple[int, ...] | None  # the rows' tokens; None: only the device knows
 
     def lengths(self) -> tuple[int, ...]:
         """Return the number of tokens of each row; this waits for the device if it must."""

@@ -1,13 +1,12 @@
 """Absorbed latent attention in Triton: all heads attend to the paged latents themselves.
 
-To its queries a token's latent and rotated key are the key of one head, and the latent is also the
-value, so it is read once for both. There are two kernels around the same loop: one for decode
-steps, which cuts contexts into splits as `attention.decode` does, with its plan and its
-combination, and one for tiles of queries of rows of different lengths. Both read contexts' lengths
-on the device only, so captured CUDA graphs stay right while contexts grow.
+A token's latent and rotated key are the key of one head, and the latent is also the value, so it is
+read once. Two kernels share a loop: one for decode steps, with the splits of `attention.decode`,
+and one for tiles of queries of rows of different lengths. Both read contexts' lengths on the
+device, so captured CUDA graphs stay right while contexts grow.
 
-A latent is taken in four quarters. The products of a quarter do not wait for those of another, as
-the steps of one long sum would, and the compiler needs two thirds of the registers.
+A latent is taken in four quarters, whose products do not wait for each other as the steps of one
+long sum would; the compiler needs two thirds of the registers.
 """
 
 from __future__ import annotations
@@ -36,55 +35,33 @@ values for each head, so it is several times as large as that of grouped-query a
 
 @dataclass(frozen=True, slots=True)
 class AbsorbedConfig:
-    """Sizes that the kernels are compiled and launched with.
+    """Sizes of the kernels; num_stages and programs_per_sm change no bit of the result."""
 
-    Attributes:
-        queries: the most queries, that is tokens times heads, of one program.
-        block_n: the cached tokens of a tile.
-        num_warps: the warps of a program.
-        num_stages: the depth of the pipeline of loads; it changes no bit of the result.
-        programs_per_sm: the programs per multiprocessor in a decode step; no bit depends on it.
-    """
-
-    queries: int
-    block_n: int
+    queries: int  # the most queries, tokens times heads, of one program
+    block_n: int  # cached tokens of a tile
     num_warps: int
     num_stages: int
-    programs_per_sm: int
+    programs_per_sm: int  # in a decode step
 
 
 _WIDE = AbsorbedConfig(64, 64, num_warps=4, num_stages=3, programs_per_sm=1)
-"""For batches of which each program takes one unit or two. It has twice as much in flight as one of
-two programs that share a multiprocessor, so programs whose units are long do not hold up the rest
-so much: 65 against 78 microseconds for 256 rows of 250 to 1,170 tokens on an H200. It needs 164 KiB
-of shared memory."""
+"""The sizes for batches of one or two units per program, with twice as much in flight: 65 against
+78 µs for 256 rows of 250 to 1,170 tokens (H200). It needs 164 KiB of shared memory."""
 
 
 def most_latent_splits(few_rows: bool, width: int) -> int:
-    """Choose the most splits that a row of `width` queries may have.
-
-    Args:
-        few_rows: the batch has few rows, as `attention.decode.split_length` counts.
-        width: the queries of each row.
-    """
+    """Choose the most splits of a row of `width` queries; few rows are below `ENOUGH_PROGRAMS`."""
     return max((_MOST_SPLITS if few_rows else _MOST_SPLITS // 2) // width, 2)
 
 
 def decode_span(num_heads: int, width: int, itemsize: int) -> int:
-    """Return how many heads one program of a decode step takes: a divisor of all, as many as fit;
-    0 if a row has more queries than a program takes."""
+    """Return how many heads a decode step's program takes, a divisor of all; 0 if none fits."""
     most = _config(64, itemsize).queries // width
     return max((n for n in range(1, num_heads + 1) if not num_heads % n and n <= most), default=0)
 
 
 def _decode_config(q: Tensor, queries: int, items: int) -> AbsorbedConfig:
-    """Choose the sizes of a decode step's kernel.
-
-    Args:
-        q: the queries.
-        queries: how many of them a program takes.
-        items: the number of rows, times the groups of heads that programs take.
-    """
+    """Choose sizes for a decode step with `items` pairs of a row and a program's group of heads."""
     config = _config(queries, q.itemsize)
     one_or_two = ENOUGH_PROGRAMS <= items <= device_programs(q.device, config.programs_per_sm)
     if queries <= 16 and q.itemsize == 2 and one_or_two:
@@ -93,11 +70,7 @@ def _decode_config(q: Tensor, queries: int, items: int) -> AbsorbedConfig:
 
 
 def _config(queries: int, itemsize: int) -> AbsorbedConfig:
-    """Choose the sizes of the kernels for programs of so many queries.
-
-    The sums of 64 queries take half of a multiprocessor's registers. float32 does not run on tensor
-    cores, so the operands of its products need registers too.
-    """
+    """Choose sizes by the registers that the sums of 64 queries, and float32 operands, need."""
     if itemsize == 4:
         return AbsorbedConfig(16, 16, num_warps=8, num_stages=1, programs_per_sm=1)
     if queries <= 16:
@@ -108,29 +81,19 @@ def _config(queries: int, itemsize: int) -> AbsorbedConfig:
 
 
 def latent_decode(
-    q: Tensor,
-    turned: Tensor,
-    plane: Tensor,
-    positions: Tensor,
-    block_tables: Tensor,
+    q: Tensor,  # [B · W, num_heads, L], the queries of latents
+    turned: Tensor,  # [B · W, num_heads, R], the rotated queries
+    plane: Tensor,  # [num_blocks, block_size, L + R], contiguous
+    positions: Tensor,  # [B · W] int64, as for the plan
+    block_tables: Tensor,  # [B, N] int
     scale: float,
-    plan: DecodePlan,
+    plan: DecodePlan,  # from `plan_decode`, for W that `decode_span` takes
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·latent for W queries per row over the rows' cached contexts.
 
-    Args:
-        q: [B · W, num_heads, L], the queries of latents; the last axis is contiguous.
-        turned: [B · W, num_heads, R], the rotated queries, likewise.
-        plane: [num_blocks, block_size, L + R], contiguous; it already holds the queries' own
-            tokens. Its latents are finite, as `prepare_latent` ensures.
-        positions: [B · W] int64, the same as for `plan`.
-        block_tables: [B, N] int32 or int64, the last axis contiguous.
-        scale: the factor of the scores.
-        plan: from `attention.decode.plan_decode`, for W that `decode_span` takes.
-
-    Returns:
-        [B · W, num_heads, L], in q's dtype, contiguous. A query that sees a NaN key is NaN, and no
-        other is.
+    The plane already holds the queries' tokens, with finite latents (`prepare_latent`). The last
+    axes are contiguous. Returns [B · W, num_heads, L] in q's dtype; a query that sees a NaN key is
+    NaN, and no other is.
     """
     tokens, num_heads, size = q.shape
     rotated, width = turned.shape[2], plan.width
@@ -157,23 +120,13 @@ def latent_prefill(
     q: Tensor,
     turned: Tensor,
     plane: Tensor,
-    positions: Tensor,
+    positions: Tensor,  # [T] int64, not descending within a row
     block_tables: Tensor,
     scale: float,
-    tiles: Tensor,
-    tile: int,
+    tiles: Tensor,  # [num_tiles, 3] int32 from `attention.prefill.cut_tiles`
+    tile: int,  # the most tokens of a tile
 ) -> Tensor:
-    """Compute softmax(q·kᵀ·scale)·latent for rows of different numbers of queries.
-
-    Args:
-        q, turned, plane, block_tables, scale: as for `latent_decode`, for T queries.
-        positions: [T] int64, in a row each at least as large as the one before.
-        tiles: [num_tiles, 3] int32, as `attention.prefill.cut_tiles` makes them.
-        tile: the most tokens of a tile.
-
-    Returns:
-        [T, num_heads, L], in q's dtype, contiguous.
-    """
+    """Compute what `latent_decode` does, [T, num_heads, L], for rows of different lengths."""
     tokens, num_heads, size = q.shape
     assert plane.is_contiguous() and plane.shape[2] == size + turned.shape[2]
     assert q.stride(2) == turned.stride(2) == block_tables.stride(1) == 1
@@ -216,11 +169,7 @@ def _latent_decode(
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes one (unit, group of heads) item of each round.
-
-    Items are sorted by length, and programs take them forwards in even rounds and backwards in odd
-    ones, so the total lengths of any two programs differ by at most the length of one unit.
-    """
+    """Each program takes one (unit, group of heads) of each round, as in `_decode_kernel`."""
     programs = tl.num_programs(0)
     total = tl.load(count) * GROUPS
     query = tl.arange(0, QUERIES_PAD)
@@ -298,11 +247,10 @@ def _attend(
     ROTATED_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the positions from `start` to `stop` - 1 with online softmax, in powers of 2.
+    """Attend to the positions from `start` to `stop` - 1, as `attention.decode._attend_unit` does.
 
-    `q` and `turned` [QUERIES_PAD] point to the two parts of each query, and `limit` [QUERIES_PAD]
-    is the last position that it sees. Returns for each query its largest score (times log₂ e), the
-    sum of its weights relative to that score, and the weighted sums of the latents' quarters.
+    `q` and `turned` [QUERIES_PAD] point to the two parts of each query. Returns the largest scores,
+    sums of weights and weighted sums of the latents' quarters.
     """
     spin = tl.arange(0, ROTATED_PAD)
     lane = tl.arange(0, BLOCK_N)
@@ -367,11 +315,7 @@ def _quarter(
     rows, exists, INDEX: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Load PART values of each row of SIZE values that `rows` points to; 0 where there are none.
-
-    Triton's interpreter multiplies the bits of bfloat16 as integers. The products of float32
-    copies, which it gets, are the same as those on a GPU.
-    """
+    """Load PART values of rows of SIZE values, or 0; in float32 for Triton's interpreter."""
     dim = INDEX * PART + tl.arange(0, PART)
     mask = exists[:, None]
     if SIZE != 4 * PART:

@@ -1,9 +1,8 @@
-"""Expanded latent attention in Triton: attention of many new tokens over keys and values that were
-made of the latents of their contexts.
+"""Expanded latent attention in Triton, over keys and values made of the latents of the contexts.
 
-The latents of all contexts are copied out of the pages, one row behind another, and expanded by one
-matrix product. Attention then reads plain matrices. It is FlashAttention-2 (Dao 2023) on rows of
-different lengths, with a key in two parts: one per head, and one rotated that all heads share.
+The latents of all contexts are copied out of the pages and expanded by one matrix product. Then
+attention is FlashAttention-2 (Dao 2023) on rows of different lengths, with a key in two parts: one
+per head, and a rotated one that all heads share.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from batchgen.kernels.attention.kv_gather import upload
 from batchgen.kernels.attention.prefill import cut_tiles
 
 _MOST_CONTEXT = 4
-"""The context tokens for each new token up to which an expansion pays: it takes as many operations
-as it saves when some 170 new tokens of each row share it, and its result needs memory."""
+"""The context tokens per new token up to which expanding pays: it costs what it saves when some 170
+new tokens of each row share it, and its result needs memory."""
 _LEAST_TOKENS = 256
 """The new tokens from which an expansion pays. For fewer its launches cost more than it saves."""
 _MOST_BYTES = 512 * 2**20
@@ -32,36 +31,22 @@ _MOST_BYTES = 512 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ExpandedConfig:
-    """Sizes that the kernel is compiled with.
+    """Sizes that the kernel is compiled with."""
 
-    Attributes:
-        block_m: the queries of a tile, all of one head.
-        block_n: the tokens of a tile of keys.
-        num_warps: the warps of a program.
-        num_stages: the depth of the pipeline of loads.
-    """
-
-    block_m: int
-    block_n: int
+    block_m: int  # queries of a tile, all of one head
+    block_n: int  # tokens of a tile of keys
     num_warps: int
     num_stages: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandedPlan:
-    """Where the contexts of B rows go, and how their queries are cut; for all layers of a forward.
+    """Where the contexts of B rows go, and how their queries are cut; all layers share it."""
 
-    Attributes:
-        slots: [S] int64, the KV slots of all rows' contexts, one row behind another.
-        places: [B] int32, where each row's context begins among them.
-        tiles: [num_tiles, 3] int32, as `attention.prefill.cut_tiles` makes them.
-        config: the sizes that the tiles were cut for.
-    """
-
-    slots: Tensor
-    places: Tensor
-    tiles: Tensor
-    config: ExpandedConfig
+    slots: Tensor  # [S] int64, the KV slots of all contexts, row by row
+    places: Tensor  # [B] int32, where each row's context begins among them
+    tiles: Tensor  # [num_tiles, 3] int32 from `attention.prefill.cut_tiles`
+    config: ExpandedConfig  # the sizes that the tiles were cut for
 
 
 def does_expansion_pay(
@@ -69,10 +54,7 @@ def does_expansion_pay(
 ) -> bool:
     """Whether a prefill is faster if its contexts are expanded, and whether there is room for that.
 
-    Args:
-        query_lens: [B] new tokens of each row.
-        context_lens: [B] tokens of each row in the cache, the new ones included.
-        token_bytes: the bytes of the expanded key and value of one token.
+    `token_bytes` is the size of one token's expanded key and value.
     """
     new, context = sum(query_lens), sum(context_lens)
     return (
@@ -84,23 +66,14 @@ def does_expansion_pay(
 
 def plan_expanded(
     query_lens: Sequence[int],
-    context_lens: Sequence[int],
+    context_lens: Sequence[int],  # [B], the new tokens included
     block_tables: Tensor,
     block_size: int,
-    key_size: int,
+    key_size: int,  # of a head's key, without the rotated values
     value_size: int,
-    itemsize: int,
+    itemsize: int,  # bytes of a value
 ) -> ExpandedPlan:
-    """Plan the expanded attention of B rows.
-
-    Args:
-        query_lens: [B] new tokens of each row.
-        context_lens: [B] tokens of each row in the cache, the new ones included.
-        block_tables: [B, N], the rows' blocks.
-        block_size: the tokens of a block.
-        key_size, value_size: the values of a head's key that are not rotated, and of its value.
-        itemsize: the bytes of a value.
-    """
+    """Plan the expanded attention of B rows."""
     config = _config(key_size, value_size, itemsize)
     device = block_tables.device
     lens = torch.tensor(context_lens, dtype=torch.int64)
@@ -124,29 +97,17 @@ def _config(key_size: int, value_size: int, itemsize: int) -> ExpandedConfig:
 
 
 def expanded_attention(
-    q: Tensor,
-    key_values: Tensor,
-    keys: Tensor,
-    positions: Tensor,
-    scale: float,
+    q: Tensor,  # [T, num_heads, N + R], the last R rotated; axes 1, 2 contiguous
+    key_values: Tensor,  # [S, num_heads, N + V], contiguous
+    keys: Tensor,  # [S, R], the rotated keys; the last axis is contiguous
+    positions: Tensor,  # [T] int64, not descending within a row
+    scale: float,  # above 0
     plan: ExpandedPlan,
-    out: Tensor | None = None,
+    out: Tensor | None = None,  # contiguous, overwritten
 ) -> Tensor:
-    """Compute softmax(q·kᵀ·scale)·v for rows of queries over their expanded contexts.
+    """Compute softmax(q·kᵀ·scale)·v [T, num_heads, V] for rows of queries over expanded contexts.
 
-    Args:
-        q: [T, num_heads, N + R], the last two axes contiguous; the last R values are rotated.
-        key_values: [S, num_heads, N + V], contiguous: the contexts' keys and values.
-        keys: [S, R], the contexts' rotated keys; the last axis is contiguous. NaN makes those
-            queries NaN that see it.
-        positions: [T] int64, in a row each at least as large as the one before.
-        scale: the factor of the scores, above 0.
-        plan: from `plan_expanded`.
-        out: [T, num_heads, V], in q's dtype, contiguous, which is overwritten with the result; None
-            makes a new tensor.
-
-    Returns:
-        [T, num_heads, V], in q's dtype, contiguous.
+    A query that sees a NaN key is NaN.
     """
     tokens, num_heads, query_size = q.shape
     rotated = keys.shape[1]
@@ -235,11 +196,8 @@ def _attend_tile(
     ROTATED_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of keys, the positions from `start` to start + BLOCK_N - 1, to a query tile.
-
-    With MASKED each query sees only the keys up to its `last_seen` [BLOCK_M]; without it every
-    query sees all keys of the tile.
-    """
+    """Add the keys from `start` to start + BLOCK_N - 1 to a query tile; with MASKED a query sees
+    only those up to its `last_seen` [BLOCK_M]."""
     fix, spin, dim = tl.arange(0, FIXED_PAD), tl.arange(0, ROTATED_PAD), tl.arange(0, SIZE_PAD)
     n = start + tl.arange(0, BLOCK_N)
     inside = (n < limit)[:, None]

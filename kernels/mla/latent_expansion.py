@@ -15,14 +15,10 @@ class Expansion(Protocol):
         """V, the number of values of a head's value."""
 
     def absorb(self, q: Tensor) -> Tensor:
-        """Turn queries [T, heads, N] of keys into queries [T, heads, L] of latents.
-
-        Their product with a latent is that of the given query with the latent's key.
-        """
+        """Turn queries [T, heads, N] of keys into queries [T, heads, L] of latents."""
 
     def values(self, mixed: Tensor, out: Tensor | None = None) -> Tensor:
-        """Turn mixtures [T, heads, L] of latents into those [T, heads, V] of their values, in `out`
-        if that is given, which is contiguous."""
+        """Turn mixtures [T, heads, L] of latents into mixtures [T, heads, V] of values."""
 
     def expand(self, latents: Tensor) -> Tensor:
         """Expand latents [S, L] to [S, heads, N + V], in each head the key and then the value."""

@@ -1,8 +1,4 @@
-"""What latent attention does between its first projections and attention itself.
-
-That is the norm of a token's latent, the rotation of its key and of the queries by position, and
-the write of the latent and the key to the cache.
-"""
+"""Norm of a token's latent, rotation of key and queries, and the write to the cache."""
 
 from __future__ import annotations
 
@@ -15,35 +11,20 @@ from batchgen.kernels.mla.latent_prepare_triton import prepare_latent_triton
 
 
 def prepare_latent(
-    q: Tensor,
-    latent: Tensor,
-    weight: Tensor,
+    q: Tensor,  # [T, num_heads, N + R], the last two axes contiguous
+    latent: Tensor,  # [T, L + R], the last axis contiguous: the latent, then the key
+    weight: Tensor,  # [L] of the latent's RMSNorm
     eps: float,
-    cos_sin: Tensor,
-    plane: Tensor,
-    slots: Tensor,
+    cos_sin: Tensor,  # [T, R] float32: R/2 cosines, R/2 sines; i is paired with i + R/2
+    plane: Tensor,  # [num_blocks, block_size, L + R], written at `slots`
+    slots: Tensor,  # [T] int64
 ) -> Tensor:
     """Rotate the queries, and store each token's normalised latent and rotated key.
 
-    What is stored stays finite where attention multiplies it by a weight of 0: if some value of a
-    token is infinite or NaN after the cast to the cache's dtype, its latent is stored as all 0 and
-    its key as all NaN. So a query that sees the token becomes NaN, because its score does, and one
-    that does not see it is unharmed.
-
-    Args:
-        q: [T, num_heads, N + R], the last two axes contiguous; the last R values of a head are
-            rotated. They may be overwritten.
-        latent: [T, L + R], the last axis contiguous: the latent and then the key.
-        weight: [L], the weight of the latent's RMSNorm.
-        eps: what that norm adds to the mean square.
-        cos_sin: [T, R] float32, the R/2 cosines and then the R/2 sines of each token's angles, by
-            which value i and value i + R/2 are rotated as a pair.
-        plane: [num_blocks, block_size, L + R], the latent cache of this layer, written at `slots`.
-        slots: [T] int64. If several tokens share a slot, as padding does, any one of them may be
-            stored.
-
-    Returns:
-        The queries with their last R values rotated, of the shape and dtype of q.
+    A token with a value that is not finite in the cache's dtype is stored as a latent of all 0 and
+    a key of all NaN: a query that sees it becomes NaN, and one that does not is unharmed. Tokens
+    may share a slot, as padding does; any one of them is stored. Returns q with its last R values
+    rotated; q may be overwritten.
     """
     run = prepare_latent_triton if q.is_cuda else prepare_latent_reference
     return run(q, latent, weight, eps, cos_sin, plane, slots)

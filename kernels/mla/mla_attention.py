@@ -1,19 +1,17 @@
 """Multi-head latent attention over the paged cache (DeepSeek-AI 2024, arXiv 2405.04434).
 
-For each token the cache holds one latent of L values, and a key of R rotated values that all heads
-share. A linear map expands the latent to a key and a value for each head. There are two ways to
-compute the same:
+For each token the cache holds one latent of L values and a key of R rotated values that all heads
+share. A linear map expands the latent to a key and a value of each head. There are two ways to
+attend:
 
-- *absorbed*: the queries are multiplied by the map's keys instead, and attend to the latents
-  themselves as if these were keys and values of one head. It reads L + R values per token of
-  context, which is what a decode step wants.
-- *expanded*: the latents are expanded first. It takes a third of the operations per query and token
-  of context, so it is faster where many queries share the expansion.
+- *absorbed*: the queries are multiplied by the map's keys, and attend to the latents as if these
+  were keys and values of one head. It reads L + R values per token of context.
+- *expanded*: the latents are expanded first, which takes a third of the operations per query and
+  token of context, so it pays where many queries share the expansion.
 
-On a GPU a decode step is absorbed, and so are the chunks of captured graphs and prefills with long
-contexts and few new tokens; other prefills are expanded. The PyTorch reference, which runs on CPUs,
-is absorbed for all tokens. It is the reference of grouped-query attention with one key head, so a
-token's bits depend on its row alone.
+On a GPU decode steps, chunks of captured graphs, and prefills of few tokens after long contexts are
+absorbed, other prefills expanded. The PyTorch reference, which runs on CPUs, is absorbed, with the
+grouped-query reference for one key head, so a token's bits depend on its row alone.
 """
 
 from __future__ import annotations
@@ -49,28 +47,17 @@ from batchgen.kernels.mla.latent_expansion import Expansion
 
 
 def latent_attention(
-    q: Tensor,
-    plane: Tensor,
-    expansion: Expansion,
-    rotated: int,
-    parts: Sequence[AttentionMetadata],
+    q: Tensor,  # [T, num_heads, N + R], of which the last R are rotated
+    plane: Tensor,  # [num_blocks, block_size, L + R], from `prepare_latent`
+    expansion: Expansion,  # from latents to keys of N values and values of V
+    rotated: int,  # R
+    parts: Sequence[AttentionMetadata],  # of the T tokens, one after another
     scale: float,
 ) -> Tensor:
-    """Compute softmax(q·kᵀ·scale)·v for each query over its row's cached context.
+    """Compute softmax(q·kᵀ·scale)·v [T, num_heads, V] for each query over its row's cached context.
 
-    Args:
-        q: [T, num_heads, N + R], of which the last R values are rotated.
-        plane: [num_blocks, block_size, L + R], contiguous, the layer's latents and rotated keys as
-            `prepare_latent` stores them, with those of the T new tokens.
-        expansion: the layer's map from latents to keys of N values and values of V.
-        rotated: R.
-        parts: which cached tokens the queries read, one part of the T tokens after another. Their
-            attention is causal.
-        scale: the factor of the scores.
-
-    Returns:
-        [T, num_heads, V], dtype of q. Scores and sums are float32. NaN for queries that read a
-        token whose latent or key was not finite.
+    The plane already holds the T new tokens. Attention is causal; scores and sums are float32. A
+    query that reads a token whose latent or key was not finite becomes NaN.
     """
     if not q.is_cuda:
         return latent_attention_reference(q, plane, expansion, rotated, parts, scale)
@@ -133,8 +120,7 @@ def attend_part(
 def _make_plan(
     q: Tensor, plane: Tensor, expansion: Expansion, rotated: int, meta: AttentionMetadata
 ) -> DecodePlan | ExpandedPlan | tuple[Tensor, int]:
-    """Plan the attention of one part: a decode step, an expanded prefill, or the tiles of an
-    absorbed one and the tokens of a tile."""
+    """Plan a part: a decode step, an expanded prefill, or an absorbed one as (tiles, tokens)."""
     rows, width, num_heads = len(meta.query_lens), meta.decode_width, q.shape[1]
     block_size, head_dim = plane.shape[1:]
     tile = tile_tokens(num_heads, 1, head_dim, q.dtype)

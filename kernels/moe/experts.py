@@ -14,38 +14,27 @@ from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, grouped_part
 
 
 def grouped_mlp(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    residual: Tensor | None = None,
+    x: Tensor,  # [T, H]
+    gate_up: Tensor,  # [E, 2·I, H]: the I rows of gate, then of up
+    down: Tensor,  # [E, H, I]
+    ids: Tensor,  # [T, k] int32, each in [0, E)
+    weights: Tensor,  # [T, k] float32
+    residual: Tensor | None = None,  # [T, H], dtype of x
     *,
     shared: Callable[[], SharedPart] | None = None,
-    num_routed: int | None = None,
+    num_routed: int | None = None,  # None means E
 ) -> Tensor:
     """Compute y_t = Σ_j w_tj · down_e · (silu(gate_e · x_t) · (up_e · x_t)) with e = ids[t, j].
 
-    The sum over j is in float32, and in an order that depends on the token alone: that of the k
-    columns of `ids` on a GPU, where the same call gives the same bits every time, and that of the
-    experts on a CPU.
+    The float32 sum over j has an order that depends on the token alone: the columns of `ids` on a
+    GPU, where a call gives the same bits every time, and the experts' order on a CPU. If
+    `num_routed`, the number of experts that tokens choose from, is above E, the id E stands for an
+    expert that is elsewhere, and is left out. Weights of experts on a GPU may be tiled
+    (`tiled_layout.py`), both or none. A NaN in x or weights stays in its row.
 
-    Args:
-        x: [T, H], the tokens.
-        gate_up: [E, 2·I, H], the weights of each expert: the I rows of gate and then those of up.
-            On a GPU they may be in panels (`panels.py`), as those of down then are.
-        down: [E, H, I].
-        ids: [T, k] int32, the experts of each token, all in [0, E), or in [0, E] if `num_routed` is
-            more than E: then the id E stands for an expert that is elsewhere, and is left out.
-        weights: [T, k] float32. A NaN here or in x stays in its own row.
-        residual: [T, H], dtype of x, contiguous, to which the result is added in place; None adds
-            it to nothing.
-        shared: returns what the shared expert adds besides; called last, and once. None adds
-            nothing. On a GPU all is summed in float32 and rounded once.
-        num_routed: from how many experts those of a token were chosen; None means E.
-
-    Returns:
-        [T, H], dtype of x: a new tensor, or `residual`.
+    `residual`, contiguous, gets the result added in place and is returned; else a new [T, H] is.
+    `shared` is called once and last, and what it returns is added too; a GPU rounds the sum of all
+    once.
     """
     if x.is_cuda:
         return grouped_mlp_triton(

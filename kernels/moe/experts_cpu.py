@@ -17,15 +17,9 @@ calls of torch would cost more than products; more rows do not stay in a CPU's c
 
 
 class ExpertProducts(NamedTuple):
-    """The weights of the products of one kind for all experts, and how they are computed.
+    """The weights of one product for all experts, and how `linear` computes it."""
 
-    Attributes:
-        weights: E weights [N, K], plain or from `pack_weight`.
-        most_rows: what `linear` takes.
-        pad_few: what `linear` takes.
-    """
-
-    weights: Sequence[Tensor]
+    weights: Sequence[Tensor]  # E of [N, K], plain or from `pack_weight`
     most_rows: int | None = MOST_ROWS
     pad_few: bool = True
 
@@ -37,13 +31,13 @@ class ExpertProducts(NamedTuple):
 def grouped_mlp_cpu(
     x: Tensor, gate_up: ExpertProducts, down: ExpertProducts, ids: Tensor, weights: Tensor
 ) -> Tensor:
-    """`grouped_mlp` with the weights of each expert as `linear` takes them.
+    """Compute `grouped_mlp` with each expert's weights as `linear` takes them.
 
-    A token's bits depend on that token alone, if `choose_product` found a way to compute both kinds
+    A token's bits depend on the token alone if `choose_product` found a way to compute both kinds
     of weights so, and `few_keep_bits` holds where few rows are not filled up.
     """
     experts, num_experts = ids.flatten().long(), len(gate_up.weights)
-    # An id past those of the experts stands for one that is elsewhere, whose part is zero here.
+    # An id past the last expert stands for one that is elsewhere, whose part is zero here.
     counts = experts.bincount(minlength=num_experts)[:num_experts].tolist()
     order = experts.argsort(stable=True)
     weight_of_pair, first = weights.reshape(-1, 1), 0
@@ -56,13 +50,13 @@ def grouped_mlp_cpu(
         rows = x.index_select(0, tokens)
         inner = silu_and_mul_reference(_by_expert(rows, gate_up, group, lengths))
         found = _by_expert(inner, down, group, lengths)
-        # One row after another is added, so those of a token in the order of their experts.
+        # One row after another is added: a token's parts in the order of their experts.
         total.index_add_(0, tokens, found * weight_of_pair.index_select(0, pairs))
     return total.to(x.dtype)
 
 
 def _groups(counts: Sequence[int]) -> Iterator[range]:
-    """Divide the experts, which have so many rows each, into groups of consecutive ones."""
+    """Divide experts with `counts` rows each into groups of consecutive ones."""
     start = rows = 0
     for expert, count in enumerate(counts):
         if rows and rows + count > _GROUP_ROWS:
@@ -76,8 +70,7 @@ def _groups(counts: Sequence[int]) -> Iterator[range]:
 def _by_expert(
     rows: Tensor, products: ExpertProducts, experts: range, counts: Sequence[int]
 ) -> Tensor:
-    """Multiply rows [R, K] by the weights [N, K] of experts, of which each has so many of them, to
-    [R, N]."""
+    """Multiply rows [R, K], of which each expert has its count, by its weight [N, K], to [R, N]."""
     pieces = zip(rows.split(counts), experts, strict=True)
     found = [products(piece, expert) for piece, expert in pieces if len(piece)]
     return found[0] if len(found) == 1 else torch.cat(found)

@@ -1,6 +1,6 @@
 """Experts as grouped matrix products, in Triton: sort the slots, two products, sum over slots.
 
-Each sum has a fixed order and nothing is added atomically: the same tokens give the same bits.
+Each sum has a fixed order and nothing is added atomically: equal tokens give equal bits.
 """
 
 from __future__ import annotations
@@ -35,23 +35,10 @@ def grouped_mlp_triton(
     num_routed: int | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """`experts.grouped_mlp` in four launches, six if there are many tokens.
+    """Compute `experts.grouped_mlp` in four launches, six if there are many tokens.
 
-    Args:
-        x: [T, H], the last axis contiguous.
-        gate_up: [E, 2·I, H] or its panels (`panels.py`), contiguous: the I rows of gate, then those
-            of up.
-        down: [E, H, I], or its panels if those of gate_up are given, contiguous.
-        ids: [T, k] int32, contiguous, each in [0, E), or in [0, E] if `num_routed` is more than E.
-            This is not checked on a GPU.
-        weights: [T, k] float32, contiguous.
-        residual: [T, H], contiguous, to which the result is added in place, rounded once.
-        shared: returns what the shared expert adds; called before the last launch, which adds it.
-        num_routed: from how many experts those of a token were chosen; None means E.
-        tiles: how the products are cut; None chooses from the table.
-
-    Returns:
-        [T, H], dtype of x: a new tensor, or `residual`.
+    Tensors are contiguous, x in its last axis. That ids are in range is not checked on a GPU.
+    `tiles` says how the products are cut; None chooses from the table.
     """
     out = new_or_residual(x, residual)
     if len(x):
@@ -94,8 +81,7 @@ def grouped_parts_triton(
 
 
 def new_or_residual(x: Tensor, residual: Tensor | None) -> Tensor:
-    """Return where the result for the tokens x [T, H] is written, contiguous: the residual if there
-    is one, else a new tensor."""
+    """Return where the result for x [T, H] is written, contiguous: the residual or a new tensor."""
     if residual is None:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert residual.shape == x.shape and residual.is_contiguous()
@@ -103,23 +89,14 @@ def new_or_residual(x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def sum_slots(
-    parts: Tensor,
-    out: Tensor,
-    here: tuple[Tensor, int] | None = None,
-    shared: SharedPart | None = None,
+    parts: Tensor,  # [T·k, H], contiguous
+    out: Tensor,  # [T, H], contiguous
+    here: tuple[Tensor, int] | None = None,  # (ids [T, k], E): leave out slots of ids ≥ E
+    shared: SharedPart | None = None,  # added to the sum
     *,
-    add: bool,
+    add: bool,  # to what `out` holds
 ) -> None:
-    """Sum the k slots of each token in their order, in float32, and round the sum once.
-
-    Args:
-        parts: [T·k, H], contiguous.
-        out: [T, H], contiguous; overwritten.
-        here: the expert of each slot, [T, k] int32, contiguous, and E: slots whose expert is not
-            below it are left out. None leaves out none.
-        shared: added to the sum; None adds nothing.
-        add: to what `out` holds.
-    """
+    """Sum the k slots of each token in their order, in float32, and round once into `out`."""
     tokens, hidden = out.shape
     values, gate = shared or (None, None)
     if shared is not None:

@@ -1,15 +1,14 @@
 """The two matrix products of experts, in Triton: a tile of places with the weights of its expert.
 
-The first product makes silu(gate) · up of each slot, in the order of places (see `Alignment`), so
-the rows of a tile lie side by side for the second one. That multiplies by the slot's weight and
-writes in the order of slots, in which a token's results lie side by side for their sum.
+The first product makes silu(gate) · up of each slot in the order of places (see `Alignment`), so
+that the rows of a tile lie side by side for the second. That one multiplies by the slot's weight
+and writes in the order of slots, in which a token's results lie side by side for their sum.
 
-A program computes BLOCK_M places times BLOCK_N columns. With few tokens the time is that of reading
-the weights. Then SWAP makes the weights the left operand: Hopper's matrix instructions take at
-least 64 rows on the left, but as few as 8 columns on the right. With HALVE a tile that at most half
-of its rows are for, which only the last one of an expert can be, is computed as one of half the
-rows. Weights in panels (`panels.py`) are read by the copy engine, through a tensor descriptor: then
-a step of the sum is one of several products, of a panel each.
+A program computes BLOCK_M places times BLOCK_N columns. With few tokens, reading the weights takes
+all the time; then SWAP makes the weights the left operand, since Hopper's matrix instructions take
+at least 64 rows on the left, but as few as 8 columns on the right. With HALVE an expert's last tile
+that is at most half full is computed as one of half the rows. Tiled weights (`tiled_layout.py`) are
+read by the copy engine, one product for each panel of a step.
 """
 
 from __future__ import annotations
@@ -31,16 +30,10 @@ _PANEL = tl.constexpr(PANEL)
 def gate_up_product(
     x: Tensor, weight: Tensor, alignment: Alignment, tiles: ProductTiles, k: int, out: Tensor
 ) -> None:
-    """Compute silu(gate·x) · (up·x) of every slot, the products and the activation in float32.
+    """Compute silu(gate·x) · (up·x) of every slot in float32, into out [T·k, I] in the order of
+    places.
 
-    Args:
-        x: [T, H], the last axis contiguous.
-        weight: [E, 2·I, H] or its panels, contiguous: the I rows of an expert's gate, then those of
-            its up.
-        alignment: of the T·k slots.
-        tiles: how the product is cut.
-        k: slots of a token.
-        out: [T·k, I], contiguous, in the order of places; overwritten.
+    x is [T, H], the weight [E, 2·I, H] or its panels: the I rows of gate, then the rows of up.
     """
     inner, hidden = out.shape[1], x.shape[1]
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
@@ -51,23 +44,14 @@ def gate_up_product(
 
 
 def down_product(
-    x: Tensor,
-    weight: Tensor,
-    slot_weights: Tensor,
+    x: Tensor,  # [N, I], contiguous, in the order of places
+    weight: Tensor,  # [E, H, I] or its panels, contiguous
+    slot_weights: Tensor,  # [N] float32, in the order of slots
     alignment: Alignment,
     tiles: ProductTiles,
-    out: Tensor,
+    out: Tensor,  # [N, H], contiguous
 ) -> None:
-    """Compute slot weight · (down·x) of every slot, the products in float32.
-
-    Args:
-        x: [N, I], contiguous, in the order of places.
-        weight: [E, H, I] or its panels, contiguous.
-        slot_weights: [N] float32, in the order of slots.
-        alignment: of the N slots.
-        tiles: how the product is cut.
-        out: [N, H], contiguous, in the order of slots; overwritten.
-    """
+    """Compute slot weight · (down·x) of every slot in float32, into `out` in the order of slots."""
     if tiles.persistent:
         persistent_down_product(x, weight, slot_weights, alignment, tiles, out)
         return
@@ -102,8 +86,8 @@ def _options(
 def _load_values(
     source, k, start, depth, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr, PART_K: tl.constexpr
 ):
-    """Load BLOCK_K values of tokens from the value `start` on, zeros past the last one, in parts
-    [BLOCK_M, PART_K]."""
+    """Load BLOCK_K values of tokens from `start` on, zeros past the last, in parts [BLOCK_M,
+    PART_K]."""
     parts: tl.tuple = ()
     for offset in tl.static_range(0, BLOCK_K, PART_K):
         if EVEN_K:
@@ -121,8 +105,8 @@ def _load_parts(
     PANELS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PART_K: tl.constexpr,
 ):  # fmt: skip
-    """Load BLOCK_K columns of the weights from the column `start` on, zeros past the last one, in
-    parts [BLOCK_N, PART_K] of the rows that `load_weights` says."""
+    """Load BLOCK_K columns of weights from `start` on, as `load_weights`, in parts [BLOCK_N,
+    PART_K]."""
     parts: tl.tuple = ()
     for offset in tl.static_range(0, BLOCK_K, PART_K):
         panel = (start + offset) // PART_K

@@ -1,14 +1,13 @@
 """The slots of all tokens sorted by expert, and cut into tiles of one expert each.
 
 A slot is one of the k choices of a token: slot t·k + j is choice j of token t. The grouped matrix
-products compute tiles of slots that share an expert. How many tiles there are is known on the
-device alone, so the products are launched for `most_tiles`, and programs past the real number end
-at once. Nothing here waits for the host, so a CUDA graph may contain it.
+products compute tiles of slots that share an expert. Only the device knows how many tiles there
+are, so products are launched for `most_tiles`, and programs past the real number end at once.
+Nothing waits for the host, so a CUDA graph may contain it.
 
-Few slots are sorted in one launch, with a program for each expert that reads all ids. For many
-that would be too much reading, so they are cut into chunks: one launch counts each chunk's experts,
-one adds up the counts of the chunks before each, and one sorts each chunk and puts its slots where
-those counts say. Both ways sort stably.
+Few slots are sorted in one launch, with a program for each expert that reads all ids. Many are cut
+into chunks: one launch counts each chunk's experts, one adds up the counts of earlier chunks, and
+one sorts each chunk and puts its slots where these counts say. Both sort stably.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 FEW_SLOTS = 4096
-"""Up to so many slots are sorted in one launch."""
+"""One launch sorts up to this many slots."""
 _CHUNK = 1024
 """Slots of a chunk."""
 _COUNTS = 4096
@@ -35,25 +34,18 @@ of tokens."""
 
 
 class Alignment(NamedTuple):
-    """Slots by expert. All tensors are int32.
+    """Slots by expert; all tensors are int32.
 
-    Attributes:
-        slots: [N] all slots, those of expert 0 first, in ascending order within an expert. Where a
-            slot stands here is its place. Slots whose expert is elsewhere have no place, and as
-            many of the last entries are not written.
-        tile_experts: [most_tiles] the expert of each tile.
-        tile_firsts: [most_tiles] the first place of each tile.
-        tile_ends: [most_tiles] the place after the last one of each tile.
-        num_tiles: [1] how many tiles there are; entries past them are not written.
-        block_m: the places of a tile, of which the last one of an expert may have fewer.
+    Where a slot stands in `slots` is its place. Slots whose expert is elsewhere have no place, and
+    as many last entries are not written; nor are entries past `num_tiles`.
     """
 
-    slots: Tensor
-    tile_experts: Tensor
-    tile_firsts: Tensor
-    tile_ends: Tensor
-    num_tiles: Tensor
-    block_m: int
+    slots: Tensor  # [N], sorted by expert, ascending within an expert
+    tile_experts: Tensor  # [most_tiles]
+    tile_firsts: Tensor  # [most_tiles] the first place of each tile
+    tile_ends: Tensor  # [most_tiles] the place after the last one
+    num_tiles: Tensor  # [1]
+    block_m: int  # the places of a tile; an expert's last one may have fewer
 
     @property
     def most_tiles(self) -> int:
@@ -70,14 +62,10 @@ def bound_of_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
 def align(
     ids: Tensor, num_experts: int, block_m: int, *, some_elsewhere: bool = False
 ) -> Alignment:
-    """Sort the slots by expert and cut them into tiles, in one launch or three.
+    """Sort the slots by expert and cut them into tiles of `block_m` places, in one launch or three.
 
-    Args:
-        ids: [T, k] int32, contiguous, each in [0, num_experts), or num_experts for an expert that
-            is elsewhere. This is not checked on a GPU.
-        num_experts: E.
-        block_m: the places of a tile.
-        some_elsewhere: whether ids may be num_experts.
+    `ids` [T, k] int32, contiguous, are in [0, num_experts), or num_experts for an expert elsewhere
+    if `some_elsewhere`. This is not checked on a GPU.
     """
     assert ids.is_contiguous() and ids.dtype == torch.int32
     num_slots, device = ids.numel(), ids.device
@@ -153,11 +141,8 @@ def _add_counts(
     experts,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, COUNT_ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes TILES tiles and, for one chunk, where the slots of each expert begin.
-
-    From each beginning it subtracts how many slots of the chunk go to experts before: so much
-    further a slot stands when the chunk itself is sorted.
-    """
+    """Each program writes TILES tiles and, for one chunk, where each expert's slots begin, less the
+    chunk's slots of earlier experts."""
     own = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     all_rows = tl.zeros([COUNT_ROWS, BLOCK_E], tl.int32)
@@ -199,7 +184,7 @@ def _place_chunk(
     """Each program sorts the slots of one chunk and writes them to their places."""
     first = tl.program_id(0) * CHUNK
     index = tl.arange(0, CHUNK)
-    # Slots past the last one are sorted behind all others, like those of experts elsewhere.
+    # Slots past the last one are sorted behind all others, as slots of experts elsewhere are.
     ids = tl.load(ids_ptr + first + index, mask=first + index < num_slots, other=BLOCK_E)
     ordered = tl.sort(ids * CHUNK + index)
     expert = ordered // CHUNK

@@ -12,38 +12,23 @@ from batchgen.kernels.moe.tiled_layout import are_panels
 
 
 class ProductTiles(NamedTuple):
-    """How one of the two products is cut, and what the kernel is compiled with.
+    """How one of the two products is cut, and what the kernel is compiled with."""
 
-    Attributes:
-        block_n: columns of a tile; the first product computes as many of gate and of up.
-        block_k: values of the sum that a step adds; several panels, or one, of weights in panels.
-        num_warps: warps of a program.
-        num_stages: depth of the pipeline of loads.
-        swap: the weights are the left operand of the matrix instruction.
-        halve: a tile that is at most half full is computed as half a one, which saves multiplying.
-        persistent: the second product alone, neither swapped nor halved, with weights in panels of
-            which a step takes one: as many programs as the GPU has multiprocessors compute tile
-            after tile, both operands read by the copy engine.
-    """
-
-    block_n: int
-    block_k: int
+    block_n: int  # columns of a tile, in the first product of gate and of up each
+    block_k: int  # values that a step adds: one panel or several of tiled weights
     num_warps: int
     num_stages: int
-    swap: bool = False
-    halve: bool = False
+    swap: bool = False  # the weights are the left operand of the matrix instruction
+    halve: bool = False  # compute tiles that are at most half full as half ones
+    # Second product only, not swapped or halved, a panel a step: one program per multiprocessor
+    # computes tile after tile, both operands read by the copy engine.
     persistent: bool = False
 
 
 class Tiles(NamedTuple):
-    """How both products are cut.
+    """How both products are cut."""
 
-    Attributes:
-        block_m: slots of a tile.
-        gate_up, down: the two products.
-    """
-
-    block_m: int
+    block_m: int  # slots of a tile
     gate_up: ProductTiles
     down: ProductTiles
 
@@ -76,19 +61,14 @@ TABLE = (
     ),
 )
 """For 16-bit values on Hopper: (the most slots of an expert, on average, tiles). Measured with
-`scripts/bench/bench_moe.py --tune` on an H200, 128 experts of 2048 × 768.
-
-Few lines, because each is compiled at the start of an engine whose batches need it."""
+`scripts/bench/bench_kernels.py experts --tune` on an H200, 128 experts of 2048 × 768. Few lines:
+each is compiled at the start of an engine whose batches need it."""
 
 
 def choose_tiles(num_slots: int, gate_up: Tensor) -> Tiles:
-    """Look up how to cut the products.
+    """Look up how to cut the products of T·k slots with weights [E, 2·I, H] or their panels.
 
-    How slots are routed is not known on the host, so the mean number of an expert's slots decides.
-
-    Args:
-        num_slots: T·k.
-        gate_up: the weights of the first product, [E, 2·I, H] or their panels.
+    The mean number of an expert's slots decides: the host does not know how slots are routed.
     """
     if gate_up.dtype == torch.float32:
         return FLOAT32

@@ -1,9 +1,9 @@
 """The second product of experts with programs that stay: each computes tile after tile, in Triton.
 
-A product of few steps spends much of its time on the first loads of a tile and on writing it. Here
-the two loops, over tiles and over steps, are one to the compiler, so the loads of the next tile run
-while the last one is written. Both operands are read by the copy engine: the rows of a tile lie
-side by side, and those past its end, which belong to another expert or are zeros, are not written.
+A product of few steps spends much time on a tile's first loads and on writing it. Here the loops
+over tiles and over steps are one to the compiler, so the next tile is loaded while the last one is
+written. The copy engine reads both operands: a tile's rows lie side by side, and those past its
+end, of another expert or zeros, are not written.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ import triton.language as tl
 def tile_of_program(
     tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns,
 ):  # fmt: skip
-    """Load the tile of this program, where so many programs share one: (whether there is none, its
-    expert, its first place, the place after its last one)."""
+    """Load the tile that `columns` programs share: (is there none, expert, first place, end)."""
     tile = tl.program_id(0) // columns
     # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
     num_tiles = tl.load(num_tiles_ptr)
@@ -25,10 +24,8 @@ def tile_of_program(
 def store_slots(
     acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, width, SWAP: tl.constexpr,
 ):  # fmt: skip
-    """Store slot weight · acc in the order of slots: [places, columns], or its transpose if SWAP.
-
-    Places from `end` on and columns from `width` on are not stored.
-    """
+    """Store slot weight · acc [places, columns], or its transpose if SWAP, in the order of slots,
+    without the places from `end` on and columns from `width` on."""
     slot = tl.load(slots_ptr + tl.minimum(place, end - 1))
     weight = tl.load(slot_weights_ptr + slot)
     store_places(acc, out_ptr, slot, weight, place < end, column, width, SWAP)

@@ -1,9 +1,9 @@
-"""Panels: how weights of experts lie in memory where the copy engine of a GPU reads them.
+"""The tiled layout of experts' weights in memory, where the copy engine of a GPU reads them.
 
-A matrix [N, K] is kept as [K / P, N, P]: one panel of P columns after another. P columns are 128
-bytes of a row, 64 values of 16 bits or 128 of FP8. So the tile that the copy engine reads at once,
-some rows of a panel, is one stretch of memory instead of 128 bytes of each row, which DRAM yields
-faster. Of experts [E, N, K] that makes [E, K / P, N, P]: a kernel knows panels by their four axes.
+A matrix [N, K] is kept as [K / P, N, P]: one panel of P columns after another, which are 128 bytes
+of a row, 64 values of 16 bits or 128 of FP8. So the tile that the copy engine reads at once, some
+rows of a panel, is one stretch of memory, which DRAM yields faster than pieces of 128 bytes.
+Experts [E, N, K] become [E, K / P, N, P]: kernels know panels by their four axes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def panel_columns(dtype: torch.dtype) -> int:
 
 
 def keeps_panels(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
-    """Whether matrices of these widths K are kept as panels: on GPUs, if panels divide them all.
+    """Whether matrices of these widths K are tiled: on GPUs, if panels divide them all.
 
     The matrix units do not take float32, whose operands need registers.
     """

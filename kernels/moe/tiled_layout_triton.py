@@ -1,4 +1,4 @@
-"""How kernels read weights of experts: panels (`panels.py`) by the copy engine, rows without it."""
+"""How kernels read weights of experts: panels by the copy engine, rows without it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ from batchgen.kernels.moe.tiled_layout import are_panels
 
 
 def weights_operand(weights: Tensor, rows: int) -> Tensor | TensorDescriptor:
-    """Return what kernels take for weights of which a load reads so many rows.
-
-    Args:
-        weights: [E, N, K] or its panels, contiguous.
-        rows: a power of two, at most 256.
-    """
+    """Return what kernels take for weights [E, N, K] or panels, of which a load reads `rows` rows,
+    a power of two up to 256."""
     if not are_panels(weights):
         return weights
     return TensorDescriptor.from_tensor(weights, [1, 1, rows, weights.shape[3]])
@@ -36,9 +32,8 @@ def load_weights(
 ):  # fmt: skip
     """Load weights [ROWS, COLUMNS] from the column panel · COLUMNS on, zeros past the last column.
 
-    Their rows are those of the expert from `first_row` on if PANELS, of which COLUMNS is the width,
-    else first_row + row, which counts the rows of all experts. EVEN_K says that COLUMNS divides the
-    depth.
+    With PANELS, COLUMNS wide, rows are the expert's from `first_row` on; else they are first_row +
+    row, counted over all experts. EVEN_K says that COLUMNS divides the depth.
     """
     if PANELS:
         tile = load_panel(weights, expert, panel, first_row, ROWS, COLUMNS)

@@ -1,8 +1,8 @@
 """The sum of the ranks' tensors, added to the residual stream, and the RMSNorm of that.
 
-All ranks run the same kernel, in which they send each other their parts (`inbox`). Each adds them
-in the order of the ranks, in float32, so that all get the same bits. A program computes whole rows,
-which is why the norm needs no launch of its own.
+All ranks run one kernel, in which they send each other their parts (`inbox`). Each adds them in the
+order of the ranks, in float32, so that all get equal bits. A program computes whole rows, so the
+norm needs no launch of its own.
 """
 
 from __future__ import annotations
@@ -25,27 +25,18 @@ from batchgen.kernels.parallel.inbox import (
 
 
 def add_sum_norm(
-    residual: Tensor | None,
-    partial: Tensor,
-    weight: Tensor,
+    residual: Tensor | None,  # [T, H], contiguous, equal on all ranks; None: zeros
+    partial: Tensor,  # [T, H], contiguous, 2 or 4 bytes each, at most an inbox
+    weight: Tensor,  # [H]
     eps: float,
     peers: PeerMemory,
-    lane: int,
+    lane: int,  # of the inboxes, free (`PeerMemory`)
 ) -> tuple[Tensor, Tensor]:
-    """residual += Σ_r partial_r, summed in float32 and rounded once, and the norm of that.
+    """Add Σ_r partial_r to residual, summed in float32 and rounded once, and compute the norm of
+    that.
 
-    Args:
-        residual: [T, H], contiguous, the same on all ranks; overwritten. None stands for zeros.
-        partial: [T, H], contiguous, this rank's part, of 2 or 4 bytes per element and as large as
-            an inbox at most. Without a residual it is overwritten.
-        weight: [H], of the norm, as for `rms_norm`.
-        eps: of the norm, as for `rms_norm`.
-        peers: the memory of all ranks.
-        lane: the lane of the inboxes, which must be free (`PeerMemory`).
-
-    Returns:
-        The normed rows [T, H], a new tensor, and the residual stream [T, H], in the place of
-        `residual`, or else of `partial`.
+    Returns the normed rows [T, H], a new tensor, and the residual stream, in the place of
+    `residual` or else of `partial`.
     """
     stream = partial if residual is None else residual
     assert stream.is_contiguous() and stream.dtype == partial.dtype

@@ -1,13 +1,13 @@
 """How the kernels of several ranks send each other tensors, in the middle of a launch.
 
-Each rank has an inbox for each rank, in its own memory, which the others can write. An inbox is
+Each rank has, in its own memory, an inbox for each rank, which the others can write. An inbox is
 empty where it holds a certain pattern of bits. A rank writes its elements into its inboxes on all
-other ranks, and then reads its own until none of the elements that it wants is empty. So values are
-moved over the links once, in one direction, and neither fences nor signals are needed: an element
-that is there is its own signal. Who has read elements empties them again.
+other ranks, and then reads its own until no element that it wants is empty, and empties them again.
+So values move over the links once, in one direction, without fences and signals: an element that is
+there is its own signal.
 
-The pattern is that of minus zero for elements of two bytes, and twice that for elements of four,
-which is next to nothing there. Zero is sent in its place.
+The pattern is minus zero for elements of two bytes, and that twice for elements of four, which is
+next to nothing there. Zero is sent in its place.
 """
 
 from __future__ import annotations
@@ -29,22 +29,14 @@ _EMPTY = {2: -0x8000, 4: -0x7FFF8000}
 class PeerMemory(NamedTuple):
     """The memory of all ranks that this rank can read and write: inboxes, lane by lane.
 
-    A lane has an inbox for each rank. It can be used again when all ranks have emptied theirs. That
-    is so once this rank has received what the others sent behind that, in another lane: they sent
-    it in a later launch than the one that emptied the inboxes.
-
-    Attributes:
-        addresses: [size] int64, on this rank's device: where the memory of each rank begins, a
-            multiple of 16 bytes.
-        rank: the index of this rank.
-        size: the number of ranks.
-        inbox_bytes: the bytes of an inbox, a multiple of 16.
+    A lane has an inbox for each rank. It is free again when all ranks have emptied theirs: once
+    this rank has received, in another lane, what the others sent in a later launch.
     """
 
-    addresses: Tensor
-    rank: int
-    size: int
-    inbox_bytes: int
+    addresses: Tensor  # [size] int64 on the device: where each rank's memory begins, at 16 bytes
+    rank: int  # this rank's index
+    size: int  # the number of ranks
+    inbox_bytes: int  # a multiple of 16
 
     def start(self, lane: int) -> int:
         """Return the byte at which the inboxes of a lane begin."""
@@ -52,7 +44,7 @@ class PeerMemory(NamedTuple):
 
 
 def memory_bytes(lanes: int, size: int, inbox_bytes: int) -> int:
-    """Return how many bytes of memory each of `size` ranks needs for so many lanes."""
+    """Return how many bytes of memory each of `size` ranks needs for `lanes` lanes."""
     return lanes * size * inbox_bytes
 
 
@@ -62,7 +54,7 @@ def clear(memory: Tensor) -> None:
 
 
 def as_bits(x: Tensor) -> Tensor:
-    """Return the elements of a contiguous tensor as integers of as many bytes."""
+    """Return the elements of a contiguous tensor as integers of equal width."""
     assert x.is_contiguous()
     return x.view({2: torch.int16, 4: torch.int32}[x.itemsize])
 

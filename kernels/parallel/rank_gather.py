@@ -23,12 +23,8 @@ _BLOCK = 4096
 def gather(x: Tensor, peers: PeerMemory, lane: int) -> Tensor:
     """Return [R, size · C], the columns of all ranks' x [R, C] in the order of the ranks.
 
-    Minus zero becomes zero.
-
-    Args:
-        x: [R, C], contiguous, of 2 or 4 bytes per element and as large as an inbox at most.
-        peers: the memory of all ranks.
-        lane: the lane of the inboxes, which must be free (`PeerMemory`).
+    Minus zero becomes zero. x is contiguous, of 2 or 4 bytes per element and at most as large as an
+    inbox; the lane must be free (`PeerMemory`).
     """
     rows, columns = x.shape
     out = x.new_empty((rows, peers.size * columns))

@@ -1,20 +1,16 @@
 """Finding a row's likely tokens without a sort, by the maxima of small groups of columns.
 
 One pass over the logits, by many programs per row, leaves the maximum and the weight of each group
-of columns. The weight of a token is its probability relative to that of the most likely one; the
-weight of a group is the sum of its tokens' weights. What follows is the work of one program per
-row, on a few thousand numbers: it picks a lower bound of the logits that it looks for, lists the
-groups whose maximum reaches the bound, and searches only the columns of those groups, its members.
-For example, the k-th largest group maximum is a lower bound of the k-th largest logit, and only
-about k groups reach it. A list may hold every group, so flat distributions need no code of their
-own; they only take longer.
+of columns. A token's weight is its probability relative to the most likely one's; a group's is the
+sum of its tokens'. Then one program per row works on a few thousand numbers: it picks a lower bound
+of the logits that it looks for, lists the groups whose maximum reaches it, and searches only their
+columns, its members. For example, the k-th largest group maximum is a lower bound of the k-th
+largest logit, and only about k groups reach it. Flat distributions only take longer.
 
-A search is a bisection on images: an image is the integer that a float32 value is mapped to, such
-that integers have the order of the values. Each pass counts (or weighs) the values at or above
-several pivots at once. The first pivots lie at growing distances below the maximum, where
-thresholds tend to be; the later ones split what is left evenly. Logits of 16 bits have 16-bit
-images, so three or four passes find a value exactly; float32 takes up to eleven. Sums are added in
-a fixed order.
+A search is a bisection on images: integers that have the order of the float32 values. Each pass
+counts (or weighs) the values at or above several pivots at once, first at growing distances below
+the maximum, where thresholds tend to be, then evenly. 16-bit logits have 16-bit images, so three or
+four passes find a value exactly; float32 takes up to eleven. Sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -38,20 +34,11 @@ _COARSE = tl.constexpr(16)
 
 
 class Tiles(NamedTuple):
-    """Sizes of the kernels, all powers of two.
+    """Sizes of the kernels, powers of two, fixed so that sums do not depend on the batch."""
 
-    They are fixed, as the numbers of warps are, so that a row's sums do not depend on how many rows
-    there are.
-
-    Attributes:
-        group: columns of a group; 32 columns of 16 bits are two sectors of a GPU's memory.
-        chunk: columns that a program of the first pass reads.
-        block: numbers that the program of a row handles at a time.
-    """
-
-    group: int = 32
-    chunk: int = 4096
-    block: int = 2048
+    group: int = 32  # columns; 32 of 16 bits are two sectors of a GPU's memory
+    chunk: int = 4096  # columns that a program of the first pass reads
+    block: int = 2048  # numbers that a row's program handles at a time
 
 
 TILES = Tiles()
@@ -62,10 +49,8 @@ def summarise_chunk(
     ptr, maxima_ptr, weights_ptr, chunk, vocab, limit, temperature,
     GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the maximum and the weight of each group of one chunk.
-
-    The weight is relative to the group's own maximum, and sums only the logits from `limit` on.
-    """
+    """Write the maximum and the weight of each group of one chunk; the weight is relative to the
+    group's own maximum, and sums only the logits from `limit` on."""
     groups: tl.constexpr = CHUNK // GROUP
     index = chunk * groups + tl.arange(0, groups)
     columns = index[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -109,10 +94,10 @@ def bound_of(
     maxima_ptr, weights_ptr, groups, target, total, top, temperature,
     MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the largest logit that enough groups reach with their maxima; -inf if there is none.
+    """Find the largest logit, rounded down to 16 bits, that enough groups reach with their maxima;
+    -inf if there is none.
 
-    Without MASS, `target` groups are enough; with MASS, groups that together weigh the share
-    `target` of `total`. The logit is rounded down to a float32 without its last 16 bits.
+    Enough is `target` groups, or with MASS groups that weigh the share `target` of `total`.
     """
     image = _search(
         maxima_ptr, weights_ptr, groups, 0, tl.cast(LOWEST >> _COARSE, tl.int64), target, total,
@@ -131,9 +116,8 @@ def list_groups(
     """List the groups whose maximum has a log-probability of at least `least`, in ascending order.
 
     `high` is the processed logit of the row's maximum `top`, and `log_total` the logarithm of the
-    row's weight; with 0 for both, `least` is a processed logit. Both rise with the logit, so a
-    group that is left out has no member at `least` or above. Returns the number of members: the
-    columns of the listed groups.
+    row's weight; with 0 for both, `least` is a processed logit. A group that is left out has no
+    member at `least` or above. Returns the number of members.
     """
     tl.debug_barrier()  # other threads may still read an earlier list
     count = 0
@@ -154,10 +138,8 @@ def list_groups(
 
 @triton.jit
 def load_members(ptr, listed_ptr, start, members, vocab, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Load BLOCK members from number `start` on: their columns, ascending, and their logits.
-
-    Past the last member the column is `vocab` and the logit -inf.
-    """
+    """Load the columns, ascending, and logits of BLOCK members from number `start` on; past the
+    last one these are `vocab` and -inf."""
     index = start + tl.arange(0, BLOCK)
     here = index < members
     groups = tl.load(listed_ptr + index // GROUP, mask=here, other=0)
@@ -172,9 +154,8 @@ def search_members(
 ):  # fmt: skip
     """Find the largest image t ≥ base such that enough members have an image of at least t.
 
-    Without MASS, `target` members are enough; with MASS, members that together weigh the share
-    `target` of `total`, or, if `total` is 0, of all members whose image is at least `base`. If not
-    even the members from `base` on are enough, the result is the image of -inf.
+    Enough is `target` members, or with MASS members that weigh the share `target` of `total`, which
+    0 makes the weight of all from `base` on. If not even these are enough, it is the image of -inf.
     """
     return _search(
         ptr, listed_ptr, members, vocab, base, target, total, top, temperature,
@@ -192,10 +173,7 @@ def value_of(image, BITS: tl.constexpr):
 
 @triton.jit
 def image_of(values, BITS: tl.constexpr):
-    """Map float32 values to their int32 images, which have the same order.
-
-    The BITS lowest bits of an image are left out.
-    """
+    """Map float32 values to int32 images of equal order, without the BITS lowest bits."""
     bits = values.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> BITS
 
@@ -220,11 +198,7 @@ def _search(
     MEMBERS: tl.constexpr, MASS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Search as `search_members` says; without MEMBERS, search the groups instead of the members.
-
-    With MEMBERS, `ptr` points to the logits and `other_ptr` to the list of groups; without, `ptr`
-    points to the maxima of the groups and `other_ptr` to their weights.
-    """
+    """Search as `search_members` says; without MEMBERS, search groups, by maxima and weights."""
     inverse = 1 / temperature
     step = tl.arange(0, _PIVOTS)
     low = base

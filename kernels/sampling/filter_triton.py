@@ -25,7 +25,7 @@ from batchgen.kernels.sampling.sampling_triton import ROW_ARGUMENTS, processed_l
 
 
 def thresholds(
-    logits: Tensor,
+    logits: Tensor,  # [R, V] before the temperature; V < 2²⁴
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
@@ -33,21 +33,11 @@ def thresholds(
     *,
     tiles: Tiles = TILES,
 ) -> Tensor:
-    """Find the lowest logit of each row that top-k, top-p and min-p keep.
+    """Find the lowest logit of each row, [R] float32, that top-k, top-p and min-p keep.
 
-    The filters are those of `sampling.filter_top_k_top_p_min_p` after `apply_temperature`. Tokens
-    equal to the last kept one are kept too, even if they are equal only because the division by the
-    temperature rounds.
-
-    Args:
-        logits: [R, V] bfloat16, float16 or float32, before the temperature; V < 2²⁴, and the last
-            axis is contiguous.
-        temperature, top_p, min_p: [R] float32.
-        top_k: [R] int64.
-        tiles: sizes of the kernels.
-
-    Returns:
-        [R] float32 in the scale of `logits`; -inf for rows without a filter.
+    The filters are `sampling.filter_top_k_top_p_min_p` after `apply_temperature`. Tokens equal to
+    the last kept one are kept too, even if only the division by the temperature rounds them to
+    that. The result has the scale of `logits`; -inf for rows without a filter.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1 and vocab < 2**24

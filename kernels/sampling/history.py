@@ -11,18 +11,11 @@ from torch import Tensor
 def append_tokens(
     history: Tensor, token_ids: Tensor, num_tokens: Tensor, positions: Tensor
 ) -> Tensor:
-    """Write new tokens into the token histories, in place.
+    """Write new tokens into the token histories in place, and return these.
 
-    Args:
-        history: [B, H] int64, contiguous: a row's token ids by absolute position, overwritten. A
-            row that starts with -1 keeps no history and is left as it is.
-        token_ids: [B, W] int64, consecutive tokens of each row.
-        num_tokens: [B] int32 or int64, how many of a row's W tokens are written. Tokens at
-            positions from H on are dropped.
-        positions: [B] int64, the position of each row's first token, at least 1.
-
-    Returns:
-        The history.
+    A row of `history` [B, H] int64 has token ids by absolute position; one that starts with -1
+    keeps none and is left as it is. The first `num_tokens` [B] of a row's `token_ids` [B, W] are
+    written from `positions` [B], at least 1, on; tokens at positions from H on are dropped.
     """
     run = append_tokens_triton if history.is_cuda else append_tokens_reference
     return run(history, token_ids, num_tokens, positions)

@@ -1,9 +1,8 @@
 """Penalties and bans on float32 logits in place: one program per row, linear in its history.
 
-Tokens repeat in a history but must be penalised once. No other memory is needed for that: a token's
-occurrences are counted in its own logit, as bit patterns that no penalised logit has. Then the
-penalised logit, computed from the source and the count, replaces the count. Every occurrence of a
-token computes the same logit, so it does not matter which of them is first.
+Tokens repeat in a history but must be penalised once. A token's occurrences are counted in its own
+logit, as bit patterns that no penalised logit has. Then the penalised logit, computed from source
+and count, replaces the count. Each occurrence computes the same logit, in any order.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ _BLOCK = 1024
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _ZERO = tl.constexpr(0x7F800001)
 """The bits that stand for a count of 0: the lowest float32 NaN of positive sign. The next 2²³ - 2
-patterns are NaN too, and stand for the counts from 1 on. A penalised logit is finite or -inf, or a
-NaN if its source is one."""
+patterns are NaN too, for counts from 1 on; a penalised logit is NaN only if its source is."""
 
 
 def apply_penalties(
@@ -70,10 +68,9 @@ def _apply_penalties(
     bits_ptr, source_ptr, history_ptr, positions_ptr, prompt_lens_ptr, repetition_ptr,
     presence_ptr, frequency_ptr, source_stride, vocab, width, repeats, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program penalises one row: it clears the counts, counts, and writes the logits.
+    """Each program penalises one row in three passes between barriers.
 
-    Barriers separate the three passes. The loads of the last pass bypass the L1 cache, which atomic
-    additions do not update.
+    The loads of the last one bypass the L1 cache, which atomic additions do not update.
     """
     row = tl.program_id(0).to(tl.int64)
     bits_ptr += row * vocab

@@ -1,7 +1,7 @@
 """Counter-based random numbers: no generator, no state, the same words on every device.
 
 A random number is a pure function of what it is for: the row's seed, the position, and so on. So it
-does not depend on the other rows of the batch, on the order of work or on restarts of the job.
+does not depend on batch mates, the order of work or restarts of the job.
 """
 
 from __future__ import annotations
@@ -18,20 +18,12 @@ _ROUNDS = 10
 
 
 class Stream(IntEnum):
-    """What the random numbers of a position are used for. Streams are independent of each other.
+    """What the random numbers of a position are used for; streams are independent of each other."""
 
-    Attributes:
-        SAMPLE: the ordinary draw of the token at a position.
-        ACCEPT: the decision whether rejection sampling keeps the draft at a position; it takes one
-            number, that of column 0.
-        RECOVER: the draw of the token that replaces a rejected draft.
-        DRAFT: the proposer's draw of the draft at a position.
-    """
-
-    SAMPLE = 0
-    ACCEPT = 1
-    RECOVER = 2
-    DRAFT = 3
+    SAMPLE = 0  # the ordinary draw of the token
+    ACCEPT = 1  # whether rejection sampling keeps the draft; column 0 alone
+    RECOVER = 2  # the draw of the token that replaces a rejected draft
+    DRAFT = 3  # the proposer's draw of the draft
 
 
 def philox(
@@ -39,20 +31,10 @@ def philox(
 ) -> Tensor:
     """Compute random 32-bit words, a pure function of (seed; position, draw, stream, column).
 
-    This is Philox4x32-10 (Salmon et al. 2011). A call of Triton's `tl.philox(seed, c0, c1, c2, c3)`
-    with c0 = column // 4, c1 = position, c2 = draw and c3 = stream gives the same words: the word
-    of a column is output number column % 4.
-
-    Args:
-        seeds: [R] int64. The key of Philox is the low 32 bits and the high 32 bits of the seed.
-        positions: [R] int64 in [0, 2³²).
-        draw: [R] int64, or one int for all rows, in [0, 2³²): how many draws of the stream the
-            position has had before.
-        stream: the `Stream` of the words.
-        num_columns: words per row.
-
-    Returns:
-        [R, num_columns] int64, each in [0, 2³²).
+    This is Philox4x32-10 (Salmon et al. 2011). Triton's `tl.philox(seed, c0, c1, c2, c3)` with c0 =
+    column // 4, c1 = position, c2 = draw and c3 = stream gives the same words: a column's is output
+    number column % 4. Seeds [R] int64 are the key, the low and the high 32 bits; positions [R] and
+    draws, how many the stream has had before, are in [0, 2³²). Returns [R, num_columns] int64.
     """
     counters = torch.arange(-(-num_columns // 4), device=seeds.device).unsqueeze(0)
     words = _philox_words(seeds, positions, draw, stream, counters)
@@ -72,11 +54,10 @@ def _philox_words(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the four output words, each [R, C] int64, for counters c0 [R or 1, C].
 
-    The product of two 32-bit words overflows int64, but its 64 bits are the right ones. Its low
-    word is not masked at once: it is XORed into the high word of the next round, and that is
-    masked. Counters that are the same for a whole row (or column) keep a width of 1 until they meet
-    the others in the second round. From then on products are written into buffers of the round
-    before.
+    The product of two 32-bit words overflows int64, but its 64 bits are right. Its low word is
+    masked only after it is XORed into the next round's high word. Counters that a whole row (or
+    column) shares keep a width of 1 until the second round; later products reuse buffers of the
+    round before.
     """
     k0 = (seeds & _LOW32).unsqueeze(1)
     k1 = (seeds >> 32 & _LOW32).unsqueeze(1)
@@ -112,10 +93,9 @@ def gumbel_noise(words: Tensor) -> Tensor:
     """Map random words in [0, 2³²), of any shape, to standard Gumbel noise as float32.
 
     The noise is -log(E) with E = -log(1 - u) and u = `uniform`. Large noise, which decides the
-    draw, comes from small u, where float32 values are dense: the noise reaches 33·log 2 ≈ 22.9 in
-    fine steps. With E = -log(u), large noise would come from u near 1, where float32 values are
-    sparse: it would not exceed 16.6, and come in coarse steps. The series replaces log1p, which
-    Triton lacks; below u = 2⁻¹⁰ it is exact in float32.
+    draw, then comes from small u, where float32 values are dense: it reaches 33·log 2 ≈ 22.9 in
+    fine steps. From E = -log(u) it would not exceed 16.6, in coarse steps. The series replaces
+    log1p, which Triton lacks; below u = 2⁻¹⁰ it is exact in float32.
     """
     u = uniform(words)
     small = u < 2.0**-10

@@ -1,14 +1,12 @@
 """From logits to a token: penalties, ban, temperature, filters, the draw and its log-probabilities.
 
-A row's result has the same bits whatever the other rows are. That rules out `sum` and `logsumexp`
-over the vocabulary, whose order of additions on a CPU depends on the number of rows; `softmax`,
-`log_softmax` and `cumsum` add in one order. Functions named `apply_…` and `filter_…` overwrite the
-logits that they are given, [R, V] float32 and contiguous, and return them. R is the number of rows
-and V the size of the vocabulary. A logit is finite, or -inf if the token is excluded.
+A row's bits do not depend on other rows. That rules out `sum` and `logsumexp` over the vocabulary,
+whose order on a CPU depends on the number of rows; `softmax`, `log_softmax` and `cumsum` add in one
+order. Functions named `apply_…` and `filter_…` overwrite the logits that they are given, [R, V]
+float32 and contiguous, and return them. A logit is finite, or -inf if the token is excluded.
 
-For CUDA tensors the functions run the Triton kernels of `sampling_triton`, `filter_triton`,
-`top_logprobs_triton` and `penalties_triton`. The engine's sampler calls kernels that do several of
-these steps at once directly.
+For CUDA tensors the functions run the Triton kernels beside this file. The engine's sampler calls
+kernels that do several of these steps at once.
 """
 
 from __future__ import annotations
@@ -33,26 +31,17 @@ two cores."""
 
 
 def sample(
-    logits: Tensor,
+    logits: Tensor,  # [R, V] float32, after temperature and filters
     seeds: Tensor,
-    positions: Tensor,
+    positions: Tensor,  # [R] int64, of the token that is drawn
     greedy: Tensor,
     stream: Stream = Stream.SAMPLE,
-    draws: Tensor | None = None,
+    draws: Tensor | None = None,  # [R]: earlier draws of the position; None: 0
 ) -> Tensor:
-    """Draw one token per row from softmax(logits), as argmax(logits + Gumbel noise).
+    """Draw one token per row, [R] int64, from softmax(logits), as argmax(logits + Gumbel noise).
 
-    Args:
-        logits: [R, V] float32, after temperature and filters.
-        seeds: [R] int64, the seed of each row's noise.
-        positions: [R] int64, the absolute position of the token that is drawn.
-        greedy: [R] bool: rows that take argmax(logits), without noise.
-        stream: what the noise is used for.
-        draws: [R] int64, how many draws the position has had before; None means 0 for all.
-
-    Returns:
-        [R] int64, the token ids. Of equal scores the lowest id wins; a row in which every token is
-        excluded yields 0.
+    Greedy rows get no noise. Of equal scores the lowest id wins; a row in which every token is
+    excluded yields 0.
     """
     if logits.is_cuda:
         ones = torch.ones_like(seeds, dtype=torch.float32)
@@ -86,12 +75,8 @@ def sample(
 
 
 def _columns_of(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """List the columns in which `keep` [R, V] is true, row by row and in ascending order.
-
-    Returns the columns, [R, S] int64, and which of them are real, [R, S] bool; the others are
-    filler and say column 0. S is the length of the longest list, at least 1. It is read from the
-    device, so this function is for CPUs.
-    """
+    """List, on a CPU, the columns where `keep` [R, V] is true: [R, S], and which of them are no
+    filler."""
     rows, columns = keep.nonzero(as_tuple=True)
     counts = torch.bincount(rows, minlength=len(keep))
     width = max(1, int(counts.max()))
@@ -102,33 +87,22 @@ def _columns_of(keep: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_penalties(
-    logits: Tensor,
-    source: Tensor,
-    history: Tensor,
-    positions: Tensor,
-    prompt_lens: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
+    logits: Tensor,  # [R, V] float32; overwritten for tokens in the histories
+    source: Tensor,  # [R, V], another tensor: the logits before the penalties
+    history: Tensor,  # [B, H] int64, token ids by absolute position; negative: ignored
+    positions: Tensor,  # [R] int64; tokens from here on do not count
+    prompt_lens: Tensor,  # [R] int64: where the output begins
+    repetition: Tensor,  # [R] float32
+    presence: Tensor,  # [R] float32
+    frequency: Tensor,  # [R] float32
 ) -> Tensor:
-    """Apply the repetition penalty, then the presence and frequency penalties.
+    """Apply the repetition penalty (CTRL, Keskar et al. 2019), then presence and frequency
+    penalties.
 
-    The repetition penalty is that of CTRL (Keskar et al. 2019).
-
-    Args:
-        logits: [R, V] float32. The logits of tokens in the histories are overwritten; their old
-            values are not read.
-        source: [R, V], another tensor of any floating dtype: the logits before the penalties.
-        history: [B, H] int64, token ids by absolute position. R is a multiple of B, and row r of
-            the logits has the history r // (R / B). If a history starts with -1 there is none, and
-            its rows are left as they are. Other negative entries are ignored.
-        positions: [R] int64. Tokens before this position are the row's history; entries from it on
-            are ignored.
-        prompt_lens: [R] int64. Presence and frequency count tokens from this position on.
-        repetition: [R] float32. Positive logits of tokens in the history are divided by it,
-            negative ones multiplied.
-        presence: [R] float32, subtracted once from tokens that the output holds.
-        frequency: [R] float32, subtracted for each occurrence of a token in the output.
+    The repetition penalty divides positive logits of tokens in the history and multiplies negative
+    ones. The others are subtracted from tokens of the output, once and for each occurrence. Row r
+    has the history r // (R / B); one that starts with -1 is none, and its rows are left as they
+    are.
     """
     if not history.shape[1] or not len(logits):
         return logits
@@ -160,12 +134,9 @@ def apply_penalties(
 
 
 def apply_ban(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
-    """Exclude the given tokens of each row, except in rows that would have no token left.
+    """Exclude the given tokens of the rows `banned` [R], except where no token would be left.
 
-    Args:
-        logits: [R, V] float32, overwritten.
-        token_ids: [R, S] int64. Ids outside the vocabulary, such as the filler -1, are ignored.
-        banned: [R] bool: the rows whose tokens are excluded.
+    `token_ids` is [R, S] int64; ids outside the vocabulary, such as the filler -1, are ignored.
     """
     if logits.is_cuda:
         return penalties_triton.apply_ban(logits, token_ids, banned)
@@ -180,10 +151,9 @@ def apply_ban(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Compute (logits - row maximum) / temperature, in place.
+    """Compute (logits - row maximum) / temperature, in place; rows of temperature 1 are left alone.
 
-    Rows of temperature 1 are left as they are. Without the shift, a low temperature would make
-    large logits overflow. `temperature` is [R] float32, above 0.
+    Without the shift, a low temperature would make large logits overflow.
     """
     top = logits.amax(-1)
     shift = torch.where((temperature == 1) | (top == -_INF), 0, top)
@@ -193,16 +163,11 @@ def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
 def filter_top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Exclude unlikely tokens: by top-k, then by top-p of what top-k left, then by min-p.
 
-    Each filter is a threshold on the logit. Tokens whose logit equals that of the last kept one are
-    kept too, so the result depends on no sort order. The most likely token always stays.
-
-    Args:
-        logits: [R, V] float32, divided by the temperature, overwritten.
-        top_k: [R] int64, how many of the most likely tokens to keep; 0 turns the filter off.
-        top_p: [R] float32. A token is kept if the probabilities of the more likely tokens sum to
-            less than top_p; 1 turns the filter off.
-        min_p: [R] float32. A token is kept if its probability is at least min_p times that of the
-            most likely token; 0 turns the filter off.
+    Each filter is a threshold on the logit: ties with the last kept token are kept, so no sort
+    order matters, and the most likely token always stays. top_k [R] int64 keeps that many tokens
+    (0: off); top_p [R] keeps a token if the more likely ones sum to less (1: off); min_p [R] if its
+    probability is at least min_p times the highest (0: off). The logits are divided by the
+    temperature already.
     """
     if logits.is_cuda:
         ones = torch.ones_like(min_p)
@@ -227,11 +192,7 @@ def _kth_largest(logits: Tensor, k: Tensor) -> Tensor:
 
 
 def _top_p_threshold(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Find the logit of the token with which the sum of the largest probabilities reaches top_p.
-
-    It looks at the 128 most likely tokens first, and at more for the rows that need them. A longer
-    list starts with the same values, so its sums have the same bits. Returns [R] float32.
-    """
+    """Find the logit [R] at which top_p is reached, among 128 tokens first, with equal bits."""
     vocab = logits.shape[1]
     out = torch.full_like(top_p, -_INF)
     probs = logits.softmax(-1)
@@ -265,13 +226,10 @@ def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find the k most likely tokens of each row, the most likely first.
+    """Find the k most likely tokens of each row, the most likely and then the lowest id first.
 
-    Of equally likely tokens, the one with the lower id comes first.
-
-    Returns:
-        The ids, [R, k] int32, and the log-probabilities, [R, k] float32. If a row has fewer than k
-        tokens that are not excluded, the rest of it is filled with id -1 and -inf.
+    Returns ids [R, k] int32 and log-probabilities [R, k] float32, filled up with -1 and -inf if
+    fewer tokens are not excluded.
     """
     if logits.is_cuda:
         ones = torch.ones_like(logits[:, 0], dtype=torch.float32)

@@ -1,10 +1,9 @@
 """The draw in one pass over the logits: temperature, noise, threshold, argmax and log-probability.
 
-In the first kernel a program reads one chunk of one row's logits and leaves the chunk's best token
-and a few sums. A second, tiny kernel joins the chunks of a row. The scores within a chunk are
-shifted by the chunk's own maximum, since the row's is not known yet; the second kernel computes the
-scores of the chunks' best tokens again with the row's maximum. Noise is computed only where it can
-matter: not in greedy rows, and not in chunks that lie wholly below the threshold.
+A program of the first kernel reads one chunk of one row and leaves the chunk's best token and a few
+sums; a second, tiny kernel joins a row's chunks. A chunk's scores are shifted by its own maximum,
+so the second kernel computes the best tokens' scores again with the row's. Noise is computed only
+where it can matter: not in greedy rows, nor in chunks wholly below the threshold.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ ROW_ARGUMENTS = [
         "top_p", "min_p", "banned", "prompt_lens", "repetition", "presence", "frequency",
     )
 ]  # fmt: skip
-"""Names of kernel arguments that point to [R] values. The values may be rows of one packed tensor,
-so the alignment of the pointers varies with R. Kernels do not specialise on the alignment of these,
-or Triton would compile them again in the middle of a job."""
+"""Kernel arguments that point to [R] values, which may be rows of one packed tensor, so that their
+alignment varies with R. Kernels do not specialise on it, or Triton would compile them again in the
+middle of a job."""
 
 _CHUNK = 4096
 """Columns of a chunk. It is fixed, as the number of warps is, so that a row's sums do not depend on
@@ -39,57 +38,33 @@ _LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 class Draw(NamedTuple):
-    """The drawn token of each of R rows, and what is known of it.
+    """The drawn token of each of R rows; failed rows have no other defined values."""
 
-    Attributes:
-        token_ids: [R] int64, always ids of the vocabulary.
-        logprobs: [R] float32, the log-probabilities of the tokens, undefined for failed rows; None
-            if not asked for.
-        failed: [R] bool: whether the raw logits of the row hold NaN or +inf, or are all -inf.
-        confidence: [R] float32 in [0, 1], the probability of the token in the processed
-            distribution, undefined for failed rows; None if not asked for.
-    """
-
-    token_ids: Tensor
-    logprobs: Tensor | None
-    failed: Tensor
-    confidence: Tensor | None
+    token_ids: Tensor  # [R] int64, always ids of the vocabulary
+    logprobs: Tensor | None  # [R] float32; None if not asked for
+    failed: Tensor  # [R] bool: the raw logits hold NaN or +inf, or are all -inf
+    confidence: Tensor | None  # [R] float32, the token's processed probability, if asked for
 
 
 def draw(
-    logits: Tensor,
-    raw: Tensor,
-    temperature: Tensor,
-    threshold: Tensor | None,
+    logits: Tensor,  # [R, V] after penalties; the last axis is contiguous
+    raw: Tensor,  # [R, V], the model's; the tensor `logits` if no penalty changed it
+    temperature: Tensor,  # [R] float32
+    threshold: Tensor | None,  # [R] float32 in the scale of `logits`, or -inf
     seeds: Tensor,
     positions: Tensor,
     greedy: Tensor,
     processed_logprobs: Tensor | None,
     stream: Stream = Stream.SAMPLE,
-    draws: Tensor | None = None,
+    draws: Tensor | None = None,  # [R]: earlier draws of the position; None: 0
     confidence: bool = False,
 ) -> Draw:
     """Draw one token per row: argmax(processed logits + Gumbel noise), of equal scores the first.
 
-    The processed logit of a token is `processed_logit` if its logit is at or above the threshold,
-    and -inf otherwise. The processed distribution is the softmax of the processed logits.
-
-    Args:
-        logits: [R, V] bfloat16, float16 or float32, after penalties; the last axis is contiguous.
-        raw: [R, V], the logits that the model gave; the same tensor as `logits` if no penalty
-            changed them.
-        temperature: [R] float32, 1 for greedy rows.
-        threshold: [R] float32 in the scale of `logits`, -inf for a row without one; None if no row
-            has one.
-        seeds, positions: [R] int64, the seed of each row and the position of the token, which the
-            noise is a function of (see `philox`).
-        greedy: [R] bool: rows that get no noise.
-        processed_logprobs: [R] bool: whether a row's log-probability is that of the processed
-            distribution or that of softmax(raw); None leaves log-probabilities out.
-        stream: what the noise is used for.
-        draws: [R] int32 or int64, how many draws the position has had before, which the noise
-            depends on too; None means 0 for all.
-        confidence: whether to return the confidence.
+    A token's processed logit is `processed_logit` if its logit is at or above the threshold, else
+    -inf. The processed distribution is the softmax of these. Greedy rows have temperature 1 and no
+    noise. `processed_logprobs` [R] chooses each row's log-probability: of the processed
+    distribution or of softmax(raw); None leaves them out.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1 and raw.stride(1) == 1 and raw.shape == logits.shape
@@ -133,31 +108,23 @@ def draw(
 
 @triton.jit
 def processed_logit(logit, top, temperature):
-    """Compute (logit - row maximum) / temperature, as `apply_temperature` does.
-
-    A temperature of 1 changes nothing. `top` is the row maximum. The draw, the filters and
-    `top_logprobs` all use this function, so their values agree to the bit.
-    """
+    """Compute (logit - row maximum) / temperature, as `apply_temperature` does, for draw, filters
+    and `top_logprobs` alike, whose values then agree to the bit."""
     shift = tl.where((temperature == 1) | (tl.abs(top) == float("inf")), 0.0, top)
     return tl.div_rn(logit - shift, temperature)
 
 
 @triton.jit
 def load_logits(ptr, columns, size):
-    """Load logits as float32: NaN as +inf, and -inf for columns from `size` on.
-
-    So the row's maximum is +inf if the row holds a NaN.
-    """
+    """Load logits as float32: NaN as +inf, which the maximum tells, and -inf from `size` on."""
     values = tl.load(ptr + columns, mask=columns < size, other=-float("inf")).to(tl.float32)
     return tl.where(values != values, float("inf"), values)
 
 
 @triton.jit
 def approximate_log(values, NVIDIA: tl.constexpr):
-    """Compute the natural logarithm with one instruction; Triton's own takes twenty.
-
-    Near 1 its error is at most 2⁻²².
-    """
+    """Compute the natural logarithm with one instruction instead of Triton's twenty; near 1 its
+    error is at most 2⁻²²."""
     if NVIDIA:
         logs = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
@@ -189,10 +156,8 @@ def gumbel(words, NVIDIA: tl.constexpr):
 
 @triton.jit
 def philox_words(seed, position, counters, stream, draw=0):
-    """Compute the four words of each counter: those of the columns 4·counter to 4·counter + 3.
-
-    `position` is one number, or one per counter. `stream` and `draw` are constants or uint32.
-    """
+    """Compute the four words of each counter, of the columns 4·counter to 4·counter + 3; `stream`
+    and `draw` are constants or uint32."""
     counters = counters.to(tl.uint32)
     zeros = tl.zeros_like(counters)
     return tl.philox(seed, counters, zeros + position.to(tl.uint32), zeros + draw, zeros + stream)
@@ -277,10 +242,7 @@ def _join_chunks(
     FILTERED: tl.constexpr, LOGPROBS: tl.constexpr, CONFIDENCE: tl.constexpr, DRAWS: tl.constexpr,
     SAME: tl.constexpr, NVIDIA: tl.constexpr, STREAM: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Each program joins the chunks of one row: its token, log-probability and confidence.
-
-    The scores of the chunks' best tokens are computed again, with the row's maximum.
-    """
+    """Each program joins one row's chunks, whose best tokens it scores with the row's maximum."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     index = tl.arange(0, CHUNKS)

@@ -1,7 +1,7 @@
 """Exclude from logits the tokens that a grammar does not allow.
 
-A line of bits says which tokens are allowed. Each row of logits names its line, so rows in the same
-state of the grammar can share one, and rows without a constraint need none.
+A line of bits says which tokens are allowed. Each row of logits names its line, so rows in one
+state of a grammar can share it, and rows without a constraint need none.
 """
 
 from __future__ import annotations
@@ -19,16 +19,10 @@ _CHUNK = 4096
 
 
 class TokenMask(NamedTuple):
-    """Which tokens each of R logits rows may take, on the device of the logits.
+    """Which tokens each of R logits rows may take, on the device of the logits."""
 
-    Attributes:
-        bits: [C, ceil(V / 32)] int32, C lines of bits: bit v % 32 of word v // 32 is set if token v
-            is allowed. Bits from V on are ignored.
-        lines: [R] int32, the line of bits of each row, or -1 for a row without a constraint.
-    """
-
-    bits: Tensor
-    lines: Tensor
+    bits: Tensor  # [C, ceil(V / 32)] int32: bit v % 32 of word v // 32 allows token v
+    lines: Tensor  # [R] int32, or -1 for a row without a constraint
 
 
 def apply_token_mask(
@@ -36,18 +30,10 @@ def apply_token_mask(
 ) -> tuple[Tensor, Tensor]:
     """Set the logits of tokens that are not allowed to -inf.
 
-    Args:
-        logits: [R, V] float32, bfloat16 or float16, the last axis contiguous. Infinities and NaN
-            are allowed.
-        mask: the allowed tokens of these R rows.
-        out: [R, V], dtype of logits, the last axis contiguous, overwritten. It may be `logits`
-            itself; then rows without a constraint are neither read nor written. None makes a new
-            one.
-
-    Returns:
-        out, and [R] bool: the constrained rows in which no allowed token has a logit above -inf. A
-        NaN counts as above -inf, so that a row with NaN fails as such a row and not for its
-        constraint.
+    `out` [R, V] is overwritten; it may be `logits` itself, and then rows without a constraint are
+    neither read nor written. Returns out, and [R] bool: constrained rows in which no allowed token
+    has a logit above -inf. NaN counts as above -inf, so such a row does not fail for its
+    constraint.
     """
     run = apply_token_mask_triton if logits.is_cuda else apply_token_mask_reference
     return run(logits, mask, out)
@@ -77,8 +63,7 @@ def apply_token_mask_triton(
 ) -> tuple[Tensor, Tensor]:
     """`apply_token_mask` in one pass over the logits, with one program per chunk of a row.
 
-    The logits of a word of 32 tokens are not read if none of them is allowed, and not written if
-    all are allowed and `out` is `logits`.
+    Words of 32 tokens are not read if none is allowed, nor written if all are and out is logits.
     """
     out = _check(logits, mask, out)
     rows, vocab = logits.shape

@@ -1,7 +1,4 @@
-"""The most likely tokens and their log-probabilities, found without a sort of the vocabulary.
-
-`candidates_triton` explains how.
-"""
+"""The most likely tokens and their log-probabilities, without a sort (`candidates_triton`)."""
 
 from __future__ import annotations
 
@@ -36,18 +33,9 @@ def top_logprobs(
     *,
     tiles: Tiles = TILES,
 ) -> tuple[Tensor, Tensor]:
-    """Find the k most likely tokens of each row, the most likely first.
+    """Find what `sampling.top_logprobs` does, for k in [1, 256].
 
-    Of equally likely tokens, the one with the lower id comes first.
-
-    Args:
-        logits, raw, temperature, threshold, processed_logprobs: as for `sampling_triton.draw`, but
-            `processed_logprobs` is not None.
-        k: in [1, 256].
-        tiles: sizes of the kernels.
-
-    Returns:
-        As `sampling.top_logprobs`: ids [R, k] int32 and log-probabilities [R, k] float32.
+    Other arguments are as for `sampling_triton.draw`; `processed_logprobs` is not None.
     """
     rows, vocab = logits.shape
     assert 1 <= k <= 256 and vocab < 2**24
@@ -147,9 +135,9 @@ def _collect(
 ):  # fmt: skip
     """Find the tokens above the k-th largest log-probability and the first k that equal it.
 
-    There are at most k - 1 of the former. Tokens whose logit is below `limit` are left out. The
-    former are written from the start of the row's [TILE] buffers on, the latter from their end
-    backwards. Returns how many there are of each.
+    Tokens whose logit is below `limit` are left out. The former, k - 1 at most, are written from
+    the start of the row's [TILE] buffers on, the latter from the end backwards. Returns their
+    numbers.
     """
     top, total = row_totals(maxima_ptr, weights_ptr, groups, temperature, BLOCK)
     log_total = tl.log(total)
@@ -193,11 +181,7 @@ def _collect(
 def _store_in_order(
     found_ids_ptr, found_values_ptr, above, ties, ids_ptr, values_ptr, k, TILE: tl.constexpr
 ):
-    """Write the first k found tokens, by log-probability and then by id.
-
-    Each token's rank is the number of found tokens before it. If fewer than k were found, the rest
-    is filled with id -1 and -inf.
-    """
+    """Write the first k found tokens by log-probability and then id, then -1 and -inf."""
     index = tl.arange(0, TILE)
     filled = (index < above) | (index >= TILE - ties)
     ids = tl.load(found_ids_ptr + index, mask=filled, other=0)

@@ -1,7 +1,7 @@
 """The choice of the masked positions that a denoise step of block diffusion unmasks.
 
-A block here is a block of positions that a diffusion model decodes together, not a KV block. The
-rules are those of SDAR (arXiv 2510.06303), after LLaDA (arXiv 2502.09992).
+A block here is positions that a diffusion model decodes together, not a KV block. The rules are
+SDAR's (arXiv 2510.06303), after LLaDA (arXiv 2502.09992).
 """
 
 from __future__ import annotations
@@ -18,25 +18,18 @@ MAX_BLOCK_LENGTH = 64
 
 
 class Rule(StrEnum):
-    """Which of the still masked positions a step unmasks.
+    """Which of the still masked positions a step unmasks."""
 
-    Attributes:
-        SEQUENTIAL: the first n positions.
-        LOW_CONFIDENCE_STATIC: the n positions of the highest confidence, of equal ones the first.
-        LOW_CONFIDENCE_DYNAMIC: all positions whose confidence is above a threshold, and always the
-            one of the highest confidence.
-    """
-
-    SEQUENTIAL = "sequential"
-    LOW_CONFIDENCE_STATIC = "low_confidence_static"
+    SEQUENTIAL = "sequential"  # the first n
+    LOW_CONFIDENCE_STATIC = "low_confidence_static"  # the n most confident, of equal ones the first
+    # all above a threshold, and the most confident
     LOW_CONFIDENCE_DYNAMIC = "low_confidence_dynamic"
 
 
 def schedule(block_length: int, num_steps: int) -> tuple[int, ...]:
     """Spread the positions of a block over exactly `num_steps` steps, as evenly as possible.
 
-    Returns how many positions each step unmasks, the larger counts first. They add up to
-    `block_length`. If there are more steps than positions, the last counts are 0.
+    Returns how many each step unmasks, larger counts first, which add up to `block_length`.
     """
     count, rest = divmod(block_length, num_steps)
     return tuple(count + (step < rest) for step in range(num_steps))
@@ -44,25 +37,13 @@ def schedule(block_length: int, num_steps: int) -> tuple[int, ...]:
 
 def unmask(
     rule: Rule,
-    masked: Tensor,
+    masked: Tensor,  # [B, L] bool; L ≤ MAX_BLOCK_LENGTH
+    # [B, L] float32 of the drawn tokens; NaN is lowest; None for SEQUENTIAL
     confidence: Tensor | None,
-    counts: Tensor | None = None,
-    threshold: float | None = None,
+    counts: Tensor | None = None,  # [B], n of the rules that have one
+    threshold: float | None = None,  # ≥ 0, for LOW_CONFIDENCE_DYNAMIC alone
 ) -> Tensor:
-    """Choose the positions of B blocks that this step unmasks.
-
-    Args:
-        rule: how to choose.
-        masked: [B, L] bool, the positions that are still masked; L is at most MAX_BLOCK_LENGTH.
-        confidence: [B, L] float32, the probabilities of the drawn tokens. A NaN ranks below every
-            probability. Positions that are not masked may hold anything. None for `SEQUENTIAL`.
-        counts: [B] int32 or int64, the n of `SEQUENTIAL` and `LOW_CONFIDENCE_STATIC`. If n is more
-            than are masked, all are unmasked. None for `LOW_CONFIDENCE_DYNAMIC`.
-        threshold: at least 0, rounded to float32, for `LOW_CONFIDENCE_DYNAMIC`; otherwise None.
-
-    Returns:
-        [B, L] bool. A row in which nothing is masked has no chosen position.
-    """
+    """Choose the positions [B, L] of B blocks that this step unmasks, of which each is masked."""
     run = unmask_triton if masked.is_cuda else unmask_reference
     return run(rule, masked, confidence, counts, threshold)
 
@@ -95,10 +76,7 @@ def unmask_triton(
     counts: Tensor | None = None,
     threshold: float | None = None,
 ) -> Tensor:
-    """`unmask` in one launch, with one program per row.
-
-    The rank of a position is the number of positions that come before it by confidence.
-    """
+    """`unmask` in one launch: a position's rank counts the positions before it by confidence."""
     _check(rule, masked, confidence, counts, threshold)
     rows, length = masked.shape
     assert masked.is_contiguous() and (confidence is None or confidence.is_contiguous())
@@ -157,11 +135,7 @@ def _unmask(
 def _load_keys(
     masked_ptr, confidence_ptr, row, position, LENGTH: tl.constexpr, BY_CONFIDENCE: tl.constexpr
 ):  # fmt: skip
-    """Load which positions of a block are masked, and the keys that rank them.
-
-    The key is the confidence, or 0 for every position without BY_CONFIDENCE; it is -1 for NaN, and
-    -2 for a position that is not masked.
-    """
+    """Load the masked positions' ranking keys: confidence or 0, -1 for NaN; others get -2."""
     here = position < LENGTH
     masked = tl.load(masked_ptr + row * LENGTH + position, mask=here, other=0) != 0
     keys = tl.zeros_like(position).to(tl.float32)

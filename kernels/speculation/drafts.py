@@ -1,6 +1,7 @@
-"""The bookkeeping of speculative decoding, in one launch for each of its parts. Written as dozens
-of small operations it would keep the host busy for longer than the device needs for a step of a
-small model.
+"""The bookkeeping of speculative decoding, in one launch for each of its parts.
+
+As dozens of small operations it would keep the host busy for longer than the device needs for a
+step of a small model.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -19,19 +20,13 @@ _ROWS = 128
 def place_drafts(
     newest: Tensor, drafts: Tensor, counts: Tensor, positions: Tensor, limits: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the next forward of B rows reads: of each row its newest token and then its k drafts.
+    """Lay out what the next forward reads: each of B rows' newest token [B] and then its drafts [B,
+    k].
 
-    Args:
-        newest: [B] int64, the newest tokens.
-        drafts: [B, k] int64.
-        counts: [B] int32, how many drafts each row has. What a row has beyond them is read, too,
-            but its results are not used.
-        positions: [B] int64, the positions of the newest tokens.
-        limits: [B] int64, the last position that each row can have. Greater positions become it.
-
-    Returns:
-        input_ids and positions, [B · (k + 1)] int64 each, and counts [B] int32, which leave out
-        drafts behind which the row has no room for another token.
+    `positions` are the newest tokens', `limits` the last positions of the rows, which greater ones
+    become. Drafts beyond a row's count are read too, but their results are not used. Returns
+    input_ids and positions [B · (k + 1)] int64, and counts [B] int32 without drafts behind which
+    the row has no room for another token.
     """
     run = place_drafts_triton if newest.is_cuda else place_drafts_reference
     return run(newest, drafts, counts, positions, limits)
@@ -66,20 +61,15 @@ def place_drafts_triton(
 def accept_drafts(
     token_ids: Tensor, valid: Tensor, drafts: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """How many of the sampled tokens each row keeps: a token is kept if each draft before it is the
+    """Count the sampled tokens that each row keeps: a token is kept if each draft before it is the
     token that was sampled in its place.
 
-    Args:
-        token_ids: int64 of B · (k + 1) elements in any shape, the tokens that were sampled after no
-            draft, after the first, and so on.
-        valid: int32, as many elements, 0 where the logits held NaN or +inf or excluded every token.
-        drafts: [B, k] int64.
-        counts: [B] int32, how many drafts each row has.
+    `token_ids` int64 and `valid` int32 have B · (k + 1) elements, for the tokens sampled after no
+    draft, after the first, and so on; `valid` is 0 where the logits held NaN or +inf or excluded
+    every token. `drafts` is [B, k], `counts` [B].
 
-    Returns:
-        num_tokens [B] int32: the number of drafts that held, plus one for the token after them, or
-        fewer if one of these tokens is not valid: then those before it. failed [B] bool: whether
-        one is not valid.
+    Returns num_tokens [B] int32, the drafts that held plus one for the token after them, cut before
+    the first token that is not valid, and failed [B] bool: whether there is such a token.
     """
     run = accept_drafts_triton if drafts.is_cuda else accept_drafts_reference
     return run(token_ids, valid, drafts, counts)
@@ -115,18 +105,11 @@ def accept_drafts_triton(
 def advance(
     token_ids: Tensor, num_tokens: Tensor, positions: Tensor, limits: Tensor, steps: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The state of B rows after a step.
+    """Compute the newest tokens [B], their positions (at most the limits) and steps + 1 after a
+    step.
 
-    Args:
-        token_ids: [B, W] int64, the tokens of the step.
-        num_tokens: [B] int32, how many of them each row keeps. If a row keeps none, its newest
-            token becomes the first of them, at the position of the old one.
-        positions: [B] int64, the positions of the newest tokens before the step.
-        limits: [B] int64, the last position that each row can have.
-        steps: [B] int32, how many steps each row has had.
-
-    Returns:
-        the newest tokens [B] int64, their positions [B] int64, at most the limits, and steps + 1.
+    A row keeps the first `num_tokens` [B] of `token_ids` [B, W]. If it keeps none, the first
+    becomes its newest, at the old position. `positions` are the newest tokens' before the step.
     """
     run = advance_triton if token_ids.is_cuda else advance_reference
     return run(token_ids, num_tokens, positions, limits, steps)

@@ -1,8 +1,8 @@
 """Drafts by looking up where the last tokens of a row stood before, with an index on the device.
 
 This is prompt-lookup decoding (Saxena 2023): text that repeats itself, or quotes its prompt, gives
-drafts without any model. The index is on the device and no operation waits for the host, so an
-overlapped loop can draft from tokens that the host has not seen yet.
+drafts without any model. No operation waits for the host, so an overlapped loop can draft from
+tokens that the host has not seen yet.
 """
 
 from __future__ import annotations
@@ -31,38 +31,26 @@ class NgramIndex(NgramTable):
     def append(self, places: Tensor, starts: Tensor, token_ids: Tensor, counts: Tensor) -> None:
         """Store new tokens of R rows, and index the n-grams before each of them.
 
-        So the last n-gram of a row can be found only when the token after it is known. Tokens
-        beyond max_len are dropped. A row of count 0 changes nothing; a padding row may name any
-        place.
-
-        Args:
-            places: [R] int64. Rows of a count above 0 have different places.
-            starts: [R] int64, the position of each row's first new token: the length of its place,
-                or less to replace its last tokens. Not negative.
-            token_ids: [R, W] int64 in [0, 2³¹), with contiguous columns. Anything beyond the
-                counts.
-            counts: [R] int32 or int64, how many new tokens each row has, at most W.
+        So a row's last n-gram is found only when the token after it is known. Tokens beyond max_len
+        are dropped. `places`, `starts` and `counts` are [R], `token_ids` [R, W] int64 in [0, 2³¹)
+        with contiguous columns. A start is the length of the row's place, or less to replace its
+        last tokens. Rows of a count above 0 have different places; a row of count 0 changes
+        nothing.
         """
         run = ngram_triton.append if self.tokens.is_cuda else append_reference
         run(self, places, starts, token_ids, counts)
 
     def propose(self, places: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Drafts for the next k tokens of B rows.
+        """Draft the next k tokens of B rows: what followed the row's last tokens before.
 
-        They are what followed the last tokens of the row before. n goes from max_n down to min_n.
-        For each n the table is asked where the row's last n tokens occurred most recently, in the
-        row itself and then, with `pool`, in any row; the first occurrence that is known gives the
-        drafts. If it is in the row itself and the text after it is shorter than k, the drafts go on
-        with themselves: text that repeats is drafted to go on repeating. If it is in another row,
-        the drafts end where that row's known tokens end.
+        n goes from max_n down to min_n. For each n the table is asked where the row's last n tokens
+        occurred most recently, in the row itself and then, with `pool`, in any row; the first known
+        occurrence gives the drafts. In the row itself, drafts shorter than k go on with themselves,
+        so repeating text is drafted to go on repeating. In another row they end with its known
+        tokens.
 
-        Args:
-            places: [B] int64.
-            k: above 0.
-
-        Returns:
-            drafts [B, k] int64 and num_drafts [B] int32. Beyond its num_drafts a row has its last
-            token again, or 0 if it has no tokens.
+        Returns drafts [B, k] int64, filled up with the row's last token (0 if it has none), and
+        num_drafts [B] int32.
         """
         run = ngram_triton.propose if self.tokens.is_cuda else propose_reference
         return run(self, places, k)
@@ -131,18 +119,16 @@ def propose_reference(table: NgramTable, places: Tensor, k: int) -> tuple[Tensor
 
 
 def _key_lengths(table: NgramTable, device: torch.device) -> Tensor:
-    """[keys], the n of each key under which an n-gram is stored, in the order in which `propose`
-    prefers them: long n-grams first, and of one n the row's own key before the shared one."""
+    """Return each key's n in the order of preference: long first, a row's own before the shared."""
     sizes = torch.arange(table.max_n, table.min_n - 1, -1, device=device)
     return sizes.repeat_interleave(1 + table.pool)
 
 
 def _buckets(table: NgramTable, recent: Tensor, places: Tensor) -> Tensor:
-    """[keys, *shape], the index into `entries` of each key, for the n-grams that end at a position.
+    """Compute where in `entries` the keys of n-grams stand, [keys, *shape].
 
-    Args:
-        recent: [*shape, max_n] int64, the tokens before the position, the last one first.
-        places: int64, with as many axes as shape, and broadcast to it.
+    `recent` [*shape, max_n] has the tokens before a position, the last first; `places` broadcasts
+    to shape.
     """
     tokens = recent + 1
     state = torch.zeros_like(tokens[..., 0])

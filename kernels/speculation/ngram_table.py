@@ -21,42 +21,30 @@ _LARGEST_N = 8
 
 @dataclass(frozen=True, eq=False)
 class NgramTable:
-    """The tokens of up to S rows, H at most of each, and where the n-grams of them occurred.
+    """The tokens of up to S rows, H at most of each, and where their n-grams occurred.
 
     A row has a place from 0 to S - 1, which another row gets when it has ended. A hash table maps
-    an n-gram to the position of its most recent occurrence. It has one entry per hash and no
-    chains. What it says is never trusted but compared with `tokens`. So entries that belong to
-    other n-grams, or to tokens that a place held before, need not be removed, and a draft always
+    an n-gram to the position of its most recent occurrence, with one entry per hash and no chains.
+    What it says is compared with `tokens`, so stale entries need not be removed, and a draft always
     continues a true occurrence.
 
-    All results are functions of the calls so far, on any device: entries are written by an atomic
-    maximum, for which the order does not matter. All calls belong on one stream, and none waits for
-    the host. The tensors keep their addresses, as CUDA graphs need.
+    An entry is, from the highest bit, a stamp, a place and the position after the n-gram, or 0. Of
+    two entries the larger stays: of the later call, then of the larger place and position. With 31
+    bits for place and position (512 places of 4M tokens) stamps last for 2³² calls of `append`;
+    from then on all calls count as equally recent.
 
-    Attributes:
-        tokens: [S, H] int32, the token at each position of each place. Undefined from the place's
-            length on.
-        lengths: [S] int32, how many tokens of each place are known.
-        entries: [size] int64, where size is a power of two. An entry consists of a stamp, a place
-            and a position, from the highest bit to the lowest, and is 0 if there is none. The
-            position is that of the token after the n-gram. Place and position take as many bits as
-            S and H need. Of two entries the larger stays: that of the later call, and within one
-            call that of the larger place, then of the larger position. With 31 bits for place and
-            position (512 places of 4M tokens), stamps last for 2³² calls of `append`. From then on
-            all calls count as equally recent.
-        clock: [2] int64, how many calls of `append` there were, and how many programs of the
-            current call have begun.
-        min_n, max_n: the lengths of n-grams, 1 ≤ min_n ≤ max_n ≤ 8.
-        pool: whether a row also finds what occurred in other rows.
+    Results are functions of the calls so far, on any device, since entries are written by an atomic
+    maximum. All calls belong on one stream, and none waits for the host. The tensors keep their
+    addresses, as CUDA graphs need.
     """
 
-    tokens: Tensor
-    lengths: Tensor
-    entries: Tensor
-    clock: Tensor
-    min_n: int
+    tokens: Tensor  # [S, H] int32; undefined from a place's length on
+    lengths: Tensor  # [S] int32
+    entries: Tensor  # [size] int64, size a power of two
+    clock: Tensor  # [2] int64: calls of `append`, and begun programs of the present one
+    min_n: int  # 1 ≤ min_n ≤ max_n ≤ 8
     max_n: int
-    pool: bool
+    pool: bool  # whether a row also finds what occurred in other rows
 
     @classmethod
     def allocate(
@@ -69,18 +57,11 @@ class NgramTable:
         device: torch.device | str,
         most_entries: int | None = None,
     ) -> Self:
-        """An empty table.
+        """Allocate an empty table.
 
-        It has two entries for each n-gram that its places can hold when they are full: at least
-        4 · S · H and at least 2¹⁰, and at most 2²⁴ (128 MiB) or `most_entries`. If that is too few,
-        recent n-grams displace older ones.
-
-        Args:
-            num_places: S.
-            max_len: H.
-            min_n, max_n, pool: as the attributes.
-            device: of the tensors.
-            most_entries: a power of two.
+        It has two entries for each n-gram that its full places can hold: at least 4 · S · H and
+        2¹⁰, at most 2²⁴ (128 MiB) or `most_entries`, a power of two. If that is too few, recent
+        n-grams displace older ones.
         """
         assert 1 <= min_n <= max_n <= _LARGEST_N
         keys = (max_n - min_n + 1) * (1 + pool)

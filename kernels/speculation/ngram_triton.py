@@ -38,8 +38,7 @@ def append(
 
 
 def propose(table: NgramTable, places: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`NgramIndex.propose` in one launch. Each row has a program and each key a lane of it, so no
-    key waits for another one's loads."""
+    """`NgramIndex.propose` in one launch, with a program for each row and a lane for each key."""
     assert places.is_contiguous() and k > 0
     rows, keys = len(places), (table.max_n - table.min_n + 1) * (1 + table.pool)
     drafts = torch.empty((rows, k), dtype=torch.int64, device=places.device)
@@ -65,8 +64,7 @@ def _extend(state, token):
 
 @triton.jit
 def _bucket(state, salt, n, bucket_mask):
-    """The index into `entries` of an n-gram with this hash. The salt is 1 + place for the row's own
-    key, and 0 for the key that all rows share."""
+    """Return where in `entries` an n-gram's key stands; the salt is 1 + place, or 0 if shared."""
     state = (state + (salt * 16 + n)) * _FINISH
     return (state ^ ((state >> 33) & 0x7FFFFFFF)) & bucket_mask
 
@@ -89,8 +87,7 @@ def _append(
     MIN_N: tl.constexpr, MAX_N: tl.constexpr, POOL: tl.constexpr, POSITION_BITS: tl.constexpr,
     PLACE_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program stores `BLOCK` tokens and their n-grams. The tokens that it reads from `tokens_ptr`
-    stand before the start of their row, where no program of the launch writes."""
+    """A program stores `BLOCK` tokens and n-grams; it reads only tokens that no program writes."""
     stamp = _take_stamp(clock_ptr, last_stamp)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, step = lane // width, lane % width
@@ -128,8 +125,7 @@ def _propose(
     POOL: tl.constexpr, POSITION_BITS: tl.constexpr, PLACE_BITS: tl.constexpr, KEYS: tl.constexpr,
     BACK: tl.constexpr,
 ):  # fmt: skip
-    """A program makes the drafts of one row. Its lanes are the keys, the preferred one first: n
-    falls, and of two keys of one n the row's own comes first."""
+    """A program makes the drafts of one row, from the preferred of the keys that hit."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(places_ptr + row)
     length = tl.load(lengths_ptr + place)

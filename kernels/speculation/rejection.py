@@ -1,15 +1,13 @@
 """Speculative sampling by rejection (Leviathan et al. 2023; Chen et al. 2023).
 
-A draft that was drawn from the law q is accepted with probability min(1, p / q), where p is the law
-of the model. The first draft that is not accepted is replaced by a draw from (p - q)+, the positive
-part of p - q, normalised. If all are accepted, one more token is drawn, the bonus. The tokens then
-have exactly the law p, whatever q is.
+A draft drawn from the law q is accepted with probability min(1, p / q), where p is the model's law.
+The first rejected draft is replaced by a draw from (p - q)+, the positive part of p - q,
+normalised. If all are accepted, one more token is drawn, the bonus. The tokens then have exactly
+the law p, whatever q is.
 
-All random numbers are keyed by the absolute position of the token that they decide (`philox`). So
-what a row yields does not depend on the other rows of its batch. Numbers at positions that a step
-drafted in vain were not used for any token that was kept, so they can be used again.
-
-On CUDA the functions run the Triton kernels of `rejection_triton`.
+Random numbers are keyed by the absolute position of the token that they decide (`philox`), so a row
+does not depend on its batch. Numbers at positions drafted in vain decided no kept token and can be
+used again. On CUDA the kernels of `rejection_triton` run.
 """
 
 from __future__ import annotations
@@ -27,49 +25,32 @@ _INF = float("inf")
 
 
 class Verified(NamedTuple):
-    """What `verify` returns for B rows of up to k drafts.
+    """What `verify` returns for B rows of up to k drafts."""
 
-    Attributes:
-        num_tokens: [B] int32, the number of accepted drafts plus one; 0 for rows that failed.
-        token_ids: [B, k + 1] int64, the accepted drafts and the token after them. Undefined from
-            num_tokens on, but always in the vocabulary.
-        failed: [B] bool, whether the logits at one of the row's positions up to its last token hold
-            NaN or +inf, or exclude every token. No draft is accepted on such logits.
-    """
-
-    num_tokens: Tensor
-    token_ids: Tensor
-    failed: Tensor
+    num_tokens: Tensor  # [B] int32, accepted drafts plus one; 0 for rows that failed
+    token_ids: Tensor  # [B, k + 1] int64, in the vocabulary; undefined from num_tokens on
+    failed: Tensor  # [B] bool: logits up to the last token hold NaN or +inf or exclude all
 
 
 def verify(
-    logits: Tensor,
-    drafts: Tensor,
-    num_drafts: Tensor,
-    draft_probs: Tensor | None,
+    logits: Tensor,  # [B · (k + 1), V] float32, with all sampling options applied
+    drafts: Tensor,  # [B, k] int64 in the vocabulary
+    num_drafts: Tensor,  # [B] int32 in [0, k]
+    draft_probs: Tensor | None,  # [B, k, V] float32, q; None: a point mass. Greedy rows ignore it
     seeds: Tensor,
-    positions: Tensor,
+    positions: Tensor,  # [B] int64, of the token at j = 0
     greedy: Tensor,
 ) -> Verified:
     """Accept the first drafts of each row, as many as hold, and draw the token that follows them.
 
-    p is softmax(logits). A row that is not greedy accepts a draft if u · q(draft) < p(draft), where
-    u is uniform in (0, 1). After the first rejection it draws from (p - q)+, or from p if rounding
+    p is softmax(logits). A row that is not greedy accepts a draft if u · q(draft) < p(draft), with
+    u uniform in (0, 1). After the first rejection it draws from (p - q)+, or from p if rounding
     left nothing of that. After no rejection it makes the draw of `sampling.sample`, to the bit. A
-    greedy row accepts drafts that are the argmax (of equal logits the lowest id), and ends with the
-    argmax. Excluded tokens (logit -inf) are neither accepted nor drawn.
+    greedy row accepts drafts that are the argmax (of equal logits the lowest id), and ends with it.
+    Excluded tokens (logit -inf) are neither accepted nor drawn.
 
-    Args:
-        logits: [B · (k + 1), V] float32, with all sampling options applied. Row b · (k + 1) + j is
-            what the model gave for the token after j drafts of row b. Rows with j > num_drafts are
-            not read.
-        drafts: [B, k] int64 in the vocabulary. Anything beyond num_drafts.
-        num_drafts: [B] int32 in [0, k].
-        draft_probs: [B, k, V] float32, the law q that each draft was drawn from. Anything beyond
-            num_drafts. None if q is a point mass at the draft. Greedy rows ignore q.
-        seeds: [B] int64.
-        positions: [B] int64, the absolute position of the token at j = 0.
-        greedy: [B] bool.
+    Row b · (k + 1) + j of the logits is for the token after j drafts of row b; rows with j >
+    num_drafts are not read.
     """
     if logits.is_cuda:
         return Verified(
@@ -110,8 +91,7 @@ def _accepts(
     positions: Tensor,
     greedy: Tensor,
 ) -> Tensor:
-    """[R] bool, whether the draft of each row is accepted. `logits` and `q` are [R, V], all others
-    [R]."""
+    """Whether the draft of each row is accepted, [R]; `logits` and `q` are [R, V]."""
     columns = drafts.unsqueeze(1)
     threshold = uniform(philox(seeds, positions, 0, Stream.ACCEPT, 1))
     if q is not None:
@@ -124,8 +104,7 @@ def _accepts(
 def _recover(
     logits: Tensor, drafts: Tensor, q: Tensor | None, seeds: Tensor, positions: Tensor
 ) -> Tensor:
-    """[R] int64, a draw from (p - q)+ by the Gumbel-max trick, or from p where (p - q)+ is zero
-    everywhere."""
+    """Draw [R] from (p - q)+ by the Gumbel-max trick, or from p where that is zero everywhere."""
     noise = gumbel_noise(philox(seeds, positions, 0, Stream.RECOVER, logits.shape[1]))
     plain = logits + noise
     if q is None:
@@ -141,15 +120,9 @@ def draw_drafts(
 ) -> tuple[Tensor, Tensor]:
     """Draw one draft for each row, as a proposer does, and tell the law q that `verify` must know.
 
-    Args:
-        logits: [B, V] float32 of the draft model, with all sampling options applied.
-        seeds: [B] int64.
-        positions: [B] int64, the absolute position of the draft.
-        greedy: [B] bool, whether a row takes the argmax.
-
-    Returns:
-        the drafts [B] int64, and q [B, V] float32. q is softmax(logits), or a point mass at the
-        draft for greedy rows and for rows whose logits hold NaN or +inf or exclude every token.
+    `logits` [B, V] are the draft model's, with all sampling options applied; `positions` [B] the
+    drafts'. Returns the drafts [B] int64 and q [B, V] float32: softmax(logits), or a point mass at
+    the draft for greedy rows and rows whose logits hold NaN or +inf or exclude every token.
     """
     if logits.is_cuda:
         return rejection_triton.draw_drafts(logits, seeds, positions, greedy)

@@ -1,11 +1,10 @@
 """Speculative sampling by rejection in three launches.
 
-The vocabulary is cut into chunks of a fixed size, so that the bits of a row do not depend on its
-batch. The first launch has a program for each row of logits that is needed and each chunk, and
-reduces the chunk. The second has a program for each row of the batch and each chunk. It joins the
-reduced chunks to learn at which draft its row stops, and then draws within its own chunk there. All
-programs of a row compute that stop from the same few hundred numbers, which is cheaper than a
-launch. The third has a program for each row of the batch, which takes the best of its chunks.
+The vocabulary is cut into chunks of a fixed size, so that a row's bits do not depend on its batch.
+The first launch reduces each chunk of each row of logits that is needed. In the second a program
+for each row of the batch and chunk joins these to learn at which draft its row stops, which is
+cheaper than a launch, and draws within its own chunk there. The third takes the best of each row's
+chunks.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ def verify(
     positions: Tensor,
     greedy: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`rejection.verify` on CUDA. Returns its num_tokens, token_ids and failed.
+    """Compute num_tokens, token_ids and failed of `rejection.verify` on CUDA.
 
-    Of q it reads the probabilities of the drafts, and all of them where a draft is rejected.
+    q is read at the drafts, and wholly where a draft is rejected.
     """
     batch, k = drafts.shape
     width, vocab = k + 1, logits.shape[1]
@@ -100,8 +99,7 @@ def _reduce_chunk(
     logits_ptr, num_drafts_ptr, tops_ptr, sums_ptr, highest_ptr, stride, vocab, width,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Reduce one chunk of one row of logits to its maximum, the first column that has it, and the
-    sum of exp(logit - maximum)."""
+    """Reduce a chunk of a row to its maximum, the first column of that, and Σ exp(logit - max)."""
     logits_row = tl.program_id(0).to(tl.int64)
     if logits_row % width <= tl.load(num_drafts_ptr + logits_row // width):
         chunk = tl.program_id(1)
@@ -122,8 +120,7 @@ def _accept(
     stride, vocab, width, count, row, chunks,
     PROBS: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """How many drafts a row accepts. Also, for each number of drafts before it, [WIDTH]: the next
-    draft, and the argmax, the maximum and the sum of exp(logit - maximum) of the logits there."""
+    """Count the drafts that a row accepts, and load what is known of each before it [WIDTH]."""
     step = tl.arange(0, WIDTH)
     chunk = tl.arange(0, CHUNKS)
     logits_rows = row * width + step
@@ -163,11 +160,11 @@ def _draw_chunk(
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Find where a row stops, and draw from one chunk there: the best token by (p - q)+ and the
-    best by p, with the same noise.
+    best by p, with equal noise.
 
-    The score of the first is -inf if (p - q)+ is zero in the whole chunk, and if the row stops
-    because all drafts were accepted. The program of chunk 0 also writes the accepted drafts, the
-    token of a greedy row, num_tokens and failed.
+    The first one's score is -inf if (p - q)+ is zero in the whole chunk or all drafts were
+    accepted. The program of chunk 0 also writes the accepted drafts, a greedy row's token,
+    num_tokens and failed.
     """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -233,8 +230,7 @@ def _join_chunks(
     greedy_ptr, scores_ptr, winners_ptr, num_tokens_ptr, token_ids_ptr, vocab, width, batch,
     chunks, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the last token of a row that is not greedy: the best of all chunks by (p - q)+, or by p
-    if (p - q)+ is zero everywhere."""
+    """Write the last token of a row that is not greedy: the best by (p - q)+, or else by p."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(num_tokens_ptr + row)
     if (tl.load(greedy_ptr + row) == 0) & (count > 0):
@@ -256,9 +252,8 @@ def _write_probs(
     logits_ptr, token_ids_ptr, logprobs_ptr, failed_ptr, greedy_ptr, probs_ptr, stride, vocab,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write one chunk of q. It is computed from the probability of the token that was drawn and the
-    differences of the logits from its logit. For greedy rows and for rows that failed, q is 1 at
-    that token and 0 elsewhere."""
+    """Write one chunk of q, from the drawn token's probability and the differences of the logits
+    from its logit; for greedy and failed rows q is 1 at that token and 0 elsewhere."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     token = tl.load(token_ids_ptr + row)

@@ -7,8 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from batchgen.engine.base.outputs import StepOutput
-from batchgen.engine.step_inputs import StepInputs
-from batchgen.engine.strategy import JoiningRows
+from batchgen.engine.step_inputs import JoiningRows, StepInputs
 
 
 class ARStepInputs(StepInputs):

@@ -6,11 +6,11 @@ from batchgen.engine.base.outputs import StepOutput
 from batchgen.engine.execution.model_runner import ModelOutput
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.sampling.sampler import sample
+from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.step_inputs import ARStepInputs
-from batchgen.strategies.base.strategy import BaseStrategy
 
 
-class ARStrategy(BaseStrategy):
+class ARStrategy(Strategy):
     """Samples one token per row and step, with all sampling options."""
 
     name = "ar"

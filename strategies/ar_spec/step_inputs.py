@@ -16,8 +16,8 @@ from batchgen.engine.base.transfer import Download, upload
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.step_inputs import StepInputs
-from batchgen.engine.strategy import JoiningRows, Limits
+from batchgen.engine.step_inputs import JoiningRows, StepInputs
+from batchgen.engine.strategy import Limits
 from batchgen.kernels.speculation.drafts import advance, place_drafts
 from batchgen.kernels.speculation.ngram import NgramIndex
 from batchgen.strategies.ar_spec.controller import Acceptance

@@ -19,14 +19,14 @@ from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch
 from batchgen.engine.sampling.sampler import sample
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.strategy import TARGET, Checkpoint, Head, JoiningRows, Limits, ModelRole
+from batchgen.engine.step_inputs import JoiningRows
+from batchgen.engine.strategy import TARGET, Checkpoint, Head, Limits, ModelRole, Strategy
 from batchgen.strategies.ar_spec.controller import DraftBudget, StepCosts
 from batchgen.strategies.ar_spec.mtp import MTPProposer
 from batchgen.strategies.ar_spec.proposers import DraftProposer, NgramProposer, Proposer
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 from batchgen.strategies.ar_spec.verifiers import VERIFIERS
 from batchgen.strategies.base.counts import NUM_FORWARDS, one_forward, tokens_per_forward
-from batchgen.strategies.base.strategy import BaseStrategy
 
 DRAFT = "draft"
 """The name of the draft model among the strategy's models."""
@@ -50,7 +50,7 @@ _LENGTHS = (0, 1, 2, 3, 5)
 CUDA graphs of its own."""
 
 
-class ARSpecStrategy(BaseStrategy):
+class ARSpecStrategy(Strategy):
     """Decodes as `ar` does, but with several tokens per forward where drafts hold.
 
     Args:

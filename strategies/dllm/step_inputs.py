@@ -21,8 +21,7 @@ from batchgen.engine.base.transfer import Download, upload
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.step_inputs import StepInputs
-from batchgen.engine.strategy import JoiningRows
+from batchgen.engine.step_inputs import JoiningRows, StepInputs
 
 STEP_MAP = OutputColumn("step_map", np.dtype(np.int32))
 """Which of the row's denoise steps unmasked the token, counted from 1."""

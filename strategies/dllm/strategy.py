@@ -22,11 +22,10 @@ from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampler import Drawn, draw
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.admission import Ints
-from batchgen.engine.strategy import TARGET, ModelRole
+from batchgen.engine.strategy import TARGET, ModelRole, Strategy
 from batchgen.kernels.sampling.token_mask import TokenMask
 from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH, Rule, schedule, unmask
 from batchgen.strategies.base.counts import NUM_FORWARDS, one_forward, tokens_per_forward
-from batchgen.strategies.base.strategy import BaseStrategy
 from batchgen.strategies.dllm.guided import denoise
 from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
 
@@ -47,7 +46,7 @@ _STEPS_PER_BLOCK = "steps_per_block"
 """The name in `stats` of how often a block took each number of denoise steps."""
 
 
-class DLLMStrategy(BaseStrategy):
+class DLLMStrategy(Strategy):
     """Starts with blocks of masked positions and denoises them. Each denoise step draws a token at
     every masked position and keeps some of them.
 
@@ -211,7 +210,7 @@ class DLLMStrategy(BaseStrategy):
     def propose(self, batch: DecodeBatch) -> None:
         # A matcher must have committed a block before it goes on to the next one.
         fused = self._fused and not (self._yields_final and batch.guide is not None)
-        self.step_inputs.fuse(self._room(len(batch.places)) if fused else 0)
+        self.step_inputs.fuse(self._room(batch.num_rows) if fused else 0)
         if batch.guide is not None:
             self.step_inputs.send_masked()
 

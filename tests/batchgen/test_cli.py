@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from check_kill_resume import attempts, compare_outputs, finished_rows
 from fake_job import FakeJob
 from forked import Forked, run_forked
+from job_comparison import attempts, compare_outputs, finished_rows
 
 ROOT = Path(__file__).parents[2]
 

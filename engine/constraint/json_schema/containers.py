@@ -16,15 +16,10 @@ IsValid = Callable[[Any, Any], bool]
 
 
 def lower_array(schema: Mapping[str, Any], at: str, lower: Lower) -> dict[str, Any]:
-    """The rewritten schema of arrays.
+    """Rewrite the keywords about arrays; `at` is their JSON pointer, `lower` rewrites items'
+    schemas.
 
-    Args:
-        schema: only the keywords about arrays.
-        at: its JSON pointer.
-        lower: rewrites the schemas of items.
-
-    Raises:
-        ConstraintError: a keyword cannot be enforced, or no length is left.
+    Raises ConstraintError if a keyword cannot be enforced, or no length is left.
     """
     prefix, rest = schema.get("prefixItems", []), schema.get("items")
     if isinstance(rest, list):  # until draft 2019-09
@@ -55,16 +50,9 @@ def lower_array(schema: Mapping[str, Any], at: str, lower: Lower) -> dict[str, A
 def lower_object(
     schema: Mapping[str, Any], at: str, lower: Lower, is_valid: IsValid
 ) -> dict[str, Any]:
-    """The rewritten schema of objects.
+    """Rewrite the keywords about objects; `is_valid` checks names against `propertyNames`.
 
-    Args:
-        schema: only the keywords about objects.
-        at: its JSON pointer.
-        lower: rewrites the schemas of properties.
-        is_valid: checks names against `propertyNames`.
-
-    Raises:
-        ConstraintError: a keyword cannot be enforced, or no object is left.
+    Raises ConstraintError if a keyword cannot be enforced, or no object is left.
     """
     properties, required = dict(schema.get("properties", {})), schema.get("required", [])
     patterns = schema.get("patternProperties", {})
@@ -101,15 +89,7 @@ def lower_object(
 def _of_names(
     rule: Any, extra: Any, at: str, lower: Lower
 ) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """What `propertyNames` says in terms of other keywords.
-
-    Args:
-        rule: the schema of names.
-        extra: the schema of all values, or True.
-
-    Returns:
-        `properties`, `patternProperties` and `additionalProperties` that allow the same objects.
-    """
+    """Say `propertyNames` by three other keywords; `extra` is the schema of all values, or True."""
     if rule is True:
         return {}, {}, extra
     if isinstance(rule, dict):
@@ -124,8 +104,7 @@ def _of_names(
 def _check_patterns(
     patterns: Mapping[str, Any], properties: Mapping[str, Any], extra: Any, at: str
 ) -> None:
-    """Refuse `patternProperties` under which a name may fall beside another schema, because
-    xgrammar would enforce only one of the two."""
+    """Refuse patterns that a name may match beside another schema: xgrammar enforces only one."""
     for pattern in patterns:
         clash = [name for name in properties if re.search(pattern, name)]
         if len(patterns) > 1 or clash or extra is not False:
@@ -141,8 +120,7 @@ def _check_patterns(
 def _other_properties(
     names: list[str], patterns: Mapping[str, Any], extra: Any, at: str, lower: Lower
 ) -> dict[str, Any]:
-    """The rewritten keywords for properties of other names than `names`. There is at most one
-    pattern (see `_check_patterns`)."""
+    """Rewrite the keywords for other properties than `names`, with at most one pattern."""
     for pattern, part in patterns.items():
         where = f"{at}/patternProperties/{pattern}"
         key = text.write(string_node({"pattern": pattern}, where), json=True)
@@ -158,8 +136,7 @@ def _other_properties(
 
 
 def _counts(schema: Mapping[str, Any], lowered: Mapping[str, Any], at: str) -> dict[str, int]:
-    """`minProperties` and `maxProperties` of a schema whose other keywords are `lowered`. Where
-    names are free, the same name may come twice, which JSON readers count once."""
+    """Rewrite minProperties and maxProperties; a free name may come twice, and counts once."""
     low, limit = read_limits(schema, "minProperties", "maxProperties")
     high = math.inf if limit is None else limit
     needed = len(set(lowered.get("required", ())))

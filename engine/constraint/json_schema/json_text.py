@@ -1,5 +1,7 @@
-"""JSON text as its standard (RFC 8259) defines it. Python's `json` reads and writes more than that:
-NaN and Infinity, numbers that become infinite, and objects in which one name stands twice.
+"""JSON text as its standard (RFC 8259) defines it.
+
+Python's `json` reads and writes more: NaN and Infinity, numbers that become infinite, and objects
+in which one name stands twice.
 """
 
 import json
@@ -18,12 +20,9 @@ class NotJson(ValueError):
 
 
 def parse_json(text: str) -> Any:
-    """The value that a JSON text stands for.
+    """Read a JSON text, without NaN and Infinity.
 
-    Raises:
-        NotJson: the text is not JSON. That includes NaN and Infinity, which Python would read.
-        ValueError: a number in it has more digits than Python reads (4300).
-        RecursionError: its arrays and objects are nested too deeply for Python.
+    Raises NotJson; ValueError for a number of more digits than Python reads (4300); RecursionError.
     """
     try:
         return json.loads(text, parse_constant=_refuse_constant)
@@ -32,12 +31,10 @@ def parse_json(text: str) -> Any:
 
 
 def parse_unique_json(text: str) -> Any:
-    """The value of a JSON text that a person wrote. It is read as by `parse_json`, and more
-    strictly: an object that has one name twice is refused, because most readers would silently drop
-    one of its two values, and so is a number that is too large for a float.
+    """Read a JSON text that a person wrote, more strictly than `parse_json`.
 
-    Raises:
-        NotJson, ValueError, RecursionError: as `parse_json`.
+    NotJson is raised too for an object with a name twice, of which most readers would silently drop
+    one value, and for a number that is too large for a float.
     """
     try:
         return json.loads(
@@ -51,15 +48,10 @@ def parse_unique_json(text: str) -> Any:
 
 
 def read_object(value: Any, what: str) -> Any:
-    """The JSON object that a user gave, as a mapping or as JSON text. A boolean is returned as it
-    is, because `true` and `false` are JSON Schemas.
+    """Return the JSON object, or boolean schema, that a user gave as a mapping of any class or as
+    text.
 
-    Args:
-        value: what the user gave. A mapping may be of any class (Hydra has its own).
-        what: names the value in error messages.
-
-    Raises:
-        ConstraintError: the value is neither, or is not JSON.
+    Raises ConstraintError, which calls the value `what`, if it is neither.
     """
     if not isinstance(value, str | bool | abc.Mapping):
         raise ConstraintError(f"{what} must be a mapping or its JSON text, got {value!r:.100}")
@@ -77,10 +69,9 @@ def read_object(value: Any, what: str) -> Any:
 
 
 def compact_json(value: Any) -> str:
-    """The JSON text of a value without any whitespace. Object members keep their order.
+    """Write a value as JSON without whitespace, members in their order.
 
-    Raises:
-        TypeError, ValueError: the value has a part that JSON cannot hold.
+    Raises TypeError or ValueError for what JSON cannot hold.
     """
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
@@ -96,8 +87,7 @@ def first_repeated(texts: abc.Iterable[str]) -> str | None:
 
 
 def equality_key(value: Any) -> abc.Hashable:
-    """A key that two JSON values share if and only if they are equal. In Python true equals 1, in
-    JSON it does not; 1 equals 1.0 in both."""
+    """Return what equal JSON values share, and no others: true is not 1 there, but 1 is 1.0."""
     if isinstance(value, dict):
         return "object", frozenset((name, equality_key(item)) for name, item in value.items())
     if isinstance(value, list):
@@ -106,9 +96,7 @@ def equality_key(value: Any) -> abc.Hashable:
 
 
 def has_lone_surrogate(text: str) -> bool:
-    """Whether a Python string holds a code point from U+D800 to U+DFFF. Such a code point is half
-    of a UTF-16 pair and no character, so UTF-8 cannot encode it.
-    """
+    """Whether a string has half of a UTF-16 pair (U+D800 to U+DFFF), which UTF-8 cannot encode."""
     return any("\ud800" <= char <= "\udfff" for char in text)
 
 

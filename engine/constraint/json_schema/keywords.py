@@ -61,30 +61,23 @@ REFUSED = {
 """Keyword that a grammar cannot enforce → what the user can do instead."""
 
 MOST = 1_000_000
-"""The greatest count of characters, items or properties. Greater upper limits are lowered to it: no
-output is that long, and xgrammar counts with 32 bits."""
+"""The greatest count; higher limits become it, as xgrammar counts with 32 bits."""
 
 
 def refuse(keyword: str, at: str, reason: str) -> ConstraintError:
-    """The error for a keyword of the schema at the JSON pointer `at`. The reason goes on after
-    "`keyword` at pointer"."""
+    """Make the error for a keyword; the reason goes on after "`keyword` at pointer"."""
     return ConstraintError(f"`{keyword}` at {at} {reason}")
 
 
 def restricts(keyword: str, value: object) -> bool:
-    """Whether a keyword of a schema restricts values at all. Annotations do not, nor do keywords
-    that begin with x-, which are anybody's own."""
+    """Whether a keyword restricts values: annotations and anybody's own x-… do not."""
     off = keyword == "uniqueItems" and value is False
     return keyword not in ANNOTATIONS and not keyword.startswith("x-") and not off
 
 
 def read_limits(schema: Mapping[str, object], low: str, high: str) -> tuple[int, int | None]:
-    """The least and the greatest count that two keywords, such as `minItems` and `maxItems`, allow.
-
-    Returns:
-        the least, 0 without its keyword, and the greatest, which is at most `MOST` and None without
-        its keyword.
-    """
+    """Return the least count that two keywords such as `minItems` and `maxItems` allow, 0 without
+    one, and the greatest, `MOST` at most and None without one."""
     least, greatest = schema.get(low, 0), schema.get(high)
     assert isinstance(least, int | float)
     if greatest is None:
@@ -94,16 +87,11 @@ def read_limits(schema: Mapping[str, object], low: str, high: str) -> tuple[int,
 
 
 def check_keywords(schema: Mapping[str, object], at: str, root: bool) -> None:
-    """Check that all keywords of a schema can be enforced. A schema that lists its values (`enum`,
-    `const`) may have any known keyword, because each value can be checked against it beforehand.
+    """Check that all keywords of a schema, without the schemas within it, can be enforced.
 
-    Args:
-        schema: the schema, without the schemas within it.
-        at: its JSON pointer.
-        root: whether it is the whole document, where alone `$id` is allowed.
-
-    Raises:
-        ConstraintError: a keyword is unknown or cannot be enforced; says what to write instead.
+    A schema that lists its values (`enum`, `const`) may have any known keyword, because each value
+    is checked beforehand. `$id` is allowed at the `root` alone. Raises ConstraintError, which says
+    what to write instead.
     """
     listed = "enum" in schema or "const" in schema
     for keyword in schema:

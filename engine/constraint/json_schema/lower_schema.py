@@ -1,19 +1,18 @@
-"""JSON Schemas, rewritten in the part of JSON Schema that xgrammar enforces. A keyword that cannot
-be enforced is refused by name.
+"""JSON Schemas, rewritten in the part of JSON Schema that xgrammar enforces.
 
-xgrammar reads a schema by the first keyword of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf`
-and `type` that it has, and ignores the others. It does not know many keywords at all. It takes two
-schemas for the same if they differ only in properties called `title` or like another annotation. So
-it does not get the user's schema, but one that is written anew from the keywords that are
-understood here. All that this lets through is valid under the user's schema, by `jsonschema` with
-its format checker. Not all that is valid is let through:
+A keyword that cannot be enforced is refused by name. xgrammar reads a schema by the first keyword
+of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf` and `type` that it has, and ignores the
+others. It takes two schemas for one if they differ only in properties called `title` or like
+another annotation. So it gets a schema written anew from the keywords that are understood here. All
+that this lets through is valid under the user's schema, by `jsonschema` with its format checker.
+Not all that is valid is let through:
 
-* Properties come in the order of the schema. Properties that the schema does not name come only
+- Properties come in the order of the schema. Properties that the schema does not name come only
   where `additionalProperties` or `unevaluatedProperties` ask for them, or it names none at all.
-* A schema without `type` stands for the types that its keywords are about. Behind `prefixItems`
+- A schema without `type` stands for the types that its keywords are about. Behind `prefixItems`
   come other items only if `items` or `minItems` ask for them.
-* Numbers with bounds have at most 6 decimals and no exponent. Integers have no fraction.
-* A pattern matches the whole string. Formats are their common forms. A string with a pattern or a
+- Numbers with bounds have at most 6 decimals and no exponent. Integers have no fraction.
+- A pattern matches the whole string. Formats are their common forms. A string with a pattern or a
   length has quotes, backslashes and line ends only where the pattern leaves no other choice.
 """
 
@@ -49,23 +48,16 @@ _MOST_STEPS = 100_000
 def check_schema(schema: Any) -> None:
     """Check that output can be held to a schema (parsed JSON).
 
-    Raises:
-        ConstraintError: it is not a JSON Schema, or has a keyword that cannot be enforced. The
-            message names the keyword, its JSON pointer, and what to do.
+    Raises ConstraintError, which names the keyword, its JSON pointer, and what to do.
     """
     lower(schema)
 
 
 def lower(schema: Any, base: str = "#") -> dict[str, Any]:
-    """The schema that xgrammar must get in place of a user's, with `strict_mode` on. It has the
-    definitions that it refers to in its `$defs`.
+    """Return the schema that xgrammar must get, with `strict_mode` on, in place of a user's.
 
-    Args:
-        schema: the user's schema, as parsed JSON. Each `$ref` in it is relative to it.
-        base: its own JSON pointer, for messages.
-
-    Raises:
-        ConstraintError: as `check_schema`.
+    Its `$defs` has the definitions that it refers to. Each `$ref` in `schema` is relative to it;
+    `base` is its JSON pointer for messages. Raises ConstraintError as `check_schema`.
     """
     from referencing.exceptions import Unresolvable
 
@@ -81,21 +73,12 @@ def lower(schema: Any, base: str = "#") -> dict[str, Any]:
 
 
 class _Lowering:
-    """The rewriting of one document. Its methods get a part of the document and return it
-    rewritten, unless they say otherwise.
+    """The rewriting of one document, part by part.
 
-    Of their arguments, `at` is the JSON pointer of the part, and `open_refs` are the pointers of
-    the references that were followed to reach it without going into a property or an item. To meet
-    one of these again would mean a value that consists of itself alone.
-
-    Attributes:
-        root: the document.
-        base: its JSON pointer.
-        validator: of the document.
-        definitions: rewritten schemas that references lead to, by their names.
-        names: JSON pointer of a schema that references lead to → its name in `definitions`.
-        marks: how many schemas `mark` has set apart.
-        steps: how many schemas were looked at.
+    `at` is a part's JSON pointer. `open_refs` are pointers of references followed to it without
+    going into a property or an item: to meet one again would mean a value that consists of itself
+    alone. `definitions` has rewritten schemas that references lead to, under the `names` of their
+    pointers; `marks` counts schemas that `mark` set apart, `steps` schemas looked at.
     """
 
     def __init__(self, root: Any, base: str) -> None:
@@ -155,8 +138,7 @@ class _Lowering:
         return {"$ref": "#" if name == "#" else f"#/$defs/{name}"}
 
     def expand(self, schema: Any, at: str, open_refs: tuple[str, ...]) -> list[dict[str, Any]]:
-        """Schemas without `$ref` and `allOf` that together say what `schema` says. They are not
-        rewritten otherwise."""
+        """Return schemas without `$ref` and `allOf` that together say what `schema` says."""
         self.step()
         if isinstance(schema, bool):
             if not schema:
@@ -213,8 +195,7 @@ class _Lowering:
         return lowered[0] if len(lowered) == 1 else {"anyOf": lowered}
 
     def flat(self, schema: Any, at: str) -> dict[str, Any]:
-        """One schema without `$ref` and `allOf` that says what `schema` says. It is not rewritten
-        otherwise."""
+        """Return one schema without `$ref` and `allOf` that says what `schema` says."""
         return merge(self.expand(schema, at, ()), at)
 
     def is_valid(self, schema: Any, value: Any) -> bool:
@@ -225,12 +206,8 @@ class _Lowering:
     def mark(self, lowered: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """Set a rewritten schema apart from others, if xgrammar might take it for one of them.
 
-        xgrammar leaves out members that are called like an annotation, at any depth, and writes
-        names without escapes. If two schemas then look the same, it takes them for one.
-
-        Args:
-            lowered: the rewritten schema.
-            names: the names of members that occur in it.
+        xgrammar leaves out members called like an annotation, at any depth, and writes names
+        without escapes. `names` are the names of members that occur in the schema.
         """
         if any(name in ANNOTATIONS or '"' in name for name in names):
             self.marks += 1
@@ -250,8 +227,7 @@ class _Lowering:
         return ref
 
     def enum(self, schema: dict[str, Any], at: str) -> dict[str, Any]:
-        """A schema with `enum` or `const`. It becomes the list of those values that are valid by
-        every other keyword, too, so these keywords need not be enforced by the grammar."""
+        """Rewrite `enum` or `const` as the listed values that are valid by all other keywords."""
         keyword = "enum" if "enum" in schema else "const"
         values = schema["enum"] if keyword == "enum" else [schema["const"]]
         others = {k: v for k, v in schema.items() if k != keyword}
@@ -287,11 +263,7 @@ class _Lowering:
         return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
 
     def refuse_endless(self, root: dict[str, Any]) -> None:
-        """Refuse a definition that has no value of finite size: output of it would never end.
-
-        Args:
-            root: the whole document, rewritten.
-        """
+        """Refuse a definition that has no value of finite size: output of it would never end."""
         endless = find_endless(
             {"#": root} | {f"#/$defs/{k}": v for k, v in self.definitions.items()}
         )

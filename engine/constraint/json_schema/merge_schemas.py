@@ -1,6 +1,4 @@
-"""Several JSON Schemas that must all hold, written as one schema; and the question whether two
-schemas can hold at once.
-"""
+"""Several JSON Schemas that must all hold, as one; and whether two schemas can hold at once."""
 
 from collections.abc import Callable, Collection, Mapping
 from itertools import combinations
@@ -17,22 +15,16 @@ _OTHERS = ("additionalProperties", "unevaluatedProperties")
 
 
 def split_unevaluated(schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keywords of a schema in two parts: all others, and `unevaluatedProperties` and
-    `unevaluatedItems`, which are about what the others say nothing of."""
+    """Split off `unevaluatedProperties` and `unevaluatedItems`, about what the rest leaves open."""
     last = {k: v for k, v in schema.items() if k.startswith("unevaluated")}
     return {k: v for k, v in schema.items() if k not in last}, last
 
 
 def merge(parts: Collection[Schema], at: str, last: Schema | None = None) -> dict[str, Any]:
-    """One schema that allows what all of `parts` allow.
+    """Write one schema that allows what all of `parts` allow; none of them has `$ref` or `allOf`.
 
-    Args:
-        parts: schemas that have neither `$ref` nor `allOf`.
-        at: the JSON pointer of the schema that they come from.
-        last: keywords about what none of the parts speaks of (see `split_unevaluated`).
-
-    Raises:
-        ConstraintError: keywords of two parts cannot be said in one schema.
+    `last` has keywords about what no part speaks of (see `split_unevaluated`). Raises
+    ConstraintError if one schema cannot say it.
     """
     merged: dict[str, Any] = {}
     for part in parts:
@@ -48,8 +40,7 @@ def merge(parts: Collection[Schema], at: str, last: Schema | None = None) -> dic
 
 
 def _check_others(part: Schema, other: Schema, at: str) -> None:
-    """Refuse two schemas of which the first says something about further properties or items that
-    the second lists: in one schema it would not be about them."""
+    """Refuse two schemas of which one speaks of further members and the other lists some."""
     further = [keyword for keyword in _OTHERS if part.get(keyword, True) is not True]
     new = other.get("properties", {}).keys() - part.get("properties", {}).keys()
     unequal = not other.keys().isdisjoint(_OTHERS) and any(
@@ -110,12 +101,9 @@ def _types(value: Any) -> set[str]:
 def find_overlap(
     branches: Collection[Schema], is_valid: IsValid, flat: Callable[[Any], Schema]
 ) -> tuple[int, int] | None:
-    """The indices of two branches that one value may match; None if any two exclude each other.
+    """Return the indices of two branches that one value may match; None if all exclude each other.
 
-    Args:
-        branches: schemas that have neither `$ref` nor `allOf`.
-        is_valid: checks values.
-        flat: rewrites a schema so that it has neither `$ref` nor `allOf`.
+    `flat` rewrites a schema without `$ref` and `allOf`, which branches have not.
     """
     for (i, a), (j, b) in combinations(enumerate(branches), 2):
         if not _exclude(a, b, is_valid, flat):

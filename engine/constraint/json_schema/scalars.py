@@ -1,5 +1,4 @@
-"""JSON Schemas of strings and numbers, and listed values, rewritten for xgrammar. `lower.py` says
-why."""
+"""JSON Schemas of strings and numbers, and listed values, rewritten (see `lower_schema.py`)."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -42,15 +41,9 @@ FORMATS = {
 
 
 def lower_scalar(name: str, schema: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """The rewritten schema of the values of one type.
+    """Rewrite the keywords about one type, neither object nor array, at a JSON pointer.
 
-    Args:
-        name: the type, which is neither object nor array.
-        schema: only the keywords about that type.
-        at: the JSON pointer of the schema.
-
-    Raises:
-        ConstraintError: a keyword cannot be enforced.
+    Raises ConstraintError if one cannot be enforced.
     """
     if name == "string" and schema:
         return {"type": name, "pattern": text.write(string_node(schema, at), json=True)}
@@ -60,14 +53,11 @@ def lower_scalar(name: str, schema: Mapping[str, Any], at: str) -> dict[str, Any
 
 
 def string_node(schema: Mapping[str, Any], at: str) -> syntax.Node:
-    """The tree of a regular expression for the strings that `pattern`, `format`, `minLength` and
-    `maxLength` of a schema allow.
+    """Make the regular expression of strings that `pattern`, `format` and the lengths of a schema
+    allow.
 
-    xgrammar would read only one of these keywords, and with a length it would let raw control
-    characters through.
-
-    Raises:
-        ConstraintError: they cannot be enforced together, or allow no string.
+    xgrammar would read only one of these keywords, and with a length let raw control characters
+    through. Raises ConstraintError if they cannot be enforced together, or allow no string.
     """
     low, high = read_limits(schema, "minLength", "maxLength")
     most = MOST if high is None else high
@@ -141,8 +131,7 @@ def _lower_number(name: str, schema: Mapping[str, Any], at: str) -> dict[str, An
 
 
 def _bounds(schema: Mapping[str, Any], whole: bool) -> tuple[Any, Any]:
-    """The least and the greatest number that a schema allows, each None if there is none. If only
-    whole numbers are allowed, exclusive bounds are made inclusive."""
+    """Return the least and greatest allowed number or None; inclusive for whole numbers."""
     lows = [schema["minimum"]] if "minimum" in schema else []
     highs = [schema["maximum"]] if "maximum" in schema else []
     if whole:
@@ -158,8 +147,7 @@ def _bounds(schema: Mapping[str, Any], whole: bool) -> tuple[Any, Any]:
 
 
 def _has_number(low: Any, high: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether the bounds of a schema leave a number of at most 6 decimals. If they do not, xgrammar
-    would allow the empty text."""
+    """Whether bounds leave a number of at most 6 decimals; xgrammar would allow the empty text."""
     first, last = math.ceil(_millionths(low)), math.floor(_millionths(high))
     if "exclusiveMinimum" in schema:
         first += first == _millionths(schema["exclusiveMinimum"])
@@ -174,12 +162,9 @@ def _millionths(value: float) -> Fraction:
 
 
 def check_values(values: list[Any], keyword: str, at: str) -> Iterator[str]:
-    """Check the values that a keyword (`enum`, `const`) lists, and yield the names of all object
-    members in them, at any depth.
+    """Check the values that `enum` or `const` lists, and yield all names of object members in them.
 
-    Raises:
-        ConstraintError: xgrammar would write one of them otherwise than it is: it rounds integers
-            of more than 64 bits.
+    Raises ConstraintError for integers of more than 64 bits, which xgrammar would round.
     """
     for value in values:
         if isinstance(value, int) and not -(2**63) <= value < 2**63:

@@ -8,18 +8,10 @@ from batchgen.engine.constraint.json_schema.keywords import refuse
 
 
 def resolve(root: Any, ref: str, at: str) -> tuple[str, Any]:
-    """Where a reference in a document leads.
+    """Return the JSON pointer, in the one usual way, and the schema that a reference leads to.
 
-    Args:
-        root: the document.
-        ref: the reference.
-        at: the JSON pointer of the schema that has it.
-
-    Returns:
-        the JSON pointer of the schema there, written in the one usual way, and that schema.
-
-    Raises:
-        ConstraintError: it leads out of the document, or not to a schema.
+    `at` is the pointer of the schema that has it. Raises ConstraintError if it leads out of the
+    document `root`, or not to a schema.
     """
     if ref != "#" and not ref.startswith("#/"):
         raise refuse(
@@ -42,11 +34,7 @@ def resolve(root: Any, ref: str, at: str) -> tuple[str, Any]:
 
 
 def find_endless(schemas: Mapping[str, Any]) -> set[str]:
-    """The references of those rewritten schemas that have no value of finite size.
-
-    Args:
-        schemas: rewritten schemas by the reference (`$ref`) that others make to them.
-    """
+    """Return the references (`$ref`) of rewritten schemas that have no finite value."""
     finite: set[str] = set()
     while found := {k for k, v in schemas.items() if k not in finite and _ends(v, finite)}:
         finite |= found
@@ -54,8 +42,7 @@ def find_endless(schemas: Mapping[str, Any]) -> set[str]:
 
 
 def _ends(lowered: Any, finite: set[str]) -> bool:
-    """Whether a rewritten schema has a value of finite size, given that the references `finite`
-    have one."""
+    """Whether a rewritten schema has a finite value, if the references `finite` have one."""
     if "$ref" in lowered:
         return lowered["$ref"] in finite
     if "anyOf" in lowered:

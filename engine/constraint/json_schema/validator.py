@@ -12,12 +12,11 @@ if TYPE_CHECKING:
 
 
 def make_validator(schema: Any) -> Validator:
-    """The validator of a schema, for the draft that its `$schema` names (2020-12 without one). It
-    checks formats, too. It never fetches a schema from the network: where a `$ref` leads outside of
-    the schema, it raises `referencing.exceptions.Unresolvable`.
+    """Make the validator of a schema, formats included, for the draft of its `$schema` or 2020-12.
 
-    Raises:
-        ConstraintError: the schema is not valid, or of another draft than 2020-12, 2019-09 and 7.
+    It never fetches a schema: a `$ref` out of the schema raises
+    `referencing.exceptions.Unresolvable`. Raises ConstraintError if the schema is not valid, or of
+    another draft than 2020-12, 2019-09 and 7.
     """
     import jsonschema as js
     from jsonschema.exceptions import SchemaError

@@ -5,8 +5,7 @@ Ranges = list[tuple[int, int]]
 
 
 def union(*sets: Ranges) -> Ranges:
-    """The characters that are in any of the sets. The ranges given may overlap and be in any
-    order."""
+    """Return the characters of any of the ranges, which may overlap, in any order."""
     merged: Ranges = []
     for low, high in sorted(pair for ranges in sets for pair in ranges):
         if merged and low <= merged[-1][1] + 1:
@@ -61,8 +60,7 @@ CLASSES: dict[str, tuple[Ranges, Ranges]] = {
     "w": (_WORD, union(_WORD, _BEYOND_ASCII)),
     "s": (_SPACE, union(_SPACE, only("\x1c\x1d\x1e\x1f\x85\ufeff"))),
 }
-"""The letter of a class such as `\\d` → the characters that every dialect has in it, and those that
-at least one dialect has in it."""
+r"""The letter of `\d` and the like → characters in every dialect, and in at least one."""
 CLASSES |= {
     name.upper(): (complement(some), complement(every)) for name, (every, some) in CLASSES.items()
 }

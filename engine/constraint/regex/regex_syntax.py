@@ -1,10 +1,9 @@
-"""The regular expressions that a grammar can enforce, read into trees.
+r"""The regular expressions that a grammar can enforce, read into trees.
 
 A grammar matches the whole text, character by character. So a pattern may have literals, classes,
-groups, alternatives and counts; what looks around (assertions, references back, word boundaries)
-is refused. Where dialects differ, the text that is allowed is the text that all of them allow:
-`\\d` means ASCII digits in ECMAScript and any Unicode digit in Python, so here it means ASCII
-digits. Whoever checks the output afterwards then agrees.
+groups, alternatives and counts; what looks around (assertions, references back, word boundaries) is
+refused. Where dialects differ, only what all of them allow is allowed: `\d` means ASCII digits, as
+in ECMAScript, so that any later check of the output agrees.
 """
 
 import re
@@ -25,8 +24,7 @@ from batchgen.engine.constraint.regex.characters import (
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 _MOST_COUNT = 1_000_000
 _MOST_GROUPS = 100
-"""The most groups that may stand in each other: each takes some of Python's own nesting of calls,
-of which there are 1000."""
+"""The most groups in each other, which take of Python's 1000 nested calls."""
 _GROUPS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[()]", re.DOTALL)
 """What matters for the nesting of groups: escapes, classes, and parentheses."""
 
@@ -65,16 +63,10 @@ Node = Chars | Concat | Either | Repeat
 
 
 def parse(pattern: str, alphabet: Ranges = TEXT) -> Node:
-    """The tree of a pattern. The whole text must match, so the anchors `^` at its beginning and `$`
-    at its end change nothing.
+    """Read a pattern into a tree, whose sets are within `alphabet`, the characters of the output.
 
-    Args:
-        pattern: the regular expression.
-        alphabet: the characters that the output may have. The sets in the tree are within it.
-
-    Raises:
-        ConstraintError: it is no regular expression, or none that a grammar can enforce. The
-            message says which part it is and what to write instead.
+    The whole text must match, so `^` at its beginning and `$` at its end change nothing. Raises
+    ConstraintError, which says which part cannot be enforced and what to write instead.
     """
     if (depth := _depth(pattern)) > _MOST_GROUPS:
         raise ConstraintError(
@@ -183,8 +175,7 @@ class _Parser:
         return self.chars(self.member()[0])
 
     def group_start(self) -> None:
-        """Read what stands behind the `(` of a group: nothing, `?:` or a name. Anything else makes
-        it more than a group, and is refused."""
+        """Read nothing, `?:` or a name behind the `(` of a group; refuse all else."""
         if not self.peek("?") or self.take("?:"):
             return
         if not self.peek("?P<"):
@@ -202,8 +193,7 @@ class _Parser:
         return Chars(tuple(allowed))
 
     def bracketed(self) -> Ranges:
-        """A class in brackets. Of its complement only that is left which every dialect has in it,
-        so what is excluded is what any dialect has in the class."""
+        """Read a class; a complement excludes what any dialect has in it."""
         self.take("[")
         negated = self.take("^")
         if self.peek("]"):
@@ -222,8 +212,7 @@ class _Parser:
         return complement(in_some) if negated else in_every
 
     def member(self) -> tuple[Ranges, Ranges]:
-        """One literal or escape: the characters that every dialect takes it for, and those that at
-        least one dialect takes it for."""
+        """Read a literal or escape: its characters in every dialect, and in at least one."""
         char = self.pattern[self.at]
         self.at += 1
         if char != "\\":

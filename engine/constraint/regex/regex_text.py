@@ -1,6 +1,4 @@
-"""What can be done with the tree of a regular expression: the length of its matches, the matches
-of some length, and the pattern that xgrammar reads.
-"""
+"""Lengths of a regular expression's matches, its restriction to some, and its pattern."""
 
 from batchgen.engine.constraint.regex.characters import (
     JSON_ESCAPES,
@@ -17,8 +15,7 @@ _MOST_COPIES = 64
 
 
 def width(node: Node) -> tuple[int, int | None]:
-    """The least and the greatest number of characters in a match. The greatest is None if there is
-    no limit."""
+    """Return the least and the greatest length of a match; None without a limit."""
     match node:
         case Chars():
             return 1, 1
@@ -39,12 +36,10 @@ def width(node: Node) -> tuple[int, int | None]:
 
 
 def bounded(node: Node, low: int, high: int | None) -> Node | None:
-    """A tree for those matches of a tree that have `low` to `high` characters (None is no limit).
+    """Return a tree for the matches of `low` to `high` characters; None where counts cannot say it.
 
-    Returns:
-        the tree, or None where counts cannot say it. They can if all matches have such a length,
-        or if each outermost branch has at most one part of varying length, which must repeat one
-        character.
+    They can if all matches have such a length, or if each outermost branch has at most one part of
+    varying length, which must repeat one character.
     """
     least, most = width(node)
     if least >= low and (high is None or (most is not None and most <= high)):
@@ -88,14 +83,11 @@ def other_than(words: list[str], alphabet: Ranges = JSON_PLAIN) -> Node:
 
 
 def write(node: Node, json: bool = False) -> str:
-    """The pattern of a tree as xgrammar reads it.
+    """Write the pattern of a tree as xgrammar reads it, with `json` for between a string's quotes.
 
-    Args:
-        node: the tree.
-        json: whether the pattern is for what stands between the quotes of a JSON string. A class
-            that has characters which JSON writes as they are then loses its others (quotes,
-            backslashes, line ends): a mask for a class takes microseconds, and one for a choice
-            between a class and escapes, under a count, takes 0.1 s.
+    Then a class with characters that JSON writes as they are loses its others (quotes, backslashes,
+    line ends): a mask takes microseconds for a class, and 0.1 s for a choice of escapes under a
+    count.
     """
     text = _write(node, json)
     if not json or (
@@ -154,8 +146,6 @@ def _write_chars(ranges: Ranges, json: bool) -> str:
 
 
 def _literal(code: int) -> str:
-    """A character within a pattern. Letters, digits and what is beyond ASCII stand for themselves,
-    others are written as \\uhhhh: xgrammar would read \\xhh with every hexadecimal digit behind it.
-    """
+    r"""Write a character, by \uhhhh if special: xgrammar reads digits on behind \xhh."""
     char = chr(code)
     return char if code >= 0x80 or char.isalnum() else f"\\u{code:04x}"

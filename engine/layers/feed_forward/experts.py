@@ -32,22 +32,9 @@ class Experts(nn.Module):
     """E gated MLPs without biases, whose weights stand in one tensor for each kind of projection.
 
     A checkpoint may hold each projection of each expert in a tensor of its own
-    (`experts.3.gate_proj.weight`), or those of all experts in one (`experts.gate_up_proj`
-    [E, 2·I, H] and `experts.down_proj` [E, H, I], with or without `.weight`).
-
-    Each rank of tensor parallelism has consecutive experts as a whole.
-
-    Args:
-        num_experts: E, over all ranks.
-        hidden_size: H, the width of the hidden states.
-        intermediate_size: I, the width of one expert.
-        parallel: the ranks.
-        device: where the parameters are created.
-        dtype: the dtype of the parameters.
-
-    Attributes:
-        gate_up_proj, down_proj: the weights, in panels where `keeps_panels` says so.
-        gate_up_scales, down_scales: their scales, if they are kept in FP8.
+    (`experts.3.gate_proj.weight`), or all experts in one (`experts.gate_up_proj` [E, 2·I, H] and
+    `experts.down_proj` [E, H, I], with or without `.weight`). Weights are in panels where
+    `keeps_panels` says so. Each rank of tensor parallelism has consecutive whole experts.
     """
 
     gate_up_proj: Tensor
@@ -81,15 +68,9 @@ class Experts(nn.Module):
     def quantise(self, form: FP8Format, path: str) -> None:
         """Keep the weights in FP8 from now on; they must not be loaded yet.
 
-        If I is a multiple of 128, so many rows share a scale; else each row of gate and up has
-        scales of its own.
-
-        Args:
-            form: how, and which modules are not.
-            path: this module's name in checkpoints.
-
-        Raises:
-            ValueError: only some of the experts are excluded.
+        If I is a multiple of 128, 128 rows share a scale; else each row of gate and up has its own.
+        `path` is this module's name in checkpoints. Raises ValueError if only some experts are
+        excluded.
         """
         if form.excludes(path):
             return
@@ -111,20 +92,16 @@ class Experts(nn.Module):
 
     def forward(
         self,
-        x: Tensor | BothRows,
-        ids: Tensor,
-        weights: Tensor,
+        x: Tensor | BothRows,  # [T, H]
+        ids: Tensor,  # [T, k] int32
+        weights: Tensor,  # [T, k] float32
         residual: Tensor | None = None,
         shared: Callable[[], SharedPart] | None = None,
     ) -> Tensor:
         """Compute the sum [T, H] of what each token's experts on this rank make of it.
 
-        Args:
-            x: [T, H], the tokens.
-            ids: [T, k] int32, the experts of each token.
-            weights: [T, k] float32, the weight of each of them.
-            residual: [T, H], to which the sum is added in place; None returns a new tensor.
-            shared: returns what the shared expert adds to it; called last, and once.
+        It is added to `residual` in place if that is given. `shared` is called last, and once, and
+        what it returns is added too.
         """
         if (in_fp8 := self._in_fp8()) is not None:
             gate_up, down, powers = in_fp8
@@ -147,12 +124,7 @@ class Experts(nn.Module):
         weights: Tensor,
         shared: Callable[[], SharedPart] | None = None,
     ) -> Stream:
-        """Add the sum to `residual` [T, H] in place, now or when it is read, and return it. All
-        experts must be on this rank.
-
-        Args:
-            residual, x, ids, weights, shared: as of `forward`.
-        """
+        """Add `forward`'s sum to `residual` in place, now or when it is read; needs all experts."""
         parts = self._parts(x, ids, weights)
         if parts is not None:
             return PendingParts(residual, parts, shared and shared())
@@ -160,8 +132,8 @@ class Experts(nn.Module):
         return residual
 
     def _parts(self, x: Tensor | BothRows, ids: Tensor, weights: Tensor) -> Tensor | None:
-        """Compute the results [k, T, H] of each token's experts times their weights; None where
-        they are added up right away."""
+        """Compute each token's experts' results times weights, [k, T, H], or None if added right
+        away."""
         if (in_fp8 := self._in_fp8()) is not None:
             gate_up, down, powers = in_fp8
             return fp8_grouped_parts(x, gate_up, down, ids, weights, powers_of_two=powers)
@@ -171,8 +143,7 @@ class Experts(nn.Module):
         return grouped_parts(x, self.gate_up_proj, self.down_proj, ids, weights)
 
     def _in_fp8(self) -> tuple[FP8Weight, FP8Weight, bool] | None:
-        """Return the weights of both products, and whether tokens are scaled by powers of two; None
-        if the weights are not kept in FP8."""
+        """Return the weights of both products and `powers_of_two`; None if they are not in FP8."""
         if self.gate_up_scales is None or self.down_scales is None:
             return None
         assert self.form is not None
@@ -180,14 +151,13 @@ class Experts(nn.Module):
         return gate_up, FP8Weight(self.down_proj, self.down_scales), self.form.powers_of_two
 
     def _own_ids(self, ids: Tensor) -> Tensor:
-        """Turn the ids [T, k] of experts into indices among those of this rank; those of other
-        ranks become the number of this rank's experts, which stands for none."""
+        """Turn ids into indices among this rank's experts, whose number stands for all others."""
         own = self._num_experts // self._parallel.size
         places = ids - self._first
         return places.masked_fill_((places < 0) | (places >= own), own)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
-        """Yield a slot for each projection of each expert, and those of all experts together."""
+        """Yield a slot for each projection of each expert, and one for each kind of all experts."""
         shard = self._parallel.shard(0, self._num_experts) if self._parallel.size > 1 else None
         for whole, parameter, all_scales, parts in (
             ("gate_up_proj", self.gate_up_proj, self.gate_up_scales, ("gate_proj", "up_proj")),
@@ -230,12 +200,9 @@ class Experts(nn.Module):
                 )
 
     def pack(self, products: CPUProducts) -> None:
-        """Convert the loaded weights to the layout that was chosen for this CPU.
+        """Convert the loaded weights to the layout for this CPU; they cannot be loaded again then.
 
-        After that they cannot be loaded again. On a GPU they stay as they are.
-
-        Args:
-            products: chooses how to compute; shared by all layers of a model.
+        `products` chooses how to compute, for all layers of a model. On a GPU nothing changes.
         """
         if self._packed is not None or self.gate_up_scales is not None:
             return
@@ -249,9 +216,7 @@ class Experts(nn.Module):
 
 
 def _empty_fp8(weights: Tensor, scale_rows: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return room in FP8 for weights [E, N, K] or panels that are not loaded yet, and for their
-    scales. The values are in panels where `keeps_panels` says so and there is a copy engine, which
-    some GPUs with units for FP8 lack."""
+    """Make room for weights [E, N, K], tiled where panels and a copy engine allow it."""
     shape, device = matrix_sizes(weights), weights.device
     values, scales = empty_fp8(*shape, device=device, scale_rows=scale_rows)
     if keeps_panels(device, FP8, shape[2]) and copy_engine_reads(shape[2], device):

@@ -21,14 +21,8 @@ from batchgen.kernels.layers.activation import silu_and_mul
 class GatedMLP(nn.Module):
     """A SwiGLU feed-forward part: residual + down(silu(gate(x)) · up(x)) (Shazeer 2020).
 
-    Args:
-        hidden_size: the width of the hidden states.
-        intermediate_size: the width between the projections, over all ranks.
-        bias: whether the projections have a bias.
-        size_name: what the model's configuration calls `intermediate_size`, for error messages.
-        parallel: the ranks, each of which has a share of the width between the projections.
-        device: where the parameters are created.
-        dtype: the dtype of the parameters.
+    Each rank has a share of the width between the projections. `size_name` is what the model's
+    configuration calls that width, for error messages.
     """
 
     def __init__(
@@ -70,19 +64,16 @@ class GatedMLP(nn.Module):
         return self.gate_up_proj
 
     def forward(self, x: Tensor | FP8Rows, residual: Tensor, ctx: ForwardContext) -> Stream:
-        """Add the result for x [T, hidden_size] to `residual` [T, hidden_size] in place and return
-        it."""
+        """Add the result for x [T, hidden_size] to `residual` in place and return it."""
         return self.down_proj.add_to(residual, self.activated(x))
 
     def compute(self, x: Tensor | FP8Rows) -> Tensor:
-        """Compute this rank's part of the result for x [T, hidden_size]; the sum over all ranks is
-        the whole."""
+        """Compute this rank's part of the result for x [T, hidden_size], for a sum over ranks."""
         result: Tensor = self.down_proj(self.activated(x))
         return result
 
     def activated(self, x: Tensor | FP8Rows) -> Tensor | FP8Rows:
-        """Compute silu(gate(x)) · up(x) for x [T, hidden_size], of which `down_proj` makes the
-        result; in FP8 if that projection computes in it."""
+        """Compute silu(gate(x)) · up(x) for x [T, hidden_size], in FP8 if `down_proj` is."""
         form = self.down_proj.form
         if self.down_proj.computes_in_fp8 and form is not None:
             return silu_and_mul_quantised(self.gate_up_proj(x), powers_of_two=form.powers_of_two)

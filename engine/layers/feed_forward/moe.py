@@ -29,21 +29,12 @@ from batchgen.kernels.moe.router.routing import route
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """What differs between the routers of models, besides their sizes.
-
-    Attributes:
-        form: how scores and weights are made, and from which groups experts are chosen.
-        corrected: checkpoints have a value for each expert that is added to its score for the
-            choice (`ScoreCorrection`).
-        float32: logits are computed in float32, whatever the model's dtype is.
-        gates_shared: the shared expert has a gate. Without one, checkpoints call it
-            `shared_experts`.
-    """
+    """What differs between the routers of models, besides their sizes."""
 
     form: RouterForm = SOFTMAX
-    corrected: bool = False
-    float32: bool = False
-    gates_shared: bool = True
+    corrected: bool = False  # checkpoints hold a `ScoreCorrection`
+    float32: bool = False  # logits are computed in float32, whatever the model's dtype is
+    gates_shared: bool = True  # else checkpoints call it `shared_experts`, without a gate
 
 
 SOFTMAX_ROUTER = Router()
@@ -51,12 +42,7 @@ SOFTMAX_ROUTER = Router()
 
 
 class ScoreCorrection(nn.Module):
-    """What is added to the scores of a router for the choice of experts, under its published name.
-
-    Args:
-        num_experts: E.
-        device: where the parameter is created.
-    """
+    """What is added to each expert's score for the choice, under its published name."""
 
     def __init__(self, num_experts: int, *, device: torch.device) -> None:
         super().__init__()
@@ -73,25 +59,10 @@ class ScoreCorrection(nn.Module):
 class SparseMoE(nn.Module):
     """A feed-forward part of E experts, of which each token goes through k.
 
-    It computes residual + Σ_j w_j · expert_j(x). A router computes a logit for each expert, from
-    which follow the experts of a token and their weights (`route`). There may be a shared expert
-    besides, which every token goes through: it adds shared(x), or sigmoid(gate(x)) · shared(x)
-    (Yang et al. 2024).
-
-    Args:
-        hidden_size: the width of the hidden states.
-        num_experts: E.
-        experts_per_token: k.
-        intermediate_size: the width of one expert.
-        renormalise: whether the k weights of a token are divided by their sum.
-        shared_size: the width of the shared expert; None if there is none.
-        router: what else differs between routers.
-        column: the column that records the experts of each token, and the index of this layer
-            among those that it has values of.
-        parallel: the ranks, each of which has some experts, a share of the shared one, and the
-            whole router.
-        device: where the parameters are created.
-        dtype: the dtype of the parameters.
+    It computes residual + Σ_j w_j · expert_j(x), with experts and weights from a router's logits
+    (`route`). A shared expert, which every token goes through, adds shared(x), or sigmoid(gate(x))
+    · shared(x) (Yang et al. 2024). Each rank has some experts, a share of the shared one, and the
+    whole router.
     """
 
     def __init__(
@@ -153,8 +124,7 @@ class SparseMoE(nn.Module):
                 self.checkpoint_names["shared_expert"] = "shared_experts"
 
     def forward(self, tokens: Tensor | BothRows, residual: Tensor, ctx: ForwardContext) -> Stream:
-        """Add the result for tokens [T, hidden_size] to `residual` [T, hidden_size] in place and
-        return it."""
+        """Add the result for tokens [T, hidden_size] to `residual` in place and return it."""
         x = plain_rows(tokens)
         logits, shared = self._begin(tokens)
         ids, weights = route(
@@ -180,15 +150,11 @@ class SparseMoE(nn.Module):
         return self._parallel.add_sum(residual, out, FEED_FORWARD_LANE)
 
     def _begin(self, tokens: Tensor | BothRows) -> tuple[Tensor, Callable[[], SharedPart] | None]:
-        """Compute the router's logits [T, E] for tokens [T, hidden_size], and begin what the shared
-        expert makes of them, `beside` what comes next.
+        """Compute the router's logits [T, E], and begin what the shared expert makes of the tokens.
 
-        The router is launched first, as all experts wait for it, and as the shared expert's first
-        product fills the device.
-
-        Returns:
-            The logits, and a function that returns this rank's part of the shared expert, to be
-            called exactly once; None if there is no shared expert.
+        The router is launched first: all experts wait for it, and the shared expert fills the
+        device. Also returns a function that yields this rank's part of the shared expert, to be
+        called exactly once; None without a shared expert.
         """
         x = plain_rows(tokens)
         if self.shared_expert is None:
@@ -207,11 +173,8 @@ class SparseMoE(nn.Module):
 
 
 def _own_tokens(x: Tensor, ctx: ForwardContext) -> Tensor | None:
-    """[N] int64, the tokens that belong to rows; None if all do, or if nobody needs to know.
-
-    On a CPU forwards are filled up with tokens at KV slot 0, which no row owns. Going through
-    experts of their own they would take as long as those of the rows.
-    """
+    """Return the tokens [N] that belong to rows, or None for all: filled-up ones cost time on a
+    CPU."""
     if x.is_cuda or len(x) != len(ctx.kv_slots):
         return None
     own = ctx.kv_slots.nonzero().squeeze(1)

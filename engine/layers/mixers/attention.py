@@ -28,27 +28,11 @@ from batchgen.kernels.layers.activation import mul_sigmoid
 class Attention(nn.Module):
     """Causal grouped-query self-attention with rotary embedding, added to the residual.
 
-    Grouped-query attention is from Ainslie et al. 2023, rotary embedding from Su et al. 2021.
-
-    With an output gate, the projection to queries makes a gate of the same size beside them, and
-    what attention yields is multiplied by sigmoid(gate) before the output projection (Qiu et al.
-    2025, arXiv 2505.06708).
-
-    Args:
-        layer: the layer's index, under which it finds its cache.
-        hidden_size: the width of the hidden states.
-        shape: the numbers of heads and their size, over all ranks.
-        qkv_bias: whether the projections to queries, keys and values have a bias.
-        output_bias: whether the output projection has a bias.
-        norm_eps: the epsilon of an RMSNorm over the head_dim values of each query and key head;
-            None if there is no such norm.
-        rotary_dim: how many of the first values of a head are rotated; None means all.
-        output_gate: whether there is an output gate. Checkpoints hold its weight in that of
-            `q_proj`: for each head the rows of the query, then those of the gate.
-        zero_centred: checkpoints hold the weights of the norms minus 1 (`RMSNorm`).
-        parallel: the ranks, each of which has some heads.
-        device: where the parameters are created.
-        dtype: the dtype of the parameters.
+    Grouped-query attention is from Ainslie et al. 2023, rotary embedding from Su et al. 2021. An
+    output gate is a second projection as wide as the queries; what attention yields is multiplied
+    by sigmoid(gate) before the output projection (Qiu et al. 2025, arXiv 2505.06708). Checkpoints
+    hold it in `q_proj`: for each head the rows of the query, then of the gate. Each rank has some
+    heads.
     """
 
     def __init__(
@@ -132,11 +116,7 @@ class Attention(nn.Module):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + attention(hidden), as `Mixer` says.
-
-        The keys and values of all T tokens are written into the layer's cache, and the result
-        overwrites the residual.
-        """
+        """Return residual + attention(hidden) as `Mixer` says, in the place of the residual."""
         assert cos_sin is not None
         cache = ctx.cache(self.layer, KVCache)
         gate, qkv = self.qkv_proj(hidden).tensor_split([self._gate_size], dim=1)
@@ -168,14 +148,7 @@ def _ordered(rows: Tensor, order: Tensor) -> Tensor:
 
 
 def _gate_first(rows: Tensor, heads: int, order: Tensor | None) -> Tensor:
-    """Put the gates of all heads before all queries.
-
-    Args:
-        rows: [heads · 2 · head_dim, …], for each head the rows of the query, then those of the
-            gate.
-        heads: the number of heads.
-        order: the order of a query's rows, as for `_ordered`; None leaves them as they are.
-    """
+    """Put all heads' gates before all queries, of rows with a query and a gate per head."""
     query, gate = rows.unflatten(0, (heads, 2, -1)).unbind(1)
     query = query.flatten(0, 1)
     return torch.cat((gate.flatten(0, 1), query if order is None else _ordered(query, order)))

@@ -31,22 +31,13 @@ from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows, Ste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaShape:
-    """The shape of a gated delta network.
-
-    Attributes:
-        num_key_heads: the number of heads of queries and of keys.
-        num_value_heads: the number of heads of values, a multiple of that. Consecutive value heads
-            share a key head.
-        key_dim: the number of values in a query or key head.
-        value_dim: the number of values in a value head.
-        conv_width: how many tokens the convolution sees, the token itself included.
-    """
+    """The shape of a gated delta network."""
 
     num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_width: int
+    num_value_heads: int  # a multiple; consecutive ones share a key head
+    key_dim: int  # values in a query or key head
+    value_dim: int  # values in a value head
+    conv_width: int  # tokens that the convolution sees, the token itself included
 
     def __post_init__(self) -> None:
         for name, size in (
@@ -84,28 +75,20 @@ class DeltaShape:
 class GatedDeltaNet(nn.Module):
     """A gated delta network, added to the residual (Yang et al. 2024, arXiv 2412.06464).
 
-    Each value head carries a matrix S [value_dim, key_dim] from token to token. A token lets S
-    fade by a factor that depends on the token, and then moves what S makes of the token's key
-    towards the token's value:
+    Each value head carries a matrix S [value_dim, key_dim] from token to token, which fades by a
+    factor that depends on the token, and moves what it makes of the token's key towards the token's
+    value:
 
         S ← e^g · S,  u = β · (v − S·k),  S ← S + u·kᵀ,  o = S·q
 
     Queries, keys and values come from a projection and a causal convolution over the last tokens;
-    queries and keys are normalised. The output is normalised, gated, and projected.
+    queries and keys are normalised. The output is normalised, gated, and projected. Each rank has
+    some key heads and the value heads that share them. Small parameters are in float32, whatever
+    checkpoints hold.
 
-    Args:
-        layer: the layer's index, under which it finds its cache.
-        hidden_size: the width of the hidden states.
-        shape: the numbers of heads and their sizes, over all ranks.
-        norm_eps: the epsilon of the norm of the output.
-        parallel: the ranks, each of which has some key heads and the value heads that share them.
-        interleaved: checkpoints hold the input projections in two tensors, key head by key head:
-            `in_proj_qkvz` has the rows of the head's query, key, values and output gates, and
-            `in_proj_ba` those of β and of the decay. Otherwise there are four tensors: queries,
-            keys and values in `in_proj_qkv`, and `in_proj_z`, `in_proj_b`, `in_proj_a`.
-        device: where the parameters are created.
-        dtype: the dtype of the projections. The small parameters are in float32, whatever dtype
-            checkpoints hold them in.
+    With `interleaved` checkpoints hold the input projections key head by key head: `in_proj_qkvz`
+    (query, key, values, output gates) and `in_proj_ba` (β, decay). Otherwise there are four
+    tensors: `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`.
     """
 
     def __init__(
@@ -175,10 +158,7 @@ class GatedDeltaNet(nn.Module):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + network(hidden), as `Mixer` says.
-
-        The state of every row is moved on as `RowMetadata` says.
-        """
+        """Return residual + network(hidden) as `Mixer` says; `RowMetadata` says where states go."""
         shape, heads = self.shape, self.shape.num_value_heads
         mixed, gate, b, a = self.in_proj(hidden).split(
             [shape.channels, shape.values, heads, heads], dim=1
@@ -196,14 +176,8 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj.add_to(residual, normed)
 
     def _run(self, x: Tensor, a: Tensor, b: Tensor, cache: StateCache, rows: RowMetadata) -> Tensor:
-        """Compute the output [T, value heads, value_dim] of one part of the tokens.
-
-        Args:
-            x: [T, channels], queries, keys and values before the convolution.
-            a, b: [T, value heads], what the decays and the β are made of.
-            cache: the layer's states and records.
-            rows: the rows of the part.
-        """
+        """Compute the output [T, value heads, value_dim] of a part from x before the convolution,
+        a, b."""
         window, matrix = cache.state["window"], cache.state["matrix"]
         if rows.width is not None:
             step = StepRows(rows.slots, cache.pending, cache.first, rows.width, cache.most_pending)
@@ -248,8 +222,7 @@ class GatedDeltaNet(nn.Module):
 def _input_projections(
     shape: DeltaShape, interleaved: bool
 ) -> tuple[dict[str, int], tuple[str, ...], dict[str, Callable[[Tensor], Tensor]]]:
-    """The input projections as `MergedLinear` takes them: how many output features each has, which
-    of them make β and the decays, and what puts the features of some in order."""
+    """Return the arguments of `MergedLinear` for the input projections."""
     heads = shape.num_value_heads
     if not interleaved:
         parts = {
@@ -291,12 +264,7 @@ def _state_spec(shape: DeltaShape, dtype: torch.dtype) -> StateSpec:
 
 
 def _kind_by_kind(rows: Tensor, sizes: list[int]) -> Tensor:
-    """Put rows that stand key head by key head in the order of their kinds.
-
-    Args:
-        rows: [key heads · sum(sizes), …], for each key head the rows of all kinds.
-        sizes: how many rows of each kind a key head has.
-    """
+    """Put rows [key heads · sum(sizes), …] that stand key head by key head in order of kinds."""
     kinds = rows.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
     return torch.cat([kind.flatten(0, 1) for kind in kinds])
 
@@ -304,12 +272,7 @@ def _kind_by_kind(rows: Tensor, sizes: list[int]) -> Tensor:
 def _read_again(
     tokens: DeltaInputs, matrix: Tensor, rows: PrefillRows, replayed: tuple[int, ...]
 ) -> Tensor:
-    """Run a prefill of B rows in which every token goes through the form that read it first: those
-    of the prompts through the chunked one, and the last `replayed` tokens of each row one by one.
-
-    Returns:
-        [T, value heads, value_dim].
-    """
+    """Run a prefill in the forms that read its tokens first: the last `replayed` one by one."""
     assert rows.query_lens is not None
     again = np.array(replayed, np.int64)
     first = np.array(rows.query_lens, np.int64) - again
@@ -333,10 +296,7 @@ def _read_again(
 
 
 def _own_tokens(rows: RowMetadata) -> int:
-    """Return how many of a prefill's tokens belong to rows.
-
-    On a CPU forwards are filled up with a last row on scratch, which would take time as others do.
-    """
+    """Count a prefill's tokens that belong to rows; on a CPU a last row on scratch fills up."""
     count = len(rows.positions)
     if rows.positions.is_cuda or rows.query_lens is None or int(rows.slots[-1]):
         return count

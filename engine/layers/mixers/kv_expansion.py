@@ -18,14 +18,7 @@ from batchgen.kernels.moe.experts_cpu import ExpertProducts
 class KVExpansion(nn.Module):
     """The linear map from a latent to the keys and values of all heads, as `Expansion` says.
 
-    Args:
-        num_heads: the number of heads, over all ranks.
-        latent_size: L, the number of values in a latent.
-        key_size: N, the number of values of a head's key that are not rotated.
-        value_size: V, the number of values of a head's value.
-        parallel: the ranks, each of which has some heads.
-        device: where the parameter is created.
-        dtype: the dtype of the parameter.
+    `key_size` counts a key's values that are not rotated. Each rank has some heads.
     """
 
     weight: Tensor
@@ -56,8 +49,7 @@ class KVExpansion(nn.Module):
         return _multiply_heads(q, self.weight[:, : self._key_size])
 
     def values(self, mixed: Tensor, out: Tensor | None = None) -> Tensor:
-        """Turn mixtures [T, heads, L] of latents into those [T, heads, V] of their values, in `out`
-        if that is given, which is contiguous."""
+        """Turn mixtures [T, heads, L] of latents into mixtures [T, heads, V] of values."""
         if self._packed is None:
             return _multiply_heads(mixed, self.weight[:, self._key_size :].transpose(1, 2), out)
         found = _by_head(mixed, self._packed[1])
@@ -74,13 +66,7 @@ class KVExpansion(nn.Module):
         yield WeightSlot.plain(f"{path}.weight", rows, shard=self._shard)
 
     def pack(self, products: CPUProducts) -> None:
-        """Convert the loaded weight to the layout that was chosen for this CPU.
-
-        After that it cannot be loaded again. On a GPU it stays as it is.
-
-        Args:
-            products: chooses how to compute; shared by all layers of a model.
-        """
+        """Convert the loaded weight to the layout for this CPU, as `Linear.pack` does."""
         if self._packed is not None or self.weight.device.type != "cpu":
             return
         keys, values = self.weight.split([self._key_size, self.value_size], 1)
@@ -97,9 +83,7 @@ def _by_head(x: Tensor, products: ExpertProducts) -> Tensor:
 
 
 def _multiply_heads(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-    """Multiply each head of x [T, heads, K] by its matrix of weights [heads, K, N], to
-    [T, heads, N], in `out` if that is given. On a GPU the result is contiguous: its products write
-    there themselves."""
+    """Multiply each head of x [T, heads, K] by its matrix [K, N], contiguous on a GPU."""
     if out is None and not x.is_cuda:
         return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)
     if out is None:

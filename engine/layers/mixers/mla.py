@@ -25,24 +25,14 @@ from batchgen.kernels.mla.mla_attention import latent_attention
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """The sizes of latent attention.
-
-    Attributes:
-        num_heads: the number of heads.
-        query_rank: the number of values to which the hidden state is projected before it is
-            projected to queries; None projects it to queries at once.
-        latent_size: the number of values in a token's latent (`kv_lora_rank`).
-        key_size: the number of values of a head's key that come from the latent.
-        rotated_size: the number of values of the key that all heads share and that is rotated.
-        value_size: the number of values of a head's value.
-    """
+    """The sizes of latent attention."""
 
     num_heads: int
-    query_rank: int | None
-    latent_size: int
-    key_size: int
-    rotated_size: int
-    value_size: int
+    query_rank: int | None  # values between hidden state and queries; None: no such step
+    latent_size: int  # values in a token's latent (`kv_lora_rank`)
+    key_size: int  # values of a head's key that come from the latent
+    rotated_size: int  # values of the rotated key that all heads share
+    value_size: int  # values of a head's value
 
     @property
     def query_size(self) -> int:
@@ -58,18 +48,9 @@ class LatentShape:
 class LatentAttention(nn.Module):
     """Causal multi-head latent attention, added to the residual (DeepSeek-AI 2024, 2405.04434).
 
-    Args:
-        layer: the layer's index, under which it finds its cache.
-        hidden_size: the width of the hidden states.
-        shape: the sizes of attention, over all ranks.
-        bias: whether the projections from the hidden states and the output projection have a bias.
-        norm_eps: the epsilon of the norms of latents.
-        scale: the factor of the scores.
-        interleaved: in checkpoints, the two values of a rotated pair are neighbours; otherwise one
-            is in the first half of the rotated values and the other in the second half.
-        parallel: the ranks, each of which has some heads and the cache of all latents.
-        device: where the parameters are created.
-        dtype: the dtype of the parameters.
+    `bias` is of the projections from the hidden states and of the output projection. With
+    `interleaved` the two values of a rotated pair are neighbours in checkpoints; otherwise they are
+    in two halves. Each rank has some heads and the cache of all latents.
     """
 
     def __init__(
@@ -149,11 +130,7 @@ class LatentAttention(nn.Module):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + attention(hidden), as `Mixer` says.
-
-        The latents and keys of all T tokens are written into the layer's cache, and the result
-        overwrites the residual.
-        """
+        """Return residual + attention(hidden) as `Mixer` says, in the place of the residual."""
         assert cos_sin is not None
         plane = ctx.cache(self.layer, Tensor)
         q, latent = self.down_proj(hidden).split(self._sizes, dim=1)
@@ -178,17 +155,7 @@ class LatentAttention(nn.Module):
 
 
 def _pairs_apart(rows: Tensor, head: int, rotated: int) -> Tensor:
-    """Put the rows of rotated values of each head in the order that the kernels rotate.
-
-    Args:
-        rows: [heads · head, …], of which the last `rotated` rows of each head are rotated, the two
-            of a pair side by side.
-        head: the number of rows of a head.
-        rotated: the number of them that are rotated.
-
-    Returns:
-        The same rows; the first ones of all pairs come before the second ones.
-    """
+    """Put the rotated rows, the last of each head's, so that all pairs' first ones come first."""
     heads = rows.unflatten(0, (-1, head))
     fixed, turned = heads.split([head - rotated, rotated], dim=1)
     return torch.cat((fixed, turned[:, ::2], turned[:, 1::2]), 1).flatten(0, 1)

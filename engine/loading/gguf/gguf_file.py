@@ -1,8 +1,8 @@
 """Reads the metadata and tensors of memory-mapped GGUF files.
 
-The `gguf` package dequantizes the tensors. The header is parsed here, because the package's reader
-makes several NumPy arrays per vocabulary entry, which takes seconds per file.
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The `gguf` package dequantizes the tensors. The header is parsed here, because the package makes
+several NumPy arrays per vocabulary entry, which takes seconds per file. Format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -53,32 +53,19 @@ keeps them in the CPU's cache."""
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where a tensor of the file is and what it looks like.
+    """Where a tensor of the file is and what it looks like."""
 
-    Attributes:
-        shape: the shape in PyTorch's row-major order, which is the reverse of the file's.
-        type: the number of its quantization (`GGMLQuantizationType`).
-        offset: the byte at which its data begin, from the start of the file.
-    """
-
-    shape: tuple[int, ...]
-    type: int
-    offset: int
+    shape: tuple[int, ...]  # row-major as in PyTorch, the reverse of the file's
+    type: int  # the number of its quantization (`GGMLQuantizationType`)
+    offset: int  # the byte of the file at which its data begin
 
 
 class GGUFFile:
     """An open GGUF file, whose tensors are read on demand.
 
-    Args:
-        path: the file.
-
-    Attributes:
-        path: the file.
-        metadata: maps each key to an int, float, bool, str or a list of them.
-        tensors: maps the name of each tensor to its place and shape.
-
-    Raises:
-        ValueError: the file is not a complete GGUF file of version 2 or 3; the message names it.
+    `metadata` maps each key to an int, float, bool, str or a list of them, and `tensors` each name
+    to its place and shape. Raises ValueError, which names the file, if it is not a complete GGUF
+    file of version 2 or 3.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,11 +83,7 @@ class GGUFFile:
         self._check_tensors()
 
     def _check_tensors(self) -> None:
-        """Check that the file holds the data of its tensors, in types that are read.
-
-        Raises:
-            ValueError: it does not; the message names a tensor.
-        """
+        """Refuse a file without all data of its tensors, or with types that are not read."""
         before, end = "", 0
         for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1].offset):
             if tensor.type not in READ_TYPES:
@@ -161,7 +144,7 @@ class GGUFFile:
         return text
 
     def _strings(self, number: int) -> list[str]:
-        """Read so many strings, of which a vocabulary has a hundred thousand."""
+        """Read `number` strings; a vocabulary has a hundred thousand."""
         data, at, size_at = self._data, self._at, struct.Struct("<Q").unpack_from
         texts = []
         for _ in range(number):
@@ -193,11 +176,7 @@ class GGUFFile:
         return math.prod(tensor.shape) // block * size
 
     def load(self, name: str) -> Tensor:
-        """Read and dequantize a tensor.
-
-        Returns:
-            A float32 tensor on the CPU, with the shape that `tensors` gives.
-        """
+        """Read and dequantize a tensor: float32 on the CPU, in the shape that `tensors` gives."""
         tensor = self.tensors[name]
         kind = GGMLQuantizationType(tensor.type)
         block, size = GGML_QUANT_SIZES[kind]

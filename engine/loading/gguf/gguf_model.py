@@ -48,9 +48,8 @@ T = TypeVar("T")
 def gguf_config(file: GGUFFile) -> ModelConfig:
     """Make the configuration that the file's metadata and tensors describe.
 
-    Raises:
-        ValueError: the architecture or its rotary embedding is not supported, or a key is missing
-            that must exist or has a wrong value; the message names the file.
+    Raises ValueError, which names the file, if the architecture or its rotary embedding is not
+    supported, or a key is missing or has a wrong value.
     """
     prefix = file.metadata.get("general.architecture")
     if not isinstance(prefix, str):
@@ -103,11 +102,7 @@ def _config(file: GGUFFile, prefix: str, model: type[DenseForCausalLM]) -> Model
 
 
 def gguf_weights(file: GGUFFile, model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of the file for a model.
-
-    Yields:
-        The name that the weight has in transformers' checkpoints, and its float32 values.
-    """
+    """Yield the weights for a model: names in transformers' checkpoints and float32 values."""
     assert isinstance(model, DenseForCausalLM)
     shape = model.family.attention
     heads = {"q_proj": shape.num_heads, "k_proj": shape.num_kv_heads}
@@ -118,7 +113,7 @@ def gguf_weights(file: GGUFFile, model: CausalLM) -> Iterator[tuple[str, Tensor]
         tensor = file.load(name)
         projection = hf_name.rpartition(".")[0].rpartition(".")[2]
         number = heads.get(projection) if model.gguf_permutes_qk else None
-        # Of one that has another shape the loader says what is wrong.
+        # The loader says what is wrong with a tensor of another shape.
         if number is not None and len(tensor) == number * shape.head_dim:
             # In a head of D rows, the file holds rows i and i + D/2, which are rotated as a pair,
             # side by side. This brings them back into the order of transformers.
@@ -128,10 +123,7 @@ def gguf_weights(file: GGUFFile, model: CausalLM) -> Iterator[tuple[str, Tensor]
 
 
 def _hf_name(name: str) -> str:
-    """Return the name of a GGUF tensor in transformers' checkpoints.
-
-    An unknown name stays as it is, and the loader reports it.
-    """
+    """Return a tensor's name in transformers' checkpoints, or an unknown one as it is."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
@@ -142,11 +134,7 @@ def _hf_name(name: str) -> str:
 
 
 def _rope(file: GGUFFile, prefix: str) -> DefaultRope:
-    """Make the variant of rotary embedding that the file describes.
-
-    Raises:
-        ValueError: the variant is not supported.
-    """
+    """Make the variant of rotary embedding that the file describes, if it is supported."""
     theta = _get(file, f"{prefix}.rope.freq_base", float, 10000.0)
     scaling = {
         key.removeprefix(f"{prefix}.rope.scaling."): value
@@ -175,11 +163,7 @@ def _rope(file: GGUFFile, prefix: str) -> DefaultRope:
 
 
 def _get(file: GGUFFile, key: str, kind: type[T], default: T | None = None) -> T:
-    """Return a metadata value, or the default if the key is missing.
-
-    Raises:
-        ValueError: the value is not of this type, or it is missing and there is no default.
-    """
+    """Return a metadata value of this type, or the default if the key is missing."""
     value = file.metadata.get(key, default)
     if not isinstance(value, kind):
         raise ValueError(f"metadata {key} is missing or not of type {kind.__name__}")

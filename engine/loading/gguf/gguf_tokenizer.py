@@ -46,12 +46,7 @@ def _single_digits() -> pre_tokenizers.PreTokenizer:
 
 
 def _words(digits: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
-    """Cut text by the pattern of Llama 3 and Qwen2.
-
-    Args:
-        digits: the regular expression of a number, in which alone the two differ: in how many
-            digits go together.
-    """
+    """Cut text by the pattern of Llama 3 and Qwen2, which differ in how they cut digits."""
     return lambda: _split(
         rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -69,14 +64,10 @@ _PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 
 
 def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast | None:
-    """Build the tokenizer that the file describes, with its chat template.
+    """Build the tokenizer that the file describes, with its chat template; None if it has none.
 
-    Returns:
-        The tokenizer; None if the file has none.
-
-    Raises:
-        ValueError: the kind of tokenizer is not supported (the message lists those that are), or
-            its metadata are incomplete or of wrong types.
+    Raises ValueError if its kind is not supported, or its metadata are incomplete or of wrong
+    types.
     """
     metadata = {
         key.removeprefix("tokenizer.ggml."): value
@@ -119,12 +110,7 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast | None:
 
 
 def _check_types(metadata: Mapping[str, Any]) -> None:
-    """Check the metadata of a tokenizer, whose keys begin with `tokenizer.ggml.` in the file.
-
-    Raises:
-        ValueError: a value is of a wrong type, or the id of no token; the message names the key.
-        KeyError: there are no tokens.
-    """
+    """Refuse metadata of a tokenizer of a wrong type or with the id of no token, naming the key."""
     for key, kind in _LISTS.items():
         value = metadata.get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
@@ -158,11 +144,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _sentencepiece_bpe(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Build a SentencePiece BPE tokenizer.
-
-    SentencePiece joins the pair of tokens whose joined token has the best score. That is the same
-    as BPE whose merges are ranked by these scores.
-    """
+    """Build SentencePiece BPE: merges are ranked by the scores of the joined tokens."""
     tokens, scores, types = metadata["tokens"], metadata["scores"], metadata["token_type"]
     vocab = {token: index for index, token in enumerate(tokens)}
     ranked = [

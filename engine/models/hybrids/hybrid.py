@@ -1,6 +1,4 @@
-"""Decoders of gated delta networks with attention in every few layers: what Qwen3.5 and Qwen3-Next
-share.
-"""
+"""Gated delta networks with attention in every few layers: what Qwen3.5 and Qwen3-Next share."""
 
 from __future__ import annotations
 
@@ -30,23 +28,13 @@ _VISION = re.compile(r"(model\.)?visual\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridConfig(MoEConfig):
-    """What these decoders have in their configuration besides that of other ones.
+    """What these decoders have in their configuration besides that of other ones."""
 
-    Attributes:
-        attention_layers: the indices of the layers with attention, in ascending order. The others
-            have a gated delta network.
-        delta: the shape of the gated delta networks.
-        rotary_dim: how many of the first values of a query or key head are rotated.
-        output_gate: attention has an output gate.
-        mtp_layers: how many layers the head for multi-token prediction has; 0 if the checkpoint's
-            configuration names no such head.
-    """
-
-    attention_layers: tuple[int, ...]
+    attention_layers: tuple[int, ...]  # ascending indices; the others have a gated delta network
     delta: DeltaShape
-    rotary_dim: int
+    rotary_dim: int  # rotated values, the first of a query or key head
     output_gate: bool
-    mtp_layers: int
+    mtp_layers: int  # of the head for multi-token prediction; 0: none
 
     def __post_init__(self) -> None:
         super(HybridConfig, self).__post_init__()
@@ -69,8 +57,7 @@ class HybridForCausalLM(MoEForCausalLM):
 
     qk_norm = True
     interleaved: ClassVar[bool] = False
-    """Whether checkpoints hold the input projections of a gated delta network key head by key head
-    (`GatedDeltaNet`)."""
+    """Whether checkpoints hold a delta network's input projections key head by key head."""
 
     @property
     def family(self) -> HybridConfig:
@@ -135,8 +122,8 @@ class HybridForCausalLM(MoEForCausalLM):
         return RotaryTable(family.rope, family.rotary_dim, positions, self.device)
 
     def make_head(self, name: str) -> TokenModel:
-        """Make the head for multi-token prediction. Its layer has attention, and experts if any
-        layer of the model has."""
+        """Make the head for multi-token prediction, with attention, and experts if the model has
+        some."""
         if name != MTP_HEAD or name not in self.config.heads:
             return super().make_head(name)
         family = self.family
@@ -166,25 +153,15 @@ def hybrid_config(
     hf: PretrainedConfig,
     model: type[HybridForCausalLM],
     *,
-    renormalise: bool = True,
-    moe_layers: tuple[int, ...] = (),
+    renormalise: bool = True,  # divide a token's expert weights by their sum
+    moe_layers: tuple[int, ...] = (),  # the layers with experts, ascending
     output_gate: bool = True,
-    mtp_layers: int = 0,
+    mtp_layers: int = 0,  # of the head for multi-token prediction
 ) -> ModelConfig:
-    """Make the configuration of a hybrid decoder from that of transformers.
+    """Make the configuration of a hybrid decoder from that of transformers, without a vision
+    tower's.
 
-    Args:
-        hf: the configuration of the decoder as transformers read it, without that of a vision
-            tower.
-        model: the model's class.
-        renormalise: the weights of a token's experts are divided by their sum.
-        moe_layers: the indices of the layers that have experts, in ascending order.
-        output_gate: attention has an output gate.
-        mtp_layers: how many layers the head for multi-token prediction has; 0 if there is none.
-
-    Raises:
-        ValueError: the checkpoint needs something that the engine does not have, which the message
-            names.
+    Raises ValueError if the engine lacks something it needs, which the message names.
     """
     values = hf.to_dict()
     parameters: dict[str, Any] = dict(hf.rope_parameters)
@@ -238,11 +215,7 @@ def hybrid_config(
 
 
 def _attention_layers(layer_types: list[str]) -> tuple[int, ...]:
-    """Return the indices of the layers with attention.
-
-    Raises:
-        ValueError: a type is unknown.
-    """
+    """Return the indices of the layers with attention; raise ValueError for an unknown type."""
     if unknown := set(layer_types) - set(_LAYER_TYPES):
         raise ValueError(
             f"layer_types has {min(unknown)!r}, which is not supported; supported: "

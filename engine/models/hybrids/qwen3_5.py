@@ -43,8 +43,7 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
 
 
 def has_output_gate(hf: PretrainedConfig) -> bool:
-    """Return whether attention has an output gate, which classes of transformers know only as a
-    value beyond their own."""
+    """Whether attention has an output gate, a value beyond those that transformers knows."""
     return extra_value(hf, "attn_output_gate", bool, True)
 
 
@@ -56,8 +55,7 @@ def num_mtp_layers(hf: PretrainedConfig) -> int:
 def text_config(hf: PretrainedConfig) -> PretrainedConfig:
     """Return the decoder's part of the configuration of a checkpoint with a vision tower.
 
-    Raises:
-        ValueError: the two parts disagree on whether the embedding and the head share their weight.
+    Raises ValueError if the parts disagree on whether embedding and head share their weight.
     """
     text: PretrainedConfig = hf.text_config
     if text.tie_word_embeddings and not hf.tie_word_embeddings:
@@ -69,14 +67,9 @@ def text_config(hf: PretrainedConfig) -> PretrainedConfig:
 
 
 def text_part(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
-    """Complete a decoder's configuration with what stands above its own part.
+    """Complete the decoder's configuration with what stands above its part of the checkpoint's.
 
-    Args:
-        hf: the configuration of the whole checkpoint.
-        config: what was made of the decoder's part.
-
-    Raises:
-        ValueError: the checkpoint is quantised in a way that is not supported.
+    Raises ValueError for a quantisation that is not supported.
     """
     dtype = config.dtype if hf.text_config.dtype is not None else own_dtype(hf)
     return replace(

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3NextForCausalLM(HybridForCausalLM):
-    """Qwen3-Next, whose checkpoints hold the projections of a gated delta network key head by key
-    head."""
+    """Qwen3-Next, whose checkpoints hold input projections key head by key head."""
 
     interleaved = True
 

@@ -47,11 +47,9 @@ def mtp_layers(hf: PretrainedConfig) -> int:
 
 
 def sigmoid_router(hf: PretrainedConfig) -> Router:
-    """Return the form of a router whose scores are sigmoids, corrected for the choice, from the
-    configuration of transformers.
+    """Return the form of a router whose scores are sigmoids, corrected for the choice.
 
-    Raises:
-        ValueError: the number of groups is none.
+    Raises ValueError if the number of groups is none.
     """
     check_positive(n_group=hf.n_group, topk_group=hf.topk_group)
     form = RouterForm(

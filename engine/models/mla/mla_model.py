@@ -34,24 +34,16 @@ _HEAD_NAMES = {
     "embed_tokens.": "embed_tokens.",
     "shared_head.head.": "lm_head.",
 }
-"""What the head for multi-token prediction calls its parts, by their beginning in checkpoints. The
-rest belong to its layer."""
+"""What checkpoints call the head's own parts, by how they begin; the rest is its layer's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig(MoEConfig):
-    """What these decoders have in their configuration besides that of others with experts.
-
-    Attributes:
-        latent: the sizes of attention.
-        interleaved: the two values of a rotated pair are neighbours in checkpoints.
-        mtp_layers: how many layers behind the last one predict tokens further ahead; 0 if the
-            checkpoint's configuration names none.
-    """
+    """What these decoders have in their configuration besides that of others with experts."""
 
     latent: LatentShape
-    interleaved: bool
-    mtp_layers: int
+    interleaved: bool  # the values of a rotated pair are neighbours in checkpoints
+    mtp_layers: int  # layers that predict tokens further ahead
 
     def __post_init__(self) -> None:
         super(LatentConfig, self).__post_init__()
@@ -79,8 +71,7 @@ class LatentConfig(MoEConfig):
 
 
 class LatentForCausalLM(MoEForCausalLM):
-    """A decoder with latent attention in every layer, and experts in those that its configuration
-    names."""
+    """A decoder with latent attention in every layer, and experts where its configuration says."""
 
     @property
     def family(self) -> LatentConfig:
@@ -162,27 +153,15 @@ def latent_config(
     model: type[LatentForCausalLM],
     *,
     router: Router,
-    renormalise: bool,
-    moe_layers: Collection[int],
-    interleaved: bool = True,
-    mlp_bias: bool = False,
-    mtp_layers: int = 0,
+    renormalise: bool,  # divide a token's expert weights by their sum
+    moe_layers: Collection[int],  # the layers with experts
+    interleaved: bool = True,  # rotated pairs are neighbours in checkpoints
+    mlp_bias: bool = False,  # the projections of MLPs have a bias
+    mtp_layers: int = 0,  # behind the last, for tokens further ahead
 ) -> ModelConfig:
     """Make the configuration of a decoder with latent attention from that of transformers.
 
-    Args:
-        hf: the configuration as transformers read it.
-        model: the model's class.
-        router: the form of its routers.
-        renormalise: the weights of a token's experts are divided by their sum.
-        moe_layers: the indices of the layers that have experts.
-        interleaved: the two values of a rotated pair are neighbours in checkpoints.
-        mlp_bias: the projections of MLPs have a bias.
-        mtp_layers: how many layers behind the last one predict tokens further ahead.
-
-    Raises:
-        ValueError: the checkpoint needs something that the engine does not have, which the message
-            names.
+    Raises ValueError if the engine lacks something it needs, which the message names.
     """
     if hf.attention_bias and hf.q_lora_rank is None:
         raise ValueError("attention_bias without q_lora_rank is not supported")
@@ -225,12 +204,8 @@ def latent_config(
 
 
 def sparse_from(hf: PretrainedConfig) -> list[int]:
-    """Return the indices of the layers with experts of a DeepSeek checkpoint: from
-    `first_k_dense_replace` on, those whose index is a multiple of `moe_layer_freq`.
-
-    Raises:
-        ValueError: `moe_layer_freq` is not positive.
-    """
+    """Return a DeepSeek checkpoint's layers with experts: from `first_k_dense_replace` on, the
+    multiples of `moe_layer_freq`; raise ValueError if that is not positive."""
     # transformers knows no such key, and keeps what the file says.
     step = extra_value(hf, "moe_layer_freq", int, 1)
     check_positive(moe_layer_freq=step)

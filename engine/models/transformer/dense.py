@@ -26,31 +26,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig(FamilyConfig):
-    """What dense decoders have in their configuration besides `ModelConfig`.
-
-    Attributes:
-        num_heads: the number of query heads.
-        num_kv_heads: the number of key heads, which is also that of value heads.
-        head_dim: the number of values in one head.
-        intermediate_size: the width of the MLP.
-        rms_norm_eps: the epsilon of all norms.
-        rope: the variant of rotary embedding.
-        qkv_bias: the projections to queries, keys and values have a bias.
-        output_bias: attention's output projection has a bias.
-        mlp_bias: the projections of the MLP have a bias.
-        qk_norm: an RMSNorm is applied to each query and key head.
-    """
+    """What dense decoders have in their configuration besides `ModelConfig`."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    intermediate_size: int  # the width of the MLP
     rms_norm_eps: float
     rope: DefaultRope
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
+    qkv_bias: bool  # of the projections to queries, keys and values
+    output_bias: bool  # of attention's output projection
+    mlp_bias: bool  # of the MLP's projections
+    qk_norm: bool  # an RMSNorm is applied to each query and key head
 
     def __post_init__(self) -> None:
         check_positive(
@@ -149,24 +136,12 @@ def dense_config(
     qkv_bias: bool,
     output_bias: bool,
     mlp_bias: bool,
-    rope: DefaultRope | None = None,
-    intermediate_size: int | None = None,
+    rope: DefaultRope | None = None,  # None makes it from the configuration
+    intermediate_size: int | None = None,  # None takes it from the configuration
 ) -> ModelConfig:
     """Make the configuration of a dense decoder from that of transformers.
 
-    Args:
-        hf: the configuration as transformers read it.
-        model: the model's class.
-        head_dim: the number of values in one head.
-        qkv_bias: the projections to queries, keys and values have a bias.
-        output_bias: attention's output projection has a bias.
-        mlp_bias: the projections of the MLP have a bias.
-        rope: the variant of rotary embedding; None makes it from the configuration.
-        intermediate_size: the width of the MLP; None takes it from the configuration.
-
-    Raises:
-        ValueError: the checkpoint needs something that the engine does not have, which the message
-            names.
+    Raises ValueError if the engine lacks something it needs, which the message names.
     """
     if hf.hidden_act != "silu":
         raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
@@ -187,7 +162,6 @@ def dense_config(
 
 
 def head_size(hf: PretrainedConfig) -> int:
-    """Return the number of values in one head, for a class of transformers that has this field only
-    if the checkpoint gives it."""
+    """Return the values in one head, which some classes have only if the checkpoint gives it."""
     size: int = hf.to_dict().get("head_dim") or hf.hidden_size // hf.num_attention_heads
     return size

@@ -29,25 +29,14 @@ _REPLAY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig(DenseConfig):
-    """What decoders with experts have in their configuration besides that of dense ones.
+    """What decoders with experts have in their configuration besides that of dense ones."""
 
-    Attributes:
-        moe_layers: the indices of the layers that have experts, in ascending order. The others have
-            a gated MLP of width `intermediate_size`.
-        num_experts: the number of experts in such a layer.
-        experts_per_token: the number of experts that a token goes through in such a layer.
-        expert_size: the width of one expert.
-        renormalise: the weights of a token's experts are divided by their sum.
-        shared_size: the width of the expert that every token goes through; None if there is none.
-        router: what else differs between routers.
-    """
-
-    moe_layers: tuple[int, ...]
+    moe_layers: tuple[int, ...]  # ascending; the others have a gated MLP of `intermediate_size`
     num_experts: int
-    experts_per_token: int
-    expert_size: int
-    renormalise: bool
-    shared_size: int | None = None
+    experts_per_token: int  # in each layer with experts
+    expert_size: int  # the width of one expert
+    renormalise: bool  # divide a token's weights by their sum
+    shared_size: int | None = None  # the width of the expert of all tokens, if there is one
     router: Router = SOFTMAX_ROUTER
 
     def __post_init__(self) -> None:
@@ -71,11 +60,8 @@ class MoEConfig(DenseConfig):
 
     @property
     def routed_experts(self) -> OutputColumn:
-        """The column of the experts that each token went through, [moe_layers, experts per token].
-
-        The ids stand in the order in which the router chose them: that of their weights, unless it
-        adds something to the scores for the choice.
-        """
+        """The column of the experts that each token went through, [moe_layers, experts per token],
+        in the order in which the router chose them."""
         return OutputColumn(
             ROUTED_EXPERTS,
             np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16),
@@ -103,8 +89,8 @@ class MoEForCausalLM(DenseForCausalLM):
 
     @property
     def spared_parameters(self) -> int:
-        """How many parameters of a layer with experts on this rank a token does not go through,
-        if as many of its experts are on each rank."""
+        """How many parameters of a layer's experts on this rank a token does not go through, if
+        equally many of its experts are on each rank."""
         family = self.family
         expert = 3 * self.config.hidden_size * family.expert_size
         return (family.num_experts - family.experts_per_token) * expert // self.parallel.size
@@ -136,15 +122,10 @@ class MoEForCausalLM(DenseForCausalLM):
 def moe_config(
     hf: PretrainedConfig, dense: ModelConfig, *, shared_size: int | None = None
 ) -> ModelConfig:
-    """Add the experts to the configuration of a decoder as Qwen's models configure them.
+    """Add experts, as Qwen's models configure them, to what was made of a configuration without
+    them.
 
-    Args:
-        hf: the configuration as transformers read it.
-        dense: what was made of it without the experts.
-        shared_size: the width of the expert that every token goes through; None if there is none.
-
-    Raises:
-        ValueError: the configuration of the experts makes no sense.
+    Raises ValueError if they make no sense. `shared_size` is the width of a shared expert.
     """
     family = dense.family_as(DenseConfig)
     moe = MoEConfig(
@@ -160,11 +141,7 @@ def moe_config(
 
 
 def sparse_layers(hf: PretrainedConfig) -> tuple[int, ...]:
-    """Return the indices of the layers that have experts, as Qwen's models configure them.
-
-    Raises:
-        ValueError: the step between such layers is not positive.
-    """
+    """Return the layers that have experts, as Qwen configures them, or raise ValueError."""
     check_positive(decoder_sparse_step=hf.decoder_sparse_step)
     return tuple(
         index
@@ -178,8 +155,7 @@ def sparse_layers(hf: PretrainedConfig) -> tuple[int, ...]:
 def num_experts(hf: PretrainedConfig) -> int:
     """Return the number of experts in a layer that has some.
 
-    transformers renamed the field in 5.23, and a version before that knows the new name as one
-    which is none of its own.
+    transformers renamed the field in 5.23; before that, it takes the new name for an unknown one.
     """
     renamed = "num_local_experts" in hf.to_dict()
     return extra_value(hf, "num_local_experts" if renamed else "num_experts", int, 0)

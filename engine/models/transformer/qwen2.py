@@ -29,11 +29,7 @@ class Qwen2ForCausalLM(DenseForCausalLM):
 
 
 def refuse_sliding_window(hf: PretrainedConfig) -> None:
-    """Check that no layer has sliding-window attention, whether or not windows are switched on.
-
-    Raises:
-        ValueError: a layer has, which is not supported.
-    """
+    """Raise ValueError if a layer has sliding-window attention, even one that is switched off."""
     if set(hf.layer_types) != {"full_attention"}:
         raise ValueError(
             "sliding-window attention is not supported, and use_sliding_window or layer_types say "

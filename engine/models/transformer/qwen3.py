@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3ForCausalLM(DenseForCausalLM):
-    """Qwen3: queries and keys are normalised, and the checkpoint says whether attention's
-    projections have biases."""
+    """Qwen3: queries and keys are normalised, and attention's projections may have biases."""
 
     qk_norm = True
 

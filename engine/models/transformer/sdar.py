@@ -28,14 +28,9 @@ class SDARForCausalLM(Qwen3ForCausalLM):
 
 
 def with_diffusion(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
-    """Add what block diffusion needs to the configuration of the decoder.
+    """Add block diffusion to what was made of a configuration of `sdar_config_class`.
 
-    Args:
-        hf: the configuration, read by a class of `sdar_config_class`.
-        config: what was made of it for the decoder.
-
-    Raises:
-        ValueError: the checkpoint's attention is not causal over blocks.
+    Raises ValueError if the checkpoint's attention is not causal over blocks.
     """
     if hf.use_regular_causal or not hf.block_causal_prompt:
         raise ValueError(
@@ -50,16 +45,14 @@ def with_diffusion(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
 def sdar_config_class(model_type: Literal["sdar", "sdar_moe"]) -> type[PretrainedConfig]:
     """Make the class that reads SDAR's config.json without the code that checkpoints contain.
 
-    transformers is imported here, because only reading a configuration needs it. Besides the fields
-    of Qwen3 or Qwen3-MoE, the file has fields for training, which do not matter here, and these
-    four:
+    transformers is imported here, because only reading a configuration needs it. Besides Qwen3's or
+    Qwen3-MoE's fields, and fields of training, the file has:
 
-    - block_size: the number of tokens in a block of block diffusion. The published JetLM/SDAR-*
-      checkpoints leave it out and give it at most in the model's name; checkpoints that were
-      trained further have it.
+    - block_size: tokens of a block. The published JetLM/SDAR-* checkpoints give it at most in their
+      name; checkpoints that were trained further have it.
     - mask_token_id: the token that stands where a token is to be filled in.
-    - use_regular_causal: true for models derived from SDAR (I-DLM) whose context is causal token by
-      token and whose logits predict the next token.
+    - use_regular_causal: true for derived models (I-DLM) whose context is causal token by token and
+      whose logits predict the next token.
     - block_causal_prompt: false for derived models whose prompt tokens see later tokens.
     """
     from huggingface_hub.dataclasses import strict

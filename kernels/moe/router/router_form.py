@@ -9,32 +9,20 @@ from dataclasses import dataclass
 class RouterForm:
     """How a router makes scores and weights, and from which groups of experts it chooses.
 
-    With groups (DeepSeek-AI 2024, arXiv 2405.04434) the experts of a token are chosen from the
-    `kept_groups` groups that are best. A group is as good as its best expert, or as its best two
-    together; of equal groups the first counts as better.
-
-    Attributes:
-        sigmoid: a score is the sigmoid of its logit; otherwise scores are a softmax over all.
-        groups: the number of groups into which the experts fall, in the order of their ids.
-        kept_groups: the number of groups from which a token's experts are chosen.
-        group_best: of how many of its experts, 1 or 2, the scores add up to the group's.
-        scale: what the weights are multiplied by at last.
-        least_sum: what is added to the sum by which the weights are divided, if they are.
+    With groups (DeepSeek-AI 2024, arXiv 2405.04434) experts are chosen from the `kept_groups` best.
+    A group is as good as its best expert, or its best two together; of equal groups the first is
+    better.
     """
 
-    sigmoid: bool = False
-    groups: int = 1
+    sigmoid: bool = False  # scores are sigmoids of logits, otherwise a softmax over all
+    groups: int = 1  # into which experts fall in the order of their ids
     kept_groups: int = 1
-    group_best: int = 1
-    scale: float = 1.0
-    least_sum: float = 0.0
+    group_best: int = 1  # how many of its experts' scores, 1 or 2, a group's adds up
+    scale: float = 1.0  # multiplies the weights at last
+    least_sum: float = 0.0  # is added to the sum that divides the weights
 
     def check(self, num_experts: int, experts_per_token: int) -> None:
-        """Check that the groups fit the experts of a model.
-
-        Raises:
-            ValueError: they do not.
-        """
+        """Raise ValueError if the groups do not fit the experts of a model."""
         if not 1 <= self.kept_groups <= self.groups or num_experts % self.groups:
             raise ValueError(
                 f"topk_group {self.kept_groups} of n_group {self.groups} groups of {num_experts} "

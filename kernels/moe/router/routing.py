@@ -10,33 +10,23 @@ from batchgen.kernels.moe.router.routing_triton import route_triton
 
 
 def route(
-    logits: Tensor,
+    logits: Tensor,  # [T, E]
     k: int,
     *,
-    renormalise: bool,
+    renormalise: bool,  # divide the k weights by their sum
     form: RouterForm = SOFTMAX,
+    # [E] float32, for the choice alone (Wang et al. 2024, arXiv 2408.15664)
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose k experts of each token by their scores.
 
-    The scores are a softmax over all experts (Shazeer et al. 2017, in the order of Qwen's models:
-    first the softmax, then the choice) or the sigmoid of each logit, computed in float32. Chosen
-    are those with the largest score, or the largest sum of score and bias. Of equal ones the expert
-    with the lower id comes first.
+    Scores are a softmax over all experts (Shazeer et al. 2017, in the order of Qwen's models: first
+    the softmax, then the choice) or sigmoids, in float32. Chosen are the largest scores, or sums of
+    score and bias; of equal ones the lower id is first. Kept groups have at least k experts.
 
-    Args:
-        logits: [T, E], the router's result for each token.
-        k: the number of experts of a token, at most E.
-        renormalise: whether the k weights are divided by their sum.
-        form: what else differs between routers; the groups that are kept have k experts at least.
-        bias: [E] float32, added to the scores for the choice only (Wang et al. 2024, arXiv
-            2408.15664); None adds nothing.
-
-    Returns:
-        ids: [T, k] int32, the experts of each token, the one that is chosen first in front.
-        weights: [T, k] float32, their scores without the bias, times `form.scale`. A row of logits
-            that is not finite has ids in [0, E) all the same; its weights are NaN, and no other
-            row's are.
+    Returns ids [T, k] int32, the first chosen in front, and weights [T, k] float32: scores without
+    the bias, times `form.scale`. A row of logits that is not finite has NaN weights, and ids in [0,
+    E) all the same; no other row is touched.
     """
     run = route_triton if logits.is_cuda else route_reference
     return run(logits, k, renormalise=renormalise, form=form, bias=bias)
@@ -72,10 +62,9 @@ def route_reference(
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
-    """Return the indices [T, k] of the k largest of values [T, E], of equal ones the first in
-    front, which torch.topk does not promise."""
+    """Return the indices [T, k] of the k largest, of equal ones the first, unlike torch.topk."""
     count = values.shape[1]
-    # As integers the bits of floats that are not negative have their order, and those of negative
+    # As integers the bits of floats that are not negative have their order, and bits of negative
     # ones the opposite order. NaN is above or below all. Adding 0 makes 0 of -0.
     bits = (values + 0.0).view(torch.int32)
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

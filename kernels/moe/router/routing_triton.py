@@ -21,20 +21,7 @@ def route_triton(
     form: RouterForm = SOFTMAX,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`routing.route` in one launch.
-
-    Args:
-        logits: [T, E], the last axis contiguous.
-        k: experts of a token, from 1 to E.
-        renormalise: divide the k scores by their sum.
-        form: how scores are made, and which groups of experts are kept.
-        bias: [E] float32, added to the scores for the choice only.
-
-    Returns:
-        The ids [T, k] int32 of the experts, the largest score first and the lower id first among
-        equals, and their weights [T, k] float32. A token whose scores are not finite gets NaN as
-        weights.
-    """
+    """Compute `routing.route` in one launch; the last axis of `logits` is contiguous."""
     tokens, experts = logits.shape
     assert 1 <= k <= experts and logits.stride(1) == 1
     ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)

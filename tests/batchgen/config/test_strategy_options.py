@@ -55,7 +55,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         ("users_module.NotAStrategy", "name, step_inputs, decide"),
         ("subprocess.Popen", "name, step_inputs, decide"),
-        ("batchgen.engine.strategy.Strategy", "name"),
+        ("batchgen.engine.strategy.Strategy", "name, step_inputs, decide"),
         ("batchgen.strategies.base.strategy.BaseStrategy", "name, step_inputs, decide"),
     ],
 )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from check_kill_resume import finished_rows
+from job_comparison import finished_rows
 from real_job import ROWS, VOCAB, overrides, run, save_tokenizer
 
 from batchgen.folder.read_job import JobFolderReader

@@ -1,6 +1,6 @@
 """`kill -9` at random moments: nothing lost, nothing twice, nothing computed again.
 
-scripts/check/check_kill_resume.py does the same to any command, such as a job with a real model.
+scripts/check/check_kills.py does the same to any command, such as a job with a real model.
 """
 
 import os
@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from check_kill_resume import attempts, compare_outputs, finished_rows
 from fake_job import FakeJob
 from forked import fork_server
+from job_comparison import attempts, compare_outputs, finished_rows
 
 KILLS = 25
 

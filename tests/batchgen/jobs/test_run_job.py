@@ -14,8 +14,8 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from check_kill_resume import compare_outputs
 from fake_job import BAD_PROMPT, BAD_REQUEST, MEMORY, FakeEngine, FakeJob, FakeSource, outcome
+from job_comparison import compare_outputs
 
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.sampling.sampling_params import SamplingParams

@@ -41,7 +41,7 @@ SCHEMA = pa.schema(
 CONFIG = {
     "prompt": {"kind": "chat", "user": "Q: {{ question }}"},
     "output": {"text_column": "text"},
-    "strategy": {"_target_": "a.ARSpecStrategy"},
+    "strategy": {"_target_": "batchgen.strategies.ar_spec.strategy.ARSpecStrategy"},
 }
 ROW: dict[str, Any] = {
     "row_id": "r1",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,10 +22,8 @@ def test_the_installed_version_prints_as_expected() -> None:
 
 
 def test_what_is_installed_is_what_was_tested() -> None:
-    wanted = f"xgrammar=={TESTED_VERSION}"
     assert version("xgrammar") == TESTED_VERSION
-    assert wanted in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert wanted in (ROOT / "constraints.txt").read_text().splitlines()
+    assert f"xgrammar=={TESTED_VERSION}" in (ROOT / "constraints.txt").read_text().splitlines()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.engine.strategy import JoiningRows
+from batchgen.engine.step_inputs import JoiningRows
 from batchgen.strategies.ar.strategy import ARStrategy
 
 PLACE = OutputColumn("place", np.dtype(np.int64), (2,))

@@ -1,0 +1,62 @@
+"""The comparison of a row's bits between batches, on models so small that they take no time."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from bench_determinism import Line, ranges, table, tiles_lines
+from determinism_schedules import run_schedules
+from ordered_product import Tile, ordered_add, ordered_heads, ordered_linear, ordered_product
+from torch import Tensor
+
+from batchgen.engine.layers.feed_forward import mlp as mlp_layer
+
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES = {"tokens": 3_000, "rows": 6}
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-hybrid"])
+def test_schedules_change_no_digest_on_a_cpu(model: str) -> None:
+    found = run_schedules(model, "today", 4, CPU, **SIZES)
+    assert not found.by_cause and set(found.by_kind.values()) == {0}
+    assert found.seen["prefix hits"] and found.seen["accepted drafts"]
+
+
+def test_the_first_operation_that_depends_on_the_batch_is_named() -> None:
+    run = mlp_layer.silu_and_mul
+
+    def dependent(x: Tensor) -> Tensor:
+        return run(x) * (1 + 2**-20 * (len(x) > 700))
+
+    with patch.object(mlp_layer, "silu_and_mul", dependent):
+        found = run_schedules("tiny", "today", 6, CPU, **SIZES)
+    assert set(found.by_cause) == {"silu of layer 0, prompt"}
+    assert sum(found.by_kind.values()) == sum(found.by_cause.values())
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_ordered_products_multiply(swap: bool) -> None:
+    x, w, heads = (torch.randn(*s, device=DEVICE) for s in ((5, 40), (24, 40), (3, 8, 16)))
+    expected, tile = x @ w.t(), Tile(16, 16, 32, 4, 1, swap)
+    out = torch.empty_like(expected)
+    ordered_product(x, w, out, tile=tile)
+    for found in (out, ordered_linear(x, w), ordered_add(expected.clone(), x, w) - expected):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    each = x[:, :24].reshape(5, 3, 8)
+    expected = torch.einsum("thk,hkn->thn", each, heads)
+    torch.testing.assert_close(ordered_heads(each, heads), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_tiles_are_sorted_into_classes() -> None:
+    assert all(line.test == "A" for line in tiles_lines(64))
+
+
+def test_numbers_are_written_as_ranges() -> None:
+    assert ranges([1, 2, 3, 8, 24], [1, 2, 3, 4, 8, 24, 40]) == "1–3, 8–24"
+
+
+def test_the_table_has_a_row_for_each_line() -> None:
+    assert table([Line("A", "b", "c", "d")]).splitlines()[-1] == "| A | b | c | d |  |"
