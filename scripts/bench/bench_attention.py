@@ -22,21 +22,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.errors import OutOfResources
 
-from batchgen.kernels.attention.decode import (
-    MAX_QUERIES,
+from batchgen.kernels.attention.decode import MAX_QUERIES, DecodeConfig, paged_attention_decode
+from batchgen.kernels.attention.decode_plan import (
     MAX_SPLITS,
-    DecodeConfig,
     most_splits,
-    paged_attention_decode,
     plan_decode,
     split_length,
 )
 from batchgen.kernels.attention.kv_cache import KVCache
-from batchgen.kernels.attention.prefill import (
-    PrefillConfig,
-    paged_attention_prefill,
-    plan_prefill,
-)
+from batchgen.kernels.attention.prefill import paged_attention_prefill
+from batchgen.kernels.attention.prefill_plan import PrefillConfig, plan_prefill
 
 HEADS = [(32, 8), (16, 8)]
 HEAD_DIM = 128

@@ -16,7 +16,7 @@ from moe_layers import SHAPES, Batch, timed
 from moe_tuning import compile_product
 from torch import Tensor
 
-from batchgen.kernels.fp8.fp8_experts_triton import fp8_down, fp8_gate_up
+from batchgen.kernels.fp8.fp8_grouped_product_triton import fp8_down, fp8_gate_up
 from batchgen.kernels.fp8.fp8_linear_triton import fp8_linear_triton
 from batchgen.kernels.fp8.fp8_tiles import ExpertTiles, LinearTiles
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_weight

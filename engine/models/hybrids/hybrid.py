@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from batchgen.engine.layers.decoder_layer import DecoderLayer, Mixer
 from batchgen.engine.layers.mixers.attention import Attention
-from batchgen.engine.layers.mixers.gated_delta_net import DeltaShape, GatedDeltaNet
+from batchgen.engine.layers.mixers.delta_shape import DeltaShape
+from batchgen.engine.layers.mixers.gated_delta_net import GatedDeltaNet
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import RotaryTable
 from batchgen.engine.models.model_config import ModelConfig, rope_from_parameters
