@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from batchgen.engine.constraint.constraint import Constraint
+    from batchgen.jobs.checked_rows import CheckedRows
     from batchgen.jobs.job_parts import JobParts
-    from batchgen.jobs.run_job import CheckedRows
     from batchgen.resolve.opened_job import OpenedJob
 
 SHOWN_ROWS = 3
@@ -67,8 +67,8 @@ def show(config: JobConfig) -> int:
     """
     model, data = config.model.path, config.dataset.path or config.dataset.kind
     print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)
+    from batchgen.jobs.checked_rows import check_rows  # these take seconds: hence the line above
     from batchgen.jobs.job_parts import parts_of
-    from batchgen.jobs.run_job import check_rows  # these take seconds: hence the line above
     from batchgen.launchers.launch import check_here, described
     from batchgen.planning.folder_state import folder_state
     from batchgen.resolve.opened_job import open_job

@@ -17,8 +17,8 @@ from batchgen.folder.job_folder import (
     written_manifest,
 )
 from batchgen.folder.read_job import JobFolderReader
+from batchgen.jobs.checked_rows import job_manifest, most_rows, output_schema
 from batchgen.jobs.job_parts import parts_of
-from batchgen.jobs.run_job import job_manifest, most_rows, output_schema
 from batchgen.storage.job_storage import Storage
 from batchgen.storage.manifest import Manifest
 from batchgen.storage.open_storage import open_storage

@@ -60,7 +60,7 @@ def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
     check_launcher(config)
     opened = open_job(config)
     with closing(parts_of(opened, config, {})) as parts:
-        from batchgen.jobs.run_job import check_rows
+        from batchgen.jobs.checked_rows import check_rows
 
         check_rows(config, parts)  # refuses what a run refuses
         return _Planner(config, settings, opened).plan(started)
@@ -239,7 +239,7 @@ class _Planner:
             yield title, shown_prompt(read.ids, self._opened.model.tokenizer)
 
     def _disk(self, scan: Scan, expected: Forecast, done: int) -> DiskUse:
-        from batchgen.jobs.run_job import output_schema
+        from batchgen.jobs.checked_rows import output_schema
         from batchgen.planning.disk import disk_use
         from batchgen.shards.output_schema import FinishedRow
 

@@ -59,7 +59,7 @@ from batchgen.compose.compose_config import compose
 from batchgen.config.job_config import StepConfig
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.jobs.run_job import JobResult
+from batchgen.jobs.job_end import JobResult
 from batchgen.leases.object_store import connect
 from batchgen.shards.row_order import KEYS
 from batchgen.shards.shard_files import shard_files

@@ -36,8 +36,9 @@ from batchgen.dataset.row_source import Row
 from batchgen.engine.base.outputs import OutputColumn, RequestError, RequestOutput
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.jobs.job_end import JobResult
 from batchgen.jobs.job_parts import JobParts
-from batchgen.jobs.run_job import JobResult, run_job
+from batchgen.jobs.run_job import run_job
 from batchgen.prompts.row_prompts import Prompt
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))

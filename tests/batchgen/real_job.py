@@ -9,8 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from batchgen.compose.compose_config import compose
+from batchgen.jobs.job_end import JobResult
 from batchgen.jobs.job_parts import job_parts
-from batchgen.jobs.run_job import JobResult, run_job
+from batchgen.jobs.run_job import run_job
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 ROWS = [{"id": f"r{i}", "q": f"What is {i} + {i}?" + " Please." * (i % 4)} for i in range(11)]

@@ -14,7 +14,8 @@ from batchgen.cli.job_outcome import report
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.jobs.fail_fast import FIRST_ROWS, AllRowsFailed, FirstRows
-from batchgen.jobs.run_job import JobResult, run_job
+from batchgen.jobs.job_end import JobResult
+from batchgen.jobs.run_job import run_job
 from batchgen.prompts.row_prompts import Prompt
 from batchgen.shards.output_schema import FinishedRow
 

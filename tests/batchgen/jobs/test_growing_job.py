@@ -16,7 +16,8 @@ from fake_job import FakeEngine, FakeJob
 from forked import fork_server
 
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.jobs.run_job import JobResult, run_job
+from batchgen.jobs.job_end import JobResult
+from batchgen.jobs.run_job import run_job
 from batchgen.util.errors import ConfigError
 
 KILLS = 2

@@ -18,7 +18,8 @@ from shared_jobs import in_threads
 from batchgen.config.job_config import JobConfig, StepConfig
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.jobs.run_job import JobResult, run_job
+from batchgen.jobs.job_end import JobResult
+from batchgen.jobs.run_job import run_job
 from batchgen.leases.lease_files import SESSION, worker_name
 from batchgen.leases.process_identity import identity, machine
 from batchgen.storage.object_lock import ObjectLock

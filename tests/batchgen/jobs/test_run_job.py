@@ -19,8 +19,9 @@ from job_comparison import compare_outputs
 
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.jobs.job_end import JobResult
 from batchgen.jobs.job_parts import JobParts
-from batchgen.jobs.run_job import JobResult, run_job
+from batchgen.jobs.run_job import run_job
 from batchgen.prompts.row_prompts import Prompt
 from batchgen.shards.journal import Journal
 from batchgen.util.errors import ConfigError, JobError

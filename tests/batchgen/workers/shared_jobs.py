@@ -12,7 +12,8 @@ from fake_job import FakeJob
 from batchgen.config.job_config import JobConfig
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.jobs.generation import Engine
-from batchgen.jobs.run_job import JobResult, run_job
+from batchgen.jobs.job_end import JobResult
+from batchgen.jobs.run_job import run_job
 
 
 @dataclass(frozen=True)

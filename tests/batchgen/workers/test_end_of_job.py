@@ -16,7 +16,7 @@ import batchgen.jobs.run_job
 from batchgen.folder.job_folder import JobFolder
 from batchgen.folder.job_metrics import Metrics, Status
 from batchgen.jobs.graded_job import scores_of
-from batchgen.jobs.run_job import JobResult
+from batchgen.jobs.job_end import JobResult
 from batchgen.leases.folder_lock import FolderLock
 from batchgen.leases.heartbeat import Heartbeat
 from batchgen.storage.job_storage import FolderStorage

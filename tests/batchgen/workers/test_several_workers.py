@@ -21,8 +21,9 @@ from shared_jobs import SharedJob, in_threads
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.jobs.generation import Engine
+from batchgen.jobs.job_end import JobResult
 from batchgen.jobs.job_parts import JobParts
-from batchgen.jobs.run_job import JobResult, _completed_elsewhere, run_job
+from batchgen.jobs.run_job import _completed_elsewhere, run_job
 from batchgen.leases.lease_files import lease_name
 from batchgen.leases.lease_protocol import Lease
 from batchgen.leases.store_operations import Create
