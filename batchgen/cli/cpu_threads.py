@@ -12,7 +12,7 @@ def share_cores(environment: MutableMapping[str, str] = os.environ) -> None:
 
     OpenMP reads this when torch loads. Its own way is to spin for long, on a core that the awaited
     thread may need: two busy neighbours on two cores then take most of a job's speed. To sleep at
-    once costs a quiet machine a third of it (docs/performance.md).
+    once costs a quiet machine a third of it (docs/benchmarks/jobs.md).
     """
     if "OMP_WAIT_POLICY" not in environment and not _SHORT_SPIN.keys() & environment.keys():
         environment.update(_SHORT_SPIN)

@@ -40,7 +40,7 @@ class JobFolder:
     Attributes:
         path: of the folder in which files are written and read.
         storage: what keeps them.
-        is_alone: whether no other worker of the job runs. Then the job may change.
+        exclusive: whether no other worker of the job runs. Then the job may change.
         least_worker: the number of a new worker is at least this.
         is_new: whether this is the job's first attempt.
         manifest: as it is written in the folder.
@@ -55,7 +55,7 @@ class JobFolder:
         changed_row: ChangedRow = lambda *_: None,
         overwrite: bool,
         wait: float = 0.0,
-        is_alone: Callable[[Path], bool] = lambda path: True,
+        exclusive: Callable[[Path], bool] = lambda path: True,
         storage: Storage | None = None,
     ) -> None:
         """Make the folder this job's, or take up the same job where it was left.
@@ -69,7 +69,7 @@ class JobFolder:
             overwrite: whether to delete the output of a different job. The same job is resumed in
                 any case, so that running a command again always resumes.
             wait: for so many seconds for another worker that is opening the folder.
-            is_alone: whether the folder is nobody else's, as far as can be known without the lock,
+            exclusive: whether the folder is nobody else's, as far as can be known without the lock,
                 which does not reach other machines on every file system.
             storage: what keeps the files; None for a folder that is where it is.
 
@@ -91,11 +91,11 @@ class JobFolder:
             self.storage.close()
             raise
         try:
-            self.is_alone = self._lock.is_alone and is_alone(path)
-            if not self.is_alone:
+            self.exclusive = self._lock.exclusive and exclusive(path)
+            if not self.exclusive:
                 self.share()
                 self._join(manifest, digests)
-            self.is_new = self.is_alone and self._claim(manifest, digests, overwrite)
+            self.is_new = self.exclusive and self._claim(manifest, digests, overwrite)
         except (OSError, JobError) as error:
             self.close()
             raise unusable(self.storage, error) from None

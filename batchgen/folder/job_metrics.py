@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.folder.peers import Team, added, attempt_of, seconds
+from batchgen.folder.peers import Peers, added, attempt_of, seconds
 from batchgen.folder.timeline import Timeline, metrics_text
 from batchgen.storage.job_storage import FolderStorage, Storage
 from batchgen.storage.manifest import write_atomic
@@ -217,7 +217,7 @@ class Metrics:
         path: Path,
         rows_resumed: int,
         tally: Tally,
-        team: Team | None = None,
+        team: Peers | None = None,
         storage: Storage | None = None,
     ) -> None:
         """
@@ -323,7 +323,7 @@ class Metrics:
         """
         if self._storage.read(self._path) != self._text.encode():
             write_atomic(self._path, self._text)
-            self._storage.send(self._path)
+            self._storage.upload(self._path)
 
     def _attempts(self) -> list[dict[str, Any]]:
         """All attempts in their order, those of the other workers too."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
-class Team(Protocol):
+class Peers(Protocol):
     """One worker's way to the figures of the others.
 
     Attributes:

@@ -199,7 +199,7 @@ class JobFolderReader:
     def _read_if_there(self, path: Path) -> list[pa.RecordBatch] | None:
         """The whole batches of a journal file, None if the file was deleted."""
         try:
-            self.storage.fetch(path)
+            self.storage.download(path)
             return list(read_file(path))
         except FileNotFoundError:
             return None

@@ -17,7 +17,7 @@ from batchgen.leases.lease_files import (
     parse_worker,
     worker_name,
 )
-from batchgen.leases.lease_protocol import Board, Lease
+from batchgen.leases.lease_protocol import Lease, LeaseTable
 from batchgen.leases.process_identity import is_gone
 from batchgen.storage.job_storage import Storage
 
@@ -79,7 +79,7 @@ def read_status(storage: Storage, stale_after: float) -> Status:
     Args:
         stale_after: after how many seconds without a heartbeat a worker is called silent.
     """
-    board = Board.of(_names(storage, LEASES))
+    board = LeaseTable.of(_names(storage, LEASES))
     open_shards = {
         shard: epoch
         for shard, epoch in board.epochs.items()

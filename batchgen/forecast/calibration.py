@@ -42,7 +42,7 @@ class RunCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Calibration:
     """What a run has shown.
 
     Attributes:
@@ -86,7 +86,7 @@ class Seen:
         return factor if 1 / _PLAUSIBLE < factor < _PLAUSIBLE else None
 
 
-def seen_in(folder: Path, same: Mapping[str, Any], device: str, name: str) -> Seen | None:
+def seen_in(folder: Path, same: Mapping[str, Any], device: str, name: str) -> Calibration | None:
     """What the job in a folder has shown; None if none of its rows has an answer.
 
     Its speed counts only if it ran the same model in the same way and on the same device.
@@ -119,7 +119,9 @@ def seen_in(folder: Path, same: Mapping[str, Any], device: str, name: str) -> Se
     ran_on = metrics.get("predicted", {}).get("device", device)
     if ran_on == device and all(config.get(group) == values for group, values in same.items()):
         counts, start = _counts(metrics.get("attempts", []))
-    return Seen(f"the job in {name}", np.array(prompts, np.int64), np.array(answers), counts, start)
+    return Calibration(
+        f"the job in {name}", np.array(prompts, np.int64), np.array(answers), counts, start
+    )
 
 
 def _counts(attempts: Sequence[Mapping[str, Any]]) -> tuple[RunCounts | None, float | None]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class EngineRoom:
+class EngineEstimate:
     """What an engine would be, without having it.
 
     Attributes:
@@ -67,7 +67,7 @@ class EngineRoom:
 
 def engine_room(
     opened: OpenedJob, config: JobConfig, gpu_bytes: int | None, *, native_fp8: bool
-) -> EngineRoom:
+) -> EngineEstimate:
     """The engine that a job would have on a device.
 
     Args:
@@ -94,7 +94,7 @@ def engine_room(
         width=max(uses[TARGET].widths),
     )
     settings = config.engine.resolve(torch.device(on), sizes, opened.max_model_len)
-    return EngineRoom(uses, settings, ModelSizes.of(uses[TARGET]))
+    return EngineEstimate(uses, settings, ModelSizes.of(uses[TARGET]))
 
 
 def _dtype(model: OpenedModel, config: JobConfig, on: str) -> torch.dtype:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from batchgen.forecast.calibration import Ints, Seen
+from batchgen.forecast.calibration import Calibration, Ints
 from batchgen.forecast.simulation import MOST_SIMULATED, Places, Played, play
 from batchgen.forecast.step_cost import StepCost
 from batchgen.util.duration import duration
@@ -118,7 +118,7 @@ class Work:
     least: int
     places: Places
     weight_bytes: int
-    seen: Seen | None = None
+    seen: Calibration | None = None
     start_s: float | None = None
     compiled: bool = True
     notes: tuple[str, ...] = field(default=())

@@ -11,9 +11,9 @@ import torch
 from batchgen.compose.load_config import resolved
 from batchgen.config.job_config import JobConfig
 from batchgen.engine.memory.memory_plan import MemoryPlan
-from batchgen.forecast.calibration import Ints, Seen
+from batchgen.forecast.calibration import Calibration, Ints
 from batchgen.forecast.devices import Device, measured_cpu, this_gpu
-from batchgen.forecast.engine_estimate import EngineRoom
+from batchgen.forecast.engine_estimate import EngineEstimate
 from batchgen.forecast.forecast import Work
 from batchgen.forecast.simulation import Places
 from batchgen.forecast.step_cost import StepCost
@@ -46,13 +46,13 @@ def here(config: JobConfig, dtype: torch.dtype, seconds: float) -> Device | None
 def job_work(
     config: JobConfig,
     opened: OpenedJob,
-    room: EngineRoom,
+    room: EngineEstimate,
     memory: MemoryPlan,
     prompts: Sequence[Sequence[int]],
     lengths: Ints,
     rows: int,
     *,
-    seen: Seen | None = None,
+    seen: Calibration | None = None,
     start_s: float | None = None,
     compiled: bool = True,
     notes: tuple[str, ...] = (),
@@ -100,7 +100,7 @@ def job_work(
     )
 
 
-def step_cost(room: EngineRoom, opened: OpenedJob, device: Device) -> StepCost:
+def step_cost(room: EngineEstimate, opened: OpenedJob, device: Device) -> StepCost:
     """The time of the forwards of a job's target on a device, or on one for each rank. The ranks on
     a CPU share it."""
     if not device.is_gpu:
@@ -127,7 +127,7 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
     return shared
 
 
-def _notes(room: EngineRoom) -> tuple[str, ...]:
+def _notes(room: EngineEstimate) -> tuple[str, ...]:
     if len(room.uses) > 1:
         return ("what the models beside the target cost is not counted",)
     return ()

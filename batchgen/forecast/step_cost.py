@@ -99,7 +99,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Reached:
-    """What the engine reaches of a device, as seen in docs/performance.md and by measurements.
+    """What the engine reaches of a device, as seen in docs/design/tried.md and by measurements.
 
     Attributes:
         bandwidth: share of the bandwidth at which weights are read.

@@ -15,7 +15,7 @@ class AllRowsFailed(JobError):
     """The first rows of a job, or all, failed in the same way; none of them was written."""
 
 
-class FirstRows:
+class FailFast:
     """Holds back the first rows of a job while all of them fail with the same type of error.
 
     As soon as a row has an answer, or fails in another way, all rows that were held back may be

@@ -17,13 +17,13 @@ from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
-from batchgen.jobs.fail_fast import FirstRows
+from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
 from batchgen.shards.output_schema import FinishedRow
 from batchgen.shards.output_writer import OutputWriter
 from batchgen.util.fingerprint import derive_seed
 from batchgen.util.signals import StopSignals
-from batchgen.workers.shard_queue import Todo
+from batchgen.workers.shard_queue import ShardQueue
 
 _IDLE_SECONDS = 0.05
 
@@ -144,12 +144,12 @@ class Generation:
         self._engine = engine
         stops = config.output.on_all_errors == "stop"
         enabled = stops and not metrics.attempt.rows_resumed
-        self._first = FirstRows(enabled, writer.others_have_rows)
+        self._first = FailFast(enabled, writer.others_have_rows)
         # Twice as many as can run: a step that finishes all running rows finds the next ones there.
         self._window = 2 * engine.max_num_seqs
         self._in_flight: dict[str, _Request] = {}
 
-    def run(self, todo: Todo, signals: StopSignals, progress: Progress) -> bool:
+    def run(self, todo: ShardQueue, signals: StopSignals, progress: Progress) -> bool:
         """Generate until all rows are written, by this worker or by others.
 
         Returns:
@@ -238,7 +238,7 @@ class Generation:
         self._in_flight[request_id] = request
         return None
 
-    def _requests(self, todo: Todo) -> Iterator[_Request | None]:
+    def _requests(self, todo: ShardQueue) -> Iterator[_Request | None]:
         """A request for each missing sample; samples of a row share its prompt and constraint.
 
         It gives None as long as nothing can be begun.

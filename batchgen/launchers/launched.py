@@ -52,7 +52,7 @@ class LaunchedFolder:
             lock = FolderLock(self.path / ".lock", join=True)
         except ConfigError:  # the first worker still has it alone
             return
-        if lock.is_alone:  # the workers are gone already
+        if lock.exclusive:  # the workers are gone already
             lock.__exit__()
         else:
             self._lock = lock

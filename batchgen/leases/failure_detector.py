@@ -12,7 +12,7 @@ from batchgen.leases.process_identity import is_gone, machine
 from batchgen.leases.store_operations import Names, Operation, Read
 
 
-class Watch:
+class FailureDetector:
     """Judges workers by the content of their heartbeats, over the clock of this process alone.
 
     A worker is dead if it says that it ended, if this machine knows that its process is gone, or if

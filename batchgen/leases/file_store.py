@@ -62,7 +62,7 @@ class FileStore:
         self._confirm = confirm
         self.operations: dict[str, int] = {}
 
-    def belong(self, session: bytes) -> None:
+    def fence(self, session: bytes) -> None:
         """The lock of the folder tells who may write."""
 
     def do(self, operation: Operation) -> Any:

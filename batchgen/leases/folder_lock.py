@@ -22,7 +22,7 @@ class FolderLock:
     too. To go from holding it alone to sharing it is one step: nobody comes in between.
 
     Attributes:
-        is_alone: whether nobody else holds it.
+        exclusive: whether nobody else holds it.
     """
 
     def __init__(self, path: Path, *, join: bool = False, wait: float = 0.0) -> None:
@@ -41,7 +41,7 @@ class FolderLock:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(path, flags, 0o666)
         self._path = path
-        self.is_alone = False
+        self.exclusive = False
         until = time.monotonic() + wait
         try:
             while not self._take(join):
@@ -83,13 +83,13 @@ class FolderLock:
 
     def share(self) -> None:
         """Let others share the lock."""
-        if self.is_alone:
+        if self.exclusive:
             assert self._lock(fcntl.F_RDLCK)
-            self.is_alone = False
+            self.exclusive = False
 
     def _take(self, join: bool) -> bool:
-        self.is_alone = self._lock(fcntl.F_WRLCK)
-        return self.is_alone or (join and self._lock(fcntl.F_RDLCK))
+        self.exclusive = self._lock(fcntl.F_WRLCK)
+        return self.exclusive or (join and self._lock(fcntl.F_RDLCK))
 
     def _lock(self, kind: int) -> bool:
         """Take the lock, or change its kind; returns whether that was possible at once."""

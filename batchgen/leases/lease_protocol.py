@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from batchgen.leases.failure_detector import Watch
+from batchgen.leases.failure_detector import FailureDetector
 from batchgen.leases.lease_files import (
     FINISH,
     JOURNAL,
@@ -85,7 +85,7 @@ class Lease:
 
 
 @dataclass
-class Board:
+class LeaseTable:
     """What the names in `leases` say.
 
     Attributes:
@@ -101,8 +101,8 @@ class Board:
     quarantined: set[int] = field(default_factory=set)
 
     @staticmethod
-    def of(names: Iterable[str]) -> Board:
-        board = Board()
+    def of(names: Iterable[str]) -> LeaseTable:
+        board = LeaseTable()
         for name in names:
             if (lease := parse_lease(name)) is not None:
                 shard, kind, epoch = lease
@@ -178,10 +178,10 @@ class Member:
         complete: shards that need nothing any more, as this worker knows by itself.
     """
 
-    def __init__(self, number: int, watch: Watch, draw: Callable[[int], int]) -> None:
+    def __init__(self, number: int, watch: FailureDetector, draw: Callable[[int], int]) -> None:
         self.number = number
         self.num_shards: int | None = None
-        self.board = Board()
+        self.board = LeaseTable()
         self.complete: set[int] = set()
         self._watch = watch
         self._draw = draw
@@ -190,7 +190,7 @@ class Member:
 
     def look(self) -> Steps[None]:
         """See which leases and marks there are."""
-        self.board = Board.of((yield from ask(Names(LEASES))))
+        self.board = LeaseTable.of((yield from ask(Names(LEASES))))
 
     def is_finished(self, shard: int) -> bool:
         """Whether a shard is published, or in quarantine."""

@@ -103,7 +103,7 @@ class ObjectStore:
                         raise FolderGone(f"{self.url}/{LEASES}")
                 return names
 
-    def belong(self, session: bytes) -> None:
+    def fence(self, session: bytes) -> None:
         """As of `batchgen.storage.job_storage.Store`."""
         self._session = session
 

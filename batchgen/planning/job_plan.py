@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchgen.config.job_config import JobConfig
-from batchgen.forecast.engine_estimate import EngineRoom
+from batchgen.forecast.engine_estimate import EngineEstimate
 from batchgen.forecast.forecast import Forecast, Range
 from batchgen.forecast.scan import Scan
 from batchgen.launchers.launch import described
@@ -67,7 +67,7 @@ class Plan:
     prompts: list[tuple[str, str]]
     room: int
     constraints: Constraints | None
-    engine: EngineRoom
+    engine: EngineEstimate
     memory: MemoryPlan | None
     folder: str
     done: int

@@ -18,7 +18,7 @@ from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.constraint_error import ConstraintError
 from batchgen.engine.layers.fp8_format import has_fp8_units
 from batchgen.forecast.devices import DEVICES, Device, device_named
-from batchgen.forecast.engine_estimate import EngineRoom, engine_room
+from batchgen.forecast.engine_estimate import EngineEstimate, engine_room
 from batchgen.forecast.forecast import Forecast, forecast
 from batchgen.forecast.planned_work import here, job_work, same_speed, step_cost
 from batchgen.forecast.scan import FoundRows, Scan, scan_rows
@@ -31,7 +31,7 @@ from batchgen.util.paths import is_url
 
 if TYPE_CHECKING:
     from batchgen.engine.memory.memory_plan import MemoryPlan
-    from batchgen.forecast.calibration import Seen
+    from batchgen.forecast.calibration import Calibration
     from batchgen.planning.disk import DiskUse
     from batchgen.resolve.opened_job import OpenedJob
 
@@ -145,7 +145,7 @@ class _Planner:
             )
         return device
 
-    def _memory(self, engine: EngineRoom, gpu_bytes: int | None) -> MemoryPlan | None:
+    def _memory(self, engine: EngineEstimate, gpu_bytes: int | None) -> MemoryPlan | None:
         try:
             return engine.memory(gpu_bytes)
         except ValueError as error:
@@ -153,7 +153,7 @@ class _Planner:
             return None
 
     def _forecast(
-        self, engine: EngineRoom, memory: MemoryPlan, device: Device, scan: Scan, done: int
+        self, engine: EngineEstimate, memory: MemoryPlan, device: Device, scan: Scan, done: int
     ) -> Forecast:
         config = self._config
         samples = config.sampling.n
@@ -173,7 +173,7 @@ class _Planner:
         )
         return forecast(step_cost(engine, self._opened, device), work)
 
-    def _seen(self, scan: Scan, device: Device) -> Seen | None:
+    def _seen(self, scan: Scan, device: Device) -> Calibration | None:
         """What an earlier job or a probe has shown."""
         from batchgen.forecast.calibration import seen_in
 

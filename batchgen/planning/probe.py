@@ -11,7 +11,7 @@ import numpy as np
 
 from batchgen.config.job_config import JobConfig
 from batchgen.engine.base.outputs import RequestError
-from batchgen.forecast.calibration import RunCounts, Seen
+from batchgen.forecast.calibration import Calibration, RunCounts
 from batchgen.forecast.planned_work import job_device
 from batchgen.forecast.scan import ReadRow
 from batchgen.kernels.compile_ahead import have_compiled
@@ -29,7 +29,7 @@ _FULL_TOKENS = 16
 
 def probe(
     config: JobConfig, opened: OpenedJob, sample: list[ReadRow], number: int, most_rows: int
-) -> Seen:
+) -> Calibration:
     """Run some rows with all their samples, as the job would.
 
     They tell how long answers get. Where the job has more rows at once than these, the speed is
@@ -67,7 +67,7 @@ def probe(
             full = run.counted(chosen, copies, min(longest, _FULL_TOKENS))[1]
     prompts = np.array([len(read.ids) for read in chosen], np.int64)
     source = f"a probe of {len(chosen):,} row{'s' * (len(chosen) != 1)}"
-    return Seen(source, prompts, np.array(answers, np.int64), counts, start_s, full)
+    return Calibration(source, prompts, np.array(answers, np.int64), counts, start_s, full)
 
 
 class _Run:

@@ -132,7 +132,7 @@ class Journal:
             FileNotFoundError: it was deleted.
             JobError: it was written with another schema.
         """
-        self._storage.fetch(path)
+        self._storage.download(path)
         yield from read_file(path, self._schema)
 
     def sync(self, force: bool = False) -> None:
@@ -141,7 +141,7 @@ class Journal:
         Args:
             force: do it also if fewer than SYNC_SECONDS have passed since the last time.
         """
-        ended = self._storage.secure(self._unsynced, force)
+        ended = self._storage.flush(self._unsynced, force)
         if ended is None:
             return
         for path in ended:

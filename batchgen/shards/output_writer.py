@@ -10,20 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.shards.checked_file import Source, damaged
 from batchgen.shards.journal import Journal, JournalGone, attempt_of
 from batchgen.shards.open_shard import STATE_COLUMNS, OpenShard
 from batchgen.shards.output_schema import FinishedRow, OutputSchema
+from batchgen.shards.published_shards import PublishedShards
 from batchgen.shards.publisher import Publish, Publisher
-from batchgen.shards.resume_state import Older
+from batchgen.shards.resume_state import ResumeState
 from batchgen.shards.row_order import KEYS, RowsInOrder
-from batchgen.shards.shard_files import (
-    Extent,
-    read_columns,
-    shard_extent,
-    shard_files,
-    shard_path,
-)
+from batchgen.shards.shard_files import Extent, read_columns
 from batchgen.storage.job_storage import FolderStorage, Storage
 from batchgen.storage.retry_round import RetryRound
 from batchgen.util.errors import ConfigError, JobError
@@ -53,7 +47,6 @@ class OutputWriter:
         resumed: how many samples of rows earlier attempts have written and need no computing.
         retried: how many error rows are to be computed again that were not in this round before;
             None unless this attempt has begun a round.
-        num_rows: of the data set; None while that is not known.
     """
 
     def __init__(
@@ -67,7 +60,7 @@ class OutputWriter:
         num_rows: int | None = None,
         retry_errors: bool = False,
         worker: int | None = None,
-        older: Older | None = None,
+        older: ResumeState | None = None,
         publish: Publish | None = None,
         storage: Storage | None = None,
     ) -> None:
@@ -89,15 +82,14 @@ class OutputWriter:
             JobError: a published shard is damaged or is not of this job.
             ConfigError: the other workers have another `retry_errors`.
         """
-        self._data = data
         self._schema = schema
         self._rows_per_shard = rows_per_shard
         self._samples = samples
-        self.num_rows = num_rows
         self._storage = FolderStorage(data.parent) if storage is None else storage
         self._round = RetryRound(journal, self._storage)
-        self._published = self._read_extents() if older is None else dict(older.extents)
-        self._older = dict(self._published)
+        self._published = PublishedShards(
+            data, schema, rows_per_shard, samples, num_rows, self._storage, older
+        )
         self._journal = Journal(
             journal, schema.arrow, self._round.least_attempt, worker, self._storage
         )
@@ -126,8 +118,7 @@ class OutputWriter:
         """Count what is finished, and publish what is complete."""
         for shard in sorted(self._journal.shards() | self._round.shards()):
             self._reopen(shard)
-        rows = sum(extent.rows * extent.samples for extent in self._published.values())
-        rows += sum(shard.num_done for shard in self._open.values())
+        rows = self._published.num_done + sum(shard.num_done for shard in self._open.values())
         for number in sorted(self._open):
             self._publish_if_complete(number)
         return rows
@@ -142,18 +133,19 @@ class OutputWriter:
             self._journal.sync(force=True)
 
     @property
-    def older(self) -> Older:
+    def older(self) -> ResumeState:
         """What was there when this worker came."""
-        return Older(self._older, self.resumed)
+        return ResumeState(self._published.older, self.resumed)
+
+    @property
+    def num_rows(self) -> int | None:
+        """The rows of the data set; None while that is not known."""
+        return self._published.num_rows
 
     @property
     def complete_shards(self) -> set[int]:
         """The shards of which nothing is left to compute, as far as this worker knows."""
-        return {
-            number
-            for number, extent in self._published.items()
-            if extent == self._whole(number) and number not in self._round.shards()
-        }
+        return self._published.complete() - self._round.shards()
 
     @property
     def num_leading_rows(self) -> int:
@@ -161,20 +153,12 @@ class OutputWriter:
 
         A job that resumes need not look at them.
         """
-        rows, shard = 0, 0
-        while (extent := self._published.get(shard)) is not None:
-            if extent.rows and extent.samples < self._samples:
-                break
-            rows += extent.rows
-            if extent.rows < self._rows_per_shard:
-                break
-            shard += 1
-        return rows
+        return self._published.num_leading_rows
 
     def missing(self, row_index: int) -> list[int]:
         """The samples of a row that are not done yet. Rows must be asked for in order."""
         shard, row = divmod(row_index, self._rows_per_shard)
-        if (extent := self._published.get(shard)) is not None:
+        if (extent := self._published.extents.get(shard)) is not None:
             if row < extent.rows and extent.samples == self._samples:
                 return []
             self._reopen(shard)
@@ -226,8 +210,7 @@ class OutputWriter:
         """Whether another worker has written rows since this one came."""
         self._journal.refresh()
         files = {path for shard in self._journal.shards() for path in self._journal.files(shard)}
-        shards = shard_files(self._data, self._storage.names(self._data)).keys()
-        return not (files <= self._at_first and shards <= self._older.keys())
+        return not (files <= self._at_first and self._published.has_only_older())
 
     def is_open(self, number: int) -> bool:
         """Whether a shard was taken and is not complete."""
@@ -246,7 +229,7 @@ class OutputWriter:
 
     def end_at(self, num_rows: int) -> None:
         """Learn how many rows the data set has."""
-        self.num_rows = num_rows
+        self._published.num_rows = num_rows
         last, rest = divmod(num_rows, self._rows_per_shard)
         if rest and (opened := self._open.get(last)) is not None:
             opened.num_expected = rest * self._samples
@@ -255,9 +238,9 @@ class OutputWriter:
     def done_rows(self, columns: Sequence[str]) -> Iterator[pa.Table]:
         """Some columns of all rows that earlier attempts have done."""
         self._publisher.wait(0)
-        for shard, extent in sorted(self._published.items()):
+        for shard, extent in sorted(self._published.extents.items()):
             if extent.rows:
-                yield read_columns(self._source(shard), columns)
+                yield read_columns(self._published.source(shard), columns)
         for shard, opened in sorted(self._open.items()):
             if (table := self._written(shard, columns)) is not None:
                 yield table.filter(pa.array(opened.done[opened.places(table)])).select(columns)
@@ -304,19 +287,12 @@ class OutputWriter:
         self.end_at(num_rows)
         for number in sorted(self._open):
             self._publish_if_complete(number)
-        if num_rows == 0 and 0 not in self._published:
+        if num_rows == 0 and 0 not in self._published.extents:
             self._publish(0, Extent(0, 0))
         self._publisher.wait(0)
-        shards = max(1, -(-num_rows // self._rows_per_shard))
-        expected = [self._whole(k) for k in range(shards)]
-        for number in range(shards):  # those of other workers
-            if self._published.get(number) != expected[number]:
-                if self._storage.exists(shard_path(self._data, number)):
-                    self._published[number] = self._read_extent(number)
-                    if self._published[number] == expected[number]:
-                        self.drop(number)
-        if self._open or self._published != dict(enumerate(expected)):
-            raise self._wrong_shards(expected)
+        for number in self._published.learn_others():
+            self.drop(number)
+        self._published.check_complete(self._open)
 
     def flush(self) -> None:
         """Make all rows safe from a power loss, and wait for shards that are being published."""
@@ -331,35 +307,13 @@ class OutputWriter:
 
     def _publish(self, number: int, extent: Extent) -> None:
         files = self._journal.release(number)
-        self._published[number] = extent
-        if self._older.get(number) == extent and not files:
+        self._published.extents[number] = extent
+        older = self._published.older
+        if older.get(number) == extent and not files:
             self._publisher.note_complete(number)
         else:
             rows = extent.rows * extent.samples
-            self._publisher.submit(number, files, rows, replaces=number in self._older)
-
-    def _read_extents(self) -> dict[int, Extent]:
-        """From the number of a published shard to the rows that it has."""
-        names = self._storage.names(self._data)
-        return {number: self._read_extent(number) for number in shard_files(self._data, names)}
-
-    def _source(self, number: int) -> Source:
-        """What a published shard is read from."""
-        return self._storage.parquet(shard_path(self._data, number))
-
-    def _read_extent(self, number: int) -> Extent:
-        path = self._source(number)
-        extent = shard_extent(path, self._schema, number * self._rows_per_shard)
-        if extent.rows > self._rows_per_shard or extent.samples > self._samples:
-            raise damaged(path, f"{extent.rows * extent.samples} rows cannot be right")
-        return extent
-
-    def _whole(self, number: int) -> Extent:
-        """Which rows a shard has when it is complete."""
-        rows = self._rows_per_shard
-        if self.num_rows is not None:
-            rows = max(0, min(rows, self.num_rows - number * rows))
-        return Extent(rows, self._samples if rows else 0)
+            self._publisher.submit(number, files, rows, replaces=number in older)
 
     def _begin_round(self, wanted: bool) -> int | None:
         """Begin to compute error rows again, unless an earlier attempt has begun it."""
@@ -368,7 +322,7 @@ class OutputWriter:
         if self._round.is_open or not wanted:
             return None
         errors: dict[int, int] = {}
-        for shard in sorted(self._journal.shards() | set(self._published)):
+        for shard in sorted(self._journal.shards() | set(self._published.extents)):
             if (table := self._written(shard, ["finish_reason"])) is not None:
                 errors[shard] = pc.sum(pc.equal(table["finish_reason"], "error")).as_py()
         self._round.begin([shard for shard, n in errors.items() if n], self._journal.attempt)
@@ -377,8 +331,8 @@ class OutputWriter:
     def _written(self, shard: int, columns: Sequence[str]) -> pa.Table | None:
         """Some columns of all rows of a shard, each as it was written last; None without rows."""
         names = [*dict.fromkeys([*columns, *KEYS])]
-        is_there = self._storage.exists(shard_path(self._data, shard))
-        batches = read_columns(self._source(shard), names).to_batches() if is_there else []
+        source = self._published.source(shard) if self._published.exists(shard) else None
+        batches = [] if source is None else read_columns(source, names).to_batches()
         batches += [batch.select(names) for _, batch in self._journal.read(shard)]
         rows = RowsInOrder(batches)
         return rows.table(np.arange(len(rows.keys))) if len(rows.keys) else None
@@ -386,13 +340,15 @@ class OutputWriter:
     def _reopen(self, number: int) -> OpenShard:
         """Note what is there of a shard that is not complete, or was complete before."""
         first = number * self._rows_per_shard
-        opened = self._open[number] = OpenShard(first, self._whole(number).rows, self._samples)
+        opened = self._open[number] = OpenShard(
+            first, self._published.whole(number).rows, self._samples
+        )
         retried_before = self._round.before(number) or 0
-        self._published.pop(number, None)
-        if (extent := self._older.get(number)) is not None:
+        self._published.extents.pop(number, None)
+        if (extent := self._published.older.get(number)) is not None:
             opened.take_published(extent)
             if retried_before:
-                table = read_columns(self._source(number), STATE_COLUMNS)
+                table = read_columns(self._published.source(number), STATE_COLUMNS)
                 opened.take(table, errors_count=False)
         for path in self._journal.files(number, own=True):
             self._seen[path] = 0
@@ -400,15 +356,3 @@ class OutputWriter:
                 opened.take(batch, errors_count=attempt_of(path) >= retried_before)
                 self._seen[path] += 1
         return opened
-
-    def _wrong_shards(self, expected: list[Extent]) -> JobError:
-        for number, extent in sorted(self._published.items()):
-            if number >= len(expected) or extent != expected[number]:
-                return damaged(
-                    self._source(number),
-                    f"the dataset does not have its {extent.rows} rows",
-                )
-        return JobError(
-            f"the dataset ended after {len(expected)} shards, but shards {sorted(self._open)} are "
-            "not complete: it has changed since the job was started; use another output.dir"
-        )

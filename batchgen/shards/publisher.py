@@ -93,7 +93,7 @@ class Publisher:
             source = self._storage.parquet(path)
             batches = mapped_shard(source, self._schema, copy) if replaces else []
             for file in files:
-                self._storage.fetch(file)
+                self._storage.download(file)
                 batches += read_file(file, self._schema.arrow)
         except FileNotFoundError:
             # Another worker has published the shard and deletes its journal files.
@@ -143,7 +143,7 @@ class Publisher:
         kept = path.parent.parent / "differing" / f"{path.stem}.{self._worker:04d}.parquet"
         kept.parent.mkdir(exist_ok=True)
         temporary.rename(kept)
-        self._storage.send(kept)
+        self._storage.upload(kept)
         raise JobError(
             f"{path} was published by another worker, and this worker has computed other rows, "
             f"which are kept in {kept}: rows must not depend on who computes them. Compare the two "

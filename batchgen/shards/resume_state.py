@@ -10,7 +10,7 @@ from batchgen.shards.shard_files import Extent
 
 
 @dataclass(frozen=True)
-class Older:
+class ResumeState:
     """What the first worker has found, so that the others need not read all shards and journals.
 
     Attributes:
@@ -26,7 +26,7 @@ class Older:
         return json.dumps({"rows": self.rows, "extents": extents}).encode()
 
     @staticmethod
-    def decoded(content: bytes) -> Older:
+    def decoded(content: bytes) -> ResumeState:
         found = json.loads(content)
         extents = {n: Extent(rows, samples) for n, rows, samples in found["extents"]}
-        return Older(extents, found["rows"])
+        return ResumeState(extents, found["rows"])

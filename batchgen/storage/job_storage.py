@@ -45,7 +45,7 @@ class Store(Protocol):
         """
         ...
 
-    def belong(self, session: bytes) -> None:
+    def fence(self, session: bytes) -> None:
         """Write from now on only as long as the workers' session has this content.
 
         Without a lock that the system drops with a process, one that stood still for long learns
@@ -58,10 +58,10 @@ class Lock(Protocol):
     """A lock on a job's folder.
 
     Attributes:
-        is_alone: whether nobody else holds it.
+        exclusive: whether nobody else holds it.
     """
 
-    is_alone: bool
+    exclusive: bool
 
     def in_use(self) -> ConfigError:
         """The error for one who may not share the folder with those who hold it."""
@@ -153,7 +153,7 @@ class Storage(Protocol):
         """Make a folder in which this process is to write files."""
         ...
 
-    def fetch(self, path: Path) -> None:
+    def download(self, path: Path) -> None:
         """Have the content of a file, which nobody changes any more, in the working folder.
 
         Raises:
@@ -161,7 +161,7 @@ class Storage(Protocol):
         """
         ...
 
-    def send(self, path: Path) -> None:
+    def upload(self, path: Path) -> None:
         """Make a file of the working folder one of the job's.
 
         Raises:
@@ -169,7 +169,7 @@ class Storage(Protocol):
         """
         ...
 
-    def secure(self, files: Collection[Path], force: bool) -> Collection[Path] | None:
+    def flush(self, files: Collection[Path], force: bool) -> Collection[Path] | None:
         """Make journal files safe from the loss of this machine, if it is time to.
 
         Args:
@@ -187,7 +187,7 @@ class Storage(Protocol):
         """What pyarrow can read a Parquet file of the job from."""
         ...
 
-    def whole(self, *, needed: bool = True) -> AbstractContextManager[None]:
+    def local_copy(self, *, needed: bool = True) -> AbstractContextManager[None]:
         """Have all that is finished in the working folder, for what reads and adds files there.
 
         At the end of the body what it has added or changed becomes the job's.
@@ -285,13 +285,13 @@ class FolderStorage:
     def make_folder(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
-    def fetch(self, path: Path) -> None:
+    def download(self, path: Path) -> None:
         """A file is where it is read."""
 
-    def send(self, path: Path) -> None:
+    def upload(self, path: Path) -> None:
         """A file is where it was written."""
 
-    def secure(self, files: Collection[Path], force: bool) -> Collection[Path] | None:
+    def flush(self, files: Collection[Path], force: bool) -> Collection[Path] | None:
         """fsync the files. More can be added to them."""
         now = time.monotonic()
         if not force and now - self._last_sync < SYNC_SECONDS:
@@ -307,7 +307,7 @@ class FolderStorage:
         return path
 
     @contextmanager
-    def whole(self, *, needed: bool = True) -> Iterator[None]:
+    def local_copy(self, *, needed: bool = True) -> Iterator[None]:
         yield
 
     def store(self, owner: str, *, joins: bool) -> FileStore:

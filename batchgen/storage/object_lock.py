@@ -9,7 +9,7 @@ import time
 import uuid
 
 from batchgen.config.workers_config import WorkersConfig
-from batchgen.leases.failure_detector import Watch, any_lives, read_beat
+from batchgen.leases.failure_detector import FailureDetector, any_lives, read_beat
 from batchgen.leases.object_store import ObjectStore
 from batchgen.leases.own_files import LOCKS
 from batchgen.leases.process_identity import identity, is_gone
@@ -32,7 +32,7 @@ class ObjectLock:
     them sees the other, and it is always the second one that gives way.
 
     Attributes:
-        is_alone: whether nobody else holds it.
+        exclusive: whether nobody else holds it.
     """
 
     def __init__(self, store: ObjectStore, config: WorkersConfig, wait: float) -> None:
@@ -47,7 +47,7 @@ class ObjectLock:
         """
         self._store = store
         self._config = config
-        self._watch = Watch(config.stale_after, time.monotonic, is_gone)
+        self._watch = FailureDetector(config.stale_after, time.monotonic, is_gone)
         self._about = {
             **identity(),
             "key": uuid.uuid4().hex,
@@ -58,7 +58,7 @@ class ObjectLock:
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
         self._number = 0
-        self.is_alone = False
+        self.exclusive = False
         self._take(time.monotonic() + wait + config.stale_after)
 
     def in_use(self) -> ConfigError:
@@ -85,15 +85,15 @@ class ObjectLock:
 
     def share(self) -> None:
         """Let others share the lock."""
-        if self.is_alone:
+        if self.exclusive:
             self.confirm()
             self._end(_SHARED)
-            self.is_alone = False
+            self.exclusive = False
 
     def __exit__(self, *_: object) -> None:
-        if self.is_alone:
+        if self.exclusive:
             self._end(_RELEASED)
-            self.is_alone = False
+            self.exclusive = False
 
     def _take(self, until: float) -> None:
         while True:
@@ -104,7 +104,7 @@ class ObjectLock:
                     return
                 if self._store.create(_name(self._number + 1), self._content(None)):
                     self._number += 1
-                    self.is_alone = True
+                    self.exclusive = True
                     self._thread.start()
                     self._become_alone(until)
                     return

@@ -39,7 +39,7 @@ class ObjectStorage:
     Rows go to journal files in the working folder. Every SYNC_SECONDS those with new rows are ended
     and sent, by a thread of its own, and the first rows of a shard are sent at once. So a worker
     that dies costs the rows of its last SYNC_SECONDS. Shards are sent when they are published, and
-    are read where they are, in parts, unless all is fetched (`whole`).
+    are read where they are, in parts, unless all is fetched (`local_copy`).
     """
 
     def __init__(self, store: ObjectStore, config: WorkersConfig) -> None:
@@ -89,7 +89,7 @@ class ObjectStorage:
             self._store.check_session()
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-            self.send(path)
+            self.upload(path)
 
     def mark(self, path: Path) -> None:
         self._store.overwrite(self._name(path), b"")
@@ -113,16 +113,16 @@ class ObjectStorage:
     def make_folder(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
-    def fetch(self, path: Path) -> None:
+    def download(self, path: Path) -> None:
         if not path.exists():
             self._download(path)
             self._kept.add(path.name)
 
-    def send(self, path: Path) -> None:
+    def upload(self, path: Path) -> None:
         self._store.overwrite(self._name(path), path.read_bytes())
         self._stamps[path] = _stamp(path)
 
-    def secure(self, files: Collection[Path], force: bool) -> Collection[Path] | None:
+    def flush(self, files: Collection[Path], force: bool) -> Collection[Path] | None:
         """End journal files and send them."""
         self._raise_failure()
         now = time.monotonic()
@@ -143,7 +143,7 @@ class ObjectStorage:
         return path if self._is_whole else ObjectFile(self._store, self._name(path))
 
     @contextmanager
-    def whole(self, *, needed: bool = True) -> Iterator[None]:
+    def local_copy(self, *, needed: bool = True) -> Iterator[None]:
         if not needed:
             yield
             return
@@ -241,7 +241,7 @@ class ObjectStorage:
             for name in names if top != (JOURNAL,) else ():
                 path = Path(folder, name)
                 if not name.endswith(".tmp") and self._stamps.get(path) != _stamp(path):
-                    self.send(path)
+                    self.upload(path)
         for path in [path for path in self._stamps if not path.exists()]:
             del self._stamps[path]
             if path.relative_to(self.path).parts[0] not in (JOURNAL, DATA):

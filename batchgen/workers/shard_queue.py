@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _BLOCK = 1000  # rows that are in memory while a shard is read backwards
 
 
-class Todo:
+class ShardQueue:
     """An iterator over the rows that this worker computes, each with its missing samples.
 
     It takes a shard when the one before has no more rows. It gives None where there is nothing to

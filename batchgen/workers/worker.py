@@ -11,7 +11,7 @@ from secrets import randbelow
 from typing import Any, Literal
 
 from batchgen.config.workers_config import WorkersConfig
-from batchgen.leases.failure_detector import Watch, any_lives, read_beat
+from batchgen.leases.failure_detector import FailureDetector, any_lives, read_beat
 from batchgen.leases.file_store import FileStore, FolderGone
 from batchgen.leases.folder_lock import lost
 from batchgen.leases.heartbeat import Heartbeat, encoded
@@ -26,7 +26,7 @@ from batchgen.leases.lease_files import (
 from batchgen.leases.lease_protocol import Lease, Member, Task, join, publish
 from batchgen.leases.process_identity import identity, is_gone
 from batchgen.leases.store_operations import Create, Names, Overwrite, Read, Steps, T, carry_out
-from batchgen.shards.resume_state import Older
+from batchgen.shards.resume_state import ResumeState
 from batchgen.storage.job_storage import FolderStorage, Storage
 
 _OLDER = f"{LEASES}/older.json"
@@ -69,7 +69,7 @@ class Worker:
         self.store = self._storage.store(key, joins=joins)
         about = {**identity(), "name": config.name, "key": key}
         self._config = config
-        self._watch = Watch(config.stale_after, time.monotonic, is_gone)
+        self._watch = FailureDetector(config.stale_after, time.monotonic, is_gone)
         self.number = self._do(
             join(least, lambda number: encoded(about, number, 0, None, {}), randbelow)
         )
@@ -82,7 +82,7 @@ class Worker:
         self._saw_gone: float | None = None
         self.store.do(Create(SESSION, json.dumps(key).encode()))
         session = self.store.do(Read(SESSION)) or b'""'
-        self.store.belong(session)
+        self.store.fence(session)
         self.session: str = json.loads(session)
 
     def end(self, how: How | None) -> None:
@@ -192,11 +192,11 @@ class Worker:
         """Let the others see at once what was told."""
         self._heartbeat.beat()
 
-    def tell_older(self, older: Older) -> None:
+    def tell_older(self, older: ResumeState) -> None:
         """Let those who join know what was there when this worker, the first one, came."""
         self.store.do(Overwrite(_OLDER, older.encoded()))
 
-    def older(self) -> Older:
+    def older(self) -> ResumeState:
         """What the first worker has told.
 
         Raises:
@@ -205,7 +205,7 @@ class Worker:
         content = self.store.do(Read(_OLDER))
         if content is None:
             raise FolderGone(_OLDER)
-        return Older.decoded(content)
+        return ResumeState.decoded(content)
 
     def is_first(self) -> bool:
         """Whether all workers with a lower number are dead. The first one writes metrics.json."""

@@ -165,7 +165,7 @@ class Command(subprocess.Popen[bytes]):
 
 
 @dataclass
-class Team:
+class Peers:
     """Processes that do one piece of work together.
 
     Attributes:
@@ -243,7 +243,7 @@ class Check:
 
     def disturb(
         self,
-        team: Team,
+        team: Peers,
         seconds: tuple[float, float],
         safe: Safe,
         remark: Callable[[], str] = lambda: "",
@@ -413,7 +413,7 @@ def check_workers(check: Check, server: FaultyS3 | None) -> None:
     else:
         slow = job(out, NULL_STEP)
         clocks = (0.0, 7200.0, -7200.0) if args.workers > 1 else (0.0,)
-        team = Team(lambda: Fork(slow, log, rng.choice(clocks)), args.workers, rng)
+        team = Peers(lambda: Fork(slow, log, rng.choice(clocks)), args.workers, rng)
     check.disturb(
         team,
         seconds,
@@ -437,7 +437,7 @@ def finished_keys(safe: Safe) -> list[object]:
     return [each for each in safe() if isinstance(each, tuple) and isinstance(each[0], int)]
 
 
-def _launched(command: list[str], args: argparse.Namespace, rng: random.Random) -> Team:
+def _launched(command: list[str], args: argparse.Namespace, rng: random.Random) -> Peers:
     """The workers that `launcher=local` has started, with the launcher."""
     more = ["launcher=local", f"launcher.workers={args.workers}", "launcher.restarts=1000"]
     line = [sys.executable, "-m", "batchgen", *command, *more]
@@ -447,7 +447,7 @@ def _launched(command: list[str], args: argparse.Namespace, rng: random.Random) 
         beats = [json.loads(path.read_bytes()) for path in paths]
         return [beat["pid"] for beat in beats if beat["ended"] is None]
 
-    return Team(lambda: Command(line, args.work / "log"), 1, rng, living)
+    return Peers(lambda: Command(line, args.work / "log"), 1, rng, living)
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -466,7 +466,7 @@ def check_grading(check: Check) -> None:
         return Command([*verb, step_override(method, "number")], args.work / "log")
 
     seconds = check.undisturbed(grade(whole, args.only_grading), lambda: parts(whole))
-    team = Team(lambda: grade(out, args.only_grading), 1, check.rng)
+    team = Peers(lambda: grade(out, args.only_grading), 1, check.rng)
     check.disturb(team, seconds, lambda: parts(out))
     grades = digests(out, "grades")
     assert grades == digests(whole, "grades") and len(grades) == len(data), "other grades"
@@ -497,7 +497,7 @@ def check_command(check: Check) -> None:
             return start(out)
 
         seconds = check.undisturbed(start(whole), Finished(whole))
-        team = Team(again, 1, check.rng)
+        team = Peers(again, 1, check.rng)
         check.disturb(team, seconds, Finished(out), enough=not stage)
         resumed = {i: attempt["rows_resumed"] for i, attempt in enumerate(attempts(out))}
         if "output.retry_errors=true" not in line:

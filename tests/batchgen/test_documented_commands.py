@@ -1,4 +1,4 @@
-"""The commands of README.md and docs/usage.md are jobs and verbs that there are."""
+"""The commands of README.md, of examples/ and of the documentation are jobs and verbs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ from batchgen.cli.run_options import composed
 from batchgen.cli.verb_table import VERBS
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/usage.md")
+PAGES = (
+    "README.md",
+    "examples/README.md",
+    *sorted(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "docs").rglob("*.md")
+        if path.name != "commands.md"  # it shows how commands are written, and is generated
+    ),
+)
+FIRST_HOUR = ("quickstart", "guides/running", "guides/evals")
 FILES = {
     "job.yaml": "{}",
     "exam.yaml": "{}",
@@ -56,6 +65,8 @@ def test_a_documented_command_is_understood(
     for name, content in FILES.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(content)
+    for folder in ("examples", "batchgen"):
+        Path(folder).symlink_to(ROOT / folder)
     arguments = shlex.split(command.partition(" > ")[0], comments=True)
     if arguments[0] in VERBS:
         return
@@ -68,16 +79,16 @@ def test_a_documented_command_is_understood(
 def test_the_commands_of_the_first_hour_run_in_order(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files are those that the page prints, and the model is a tiny one in the place of its own."""
+    """Files are those that the pages print, and the model is a tiny one in the place of its own."""
     model = tiny_model("llama", **VOCAB, max_position_embeddings=1024)
     save_tokenizer(model)
     monkeypatch.chdir(tmp_path)
-    text = _page("docs/usage.md")
+    text = "".join(_page(f"docs/{page}.md") for page in FIRST_HOUR)
     for program in re.findall(
         r"(?:^    (?:import json|with open)[^\n]*\n(?:    .*\n|\n)+)", text, re.M
     ):
         exec(textwrap.dedent(program), {"json": json})
-    files = re.findall(r"```\n((?:dataset:)\n.*?output\.dir: (\w+)\n)```", text, re.S)
+    files = re.findall(r"```yaml\n((?:dataset:)\n.*?output\.dir: (\w+)\n)```", text, re.S)
     ran = 0
     for command in re.findall(r"^    batchgen (.*)$", text, re.MULTILINE):
         if any(word in f"batchgen {command}" for word in OTHER_MACHINES):

@@ -125,7 +125,7 @@ def test_a_folder_whose_lock_does_not_reach_is_joined(tmp_path: Path) -> None:
 
     manifest = Manifest.build({"model": {"path": "m"}}, {})
     with JobFolder(tmp_path, manifest, lambda stop: None, overwrite=False) as folder:
-        assert folder.is_alone and folder.is_new
-    other = {"overwrite": False, "is_alone": lambda path: False}
+        assert folder.exclusive and folder.is_new
+    other = {"overwrite": False, "exclusive": lambda path: False}
     with JobFolder(tmp_path, manifest, lambda stop: None, **other) as folder:  # type: ignore[arg-type]
-        assert not folder.is_alone and not folder.is_new
+        assert not folder.exclusive and not folder.is_new

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchgen.forecast.calibration import RunCounts, Seen
+from batchgen.forecast.calibration import Calibration, RunCounts
 from batchgen.forecast.devices import DEVICES, Device
 from batchgen.forecast.forecast import Forecast, Range, Work, forecast, likely_share
 from batchgen.forecast.simulation import Places, play
@@ -73,7 +73,7 @@ def test_a_step_of_one_row_reads_the_weights() -> None:
     [(256, 870, 0.0269), (192, 600, 0.0165)],
 )
 def test_steps_of_qwen3_8b_on_an_h100(rows: int, context: int, measured: float) -> None:
-    """Steps of about what docs/performance.md says: a decode run of 512 rows took 32.7 s for 2,048
+    """Steps of about what docs/design/tried.md says: a decode run of 512 rows took 32.7 s for 2,048
     steps of some 600 tokens of context; a mixed one 7.8 s for decode steps."""
     assert 0.6 < of().decode(rows, rows * context) / measured < 1.7
 
@@ -124,7 +124,7 @@ def test_answers_of_known_length_have_no_range() -> None:
     assert "ignore_eos" in found.assumptions[1]
 
 
-def run(factor: float, answers: np.ndarray) -> Seen:
+def run(factor: float, answers: np.ndarray) -> Calibration:
     """What a run of WORK's rows shows on a device that takes `factor` times what the model says."""
     prompts = WORK.prompts
     played = play(of().scaled(factor), WORK.places, prompts, answers)
@@ -137,7 +137,7 @@ def run(factor: float, answers: np.ndarray) -> Seen:
         decode_steps=round(played.steps),
         decode_rows=int(answers.sum()),
     )
-    return Seen("an earlier job", prompts, answers, counts, start_s=7.0)
+    return Calibration("an earlier job", prompts, answers, counts, start_s=7.0)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])

@@ -13,7 +13,7 @@ from output_rows import finished_row
 from batchgen.cli.job_outcome import report
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.jobs.fail_fast import FIRST_ROWS, AllRowsFailed, FirstRows
+from batchgen.jobs.fail_fast import FIRST_ROWS, AllRowsFailed, FailFast
 from batchgen.jobs.job_end import JobResult
 from batchgen.jobs.run_job import run_job
 from batchgen.prompts.row_prompts import Prompt
@@ -27,7 +27,7 @@ def _error(index: int, kind: str = "bad") -> FinishedRow:
 
 def test_rows_are_held_until_one_of_them_is_different() -> None:
     for different in (finished_row(99, 0), _error(99, "worse")):
-        first = FirstRows(enabled=True)
+        first = FailFast(enabled=True)
         for i in range(40):
             assert first.passed([_error(i)], in_flight=3) == [] and not first.wait
         assert len(first.passed([different], in_flight=2)) == 41
@@ -36,7 +36,7 @@ def test_rows_are_held_until_one_of_them_is_different() -> None:
 
 
 def test_rows_that_have_begun_are_waited_for() -> None:
-    first = FirstRows(enabled=True)
+    first = FailFast(enabled=True)
     assert first.passed([_error(i) for i in range(FIRST_ROWS)], in_flight=2) == []
     assert first.wait
     assert first.passed([_error(70)], in_flight=1) == [] and first.wait
@@ -46,7 +46,7 @@ def test_rows_that_have_begun_are_waited_for() -> None:
 
 
 def test_samples_of_a_row_count_once() -> None:
-    first = FirstRows(enabled=True)
+    first = FailFast(enabled=True)
     rows = [replace(_error(i), sample_index=s) for i in range(FIRST_ROWS - 1) for s in range(9)]
     assert first.passed(rows, in_flight=0) == []
     assert first.rest() == rows

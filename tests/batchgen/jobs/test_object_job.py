@@ -124,7 +124,7 @@ def test_a_machine_that_is_lost(
     class Engine(FakeEngine):
         def step(self) -> Any:
             if self.stats.steps == 25:
-                monkeypatch.setattr(ObjectStorage, "secure", lambda *_: None)
+                monkeypatch.setattr(ObjectStorage, "flush", lambda *_: None)
                 raise Lost
             return super().step()
 
@@ -275,12 +275,12 @@ def test_two_who_open_the_folder_at_once(files: FaultyFiles) -> None:
     config = WorkersConfig(heartbeat=0.02, stale_after=0.2)
     one, two = (open_storage(URL, config) for _ in range(2))
     first = one.lock(0.0)
-    assert first.is_alone
+    assert first.exclusive
     with pytest.raises(ConfigError, match=r"is in use by another job \(pid"):
         two.lock(0.0)
     first.__exit__()
     second = two.lock(0.0)
-    assert second.is_alone and [p for p in files.store if ".locks" in p] == [
+    assert second.exclusive and [p for p in files.store if ".locks" in p] == [
         "/jobs/a/.locks/0002.json"
     ]
     with pytest.raises(JobError, match="opened the job anew"):
@@ -289,16 +289,16 @@ def test_two_who_open_the_folder_at_once(files: FaultyFiles) -> None:
     second.share()
     beat = {**identity(), "worker": 1, "beats": 1, "ended": None}
     files.pipe_file("/jobs/a/workers/0001.json", json.dumps(beat).encode())
-    assert not one.lock(0.0).is_alone  # it joins the worker that lives
+    assert not one.lock(0.0).exclusive  # it joins the worker that lives
     files.pipe_file("/jobs/a/workers/0001.json", json.dumps({**beat, "ended": "stopped"}).encode())
     third = one.lock(0.0)
-    assert third.is_alone
+    assert third.exclusive
     # A process of another machine that holds it alone and beats no more.
     third.__exit__()
     name = "/jobs/a/.locks/0003.json"
     held = json.loads(bytes(files.store[name].getbuffer()))
     files.pipe_file(name, json.dumps({**held, "ended": None, "machine": "another"}).encode())
-    assert two.lock(0.0).is_alone
+    assert two.lock(0.0).exclusive
 
 
 def test_what_is_wrong_with_a_store_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,11 +320,11 @@ def test_what_is_sent_while_others_complete_the_job_is_deleted_again(files: Faul
     assert isinstance(storage, ObjectStorage)
     store = storage.store("", joins=False)
     store.create(SESSION, b"one")
-    store.belong(b"one")
+    store.fence(b"one")
     path = storage.path / "journal/part-00000.0001.journal"
     storage.make_folder(path.parent)
     path.write_bytes(b"rows")
-    storage.secure([path], force=True)
+    storage.flush([path], force=True)
     assert files.exists("/jobs/a/journal/part-00000.0001.journal")
 
     def completed_after_the_put() -> None:
@@ -334,6 +334,6 @@ def test_what_is_sent_while_others_complete_the_job_is_deleted_again(files: Faul
 
     sent = files.requests["pipe_file"]
     files.fault = completed_after_the_put
-    storage.secure([path], force=True)
+    storage.flush([path], force=True)
     assert not files.exists("/jobs/a/journal/part-00000.0001.journal")
     storage.close()

@@ -17,7 +17,7 @@ from batchgen.__main__ import run_command
 from batchgen.config.workers_config import WorkersConfig
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.launchers.launched import LaunchedFolder
-from batchgen.leases.failure_detector import Watch
+from batchgen.leases.failure_detector import FailureDetector
 from batchgen.leases.file_store import FileStore, FolderGone
 from batchgen.leases.fsync import fsync_path
 from batchgen.leases.lease_files import published_name
@@ -140,7 +140,7 @@ def test_a_process_of_this_machine_is_known_to_be_gone() -> None:
 
 def test_a_worker_is_judged_by_the_clock_of_who_looks() -> None:
     now = 0.0
-    watch = Watch(10.0, lambda: now, lambda beat: False)
+    watch = FailureDetector(10.0, lambda: now, lambda beat: False)
     assert not watch.is_dead(1, b'{"ended": null, "beats": 1}')
     now = 9.0
     assert not watch.is_dead(1, b'{"ended": null, "beats": 1}')
@@ -270,7 +270,7 @@ UNREADABLE = [
 @pytest.mark.parametrize("content", UNREADABLE)
 def test_a_heartbeat_that_cannot_be_read_is_one_that_does_not_change(content: bytes) -> None:
     now = 0.0
-    watch = Watch(10.0, lambda: now, is_gone)
+    watch = FailureDetector(10.0, lambda: now, is_gone)
     assert not watch.is_dead(1, content) and watch.how_ended(content) is None
     now = 9.0
     assert not watch.is_dead(1, content)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from workers_model import ROWS, STALE, MemoryStore, Worker, whole
 
-from batchgen.leases.failure_detector import Watch
+from batchgen.leases.failure_detector import FailureDetector
 from batchgen.leases.lease_files import FINISH, lease_name, mark_name, published_name, worker_name
-from batchgen.leases.lease_protocol import MOST_ENDED, Board, Lease, Member, Task
+from batchgen.leases.lease_protocol import MOST_ENDED, Lease, LeaseTable, Member, Task
 from batchgen.leases.store_operations import Create, Unanswered, carry_out, create
 
 WORKERS = st.integers(0, 4)
@@ -225,13 +225,15 @@ def test_a_request_that_is_not_answered_is_known_by_its_content(
 
 def test_names_that_are_no_leases_are_passed_over() -> None:
     names = [lease_name(3, 2), lease_name(3, 11), lease_name(4, 1, "b"), mark_name(7, "done")]
-    board = Board.of([name.partition("/")[2] for name in names] + [".00001.tmp", "x", "1.e1.json"])
-    assert board == Board({3: 11}, {4: 1}, {7})
+    board = LeaseTable.of(
+        [name.partition("/")[2] for name in names] + [".00001.tmp", "x", "1.e1.json"]
+    )
+    assert board == LeaseTable({3: 11}, {4: 1}, {7})
 
 
 def _members(store: MemoryStore, clocks: list[float], count: int = 2) -> list[Member]:
-    def watch(i: int) -> Watch:
-        return Watch(STALE, lambda: clocks[i], lambda beat: False)
+    def watch(i: int) -> FailureDetector:
+        return FailureDetector(STALE, lambda: clocks[i], lambda beat: False)
 
     members = [Member(i + 1, watch(i), lambda below: 0) for i in range(count)]
     for member in members:

@@ -133,7 +133,7 @@ def test_a_store_that_creates_in_parts_what_is_there_is_refused() -> None:
 def test_a_worker_of_a_session_that_is_over_writes_no_more() -> None:
     store = store_in(FaultyFiles())
     store.do(Create(SESSION, b"one"))
-    store.belong(b"one")
+    store.fence(b"one")
     store.do(Overwrite("workers/0001.json", b"{}"))
     assert store.do(Names("leases")) == ["session.json"]
     store.overwrite(SESSION, b"two")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from batchgen.leases.failure_detector import Watch
+from batchgen.leases.failure_detector import FailureDetector
 from batchgen.leases.lease_files import (
     JOURNAL,
     journal_name,
@@ -180,7 +180,7 @@ class Worker:
 
     def _life(self) -> Generator[Any, Any, str]:
         self.number = yield from join(1, self._content, self._random.randrange)
-        watch = Watch(STALE, lambda: self.clock, lambda beat: False)
+        watch = FailureDetector(STALE, lambda: self.clock, lambda beat: False)
         member = Member(self.number, watch, self._random.randrange)
         member.num_shards = self.shards
         while True:

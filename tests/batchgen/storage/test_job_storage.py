@@ -33,7 +33,7 @@ def _objects(path: Path) -> tuple[Storage, Callable[[], None]]:
     store = store_in(FaultyFiles())
     storage = ObjectStorage(store, WorkersConfig())
     storage.store("a", joins=False).do(Create(SESSION, b"a"))
-    store.belong(b"a")
+    store.fence(b"a")
     return storage, lambda: store.delete([SESSION])
 
 
@@ -43,7 +43,7 @@ def test_who_was_paused_while_others_completed_the_job_changes_nothing(
 ) -> None:
     storage, complete = kind(tmp_path)
     path = storage.path / "metrics.json"
-    with storage.whole():
+    with storage.local_copy():
         storage.write(path, "mine")
         assert storage.read(path) == b"mine"
         complete()
@@ -86,9 +86,9 @@ def test_the_journal_may_be_deleted_while_it_is_made_safe(
 
     monkeypatch.setattr("batchgen.storage.job_storage.fsync_path", deleted_before)
     storage = FolderStorage(tmp_path)
-    assert storage.secure({file}, force=True) == ()
+    assert storage.flush({file}, force=True) == ()
     assert not journal.exists()
-    assert storage.secure({file}, force=True) == ()
+    assert storage.flush({file}, force=True) == ()
 
 
 def test_a_folder_is_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

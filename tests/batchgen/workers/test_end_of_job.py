@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from shared_jobs import SharedJob, in_threads
 
+import batchgen.jobs.job_end
 import batchgen.jobs.run_job
 from batchgen.folder.job_folder import JobFolder
 from batchgen.folder.job_metrics import Metrics, Status
@@ -45,14 +46,14 @@ def _wait_until_gone(path: Path) -> None:
 @pytest.fixture
 def completed(monkeypatch: pytest.MonkeyPatch) -> list[JobResult]:
     """Gets the result of every worker that completes the job."""
-    complete = batchgen.jobs.run_job._complete
+    complete = batchgen.jobs.job_end.complete
     found: list[JobResult] = []
 
     def noted(*args: Any) -> JobResult:
         found.append(complete(*args))
         return found[-1]
 
-    monkeypatch.setattr(batchgen.jobs.run_job, "_complete", noted)
+    monkeypatch.setattr(batchgen.jobs.run_job, "complete", noted)
     return found
 
 

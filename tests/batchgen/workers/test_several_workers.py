@@ -21,9 +21,9 @@ from shared_jobs import SharedJob, in_threads
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.jobs.generation import Engine
-from batchgen.jobs.job_end import JobResult
+from batchgen.jobs.job_end import JobResult, completed_elsewhere
 from batchgen.jobs.job_parts import JobParts
-from batchgen.jobs.run_job import _completed_elsewhere, run_job
+from batchgen.jobs.run_job import run_job
 from batchgen.leases.lease_files import lease_name
 from batchgen.leases.lease_protocol import Lease
 from batchgen.leases.store_operations import Create
@@ -92,9 +92,7 @@ def test_four_workers_make_the_data_of_one(whole: SharedJob, tmp_path: Path) -> 
 
 
 def test_before_any_worker_has_written_metrics_the_job_is_not_complete(tmp_path: Path) -> None:
-    assert (
-        _completed_elsewhere(FolderStorage(tmp_path), SharedJob(str(tmp_path)).parts(), 0) is None
-    )
+    assert completed_elsewhere(FolderStorage(tmp_path), SharedJob(str(tmp_path)).parts(), 0) is None
 
 
 def test_a_worker_whose_engine_fails_leaves_its_rows_to_the_others(

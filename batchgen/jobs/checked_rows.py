@@ -1,0 +1,109 @@
+"""What a job makes of each row, and how its folder says which job it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from batchgen.compose.load_config import growing, identity
+from batchgen.config.constraint_config import JsonConstraintConfig, JsonSchemaConstraintConfig
+from batchgen.config.job_config import PARSED, JobConfig
+from batchgen.constraint.row_constraints import RowConstraints
+from batchgen.dataset.row_source import Row
+from batchgen.jobs.job_parts import JobParts
+from batchgen.prompts.row_prompts import fit_prompt
+from batchgen.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
+from batchgen.shards.parsed_column import ParsedColumn
+from batchgen.storage.manifest import ROWS, Manifest
+from batchgen.util.errors import ConfigError
+
+
+class CheckedRows(NamedTuple):
+    """What a job makes of each row.
+
+    Attributes:
+        prompt: token ids, as of `fitted_prompt`.
+        constraints: what the answers are held to.
+        schema: the columns of the output files.
+    """
+
+    prompt: Callable[[Row], list[int]]
+    constraints: RowConstraints
+    schema: OutputSchema
+
+
+def check_rows(config: JobConfig, parts: JobParts) -> CheckedRows:
+    """Make what is needed for each row; this refuses what can be refused without the folder.
+
+    Raises:
+        ConfigError: prompts have no room, the rows lack the column of their constraints, or columns
+            have the same name.
+    """
+    return CheckedRows(
+        fitted_prompt(config, parts),
+        RowConstraints(config.constraint, parts.source.features),
+        output_schema(config, parts),
+    )
+
+
+def most_rows(config: JobConfig, num_rows: int | None) -> int | None:
+    """How many rows the job has at most; None if that is not known.
+
+    Args:
+        num_rows: of the data set; None for a stream.
+    """
+    return config.dataset.limit if num_rows is None else num_rows
+
+
+def output_schema(config: JobConfig, parts: JobParts) -> OutputSchema:
+    """The columns of the job's output files."""
+    columns, constraint = config.output.columns, config.constraint
+    parsed = None
+    if PARSED in columns:
+        assert isinstance(constraint, (JsonConstraintConfig, JsonSchemaConstraintConfig))
+        parsed = ParsedColumn.build(config.params.constraint, constraint.start_after or "")
+    return OutputSchema.build(
+        parts.source.schema,
+        parts.columns,
+        parts.counts,
+        prompt_token_ids=PROMPT_TOKEN_IDS in columns,
+        constrained=constraint.kind != "none",
+        parsed=parsed,
+        text_column=config.output.text_column,
+    )
+
+
+def fitted_prompt(config: JobConfig, parts: JobParts) -> Callable[[Row], list[int]]:
+    """A function from a row to its prompt, cut or refused so that the longest answer has room.
+
+    Otherwise an answer could end at the model's limit, and nobody would see why.
+
+    Raises:
+        ConfigError: the longest answer leaves no room for any prompt.
+    """
+    room = parts.max_model_len - config.sampling.max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"sampling.max_new_tokens={config.sampling.max_new_tokens} leaves no room for a "
+            f"prompt: both together have at most {parts.max_model_len} tokens; lower it, or "
+            "raise engine.max_model_len if the model allows it"
+        )
+
+    def token_ids(row: Row) -> list[int]:
+        if row.failure is not None:
+            raise row.failure
+        ids = parts.prompt.token_ids(row)
+        return fit_prompt(ids, room, config.prompt.too_long, parts.bos_id)
+
+    return token_ids
+
+
+def job_manifest(config: JobConfig, parts: JobParts, schema: OutputSchema) -> Manifest:
+    """The manifest of a job as it is asked for, without digests of its rows."""
+    source, given = parts.source, parts.fingerprints
+    return Manifest.build(
+        identity(config, [name for name in given if name.endswith("_model")]),
+        {"dataset": source.fingerprint, **given},
+        {field.name: str(field.type) for field in schema.arrow},
+        {**growing(config), ROWS: source.num_rows},
+    )

@@ -1,0 +1,124 @@
+"""How a job ends: complete by this worker, complete by another one, or complete before it began."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from batchgen.compose.load_config import resolved
+from batchgen.config.job_config import JobConfig
+from batchgen.folder.dataset_card import dataset_card
+from batchgen.folder.job_folder import JobFolder
+from batchgen.folder.job_metrics import Metrics, Tally, Totals
+from batchgen.jobs.graded_job import graded_card, save_scores, scores_of
+from batchgen.jobs.job_parts import JobParts
+from batchgen.jobs.progress import summary
+from batchgen.report.write_report import REPORT, is_up_to_date, try_report
+from batchgen.scoring.samples import Samples
+from batchgen.shards.output_schema import OutputSchema
+from batchgen.shards.shard_files import read_columns, shard_files
+from batchgen.storage.job_storage import Storage
+from batchgen.util.signals import StopSignals
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended without an error.
+
+    Attributes:
+        error_rows: how many rows of a complete job have an error instead of an answer.
+        stopped_by: the number of the signal that stopped the job, None if it is complete.
+        message: what the user is told.
+    """
+
+    error_rows: int
+    stopped_by: int | None
+    message: str
+
+    @property
+    def exit_code(self) -> int:
+        """As `batchgen.__main__` describes them."""
+        if self.stopped_by is not None:
+            return 128 + self.stopped_by
+        return 3 if self.error_rows else 0
+
+
+def completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobResult | None:
+    """How the job ended if another worker has completed it; None if none has yet.
+
+    Args:
+        rows: how many this worker has computed.
+    """
+    content = storage.read(storage.path / "metrics.json")
+    if content is None:  # no worker has had the time to write it
+        return None
+    figures = json.loads(content)
+    if figures["status"] != "complete":
+        return None
+    totals = Totals.of(figures)
+    head = f"The job is complete; this worker has computed {rows:,} rows of it.\n"
+    table = summary(totals, storage.shown, strategy=parts.strategy, score=figures.get("score"))
+    return JobResult(totals.error_rows, None, head + table)
+
+
+def complete(
+    config: JobConfig,
+    parts: JobParts,
+    folder: JobFolder,
+    schema: OutputSchema,
+    metrics: Metrics,
+) -> JobResult:
+    storage = folder.storage
+    elsewhere = completed_elsewhere(storage, parts, metrics.attempt.rows)
+    if elsewhere is not None:  # this worker was paused, and another has done the same
+        return elsewhere
+    shown = storage.shown
+    metrics.tally = _count_shards(config, parts, folder)
+    totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
+    card = dataset_card(resolved(config), fingerprints, schema.arrow, totals, shown)
+    storage.write(folder.path / "README.md", graded_card(card, folder.path, shown))
+    metrics.save("complete")
+    folder.remove_journal()
+    metrics.keep()
+    report = _report(parts, folder) if config.output.report else None
+    message = summary(totals, shown, metrics, parts.strategy, metrics.score, report)
+    return JobResult(totals.error_rows, None, message)
+
+
+def already_complete(
+    config: JobConfig, parts: JobParts, folder: JobFolder, signals: StopSignals
+) -> JobResult:
+    storage = folder.storage
+    folder.remove_journal()
+    wants_report = config.output.report and not is_up_to_date(storage)
+    with storage.local_copy(needed=bool(config.post) or wants_report):
+        score = scores_of(Samples(folder.path, config.score), config, signals)
+        if config.post:
+            save_scores(folder.path, score, storage.shown)
+        totals = _count_shards(config, parts, folder).totals
+        wants_report = config.output.report and not is_up_to_date(storage)  # scores may be new
+        report = _report(parts, folder) if wants_report else None
+    message = "This job is complete already; nothing was computed.\n"
+    shown = storage.shown
+    table = summary(totals, shown, strategy=parts.strategy, score=score, report=report)
+    return JobResult(totals.error_rows, None, message + table)
+
+
+def _report(parts: JobParts, folder: JobFolder) -> str | None:
+    """Make the job's report; returns what people call it, None if it could not be made."""
+    shown = folder.storage.shown
+    made = try_report(folder.path, parts.decode_all, shown)
+    return None if made is None else f"{shown}/{REPORT}"
+
+
+def _count_shards(config: JobConfig, parts: JobParts, folder: JobFolder) -> Tally:
+    """The counts over all rows of a complete job, as its shards have them."""
+    tally, storage = new_tally(config, parts), folder.storage
+    for path in shard_files(folder.data, storage.names(folder.data)).values():
+        tally.add_table(read_columns(storage.parquet(path), tally.columns))
+    return tally
+
+
+def new_tally(config: JobConfig, parts: JobParts) -> Tally:
+    names = [count.name for count in parts.counts]
+    return Tally(names, constrained=config.constraint.kind != "none")

@@ -1,0 +1,184 @@
+"""Writes the pages of the documentation that follow from the code.
+
+    python scripts/docs/reference.py            # writes them
+    python scripts/docs/reference.py --check    # ends with 1 if one is not as it would be written
+
+docs/reference/config.md comes from the comments of conf/, docs/reference/commands.md from the help
+texts, and the table of model families from the registry of models.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import os
+import re
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
+
+from batchgen.cli.conf_files import Choice, read_choice
+from batchgen.cli.help import help_text
+from batchgen.cli.verb_table import VERBS, run_verb
+from batchgen.config.config_keys import GROUPS, choices, default_choices
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.hybrids.hybrid import HybridForCausalLM
+from batchgen.engine.models.mla.mla_model import LatentForCausalLM
+from batchgen.engine.models.model_registry import MODELS
+
+ROOT = Path(__file__).parents[2]
+WRITTEN_BY = (
+    "<!-- Written by scripts/docs/reference.py: change the code that it reads, not this page. -->"
+)
+FAMILIES = ("<!-- families -->", "<!-- /families -->")
+CONFIG_HEAD = """# Keys
+
+Every key of a job, from the comments of `conf/`. A key is written `KEY=VALUE` on the command line
+and `KEY: VALUE` in a job file; a choice of a group is written `GROUP=CHOICE`.
+`batchgen --help GROUP` prints the same texts. Under a choice that is not the first of its group
+stand the keys that it explains otherwise."""
+COMMANDS_HEAD = """# Commands
+
+`batchgen` runs a job or, with a verb as its first word, does something with the folder of one. Each
+verb has `--help`, which is printed here."""
+
+
+def config_page() -> str:
+    """docs/reference/config.md."""
+    parts = [CONFIG_HEAD]
+    for group in GROUPS:
+        parts.append(f"## {group}")
+        default = default_choices().get(group)
+        told: dict[str, str] = {}
+        for name in sorted(choices(group), key=lambda name: name != default):
+            parts += _choice(read_choice(group, name), name == default, told)
+    for name in ("rows", "post"):
+        parts.append(f"## {name}\n\n```text\n{help_text([name])}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _choice(choice: Choice, is_default: bool, told: dict[str, str]) -> Iterator[str]:
+    """A choice: what it is, and the keys that no choice before it explains in the same words."""
+    yield f"### `{choice.group}={choice.name}`" + (" (the default)" if is_default else "")
+    if choice.about:
+        yield _prose(choice.about)
+    rows = []
+    for entry in choice.entries:
+        if entry.name in ("kind", "_target_"):
+            continue
+        text = _cell(" ".join(entry.comment).strip())
+        row = f"| `{choice.group}.{entry.name}` | {_code(entry.value)} | {text} |"
+        if told.get(entry.name) != row:
+            told[entry.name] = row
+            rows.append(row)
+    if rows:
+        yield "\n".join(["| key | value | meaning |", "|---|---|---|", *rows])
+
+
+def _prose(lines: tuple[str, ...]) -> str:
+    """Comment lines as Markdown: those that are indented are code."""
+    text = ""
+    for line in lines:
+        is_code = line.startswith("  ")
+        if (
+            is_code
+            and text
+            and not text.endswith("\n\n")
+            and not text.rpartition("\n")[2][:1] == " "
+        ):
+            text += "\n"
+        text += ("    " + line.strip() if is_code else _escaped(line)) + "\n"
+    return text.strip("\n")
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([<*])", r"\\\1", text)
+
+
+def _cell(text: str) -> str:
+    return _escaped(re.sub(r"\s+", " ", text)).replace("|", "\\|")
+
+
+def _code(value: str) -> str:
+    value = " ".join(value.split())
+    return f"`{value}`".replace("|", "\\|") if value else ""
+
+
+def commands_page() -> str:
+    """docs/reference/commands.md."""
+    parts = [COMMANDS_HEAD, f"## `batchgen`\n\n```text\n{help_text([])}\n```"]
+    for name in VERBS:
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            try:
+                run_verb(name, ["--help"])
+            except SystemExit:
+                pass
+        parts.append(f"## `batchgen {name}`\n\n```text\n{printed.getvalue().strip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def family_table() -> str:
+    """A row for each file of a model: what it is made of, and what runs it."""
+    lines = [
+        "| family | layers | `strategy=` | drafts of its own head | column of its own | GGUF |",
+        "|---|---|---|---|---|---|",
+    ]
+    seen = set()
+    for architecture, entry in MODELS.items():
+        model: type[CausalLM] = vars(import_module(entry.module))[architecture]
+        if entry.module in seen:
+            continue
+        seen.add(entry.module)
+        # What only a configuration decides is told by what the model's own file speaks of.
+        source = inspect.getsource(import_module(entry.module))
+        has_experts = "Moe" in architecture or "experts" in source
+        has_head = "mtp" in source
+        mixer = "attention"
+        if issubclass(model, LatentForCausalLM):
+            mixer = "latent attention"
+        elif issubclass(model, HybridForCausalLM):
+            mixer = "attention and gated delta networks"
+        paradigms = "`dllm`" if model.is_diffusion else "`ar`, `ar_spec`"
+        lines.append(
+            f"| {architecture.partition('For')[0]} | {mixer}{', experts' if has_experts else ''} | "
+            f"{paradigms} | {'yes' if has_head else ''} | "
+            f"{'`routed_experts`' if has_experts else ''} | {'yes' if entry.gguf else ''} |"
+        )
+    return "\n".join(lines)
+
+
+def pages() -> dict[Path, str]:
+    """What the generated pages hold; README.md with its table in its place."""
+    readme = ROOT / "README.md"
+    start, end = FAMILIES
+    before, _, rest = readme.read_text(encoding="utf-8").partition(start)
+    after = rest.partition(end)[2]
+    return {
+        ROOT / "docs/reference/config.md": f"{WRITTEN_BY}\n\n{config_page()}",
+        ROOT / "docs/reference/commands.md": f"{WRITTEN_BY}\n\n{commands_page()}",
+        readme: f"{before}{start}\n{family_table()}\n{end}{after}",
+    }
+
+
+def main() -> int:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    os.environ["COLUMNS"] = "80"
+    stale = []
+    for path, text in pages().items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(path)
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    for path in stale:
+        print(f"{'stale' if check else 'written'}: {path.relative_to(ROOT)}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

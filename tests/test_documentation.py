@@ -1,0 +1,49 @@
+"""The documentation names what there is, and its generated pages are up to date."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+PATH = re.compile(r"`((?:batchgen|engine|kernels|strategies|scripts|tests|conf|examples)/[\w./-]+)")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+COMMAND = re.compile(r"^    (?:.* )?python (scripts/[\w/]+\.py)", re.MULTILINE)
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_what_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = [ROOT / path for path in [*PATH.findall(text), *COMMAND.findall(text)]]
+    named += [page.parent / link for link in LINK.findall(text)]
+    assert [str(path) for path in named if not path.exists()] == []
+
+
+def test_long_pages_stay_short() -> None:
+    for name, most in (("README.md", 150), ("docs/design/overview.md", 250)):
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most
+
+
+def test_pictures_are_small() -> None:
+    pictures = list((ROOT / "docs" / "images").iterdir())
+    assert pictures and all(picture.stat().st_size < 200_000 for picture in pictures)
+
+
+@pytest.mark.skipif(sys.version_info[:2] > (3, 12), reason="argparse writes its help otherwise")
+def test_generated_pages_are_up_to_date() -> None:
+    """Else run `python scripts/docs/reference.py`."""
+    command = [sys.executable, "scripts/docs/reference.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
