@@ -41,6 +41,7 @@ from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.prefill_inputs import block_tables, prefill_inputs, state_slots
+from batchgen.engine.scheduling.prefill_policy import BatchLimits
 from batchgen.engine.scheduling.scheduler import Scheduler
 from batchgen.engine.step_inputs import JoiningRows
 from batchgen.engine.strategy import TARGET, Limits, Strategy
@@ -182,14 +183,17 @@ class LLMEngine:
         self._models = [use.model for use in uses.values()]
         reader = ContextReader(self._runner.caches.columns, config.block_size)
         graph_shapes = uses[TARGET].graph_shapes(self.config)
-        self.scheduler = Scheduler(
-            self._block_manager,
+        batch_limits = BatchLimits(
             self.max_num_seqs,
             self.config.max_batched_tokens,
             # Prompts are read only beside decoding rows of one token each.
             self.config.chunk_tokens if 1 in strategy.models[TARGET].widths else 0,
             CHUNK_ROWS,
             graph_shapes.prefill_tokens if self.config.cuda_graph else 0,
+        )
+        self.scheduler = Scheduler(
+            self._block_manager,
+            batch_limits,
             strategy,
             chunk_multiple=multiple,
             counts=[count.name for count in strategy.counts],
@@ -319,12 +323,12 @@ class LLMEngine:
     def num_running(self) -> int:
         """The number of rows that own blocks of the cache. Rows that wait for their turn or for
         their constraint to compile are not among them."""
-        return self.scheduler.num_running
+        return len(self.scheduler.running)
 
     @property
     def running_lengths(self) -> npt.NDArray[np.int64]:
         """How many tokens each of the `num_running` rows has generated so far."""
-        return self.scheduler.running_lengths
+        return self.scheduler.running.generated
 
     def has_unfinished(self) -> bool:
         """Whether some request was added and neither returned nor aborted yet."""
@@ -376,7 +380,6 @@ class LLMEngine:
         if batch is not None:
             self._count(batch)
             steps = self._launch(batch)
-            self.scheduler.launched()
             self._launched.append([_Launched(part, HostCopy(step)) for part, step in steps])
         # With overlap the device works on the new batch while the host reads the one before it.
         behind = 1 if batch is not None and self.config.overlap else 0
@@ -390,8 +393,8 @@ class LLMEngine:
     def _take_finished(self) -> list[RequestOutput]:
         """Return the requests that have ended and drop them from the engine."""
         stats = self.stats
-        stats.generated_tokens = self.scheduler.num_generated_tokens
-        stats.counts = dict(self.scheduler.counts)
+        stats.generated_tokens = self.scheduler.running.num_committed
+        stats.counts = dict(self.scheduler.running.totals)
         if self._finished:
             stats.strategy = dict(self.strategy.stats())
         outputs = [self._requests.output(seq) for seq in self._finished]
@@ -420,7 +423,7 @@ class LLMEngine:
             The parts of the batch that yield tokens, each with what it produces.
         """
         if isinstance(batch, DecodeBatch):
-            with timed(self._timer, "decode", len(batch.places)):
+            with timed(self._timer, "decode", batch.num_rows):
                 step, _ = self._decode(batch, None)
                 return [(batch, step)]
         prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
@@ -432,7 +435,7 @@ class LLMEngine:
                     output = self._runner.prefill(inputs, self.strategy.needs_hidden)
                 return self._join(batch, inputs, output)
         decode = batch.decode
-        with timed(self._timer, "mixed", len(decode.places) + len(prefill.seqs)):
+        with timed(self._timer, "mixed", decode.num_rows + len(prefill.seqs)):
             step, prefilled = self._decode(decode, inputs)
             return [(decode, step), *self._join(prefill, inputs, prefilled)]
 
@@ -475,7 +478,7 @@ class LLMEngine:
     def _prefill_inputs(self, batch: PrefillBatch) -> PrefillInputs | None:
         """Make the inputs of a prefill's forward, and put the rows' states in place.
 
-        Rows that start from a checkpoint get a copy of its state in their own state slot.
+        Rows that start from a snapshot get a copy of its state in their own state slot.
 
         Returns:
             The inputs, without rows that have no tokens to compute; None if no row has any.
@@ -564,7 +567,7 @@ class LLMEngine:
         if not isinstance(batch, PrefillBatch):
             decode = batch.decode if isinstance(batch, MixedBatch) else batch
             stats.decode_steps += 1
-            stats.decode_rows += len(decode.places)
+            stats.decode_rows += decode.num_rows
         if not isinstance(batch, DecodeBatch):
             prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
             stats.prefill_steps += 1

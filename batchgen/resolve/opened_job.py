@@ -32,7 +32,7 @@ from batchgen.engine.models.transformer.moe_model import ROUTED_EXPERTS
 from batchgen.engine.requests import check_params
 from batchgen.engine.rows.stopping import decode
 from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.engine.scheduling.scheduler import check_chunk_sizes
+from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
 from batchgen.engine.strategy import Strategy
 from batchgen.grading.build_steps import check_fields, described, post_steps, row_steps
 from batchgen.model.engine_recipe import EngineRecipe

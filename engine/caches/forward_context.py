@@ -56,9 +56,9 @@ class RowMetadata:
         starts: [B + 1] int32 on the device, the index at which each row's tokens begin among those
             of the part; the last entry is where the last row ends.
         width: W, the number of tokens of each row in a decode step; None for a prefill.
-        snapshots: [B, S, 2] int64, the checkpoints that each row leaves: after how many of its
+        snapshots: [B, S, 2] int64, what each row leaves: after how many of its
             tokens in this part, and in which state slot. Unused entries have 0 tokens. None if the
-            part leaves no checkpoints.
+            part leaves none.
         query_lens: the number of tokens of each of the B rows, on the host; None in the captured
             graph of a prefill, which reads `starts` at its replay.
         replayed: how many of each row's last tokens were generated and read in decode steps before

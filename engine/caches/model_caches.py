@@ -23,14 +23,14 @@ class CacheSizes:
         num_blocks: the number of blocks in the paged cache, including the scratch block.
         block_size: the number of tokens in one block.
         num_rows: the most rows that can be in flight.
-        num_checkpoints: the most states that are kept for the prefix cache.
+        num_snapshots: the most snapshots of states that are kept for the prefix cache.
         most_pending: as of `StateCache`.
     """
 
     num_blocks: int
     block_size: int
     num_rows: int
-    num_checkpoints: int = 0
+    num_snapshots: int = 0
     most_pending: int = 0
 
 
@@ -68,7 +68,7 @@ class ModelCaches:
         Args:
             specs: what each layer keeps, in the order of the layers.
             columns: the columns of context scope that rows may ask for.
-            sizes: the numbers of blocks, rows and checkpoints.
+            sizes: the numbers of blocks, rows and snapshots.
             width: the most tokens of one row in a decode step.
             dtype: the model's dtype, for values whose spec names none.
             device: the model's device.
@@ -80,7 +80,7 @@ class ModelCaches:
             states = RowStates(
                 recurrent,
                 sizes.num_rows,
-                sizes.num_checkpoints,
+                sizes.num_snapshots,
                 width,
                 sizes.most_pending,
                 device,

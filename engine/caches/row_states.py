@@ -53,7 +53,7 @@ class RowStates:
     Args:
         specs: what the recurrent layers keep, in the order of the layers.
         num_rows: the number of slots for rows, without the scratch slot.
-        num_checkpoints: the number of slots behind those, which hold states for the prefix cache.
+        num_snapshots: the number of slots behind those, which hold snapshots for the prefix cache.
         width: the most tokens of one row in a decode step.
         most_pending: as of `StateCache`.
         device: the model's device.
@@ -66,13 +66,13 @@ class RowStates:
         self,
         specs: Sequence[StateSpec],
         num_rows: int,
-        num_checkpoints: int,
+        num_snapshots: int,
         width: int,
         most_pending: int,
         device: torch.device,
     ) -> None:
         size = sum(spec.state_bytes for spec in specs)
-        self._pool = zeros((1 + num_rows + num_checkpoints, size), torch.uint8, device)
+        self._pool = zeros((1 + num_rows + num_snapshots, size), torch.uint8, device)
         self._pending = torch.zeros(1 + num_rows, dtype=torch.int32, device=device)
         self._first = torch.zeros(1 + num_rows, dtype=torch.int32, device=device)
         self._ring, self._most_pending = ring_length(width, most_pending), most_pending

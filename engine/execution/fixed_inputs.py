@@ -92,7 +92,7 @@ class RaggedInputs:
             self._fill_states(inputs, size)
 
     def _fill_states(self, inputs: ModelInputs, size: int) -> None:
-        """Copy the rows' state slots, checkpoints and starts; unused rows get no tokens."""
+        """Copy the rows' state slots, snapshots and starts; unused rows get no tokens."""
         fixed, rows = self._inputs, inputs.num_rows
         assert fixed.state_slots is not None and inputs.state_slots is not None
         assert fixed.snapshots is not None and self._starts is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 from batchgen.engine.base.batched import Batched, row, token
 
 SNAPSHOTS = 2
-"""The most checkpoints that one row can leave in one prefill forward."""
+"""The most snapshots of its state that one row can leave in one prefill forward."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class ModelInputs(Batched):
             after this forward. It may be larger than that, because attention masks by position.
         state_slots: [B] int64, the state slot of each row; 0 is scratch. None for a model without
             recurrent layers.
-        snapshots: [B, SNAPSHOTS, 2] int64, the checkpoints that a prefill leaves: after how many of
+        snapshots: [B, SNAPSHOTS, 2] int64, what a prefill leaves: after how many of
             the row's tokens in this forward, and in which state slot. Unused entries are 0. None if
-            there are no checkpoints to leave, as in every decode step.
+            there are none, as in every decode step.
         replayed: [B] int64 on the host, how many of each row's last tokens were generated and read
             before the row was preempted; None if no row has any, and for a model without recurrent
             layers.
@@ -70,7 +70,7 @@ class ModelInputs(Batched):
             num_blocks: the number of entries in each block table.
             device: the device of the tensors.
             states: whether the rows have state slots.
-            snapshots: whether the rows have room for checkpoints.
+            snapshots: whether the rows have room for snapshots.
             replayed: whether the rows say how many of their tokens are read again.
             hidden: a tensor [N, hidden_size] that gives the width and dtype of the rows' hidden
                 states, which are zeros; None if they have none.

@@ -28,10 +28,10 @@ from batchgen.kernels.attention.decode_plan import split_length
 
 CPU_SHARE = 0.3
 """The share of a CPU's available memory that the caches may take."""
-_CHECKPOINT_SHARE = 0.1
-"""The largest share of the caches' memory that checkpoints take when the user gives no number."""
-_CHECKPOINTS_PER_ROW = 4
-"""The most checkpoints per row in flight that are kept when the user gives no number."""
+_SNAPSHOT_SHARE = 0.1
+"""The largest share of the caches' memory for state snapshots if the user gives no number."""
+_SNAPSHOTS_PER_ROW = 4
+"""The most state snapshots per row in flight that are kept when the user gives no number."""
 GRAPH_BYTES = 8 * 2**20
 """A bound on the memory of one captured graph: the driver's record of it and its outputs."""
 LIBRARY_BYTES = 256 * 2**20
@@ -130,15 +130,15 @@ class ModelUse(NamedTuple):
 
 
 def plan_memory(uses: Sequence[ModelUse], config: ResolvedConfig) -> MemoryPlan:
-    """Decide how many blocks and checkpoints the caches have: as many as the user asked for, else
+    """Decide how many blocks and snapshots the caches have: as many as the user asked for, else
     what the free memory holds, but no more than all rows in flight can fill at full length.
 
     Args:
         uses: the models that run. They share one device and one numbering of blocks.
 
     Raises:
-        ValueError: there is no room for the states of all rows in flight, for the checkpoints or
-            the cache that the user asked for, for one block, or for one row of `max_model_len`
+        ValueError: there is no room for the states of all rows in flight, for the snapshots or the
+            cache that the user asked for, for one block, or for one row of `max_model_len`
             tokens if the user gave that length.
     """
     device, parallel = uses[0].model.device, uses[0].model.parallel
@@ -180,9 +180,9 @@ def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, given: Room)
             "are left: lower max_num_seqs"
         )
     room -= row_states
-    checkpoint = sum(state_bytes(use.model.cache_specs) for use in uses)
-    num_checkpoints = _num_checkpoints(checkpoint, room, config)
-    room -= num_checkpoints * checkpoint
+    state = sum(state_bytes(use.model.cache_specs) for use in uses)
+    num_snapshots = _num_snapshots(state, room, config)
+    room -= num_snapshots * state
     if config.kv_cache_gib is not None:
         asked, advice = int(config.kv_cache_gib * 2**30), "raise kv_cache_gib"
         if total is not None and asked > room:
@@ -201,8 +201,8 @@ def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, given: Room)
         kv_tokens=(num_blocks - 1) * config.block_size,
         total=total,
         row_states=row_states,
-        checkpoints=num_checkpoints * checkpoint,
-        num_checkpoints=num_checkpoints,
+        checkpoints=num_snapshots * state,
+        num_checkpoints=num_snapshots,
     )
 
 
@@ -225,8 +225,8 @@ def _row_state_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     return (1 + config.max_num_seqs) * per_row
 
 
-def _num_checkpoints(state: int, room: int, config: ResolvedConfig) -> int:
-    """Return how many checkpoints of `state` bytes are kept for prefix reuse, given `room` bytes.
+def _num_snapshots(state: int, room: int, config: ResolvedConfig) -> int:
+    """Return how many snapshots of `state` bytes are kept for prefix reuse, given `room` bytes.
 
     Raises:
         ValueError: the number that the user asked for does not fit.
@@ -234,8 +234,8 @@ def _num_checkpoints(state: int, room: int, config: ResolvedConfig) -> int:
     if not state or not config.prefix_caching:
         return 0
     if config.state_checkpoints is None:
-        most = _CHECKPOINTS_PER_ROW * config.max_num_seqs
-        return min(int(room * _CHECKPOINT_SHARE) // state, most)
+        most = _SNAPSHOTS_PER_ROW * config.max_num_seqs
+        return min(int(room * _SNAPSHOT_SHARE) // state, most)
     if config.state_checkpoints * state > room:
         raise ValueError(
             f"state_checkpoints is {config.state_checkpoints}, which need "

@@ -9,22 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.engine.rows.guide import Guide
-from batchgen.engine.rows.running_batch import Places
+from batchgen.engine.rows.running_batch import BatchSlots
 from batchgen.engine.rows.sequence import Sequence
 
 
 class Snapshot(NamedTuple):
-    """A checkpoint that a prefill writes: the state of a row after some of its tokens.
+    """A copy of a row's state after some of its tokens, which a prefill leaves in a state slot."""
 
-    Attributes:
-        row: the row's index in the batch.
-        length: how many tokens of the row's chunk the state has taken in.
-        slot: the state slot that the checkpoint is written to.
-    """
-
-    row: int
-    length: int
-    slot: int
+    row: int  # its index in the batch
+    length: int  # how many tokens of the row's chunk the state has taken in
+    state_slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +27,22 @@ class PrefillBatch:
     a preemption.
 
     Attributes:
-        seqs: the B rows.
         starts: for each row, the position of the first token of its chunk.
         lengths: for each row, the number of tokens of its chunk.
         completing: the indices in `seqs` of the rows whose prefill ends with this chunk. They join
             the decoding rows in this order.
-        places: int64, the places in the RowTable of those completing rows whose prefill yields a
-            token.
-        epochs: int64, the epochs of these places.
+        batch_slots: int64, of those completing rows whose prefill yields a token.
+        epochs: int64, the epochs of these slots.
         keep: int64, which of the rows that the strategy's `StepInputs` hold stay, as ascending
             indices among them. None if all stay, or if no row completes.
-        snapshots: the checkpoints that this prefill writes for the prefix cache. Only models with
-            recurrent layers have any.
+        snapshots: what this prefill leaves for the prefix cache, with recurrent layers.
     """
 
     seqs: list[Sequence]
     starts: list[int]
     lengths: list[int]
     completing: list[int]
-    places: Places
+    batch_slots: BatchSlots
     epochs: npt.NDArray[np.int64]
     keep: npt.NDArray[np.int64] | None
     snapshots: list[Snapshot] = field(default_factory=list)
@@ -62,8 +53,8 @@ class DecodeBatch:
     """The B rows that decode in this step, in the order in which they joined.
 
     Attributes:
-        places: [B], their places in the RowTable.
-        epochs: [B], the epochs of these places.
+        batch_slots: [B], their slots in the `RunningBatch`.
+        epochs: [B], the epochs of these slots.
         keep: [B], where each of them stands among the rows that the strategy's `StepInputs` hold,
             ascending; the others are dropped. None if all stay.
         new_blocks: (row, index in its block table, block number) for each block of the paged cache
@@ -74,13 +65,17 @@ class DecodeBatch:
         guide: the guide of the constrained rows; None if there are none.
     """
 
-    places: Places
+    batch_slots: BatchSlots
     epochs: npt.NDArray[np.int64]
     keep: npt.NDArray[np.int64] | None
     new_blocks: list[tuple[int, int, int]]
     width: int
     context_lens: npt.NDArray[np.int64]
     guide: Guide | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.batch_slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,6 @@ from batchgen.engine.caches.context_columns import ContextRows
 from batchgen.engine.constraint.matcher import Matcher
 from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import SamplingParams
-
-
-class SequenceStatus(Enum):
-    """What a row does: it waits to be admitted, runs and owns blocks of the cache, or has ended."""
-
-    WAITING = auto()
-    RUNNING = auto()
-    FINISHED = auto()
 
 
 class ColumnBuffer:
@@ -63,49 +54,10 @@ class ColumnBuffer:
 class Sequence:
     """A request as a row of tokens, with its columns and what it owns of the caches.
 
-    `token_ids` holds only committed tokens, prompt first, and never a placeholder. While the row
-    decodes, its newest tokens are in the `RowTable`. The models have read the first
-    `num_computed_tokens` tokens, or will have once the launched forwards have run; what they keep
-    of them is in the blocks of `block_table`. Those blocks may hold more tokens than that: their
-    remaining KV slots are reserved.
-
-    Attributes:
-        request_id: the caller's name for the request.
-        token_ids: the prompt and the generated tokens.
-        params: what the request asks for.
-        stop: the rule by which the row ends.
-        requested_columns: the columns that the request asks for.
-        status: whether the row waits, runs or has ended.
-        place: the row's index in the `RowTable` while it decodes; None otherwise.
-        matcher: the state of the row's constraint after its output so far; None if it has no
-            constraint, and after its end.
-        block_table: the row's blocks of the paged cache, in order.
-        state_slot: the row's state slot, in models with recurrent layers; 0 if it has none.
-        restore_from: the state slot of a checkpoint that the row starts from, until it is copied.
-        branch_tokens: the number of the row's first tokens whose blocks were in the prefix cache at
-            its admission, but without a checkpoint after them. Its prefill writes one there,
-            because more than one row has these tokens.
-        block_hashes: the prefix cache's digests of the row's first full blocks.
-        num_computed_tokens: the number of tokens at the row's beginning that the models have read.
-        num_published_blocks: the number of the row's first blocks that other rows may share.
-        num_prefill_tokens: the number of known tokens that are read before the row decodes.
-        prefill_yields: the row's prefill ends with a generated token.
-        num_shared_tokens: the number of computed tokens that came from the prefix cache at the
-            row's latest admission.
-        num_cached_tokens: the number of prompt tokens that came from the prefix cache at the row's
-            first admission.
-        num_preemptions: how often the row lost its cache entries to other rows.
-        counts: maps the name of each of the strategy's counts to its value when the row last left
-            the decoding rows.
-        context: the values of the row's columns of context scope that were read so far.
-        finish_reason: why the row ended; None before.
-        stop_text: the stop string, or the text of the stop id, that ended the row.
-        error: the error that ended the row.
-        constraint_satisfied: the output is complete by the row's constraint; set at its end.
-        context_columns: the names of the requested columns of context scope.
-        columns: maps the name of each requested column of output scope to its values, one for each
-            generated token.
-        num_prompt_tokens: the number of tokens in the prompt.
+    A row waits, runs and owns blocks of the cache, or has ended. `token_ids` are committed tokens,
+    prompt first; while the row runs, the newest are in the `RunningBatch`. What the models keep of
+    the first `num_computed_tokens`, which they have read or will have once the launched forwards
+    have run, is in the blocks of `block_table`. Further KV slots of those blocks are reserved.
     """
 
     request_id: str
@@ -113,29 +65,32 @@ class Sequence:
     params: SamplingParams
     stop: StopRule
     requested_columns: tuple[OutputColumn, ...]
-    status: SequenceStatus = SequenceStatus.WAITING
-    place: int | None = None
-    matcher: Matcher | None = None
+    batch_slot: int | None = None  # in the `RunningBatch`, while the row runs
+    matcher: Matcher | None = None  # of a constrained row, behind its output so far, until it ends
+    # What the row owns of the caches; state slot 0 is none.
     block_table: list[int] = field(default_factory=list)
     state_slot: int = 0
+    # The state slot of the snapshot that the row starts from, until it is copied.
     restore_from: int | None = None
+    # The number of first tokens whose blocks were in the prefix cache at the admission, without a
+    # snapshot after them. The prefill leaves one there, because several rows have these tokens.
     branch_tokens: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # of the first full blocks
     num_computed_tokens: int = 0
-    num_published_blocks: int = 0
-    num_prefill_tokens: int = 0
-    prefill_yields: bool = True
-    num_shared_tokens: int = 0
-    num_cached_tokens: int = 0
+    num_published_blocks: int = 0  # the first blocks, which other rows may share
+    num_prefill_tokens: int = 0  # known tokens that are read before the row decodes
+    prefill_yields: bool = True  # whether the prefill ends with a generated token
+    num_cached_tokens: int = 0  # prompt tokens from the prefix cache at the first admission
     num_preemptions: int = 0
+    # The strategy's counts when the row last left the running rows.
     counts: dict[str, int] = field(default_factory=dict)
-    context: ContextRows = field(default_factory=ContextRows)
+    context: ContextRows = field(default_factory=ContextRows)  # columns of context scope
     finish_reason: FinishReason | None = None
-    stop_text: str | None = None
+    stop_text: str | None = None  # the stop string, or the text of the stop id, that ended the row
     error: RequestError | None = None
-    constraint_satisfied: bool = False
+    constraint_satisfied: bool = False  # whether the output is complete by the constraint
     context_columns: tuple[str, ...] = field(init=False)
-    columns: dict[str, ColumnBuffer] = field(init=False)
+    columns: dict[str, ColumnBuffer] = field(init=False)  # of output scope
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -160,19 +115,24 @@ class Sequence:
         return self.num_generated > 0
 
     @property
+    def is_prefilling(self) -> bool:
+        """Whether the row runs and has prompt tokens left that no scheduled batch reads."""
+        return self.batch_slot is not None and self.num_computed_tokens < self.num_prefill_tokens
+
+    @property
     def max_tokens(self) -> int:
         """The most tokens that the row can have, prompt and output together."""
         return self.num_prompt_tokens + self.stop.max_new_tokens
 
+    @property
+    def num_remaining(self) -> int:
+        """The most tokens that the row can still generate."""
+        return self.max_tokens - self.num_tokens
+
     def append(self, token_ids: list[int], columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Commit new tokens with their columns.
+        """Commit n tokens, and the values [n, *tail] of each column of output scope.
 
-        The forward that produced the last token has read all tokens before it, so
-        `num_computed_tokens` becomes the number of those.
-
-        Args:
-            token_ids: n tokens.
-            columns: maps the name of each column of output scope to its values [n, *tail].
+        The forward that produced the last token has read all tokens before it.
         """
         self.token_ids.extend(token_ids)
         self.num_computed_tokens = self.num_tokens - 1
@@ -186,13 +146,7 @@ class Sequence:
         self.finish("error", None)
 
     def finish(self, reason: FinishReason, stop_text: str | None) -> None:
-        """End the row.
-
-        Args:
-            reason: why it ends.
-            stop_text: the stop string, or the text of the stop id, if the reason is `stop`.
-        """
-        self.status = SequenceStatus.FINISHED
+        """End the row; `stop_text` is the stop string, or the text of the stop id, if any."""
         self.finish_reason = reason
         self.stop_text = stop_text
         if self.matcher is not None:

@@ -1,8 +1,7 @@
-"""A prediction of how full the paged cache will get if a row is admitted.
+"""Admission: whether the paged cache will hold a row, judged by the lengths of finished rows.
 
 Too many rows cost recomputation, because some must be preempted; too few leave the device idle. The
-prediction uses the lengths of the requests that have finished, an idea of Gong et al. 2025
-(Past-Future Scheduler).
+prediction is an idea of Gong et al. 2025 (Past-Future Scheduler).
 """
 
 from __future__ import annotations
@@ -12,11 +11,15 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.engine.rows.running_batch import RunningBatch
+from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.scheduling.block_manager import BlockManager
+
 Ints = npt.NDArray[np.int64]
 """An array of integers on the host, one for each row."""
 
 _RECENT = 1024
-"""How many of the rows that finished last the prediction is made from."""
+"""The number of rows that the prediction is made from, those that finished last."""
 _FIRST_GUESS = 256
 """The least length in tokens that is guessed for a row when no finished row was longer than it."""
 
@@ -30,7 +33,7 @@ class LengthPredictor:
         self._sums = np.zeros(1)
 
     def observe(self, num_generated: int) -> None:
-        """Learn from a row that finished after so many generated tokens."""
+        """Learn from a row that finished after this many generated tokens."""
         self._recent.append(num_generated)
         self._sorted = None
 
@@ -41,12 +44,9 @@ class LengthPredictor:
         is now. If there is none, it is expected to double, and to reach at least 256 tokens.
 
         Args:
-            generated: [R], how many tokens each row has generated so far.
+            generated: [R], the number of tokens that each row has generated so far.
             limits: [R], the most tokens that each row can generate.
-            exact: [R] bool, rows that generate exactly as many as their limit.
-
-        Returns:
-            [R] int64, never above the limits.
+            exact: [R] bool, the rows that generate exactly as many as their limit.
         """
         if self._sorted is None:
             self._sorted = np.sort(np.array(self._recent, np.int64))
@@ -59,15 +59,43 @@ class LengthPredictor:
 
 
 def peak_tokens(held: Ints, remaining: Ints) -> int:
-    """How many tokens R rows hold together at the fullest moment, if each grows by one token a step
-    until it ends.
-
-    Args:
-        held: [R], how many tokens each row holds now.
-        remaining: [R], the number of steps until each row ends and frees all that it holds.
-    """
+    """The number of tokens that R rows hold together at the fullest moment, if each grows by one
+    token a step from `held` [R] tokens now until it ends, after `remaining` [R] steps."""
     order = np.argsort(-remaining)
     # The peak is at a moment when some row ends. Then all rows with as many or more steps left are
     # still there, and each has grown by the number of steps until this moment.
     alive = np.arange(1, len(order) + 1)
     return int((np.cumsum(held[order]) + alive * remaining[order]).max(initial=0))
+
+
+class Admission:
+    """Decides whether a row may start, from what the running rows will need."""
+
+    def __init__(self, block_manager: BlockManager) -> None:
+        self._block_manager = block_manager
+        self.lengths = LengthPredictor()
+
+    def will_fit(self, seq: Sequence, running: RunningBatch, chunk_tokens: int) -> bool:
+        """Whether the cache will hold the running rows and this one until they end, judged by
+        their predicted lengths; `chunk_tokens` as in `BatchLimits`."""
+        if not len(running):
+            return True
+        slots = np.flatnonzero(running.occupied)
+        tokens = running.num_tokens[slots] + running.launched[slots]
+        tokens = np.append(tokens, seq.num_tokens)
+        prompts = np.append(running.prompt_lens[slots], seq.num_prompt_tokens)
+        longest = np.append(running.max_tokens[slots], seq.max_tokens)
+        size = self._block_manager.block_size
+        if (-(-longest // size)).sum() * size <= self._block_manager.capacity:
+            return True  # even if every row gets as long as it can
+        limits = longest - prompts
+        exact = np.append(running.exact[slots], seq.stop.exact_length)
+        generated = tokens - prompts
+        remaining = self.lengths.predict(generated, limits, exact) - generated
+        if chunk_tokens:  # the other rows decode while the new one is prefilled beside them
+            remaining[-1] += seq.num_tokens // chunk_tokens
+        # A shared prefix is counted once, with the row that computed it.
+        prefix = len(self._block_manager.find_prefix(seq).blocks) * size
+        shared = np.append(running.shared[slots], prefix)
+        peak = peak_tokens(tokens - shared + size, remaining)
+        return peak <= self._block_manager.capacity

@@ -19,16 +19,16 @@ class Prefix(NamedTuple):
 
     Attributes:
         blocks: the published blocks of the longest prefix that the row can start from.
-        checkpoint: the state slot that holds the state after that prefix; None for models without
+        snapshot: the state slot of the snapshot after that prefix; None for models without
             recurrent layers, and if no prefix was found.
-        is_pending: the batch that is being planned writes a checkpoint after a longer prefix, so
-            the row should wait for the next batch.
+        is_pending: the batch that is being planned leaves a snapshot after a longer prefix, so the
+            row should wait for the next batch.
         branch_tokens: the number of tokens in all published blocks of the row's beginning, if no
-            checkpoint stands after the last of them; otherwise 0. The row should write one there.
+            snapshot stands after the last of them; otherwise 0. The row should leave one there.
     """
 
     blocks: list[int]
-    checkpoint: int | None = None
+    snapshot: int | None = None
     is_pending: bool = False
     branch_tokens: int = 0
 
@@ -41,19 +41,18 @@ class BlockManager:
     blocks. A published block that nobody owns can still be found until it is handed out again; the
     blocks that were freed first are handed out first. Block 0 is scratch and never handed out.
 
-    With recurrent layers, a prefix can be reused only if there is a checkpoint: a copy of the state
-    after the prefix. A prefill writes one at the last possible place of its prompt, and one at the
-    place where the prompt departs from an earlier one.
+    With recurrent layers, a prefix can be reused only if there is a snapshot of the state after it.
+    A prefill leaves one at the last possible place of its prompt, and one at the place where the
+    prompt departs from an earlier one.
 
     Args:
         num_blocks: the number of blocks in the paged cache, including the scratch block.
         block_size: the number of tokens in one block.
         prefix_caching: whether blocks are published and shared.
         states: the state slots; None for models without recurrent layers.
-        state_multiple: a checkpoint stands only after a number of tokens that is a multiple of
-            this.
-        tokens_ahead: what some model keeps of a token depends on so many tokens behind it. A block
-            is then shared only by rows that have these tokens behind it in common as well.
+        state_multiple: a snapshot is only of a number of tokens that is a multiple of this.
+        tokens_ahead: what some model keeps of a token depends on this many tokens behind it. A
+            block is then shared only by rows that have these tokens in common as well.
     """
 
     def __init__(
@@ -75,8 +74,8 @@ class BlockManager:
         self._published: dict[bytes, int] = {}
         self.states = states
         self._ahead = tokens_ahead
-        # A checkpoint can stand only after a multiple of this many blocks.
-        self._checkpoint_blocks = lcm(block_size, state_multiple) // block_size
+        # A snapshot can stand only after a multiple of this many blocks.
+        self._snapshot_blocks = lcm(block_size, state_multiple) // block_size
 
     @property
     def capacity(self) -> int:
@@ -97,6 +96,10 @@ class BlockManager:
         """Return how many blocks this many tokens of one row take."""
         return -(-num_tokens // self.block_size)
 
+    def room_of(self, seq: Sequence) -> int:
+        """Return how many tokens the row's blocks have room for."""
+        return len(seq.block_table) * self.block_size
+
     def find_prefix(self, seq: Sequence) -> Prefix:
         """Find the longest cached prefix of the tokens that the row has to prefill.
 
@@ -115,14 +118,13 @@ class BlockManager:
         return Prefix(blocks) if self.states is None else self._with_state(blocks, digests)
 
     def _with_state(self, blocks: list[int], digests: list[bytes]) -> Prefix:
-        """Cut a prefix of published blocks back to the last one after which a checkpoint stands.
+        """Cut a prefix of published blocks back to the last one after which a snapshot stands.
 
         Args:
-            blocks: the published blocks at the row's beginning.
-            digests: the hashes of the row's full blocks, at least as many.
+            digests: the hashes of the row's full blocks, at least as many as `blocks`.
         """
         assert self.states is not None
-        step = self._checkpoint_blocks
+        step = self._snapshot_blocks
         longest = len(blocks) // step * step
         for count in range(longest, 0, -step):
             digest = digests[count - 1]
@@ -157,25 +159,24 @@ class BlockManager:
             self._free.pop(block, None)
             self._owners[block] += 1
         seq.block_table.extend(cached)
-        seq.num_computed_tokens = seq.num_shared_tokens = len(cached) * self.block_size
+        seq.num_computed_tokens = len(cached) * self.block_size
         if self.states is not None:
             seq.state_slot = self.states.take()
-            seq.restore_from, seq.branch_tokens = prefix.checkpoint, prefix.branch_tokens
+            seq.restore_from, seq.branch_tokens = prefix.snapshot, prefix.branch_tokens
         return self.reserve(seq, seq.num_tokens)
 
-    def checkpoints(self, seq: Sequence, start: int, end: int) -> list[tuple[int, int]]:
-        """Reserve the checkpoints that a prefill of the row's tokens from `start` to `end` writes.
-
-        They are pending until `StateSlots.publish`.
+    def snapshots(self, seq: Sequence, start: int, end: int) -> list[tuple[int, int]]:
+        """Reserve the snapshots that a prefill of the row's tokens from `start` to `end` leaves.
+        Nobody finds them until `publish_snapshots`.
 
         Returns:
-            A pair for each checkpoint: the number of the row's tokens that its state has read, and
+            A pair for each snapshot: the number of the row's tokens that its state has read, and
             its state slot.
         """
         if self.states is None or not self.prefix_caching:
             return []
-        step = self._checkpoint_blocks * self.block_size
-        # No other row has the generated tokens after the prompt, so no checkpoint is kept there.
+        step = self._snapshot_blocks * self.block_size
+        # No other row has the generated tokens after the prompt, so no snapshot is kept there.
         last = min(seq.num_prefill_tokens - seq.prefill_yields, seq.num_prompt_tokens)
         found = []
         for tokens in sorted({last // step * step, seq.branch_tokens}):
@@ -218,6 +219,12 @@ class BlockManager:
         self._owners[block] -= 1
         if not self._owners[block]:
             self._free[block] = None
+
+    def publish_snapshots(self) -> None:
+        """Let rows find the snapshots that were reserved so far, because the batch that leaves them
+        was launched and runs before any forward that is launched from now on."""
+        if self.states is not None:
+            self.states.publish()
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Let other rows share those full blocks that hold the row's first `num_tokens` tokens.

@@ -60,8 +60,8 @@ def _snapshots(batch: PrefillBatch, chosen: npt.NDArray[np.int64], device: torch
     """Make `ModelInputs.snapshots` [B, SNAPSHOTS, 2] for the B chosen rows."""
     table = np.zeros((len(batch.seqs), SNAPSHOTS, 2), np.int64)
     used = np.zeros(len(batch.seqs), np.int64)
-    for row, length, slot in batch.snapshots:
-        table[row, used[row]] = length, slot
+    for row, length, state_slot in batch.snapshots:
+        table[row, used[row]] = length, state_slot
         used[row] += 1
     return upload(table[chosen], torch.int64, device)
 

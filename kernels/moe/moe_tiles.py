@@ -61,8 +61,8 @@ TABLE = (
     ),
 )
 """For 16-bit values on Hopper: (the most slots of an expert, on average, tiles). Measured with
-`scripts/bench/bench_moe.py --tune` on an H200, 128 experts of 2048 × 768. Few lines: each is
-compiled at the start of an engine whose batches need it."""
+`scripts/bench/bench_kernels.py experts --tune` on an H200, 128 experts of 2048 × 768. Few lines:
+each is compiled at the start of an engine whose batches need it."""
 
 
 def choose_tiles(num_slots: int, gate_up: Tensor) -> Tiles:

@@ -37,13 +37,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from bench_attention import DecodeShape, graph_time
-from bench_engine import Bench
-from bench_layers import microseconds
-from bench_throughput import environment
+from attention_cases import DecodeShape
 from determinism_changes import LIMITS, STAGES, changes, library_rules, one_split_rule, one_tile
 from determinism_schedules import run_schedules
-from moe_layers import SHAPES, Batch, Layer, timed
+from engine_runs import Bench
+from expert_cases import SHAPES, Batch, Layer, timed
+from measuring import environment, microseconds, queued
 from ordered_product import Tile, ordered_add, ordered_heads, ordered_linear, ordered_product
 from torch import Tensor
 from workloads import bare_model, model_config
@@ -146,7 +145,7 @@ def expert_lines(all_tokens: Sequence[int]) -> list[Line]:
     lines = []
     for name, shape in SHAPES.items():
         torch.manual_seed(0)
-        layer, probe = Layer.make(shape), Batch.make(shape, 512)
+        layer, probe = Layer.make(shape), Batch(shape, 512)
         tables = [tiles for _, tiles in TABLE]
 
         def parts(tiles: Any, batch: Batch = probe, i: int = 0, layer: Layer = layer) -> Tensor:
@@ -160,7 +159,7 @@ def expert_lines(all_tokens: Sequence[int]) -> list[Line]:
             classes[digest(parts(tiles))].append(number)
         cost: dict[int, str] = {}
         for tokens in all_tokens:
-            batch = Batch.make(shape, tokens)
+            batch = Batch(shape, tokens)
             times = [timed(lambda i, t=t, b=batch: parts(t, b, i)) for t in tables]  # type: ignore[misc]
             today = times[tables.index(choose_tiles(batch.ids[0].numel(), layer.gate_up))]
             best = [min(times[n] for n in members) for members in classes.values()]
@@ -394,7 +393,7 @@ def attention_lines(batches: Sequence[int]) -> list[Line]:
                     same = (last == reference[:rows]).flatten(1).all(1)
                     equal.append(f"{rows}×{width}: {int(same.sum())}")
                     if GPU:
-                        time = graph_time(launch, len(contexts.caches))
+                        time = queued([launch]) / len(contexts.caches)
                         micros.append(f"{rows}×{width}: {time:.1f}")
             lines.append(
                 Line("4", f"decode attention of {name}, rows × width", variant,
@@ -413,7 +412,7 @@ def workload_lines(model: str, names: Sequence[str], rounds: int, gib: float) ->
         for variant in ("today", "and tiles of 64 KiB"):
             with changes(VARIANTS[variant]):
                 if not turn:
-                    benches[variant] = Bench(model, config, DEVICE)
+                    benches[variant] = Bench(model, config)
                     benches[variant].warm_up(list(names), 0.6)
                 for name in names:
                     run = benches[variant].run(name, 0.6, None)
@@ -474,7 +473,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps(found))
         return
     lines: list[Line] = []
-    behind: dict[str, Any] = environment(DEVICE)
+    behind: dict[str, Any] = environment()
     for mode in arguments.modes:
         if mode == "tiles":
             lines += tiles_lines(4096 if GPU else 64)

@@ -1,15 +1,18 @@
-"""Writes folders of complete, graded jobs of any size without running one."""
+"""Jobs without a model: folders of complete jobs of any size, and an engine that costs nothing."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
+from measuring import resident_mib
 
 from batchgen.compose.load_config import growing, identity, resolved
 from batchgen.config.dataset_config import DatasetConfig
@@ -23,9 +26,14 @@ from batchgen.config.job_config import (
     StepConfig,
     StrategyConfig,
 )
-from batchgen.config.prompt_config import ChatPromptConfig
-from batchgen.engine.base.outputs import OutputColumn
+from batchgen.config.prompt_config import ChatPromptConfig, TextPromptConfig
+from batchgen.dataset.row_source import Row, open_dataset
+from batchgen.engine.base.outputs import OutputColumn, RequestOutput
+from batchgen.engine.memory.memory_plan import MemoryPlan
+from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.grades.folder_grades import JobGrades
+from batchgen.jobs.job_parts import JobParts
+from batchgen.prompts.row_prompts import Prompt
 from batchgen.scoring.job_score import job_score, save_score
 from batchgen.shards.checked_file import seal
 from batchgen.shards.output_schema import OutputSchema
@@ -37,15 +45,122 @@ WORDS = 40
 _MOST_TOKENS = 120
 _CORPUS = 2**20
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
+PROMPT = list(range(1000, 1100))
+TOKENS = list(range(2000, 2100))
+TEXT = "an answer of some length " * 16 + r"\boxed{14}"
+_VALUES = {"logprobs": np.linspace(-3, 0, len(TOKENS), dtype=np.float32)}
 
 
-_STEPS = (
-    StepConfig(target="batchgen.grading.extract.Extract", options={"methods": ["last_number"]}),
-    StepConfig(
-        target="batchgen.grading.grade.Grade",
-        options={"method": "integer", "target": "answer_is"},
-    ),
-)
+def integer_steps(target: str, **extract: object) -> tuple[StepConfig, ...]:
+    """The steps that grade whole numbers against the field `target`."""
+    return (
+        StepConfig(target="batchgen.grading.extract.Extract", options=extract),
+        StepConfig(
+            target="batchgen.grading.grade.Grade", options={"method": "integer", "target": target}
+        ),
+    )
+
+
+@dataclass
+class Stats:
+    """The count that the job reads from an engine's statistics."""
+
+    finished: int = 0
+
+
+class InstantEngine:
+    """An engine that finishes the `per_step` oldest requests in every step, with ready-made output.
+
+    `resident` holds (finished rows, resident MiB), about every 1000 rows.
+    """
+
+    def __init__(self, per_step: int) -> None:
+        self.stats = Stats()
+        self.memory = MemoryPlan(0, 0, 0, num_blocks=0, kv_tokens=0, total=None)
+        self.batch_dependence: str | None = None
+        self.max_num_seqs = 256
+        self.generated_tokens = 0
+        self.resident: list[tuple[int, float]] = []
+        self._per_step = per_step
+        self._waiting: list[str] = []
+
+    def add_request(self, request_id: str, prompt_token_ids: list[int], params: object) -> None:
+        assert isinstance(params, SamplingParams)
+        self._waiting.append(request_id)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running_lengths(self) -> npt.NDArray[np.int64]:
+        return np.zeros(len(self._waiting), np.int64)
+
+    def close(self) -> None:
+        """It has nothing in the background."""
+
+    def step(self) -> list[RequestOutput]:
+        done = self._waiting[: self._per_step]
+        del self._waiting[: self._per_step]
+        before = self.stats.finished
+        self.stats.finished += len(done)
+        self.generated_tokens += len(done) * len(TOKENS)
+        if self.stats.finished // 1000 != before // 1000:
+            self.resident.append((self.stats.finished, resident_mib()))
+        return [
+            RequestOutput(request_id, PROMPT, TOKENS, TEXT, "stop", stop="</s>", columns=_VALUES)
+            for request_id in done
+        ]
+
+
+class ReadyPrompt(Prompt):
+    """A prompt that is the same token ids for every row."""
+
+    def token_ids(self, row: Row) -> list[int]:
+        return PROMPT
+
+
+def null_job(
+    folder: Path,
+    rows: int,
+    engine: InstantEngine,
+    post: tuple[StepConfig, ...] = (),
+    *,
+    report: bool = False,
+    rows_per_shard: int = 1000,
+) -> tuple[JobConfig, JobParts]:
+    """A job whose rows and output are in the folder, for `run_job`."""
+    path = folder / "rows.jsonl"
+    with path.open("w") as file:
+        for i in range(rows):
+            row = {"question": f"What is {i} plus {i}? " * 4, "answer": str(2 * i)}
+            file.write(json.dumps(row) + "\n")
+    out = OutputConfig(
+        dir=str(folder / "out"),
+        columns=("logprobs",),
+        report=report,
+        rows_per_shard=rows_per_shard,
+    )
+    config = JobConfig(
+        model=ModelGroup(path="none"),
+        dataset=DatasetConfig(kind="files", path=str(path), streaming=True),
+        prompt=TextPromptConfig(text="{{ question }}"),
+        sampling=SamplingConfig(max_new_tokens=len(TOKENS)),
+        strategy=StrategyConfig(target="none.Strategy"),
+        engine=EngineGroup(),
+        output=out,
+        post=post,
+    )
+    parts = JobParts(
+        source=open_dataset(config.dataset),
+        prompt=ReadyPrompt(),
+        bos_id=None,
+        max_model_len=4096,
+        columns=(LOGPROBS,),
+        fingerprints={},
+        build_engine=lambda: engine,
+    )
+    return config, parts
 
 
 def write_job(
@@ -59,19 +174,21 @@ def write_job(
     seed: int = 0,
     errors: float = 0.001,
 ) -> None:
-    """Write the folder.
+    """Write the folder of a complete job.
 
-    Every answer is a run of random words with a log-probability for each token, and seven in ten
-    are right.
-
-    Args:
-        ids: `position` for the ids that rows have without dataset.id_column, `shuffled` for ids in
-            no order.
-        texts: what answers say in turns; empty for random words.
-        seed: of what is random.
-        errors: the share of rows that have an error.
+    Every answer is a run of random words, or of `texts` in turns, with a log-probability for each
+    token. Seven in ten are right, and the share `errors` of rows has an error. `ids` is `position`
+    for those that rows have without dataset.id_column, `shuffled` for ids in no order.
     """
-    config = _config(folder, samples, rows_per_shard)
+    config = JobConfig(
+        model=ModelGroup(path="none"),
+        dataset=DatasetConfig(kind="demo"),
+        prompt=ChatPromptConfig(user="{{ question }}"),
+        sampling=SamplingConfig(n=samples, temperature=1.0, max_new_tokens=_MOST_TOKENS),
+        strategy=StrategyConfig(target="batchgen.strategies.ar.strategy.ARStrategy"),
+        engine=EngineGroup(),
+        output=OutputConfig(dir=str(folder), columns=("logprobs",), rows_per_shard=rows_per_shard),
+    )
     (folder / "data").mkdir(parents=True)
     table = pa.schema([("question", pa.string()), ("answer_is", pa.int64())])
     schema = OutputSchema.build(table, [LOGPROBS], [], prompt_token_ids=False)
@@ -104,12 +221,9 @@ def write_job(
 
 
 def grade_job(folder: Path, *, scored: bool) -> None:
-    """Grade the answers.
-
-    Args:
-        scored: make the scores, too, for which all marks have to be in memory.
-    """
-    JobGrades(folder).make(_STEPS, "text", ScoreConfig())
+    """Grade the answers, and if `scored` make the scores, for which all marks are in memory."""
+    steps = integer_steps("answer_is", methods=["last_number"])
+    JobGrades(folder).make(steps, "text", ScoreConfig())
     if scored:
         save_score(folder, job_score(folder, ScoreConfig()))
 
@@ -135,7 +249,6 @@ class _Shards:
         self.errors = self.tokens = 0
 
     def table(self, first: int, rows: int) -> pa.Table:
-        """The rows of a shard."""
         random, count = self._random, rows * self._samples
         index = np.repeat(np.arange(first, first + rows), self._samples)
         failed = random.random(count) < self._share
@@ -179,15 +292,3 @@ class _Shards:
     def _id(self, index: int) -> str:
         # A multiplication by an odd number is a permutation of the numbers of 32 bits.
         return str(index) if self._ids == "position" else f"{index * 2654435761 % 2**32:08x}"
-
-
-def _config(folder: Path, samples: int, rows_per_shard: int) -> JobConfig:
-    return JobConfig(
-        model=ModelGroup(path="none"),
-        dataset=DatasetConfig(kind="demo"),
-        prompt=ChatPromptConfig(user="{{ question }}"),
-        sampling=SamplingConfig(n=samples, temperature=1.0, max_new_tokens=_MOST_TOKENS),
-        strategy=StrategyConfig(target="batchgen.strategies.ar.strategy.ARStrategy"),
-        engine=EngineGroup(),
-        output=OutputConfig(dir=str(folder), columns=("logprobs",), rows_per_shard=rows_per_shard),
-    )

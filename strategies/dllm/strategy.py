@@ -210,7 +210,7 @@ class DLLMStrategy(Strategy):
     def propose(self, batch: DecodeBatch) -> None:
         # A matcher must have committed a block before it goes on to the next one.
         fused = self._fused and not (self._yields_final and batch.guide is not None)
-        self.step_inputs.fuse(self._room(len(batch.places)) if fused else 0)
+        self.step_inputs.fuse(self._room(batch.num_rows) if fused else 0)
         if batch.guide is not None:
             self.step_inputs.send_masked()
 

@@ -37,8 +37,8 @@ def run(
         for i in (aborts or {}).get(step, ()):
             engine.abort(str(i))
         outputs |= {output.request_id: output for output in engine.step()}
-        engine.scheduler.block_manager.check_integrity(engine.scheduler.running)
-    assert engine.scheduler.block_manager.usage == 0 and engine.scheduler.num_running == 0
+        engine.scheduler.block_manager.check_integrity(engine.scheduler.running.rows)
+    assert engine.scheduler.block_manager.usage == 0 and len(engine.scheduler.running) == 0
     assert engine.step() == []
     return [outputs[name] for name in sorted(outputs, key=int)]
 

@@ -47,10 +47,10 @@ class ForcedStrategy(ARSpecStrategy):
             return
         assert self._engine is not None
         k = batch.width - 1
-        state, table = self.step_inputs, self._engine.scheduler._table
-        drafts = np.zeros((len(batch.places), k), np.int64)
-        for row, place in enumerate(batch.places.tolist()):
-            seq = table[place]
+        state, running = self.step_inputs, self._engine.scheduler.running
+        drafts = np.zeros((batch.num_rows, k), np.int64)
+        for row, slot in enumerate(batch.batch_slots.tolist()):
+            seq = running[slot]
             position = int(state.newest.positions[row])
             whole = seq.token_ids[: seq.num_prompt_tokens] + self._answers[seq.request_id]
             right = self._rng.randint(0, k)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from batchgen.engine import llm_engine
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.outputs import RequestError
 from batchgen.engine.llm_engine import LLMEngine
@@ -33,16 +34,16 @@ def engine(tiny_model: Callable[..., Path]) -> LLMEngine:
     return made
 
 
-@pytest.mark.parametrize("place", ["schedule", "launched"])
+@pytest.mark.parametrize("place", ["schedule", "HostCopy"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_all_rows_can_be_aborted_and_their_ids_used_again(
     engine: LLMEngine, place: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> None:
+    def fail(*args: object) -> None:
         raise error("now")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, place, fail)
+        patch.setattr(engine.scheduler if place == "schedule" else llm_engine, place, fail)
         with pytest.raises(error, match="now"):
             engine.step()
     assert engine.abort("failed") and engine.abort("waiting")

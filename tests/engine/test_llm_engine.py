@@ -107,10 +107,10 @@ def run(engine: LLMEngine, requests: Sequence[Request]) -> list[RequestOutput]:
         for output in engine.step():
             assert output.request_id not in outputs
             outputs[output.request_id] = output
-        running = engine.scheduler.running
+        running = engine.scheduler.running.rows
         engine.scheduler.block_manager.check_integrity(running)
     assert engine.scheduler.block_manager.usage == 0
-    assert engine.scheduler.num_running == 0
+    assert len(engine.scheduler.running) == 0
     return [outputs[str(i)] for i in range(len(requests))]
 
 
@@ -291,9 +291,8 @@ def test_prompts_that_are_read_beside_decoding_rows_change_nothing(
     model, expected = one_by_one(device)
     requests = mixed_requests(NUM_ROWS)
     engine = make_engine(model, small_cache(model, 1500, chunk_tokens=chunk_tokens, **changes))
-    for name, value in ({"alone_tokens": 10**6} | used).items():
-        assert hasattr(engine.scheduler, name)
-        setattr(engine.scheduler, name, value)
+    limits = engine.scheduler.limits
+    engine.scheduler.limits = replace(limits, **{"alone_tokens": 10**6} | used)
     outputs: dict[str, RequestOutput] = {}
     coming = deque(enumerate(requests))
     rng = random.Random(chunk_tokens)
@@ -305,7 +304,7 @@ def test_prompts_that_are_read_beside_decoding_rows_change_nothing(
         outputs |= {output.request_id: output for output in engine.step()}
     for i, other in enumerate(expected):
         assert_same(outputs[str(i)], other, tolerance(device))
-    limit = engine.scheduler.chunk_tokens
+    limit = engine.scheduler.limits.chunk_tokens
     assert len(mixed_steps) > 3
     most_tokens = max(step.prefill_tokens for step in mixed_steps)
     most_rows = max(step.prefill_rows for step in mixed_steps)
@@ -313,8 +312,8 @@ def test_prompts_that_are_read_beside_decoding_rows_change_nothing(
         assert most_tokens > 3 * limit
     else:
         assert limit // 2 < most_tokens <= limit
-        assert most_rows <= engine.scheduler.chunk_rows
-        assert most_rows > CHUNK_ROWS or engine.scheduler.chunk_rows <= CHUNK_ROWS
+        assert most_rows <= engine.scheduler.limits.chunk_rows
+        assert most_rows > CHUNK_ROWS or engine.scheduler.limits.chunk_rows <= CHUNK_ROWS
     for step in mixed_steps:
         fits = step.prefill_tokens <= chunk_tokens and step.prefill_rows <= CHUNK_ROWS
         assert step.replayed == (bool(changes.get("cuda_graph")) and fits)

@@ -4,24 +4,24 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-import bench_engine
+import engine_runs
 import pytest
 import torch
-from bench_engine import Bench, by_batch, full_batch
-from expert_counts import expert_layers
-from kernel_profile import KernelTime, KernelWindow
+from engine_runs import Bench, by_batch, full_batch
+from measuring import DEVICE, KernelTime, KernelWindow
+from routing import Chance, expert_layers, run_rows
 from workloads import BenchRequest, requests
 
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.step_timing import PhaseSplit, StepTime
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     config = EngineConfig(max_num_seqs=16, max_model_len=256, kv_cache_gib=0.01, overlap=False)
-    return Bench("tiny", config, DEVICE)
+    return Bench("tiny", config)
 
 
 def test_warm_up_meets_every_small_batch_and_the_largest(bench: Bench) -> None:
@@ -49,7 +49,7 @@ def test_a_run_counts_all_tokens_and_shares_none_with_the_last(bench: Bench) -> 
 
 def test_the_first_run_is_on_the_requests_of_the_comparison() -> None:
     config = EngineConfig(max_model_len=256, kv_cache_gib=0.01)
-    bench = Bench("tiny", config, DEVICE)
+    bench = Bench("tiny", config)
     assert bench.load("smoke") == requests("smoke", vocab=512)
     assert bench.load("smoke") != requests("smoke", vocab=512)
 
@@ -67,7 +67,7 @@ def test_profiled_windows_hold_the_steps_they_are_named_for(
         traces.append(trace.name)
         return KernelWindow(2.0, 1.0, [KernelTime("kernel", 1, 1.0)])
 
-    monkeypatch.setattr(bench_engine, "profile_window", window)
+    monkeypatch.setattr(engine_runs, "profile_window", window)
     bench.profile("smoke", 0.6, tmp_path / "t.json.gz", after=3)
     assert traces == ["smoke-prefill-t.json.gz", "smoke-decode-t.json.gz"]
     out = capsys.readouterr().out
@@ -95,12 +95,12 @@ def test_groups_of_decode_steps() -> None:
 def test_steps_of_a_dense_model_touch_no_experts(bench: Bench) -> None:
     assert bench.touched("smoke") == []
     with pytest.raises(ValueError, match="no"):
-        Bench("tiny", EngineConfig(max_model_len=256, kv_cache_gib=0.01), DEVICE, routing="uniform")
+        Bench("tiny", EngineConfig(max_model_len=256, kv_cache_gib=0.01), routing="uniform")
 
 
 def test_uniform_routing_touches_as_many_experts_as_chance() -> None:
     config = EngineConfig(max_num_seqs=4, max_model_len=256, kv_cache_gib=0.01)
-    bench = Bench("tiny-moe", config, DEVICE, routing="uniform")
+    bench = Bench("tiny-moe", config, routing="uniform")
     bench.first_token(0.6)
     bench.free()
     prefill, decode = bench.touched("smoke")
@@ -113,7 +113,7 @@ def test_uniform_routing_touches_as_many_experts_as_chance() -> None:
 
 def test_same_routing_touches_the_experts_of_one_token() -> None:
     config = EngineConfig(max_num_seqs=4, max_model_len=256, kv_cache_gib=0.01)
-    bench = Bench("tiny-moe", config, DEVICE, routing="same")
+    bench = Bench("tiny-moe", config, routing="same")
     bench.first_token(0.6)
     bench.free()
     assert [touched.experts for touched in bench.touched("smoke")] == [2, 2]
@@ -121,7 +121,7 @@ def test_same_routing_touches_the_experts_of_one_token() -> None:
 
 def test_uniform_routing_is_another_at_each_call() -> None:
     config = EngineConfig(max_num_seqs=4, max_model_len=256, kv_cache_gib=0.01)
-    bench = Bench("tiny-moe", config, DEVICE, routing="uniform")
+    bench = Bench("tiny-moe", config, routing="uniform")
     gate = expert_layers(bench.weights)[0].gate
     x = torch.zeros((3, 64), device=DEVICE)
     first, second = gate(x), gate(x)
@@ -131,14 +131,29 @@ def test_uniform_routing_is_another_at_each_call() -> None:
 
 def test_requests_ask_for_columns() -> None:
     config = EngineConfig(max_num_seqs=4, max_model_len=256, kv_cache_gib=0.01)
-    bench = Bench("tiny-moe", config, DEVICE, columns=("routed_experts",))
-    bench.add([BenchRequest([5, 6, 7], 2)], temperature=0.6)
-    (output,) = bench.finish()
+    bench = Bench("tiny-moe", config, columns=("routed_experts",))
+    rows = bench.rows([BenchRequest([5, 6, 7], 2)], temperature=0.6)
+    _, (output,) = run_rows(bench.engine, rows)
     assert output.columns["routed_experts"].shape == (4, 2, 2)
 
 
 def test_nothing_holds_an_engine_that_was_freed() -> None:
-    bench = Bench("tiny", EngineConfig(max_model_len=256, kv_cache_gib=0.01), DEVICE)
+    bench = Bench("tiny", EngineConfig(max_model_len=256, kv_cache_gib=0.01))
     engine = weakref.ref(bench.engine)
     bench.free()
     assert engine() is None
+
+
+def test_random_logits_differ_between_layers_and_forwards() -> None:
+    chance = Chance(3, 4)
+    drawn = [chance.logits(layer, 5, CPU) for _ in range(3) for layer in range(3)]
+    assert all(logits.shape == (5, 4) for logits in drawn)
+    assert len({tuple(logits.flatten().tolist()) for logits in drawn}) == 9
+
+
+def test_layers_with_fewer_tokens_or_of_a_head_that_runs_again_have_others() -> None:
+    chance = Chance(3, 4)
+    calls = [(0, 5), (1, 5), (2, 2), (2, 2), (2, 5000), (0, 5)]
+    drawn = [chance.logits(layer, tokens, CPU) for layer, tokens in calls]
+    assert [len(logits) for logits in drawn] == [tokens for _, tokens in calls]
+    assert not torch.equal(drawn[2], drawn[3]) and not torch.equal(drawn[0], drawn[5])

@@ -1,7 +1,7 @@
-"""The list of tiles that bench_moe tries, and the lines it prints for the table."""
+"""The tiles that bench_kernels tries for experts, and the lines it prints for the table."""
 
 import pytest
-from moe_tuning import candidates, table_code
+from expert_cases import fp8_candidates, linear_candidates, product_candidates
 
 from batchgen.kernels.moe import moe_tiles as table
 from batchgen.kernels.moe.moe_tiles import TABLE
@@ -9,7 +9,7 @@ from batchgen.kernels.moe.moe_tiles import TABLE
 
 @pytest.mark.parametrize("slots", [0.0625, 1, 16, 32, 64, 512, 1024])
 def test_there_is_something_to_try_for_any_number_of_tokens(slots: float) -> None:
-    found = candidates(slots)
+    found = product_candidates(slots)
     assert found and all(gate_up and down for _, gate_up, down in found)
     for block_m, gate_up, down in found:
         assert len(set(gate_up)) == len(gate_up) and len(set(down)) == len(down)
@@ -18,4 +18,12 @@ def test_there_is_something_to_try_for_any_number_of_tokens(slots: float) -> Non
 
 def test_printed_lines_are_code() -> None:
     for _, tiles in TABLE:
-        assert eval(table_code(tiles), vars(table)) == tiles
+        assert eval(str(tiles), vars(table)) == tiles
+
+
+@pytest.mark.parametrize("slots", [0.0625, 1, 16, 32, 64, 512, 1024])
+def test_there_is_something_to_try_in_fp8(slots: float) -> None:
+    assert linear_candidates(max(1, int(slots)))
+    found = fp8_candidates(slots)
+    assert found and all(gate_up and down for _, gate_up, down in found)
+    assert all(t.block_m == block_m for block_m, *both in found for tiles in both for t in tiles)

@@ -1,18 +1,15 @@
 """The benchmark's workloads must never change: figures of other engines were taken on them."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+from floors import expert_weights, floor_seconds, layer_params, mixers
+from measuring import H100, Rates
 from workloads import (
     MODELS,
     PROMPT_VOCAB,
     WORKLOADS,
     BenchRequest,
-    expert_weights,
-    floor_seconds,
-    layer_params,
-    mixers,
     prompt_vocab,
     requests,
     write_config,
@@ -20,8 +17,6 @@ from workloads import (
 
 from batchgen.engine.loading.config_file import load_config
 from batchgen.engine.models.transformer.dense import DenseConfig
-
-H100: dict[str, Any] = {"bandwidth": 3.0e12, "flops": 790e12}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +74,7 @@ def test_the_floor_is_that_of_the_comparison(
     tmp_path: Path, model: str, name: str, total: float, prefill: float
 ) -> None:
     config = load_config(write_config(model, tmp_path))
-    floor = floor_seconds(config, requests(name, prompt_vocab(config.vocab_size)), **H100)
+    floor = floor_seconds(config, requests(name, prompt_vocab(config.vocab_size)), H100)
     assert floor.total == pytest.approx(total, abs=1e-4)
     assert floor.prefill == pytest.approx(prefill, abs=1e-4)
 
@@ -88,10 +83,10 @@ def test_the_floor_with_weights_in_fp8(tmp_path: Path) -> None:
     config = load_config(write_config("tiny", tmp_path))
     load = [BenchRequest([1] * 10, 3)]
     body, head = layer_params(config), config.hidden_size * config.vocab_size
-    slow_memory = floor_seconds(config, load, bandwidth=1.0, flops=1e30, in_fp8=True)
+    slow_memory = floor_seconds(config, load, Rates(1.0, 1e30), in_fp8=True)
     kv = mixers(config).kv_bytes * (11 + 12)
     assert slow_memory.decode == pytest.approx(2 * (body + 2 * head) + kv)
-    slow_math = floor_seconds(config, load, bandwidth=1e30, flops=1.0, in_fp8=True)
+    slow_math = floor_seconds(config, load, Rates(1e30, 1.0), in_fp8=True)
     assert slow_math.prefill == pytest.approx(10 * body + mixers(config).attention_flops * 50)
     assert slow_math.decode == pytest.approx(2 * (body + 2 * head))
 
@@ -103,9 +98,9 @@ def test_the_floor_of_one_request_by_hand(tmp_path: Path) -> None:
     load = [BenchRequest([1] * 10, 3)]
     weights = layer_params(config) + 64 * 512
     kv_per_token = 2 * 2 * 2 * 16 * 2
-    slow_memory = floor_seconds(config, load, bandwidth=1.0, flops=1e30)
+    slow_memory = floor_seconds(config, load, Rates(1.0, 1e30))
     assert slow_memory.decode == pytest.approx(2 * 2 * weights + kv_per_token * (11 + 12))
-    slow_math = floor_seconds(config, load, bandwidth=1e30, flops=1.0)
+    slow_math = floor_seconds(config, load, Rates(1e30, 1.0))
     assert slow_math.decode == pytest.approx(2 * 2 * weights)
     attention = 4 * 2 * 4 * 16 * 10 * 10 / 2
     assert slow_math.prefill == pytest.approx(2 * layer_params(config) * 10 + attention)
@@ -147,7 +142,7 @@ def test_the_floor_of_experts_by_hand(tmp_path: Path) -> None:
     load = [BenchRequest([1], 2), BenchRequest([1], 2)]
     weights = layer_params(config) + 64 * 512 + experts.read(2)
     kv_per_token = 2 * 2 * 2 * 16 * 2
-    slow_memory = floor_seconds(config, load, bandwidth=1.0, flops=1e30)
+    slow_memory = floor_seconds(config, load, Rates(1.0, 1e30))
     assert slow_memory.decode == pytest.approx(2 * weights + kv_per_token * (2 + 2))
 
 
@@ -163,10 +158,10 @@ def test_the_floor_of_recurrences_by_hand(tmp_path: Path) -> None:
     load = [BenchRequest([1] * 10, 3)]
     weights = layer_params(config) + 64 * 512 + expert_weights(config).read(1)
     kv_per_token = 2 * 2 * 16 * 2
-    slow_memory = floor_seconds(config, load, bandwidth=1.0, flops=1e30)
+    slow_memory = floor_seconds(config, load, Rates(1.0, 1e30))
     read = 2 * 2 * weights + kv_per_token * (11 + 12) + 2 * 2 * 4 * state
     assert slow_memory.decode == pytest.approx(read)
-    slow_math = floor_seconds(config, load, bandwidth=1e30, flops=1.0)
+    slow_math = floor_seconds(config, load, Rates(1e30, 1.0))
     of_token = 2 * (layer_params(config) + expert_weights(config).of_token) + 3 * 2 * state
     assert slow_math.prefill == pytest.approx(10 * of_token + 4 * 4 * 16 * 10 * 10 / 2)
 

@@ -448,12 +448,12 @@ def test_rows_run_while_the_constraints_of_others_compile(tiny: CausalLM, overla
     for step in range(20):
         outputs |= {output.request_id: output for output in engine.step()}
         if step == 3:
-            assert engine.scheduler.num_running == 1
+            assert len(engine.scheduler.running) == 1
             assert engine.abort("gone") and not engine.abort("gone")
         if step == 5:
             slow.release(2)
         if step == 6:
-            assert engine.scheduler.num_running == 2
+            assert len(engine.scheduler.running) == 2
             engine.add_request("gone", [5, 9], guided)  # the same id, another row
     slow.release(3)
     while engine.has_unfinished():
@@ -501,7 +501,7 @@ def test_an_engine_with_nothing_else_to_do_waits(tiny: CausalLM, overlap: bool) 
         slow.release(1)
         thread.join()
     # The others still compile.
-    assert engine.scheduler.num_running == 1 and len(engine._compiling) == 2
+    assert len(engine.scheduler.running) == 1 and len(engine._compiling) == 2
     assert engine.abort("1") and engine.abort("2")
     outputs = []
     while engine.has_unfinished():

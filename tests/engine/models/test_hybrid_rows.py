@@ -98,7 +98,7 @@ def run(engine: LLMEngine, rows: Sequence[Request]) -> list[RequestOutput]:
     found: dict[int, RequestOutput] = {}
     while engine.has_unfinished():
         found |= {int(output.request_id): output for output in engine.step()}
-        engine.scheduler.block_manager.check_integrity(engine.scheduler.running)
+        engine.scheduler.block_manager.check_integrity(engine.scheduler.running.rows)
     manager = engine.scheduler.block_manager
     assert manager.usage == 0 and manager.states is not None
     assert manager.states.num_free == engine.config.max_num_seqs
@@ -257,7 +257,7 @@ def test_a_row_that_is_read_again_does_not_start_from_a_prompt_of_its_own_words(
     engine.add_request("first", *first)
     while engine.stats.generated_tokens < 70:
         assert not engine.step()
-    (row,) = engine.scheduler.running
+    (row,) = engine.scheduler.running.rows
     engine.add_request("other", *other)
     engine.step()
     engine.scheduler._preempt(row)

@@ -151,7 +151,7 @@ def run(
         for i in (aborts or {}).get(step, []):
             engine.abort(str(i))
         found |= {int(output.request_id): output for output in engine.step()}
-        engine.scheduler.block_manager.check_integrity(engine.scheduler.running)
+        engine.scheduler.block_manager.check_integrity(engine.scheduler.running.rows)
         step += 1
         assert step < 5000
     manager = engine.scheduler.block_manager

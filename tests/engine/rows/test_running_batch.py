@@ -1,4 +1,4 @@
-"""RowTable.commit against one plain Python object per row, which takes its tokens one by one."""
+"""RunningBatch.commit against one plain Python object per row that takes its tokens one by one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.engine.base.outputs import HostOutput, OutputColumn
-from batchgen.engine.rows.running_batch import RowTable
-from batchgen.engine.rows.sequence import Sequence, SequenceStatus
+from batchgen.engine.rows.running_batch import RunningBatch
+from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule
 from batchgen.engine.sampling.sampling_params import SamplingParams
 
@@ -97,7 +97,7 @@ class Launch:
     """A step on its way: what it will bring, and for which lives of which rows."""
 
     rows: list[tuple[PlainRow, int]]
-    places: np.ndarray[Any, np.dtype[np.int64]]
+    slots: np.ndarray[Any, np.dtype[np.int64]]
     epochs: np.ndarray[Any, np.dtype[np.int64]]
     output: HostOutput
 
@@ -109,7 +109,7 @@ class World:
         self.rng = rng
         self.width = width
         self.longest = longest
-        self.table = RowTable(capacity)
+        self.table = RunningBatch(capacity)
         self.capacity = capacity
         self.running: list[PlainRow] = []
         self.preempted: list[PlainRow] = []
@@ -149,10 +149,11 @@ class World:
         while len(self.running) < self.capacity and self.rng.random() < 0.6:
             again = self.preempted and self.rng.random() < 0.7
             row = self.preempted.pop() if again else self.new_row()
-            row.seq.status = SequenceStatus.RUNNING
             row.seq.prefill_yields = not row.seq.resumed
             row.seq.num_prefill_tokens = row.seq.num_tokens - row.seq.resumed
+            row.seq.num_computed_tokens = row.seq.num_prefill_tokens
             self.table.add(row.seq, reserved=17)
+            self.table.end_prefill(row.seq)
             row.device_tokens = len(row.output)
             self.running.append(row)
             if not row.seq.resumed:
@@ -162,22 +163,22 @@ class World:
 
     def decode(self) -> None:
         staying = [row for row in self.running if not self._ends_by_length(row)]
-        places = self._places(self.running)
+        slots = self._slots(self.running)
         expected = [self._ends_by_length(row) for row in self.running]
-        assert self.table.ends_by_length(places).tolist() == expected
-        self.table.launched[self._places(staying)] += 1
+        assert self.table.ends_by_length(slots).tolist() == expected
+        self.table.launched[self._slots(staying)] += 1
         self._launch(staying)
 
     def _ends_by_length(self, row: PlainRow) -> bool:
         launched = sum((row, row.life) in launch.rows for launch in self.in_flight)
         return len(row.output) + launched >= row.seq.stop.max_new_tokens
 
-    def _places(self, rows: list[PlainRow]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return np.array([row.seq.place for row in rows], np.int64)
+    def _slots(self, rows: list[PlainRow]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return np.array([row.seq.batch_slot for row in rows], np.int64)
 
     def _launch(self, rows: list[PlainRow]) -> None:
         rng = self.rng
-        places = self._places(rows)
+        slots = self._slots(rows)
         token_ids = np.full((len(rows), self.width), rng.randrange(len(PIECES)), np.int64)
         failed = np.array([rng.random() < 0.01 for _ in rows], np.bool_)
         counts = [0 if bad else rng.choice([*range(self.width + 1), 1]) for bad in failed]
@@ -200,7 +201,7 @@ class World:
             row.device_tokens += count
         output = HostOutput(np.array(counts, np.int32), token_ids, failed, columns)
         lives = [(row, row.life) for row in rows]
-        self.in_flight.append(Launch(lives, places, self.table.epochs[places], output))
+        self.in_flight.append(Launch(lives, slots, self.table.epochs[slots], output))
 
     def commit(self) -> None:
         launch = self.in_flight.popleft()
@@ -216,10 +217,10 @@ class World:
                 self.num_committed += row.commit(ids[:count], failed)
                 if row.outcome is not None:
                     expected.append(row)
-        finished = self.table.commit(launch.places, launch.epochs, launch.output)
+        finished = self.table.commit(launch.slots, launch.epochs, launch.output)
         assert finished == [row.seq for row in expected]
         for row in expected:
-            assert row.seq.status is SequenceStatus.FINISHED
+            assert row.seq.finish_reason is not None
             self._leave(row)
             self.ended.append(row)
             self._check_outcome(row)
@@ -231,11 +232,11 @@ class World:
 
     def _leave(self, row: PlainRow) -> None:
         """Whatever the reason, the Sequence then has all that was committed."""
-        place = row.seq.place
+        slot = row.seq.batch_slot
         self.table.remove(row.seq)
         self.running.remove(row)
         row.life += 1
-        assert row.seq.place is None and place is not None and not self.table.occupied[place]
+        assert row.seq.batch_slot is None and slot is not None and not self.table.occupied[slot]
         assert row.seq.token_ids[row.seq.num_prompt_tokens :] == row.output
         if row.output:
             assert row.seq.num_computed_tokens == row.seq.num_tokens - 1
@@ -263,17 +264,17 @@ class World:
         assert len(table) == len(self.running)
         assert {id(seq) for seq in table.rows} == {id(row.seq) for row in self.running}
         assert table.num_committed == self.num_committed
-        places = self._places(self.running)
-        assert set(np.flatnonzero(table.occupied)) == set(places.tolist())
-        for row, place in zip(self.running, places.tolist(), strict=True):
-            assert table[place] is row.seq
-            assert table.num_tokens[place] == row.seq.num_prompt_tokens + len(row.output)
+        slots = self._slots(self.running)
+        assert set(np.flatnonzero(table.occupied)) == set(slots.tolist())
+        for row, slot in zip(self.running, slots.tolist(), strict=True):
+            assert table[slot] is row.seq
+            assert table.num_tokens[slot] == row.seq.num_prompt_tokens + len(row.output)
             launched = sum((row, row.life) in launch.rows for launch in self.in_flight)
-            assert table.launched[place] == launched
-            assert table.prompt_lens[place] == row.seq.num_prompt_tokens
-            assert table.max_tokens[place] == row.seq.max_tokens
-            assert table.exact[place] == (not row.seq.stop.stop_ids and not row.seq.stop.strings)
-            assert table.reserved[place] == 17
+            assert table.launched[slot] == launched
+            assert table.prompt_lens[slot] == row.seq.num_prompt_tokens
+            assert table.max_tokens[slot] == row.seq.max_tokens
+            assert table.exact[slot] == (not row.seq.stop.stop_ids and not row.seq.stop.strings)
+            assert table.reserved[slot] == 17
 
 
 @settings(max_examples=150, deadline=None)
@@ -327,7 +328,7 @@ def output_of(tokens: list[list[int]], columns: Mapping[str, list[list[int]]]) -
 @pytest.mark.parametrize("first", [1, 63, 64, 65, 200])
 @pytest.mark.parametrize("second", [0, 1, 64, 130])
 def test_one_step_may_bring_more_tokens_than_the_log_holds(first: int, second: int) -> None:
-    table, seq = RowTable(1), make_seq({}, max_new=1000, columns=("c",))
+    table, seq = RunningBatch(1), make_seq({}, max_new=1000, columns=("c",))
     table.add(seq, reserved=8)
     total = 0
     for count in (first, second):
@@ -335,8 +336,8 @@ def test_one_step_may_bring_more_tokens_than_the_log_holds(first: int, second: i
         values = [[total + i for i in range(count)]]
         step = output_of([tokens or [0]], {"c": values if count else [[-1]]})
         step.num_tokens[0] = count
-        places = np.array([seq.place])
-        assert table.commit(places, table.epochs[places], step) == []
+        slots = np.array([seq.batch_slot])
+        assert table.commit(slots, table.epochs[slots], step) == []
         total += count
     table.remove(seq)
     assert seq.token_ids[2:] == [i % 100 for i in range(total)]
@@ -360,11 +361,11 @@ def test_the_first_stop_wins(
     kept: list[int],
     outcome: tuple[str, str | None] | None,
 ) -> None:
-    table, seq = RowTable(3), make()
+    table, seq = RunningBatch(3), make()
     table.add(make_seq({9: "nine"}, max_new=5), reserved=8)  # its stop ids are not the other's
     table.add(seq, reserved=8)
-    places = np.array([seq.place])
-    finished = table.commit(places, table.epochs[places], output_of([tokens], {}))
+    slots = np.array([seq.batch_slot])
+    finished = table.commit(slots, table.epochs[slots], output_of([tokens], {}))
     table.remove(seq)
     assert seq.token_ids[2:] == kept and table.num_committed == len(kept)
     assert finished == ([] if outcome is None else [seq])
@@ -375,4 +376,4 @@ def test_the_first_stop_wins(
 def test_a_step_of_no_rows_is_nothing() -> None:
     none = np.empty(0, np.int64)
     step = HostOutput(none.astype(np.int32), none.reshape(0, 1), none.astype(np.bool_), {})
-    assert RowTable(2).commit(none, none, step) == []
+    assert RunningBatch(2).commit(none, none, step) == []

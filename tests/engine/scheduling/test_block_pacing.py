@@ -19,6 +19,7 @@ from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.block_manager import BlockManager
+from batchgen.engine.scheduling.prefill_policy import BatchLimits
 from batchgen.engine.scheduling.scheduler import Scheduler
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 
@@ -87,11 +88,12 @@ def test_every_schedule_makes_progress_or_is_refused(
 ) -> None:
     strategy, rng = pacing(length), random.Random(seed)
     manager = BlockManager(blocks, block_size, block_size % length == 0)
+    limits = BatchLimits(max_num_seqs, budget, 0, 8, 0)
     if budget < length:
         with pytest.raises(ValueError, match=f"max_batched_tokens is {budget}, but .* {length}"):
-            Scheduler(manager, max_num_seqs, budget, 0, 8, 0, strategy)
+            Scheduler(manager, limits, strategy)
         return
-    scheduler = Scheduler(manager, max_num_seqs, budget, 0, 8, 0, strategy)
+    scheduler = Scheduler(manager, limits, strategy)
     waiting = 0
     for i, prompt in enumerate(prompts):
         seq = row(i, prompt, rng.randint(1, 40))
@@ -107,12 +109,12 @@ def test_every_schedule_makes_progress_or_is_refused(
             check_prefill(batch, length)
         elif batch is not None:
             assert isinstance(batch, DecodeBatch) and batch.width == length
-            rows = [scheduler._table[place] for place in batch.places.tolist()]
+            rows = [scheduler.running[slot] for slot in batch.batch_slots.tolist()]
             launched.append((batch, rows))
         assert batch is not None or launched, "nothing runs, and nothing ever will"
         if launched and (batch is None or rng.random() < 0.7):
             oldest, rows = launched.popleft()
             step = read(strategy, oldest, rows, rng, length)
             waiting -= len(scheduler.update(oldest, step))
-        manager.check_integrity(scheduler.running)
+        manager.check_integrity(scheduler.running.rows)
     assert not waiting, "rows never end"

@@ -19,12 +19,13 @@ from batchgen.engine.rows.scheduled_batch import (
     PrefillBatch,
     ScheduledBatch,
 )
-from batchgen.engine.rows.sequence import Sequence, SequenceStatus
+from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.engine.scheduling.admission import LengthPredictor
 from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.pacing import Pacing
+from batchgen.engine.scheduling.prefill_policy import BatchLimits
 from batchgen.engine.scheduling.scheduler import Scheduler
 
 STOP = 99
@@ -130,7 +131,7 @@ class Device:
         if batch.keep is not None:
             assert (np.diff(batch.keep) > 0).all() and len(batch.keep) < len(self.rows)
             self.rows = [self.rows[i] for i in batch.keep]
-        assert len(self.rows) == len(batch.places) == len(batch.epochs) > 0
+        assert len(self.rows) == batch.num_rows == len(batch.epochs) > 0
         for i, place, block in batch.new_blocks:
             # Blocks that were reserved for drafts may have been taken back.
             blocks = self.rows[i].blocks
@@ -211,11 +212,13 @@ class Loop(Pacing):
         manager = BlockManager(self.num_blocks, self.block_size, self.prefix_caching)
         self.scheduler = Scheduler(
             manager,
-            self.max_num_seqs,
-            self.max_batched_tokens,
-            self.chunk_tokens,
-            self.chunk_rows,
-            self.alone_tokens,
+            BatchLimits(
+                self.max_num_seqs,
+                self.max_batched_tokens,
+                self.chunk_tokens,
+                self.chunk_rows,
+                self.alone_tokens,
+            ),
             self,
         )
         drafting = self.most_drafts > 0
@@ -265,12 +268,12 @@ class Loop(Pacing):
                 break
             finished += self.step()
         assert not self.live, "rows starve"
-        assert self.scheduler.block_manager.usage == 0 and self.scheduler.num_running == 0
+        assert self.scheduler.block_manager.usage == 0 and len(self.scheduler.running) == 0
         return finished
 
     def check(self) -> None:
-        running = self.scheduler.running
-        assert len(running) == self.scheduler.num_running <= self.max_num_seqs
+        running = self.scheduler.running.rows
+        assert len(running) == len(self.scheduler.running) <= self.max_num_seqs
         assert all(seq in self.live for seq in running)
         self.scheduler.block_manager.check_integrity(running)
 
@@ -278,13 +281,13 @@ class Loop(Pacing):
         decode, prefill = parts_of(batch)
         parts = [part for part in (decode, prefill) if part is not None]
         assert prefill is None or decode is None or decode.width == 1
-        places = [place for part in parts for place in part.places.tolist()]
-        assert len(set(places)) == len(places) == sum(len(part.epochs) for part in parts)
+        slots = [slot for part in parts for slot in part.batch_slots.tolist()]
+        assert len(set(slots)) == len(slots) == sum(len(part.epochs) for part in parts)
         if prefill is None:
             return
         assert sum(prefill.lengths) <= self.max_batched_tokens and prefill.lengths
         assert len(prefill.seqs) == len(set(prefill.seqs))
-        assert len(prefill.places) <= len(prefill.completing)
+        assert len(prefill.batch_slots) <= len(prefill.completing)
         # All but the last reach their end; that one may be cut where the batch is full.
         assert len(prefill.completing) >= len(prefill.seqs) - 1
         assert prefill.completing == list(range(len(prefill.completing)))
@@ -292,9 +295,9 @@ class Loop(Pacing):
             assert sum(prefill.lengths) <= self.chunk_tokens
             assert len(prefill.seqs) <= self.chunk_rows
         elif decode is not None and sum(prefill.lengths) > self.chunk_tokens:
-            assert sum(prefill.lengths) + len(decode.places) <= self.max_batched_tokens
+            assert sum(prefill.lengths) + decode.num_rows <= self.max_batched_tokens
         if any(not seq.num_preemptions for seq in prefill.seqs):
-            waiting = [seq for seq in self.live if seq.status is SequenceStatus.WAITING]
+            waiting = [seq for seq in self.live if seq.batch_slot is None]
             assert not any(seq.num_preemptions for seq in waiting), "overtook a preempted row"
 
 
@@ -362,7 +365,7 @@ def test_every_row_ends_with_its_tokens_and_blocks_balance_at_every_point(
                 finished += loop.step()
         finished += loop.run()
     check_finished(rows, finished)
-    assert loop.scheduler.num_generated_tokens == sum(len(row.output) for row in rows)
+    assert loop.scheduler.running.num_committed == sum(len(row.output) for row in rows)
     preemptions = sum(row.seq.num_preemptions for row in rows)
     assert loop.scheduler.num_preemptions == preemptions
 
@@ -454,14 +457,14 @@ def test_abort_in_each_state(depth: int, state: str) -> None:
         for row in (first, last, gone):
             loop.add(row)
         loop.step()
-        assert gone.seq.status is SequenceStatus.WAITING
+        assert gone.seq.batch_slot is None
     else:
         for row in (first, gone, last):
             loop.add(row)
         loop.step()
-        assert gone.seq.place is None and gone.seq.num_computed_tokens == 10
+        assert gone.seq.is_prefilling and gone.seq.num_computed_tokens == 10
         if state != "cut":
-            while gone.seq.place is None:
+            while gone.seq.is_prefilling:
                 finished += loop.step()
         if state == "decoding":
             for _ in range(3):
@@ -792,9 +795,9 @@ def test_a_cut_row_is_preempted_before_any_that_decodes(
     loop.step()
     loop.add(cut)
     loop.step()
-    assert kinds(loop) == "PM" and cut.seq.status is SequenceStatus.RUNNING
+    assert kinds(loop) == "PM" and cut.seq.is_prefilling
     while not cut.seq.num_preemptions:
-        assert cut.seq.place is None, "the case is about a row that never decoded"
+        assert cut.seq.is_prefilling, "the case is about a row that never decoded"
         loop.step()
     assert cut.seq.num_computed_tokens == 0 and not cut.seq.block_table
     assert all(not row.seq.num_preemptions for row in decoding)

@@ -1,0 +1,248 @@
+"""Time kernels beside the floor of the bytes that they move and of their operations.
+
+    python scripts/bench/bench_kernels.py decode,prefill [--width 4] [--block-length 32]
+    python scripts/bench/bench_kernels.py latent [--shape glm] [--width 1,4]
+    python scripts/bench/bench_kernels.py delta [--rows 4,32,256] [--width 1,4]
+    python scripts/bench/bench_kernels.py experts [--shape 35b-a3b] [--tokens 1,256,8192]
+    python scripts/bench/bench_kernels.py fp8 [--tokens 16,256] [--expert-tokens 256,8192]
+    python scripts/bench/bench_kernels.py layers,sampling
+    python scripts/bench/bench_kernels.py cpu-experts [--experts 128 --hidden 2048 --inner 768]
+    python scripts/bench/bench_kernels.py experts,fp8 --tune [--compile]
+
+Each time is that of a launch in a CUDA graph. `--tune` tries the tiles of a list instead and prints
+the fastest, as the tables beside the kernels have them; `--compile` only compiles what that will
+need, in as many processes as there are CPUs. On a CPU the kernels run under TRITON_INTERPRET=1 and
+`--tiny`, to try the benchmark itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attention_cases
+import expert_cases
+import layer_cases
+import torch
+from measuring import (
+    DEVICE,
+    Case,
+    Choice,
+    Group,
+    Rates,
+    commas,
+    measure_rates,
+    save_results,
+    synchronize,
+)
+from triton.runtime.errors import OutOfResources
+
+_WRONG = 0.02
+"""How far the norm of a result may be from another one's, in units of that. Two roundings to
+bfloat16 make about 0.003."""
+_SHOWN = 4
+
+
+class Section(NamedTuple):
+    """The cases of a kind of kernel, ways to tune it, and what its options are by default."""
+
+    cases: Callable[[argparse.Namespace], Iterator[Case]]
+    tuners: tuple[Callable[[argparse.Namespace], Iterator[Group]], ...] = ()
+    shape: str = ""
+    tokens: str = ""
+    rows: str = ""
+
+
+_EXPERT_TOKENS = "1,4,32,64,128,256,512,1024,4096,8192,16384"
+SECTIONS = {
+    "decode": Section(attention_cases.decode_cases, (attention_cases.tune_decode,)),
+    "prefill": Section(attention_cases.prefill_cases, (attention_cases.tune_prefill,)),
+    "latent": Section(attention_cases.latent_cases, shape="v2-lite"),
+    "delta": Section(
+        layer_cases.delta_cases, (layer_cases.tune_delta,), "35b-a3b", rows="4,32,64,256"
+    ),
+    "experts": Section(
+        expert_cases.expert_cases, (expert_cases.tune_experts,), "30b-a3b", _EXPERT_TOKENS
+    ),
+    "fp8": Section(
+        expert_cases.fp8_cases,
+        (expert_cases.tune_fp8_linear, expert_cases.tune_fp8_experts),
+        "30b-a3b",
+        "1,16,64,256,2048,16384",
+    ),
+    "layers": Section(layer_cases.layer_cases, tokens="1,64,256,2048,8192"),
+    "sampling": Section(layer_cases.sampling_cases, rows="1,32,256,512"),
+    "cpu-experts": Section(layer_cases.cpu_expert_cases, tokens="1,4,16,64,512"),
+}
+
+
+def timed(case: Case, rates: Rates | None) -> dict[str, Any]:
+    """Time a case, and print its line: microseconds, those of the floor and their share, GB/s and
+    TFLOP/s."""
+    try:
+        time = case.time(case.runs)
+    except (RuntimeError, ValueError, AttributeError) as error:  # an older torch, or GPU
+        print(f"{case.name}: {str(error).splitlines()[0]}", flush=True)
+        return {"name": case.name, "error": str(error)}
+    found: dict[str, Any] = {"name": case.name, "us": time}
+    line = f"{case.name:64}{time:10.2f}"
+    if rates and (case.num_bytes or case.flops):
+        floor = 1e6 * max(case.num_bytes / rates.bandwidth, case.flops / rates.flops)
+        found |= {"floor_us": floor}
+        line += f"{floor:10.2f}{floor / time:7.2f}"
+        line += f"{case.num_bytes / time / 1e3:8.0f}{case.flops / time / 1e6:8.0f}"
+    print(line, flush=True)
+    return found
+
+
+def fastest(choice: Choice, most: int | None = None) -> list[tuple[float, Any]]:
+    """Time a kernel with each of its candidates, the fastest first.
+
+    Those that do not compile, or whose results are not those of the first, are reported and left
+    out.
+    """
+    found: list[tuple[float, Any]] = []
+    expected: torch.Tensor | None = None
+    for tiles in choice.candidates[:most]:
+        try:
+            out = choice.launch(tiles, 0)
+            out.view(torch.uint8).fill_(255)  # NaN in every type
+            result = choice.launch(tiles, 0).float()
+            synchronize()
+        except (RuntimeError, OutOfResources) as error:  # too much shared memory, or registers
+            print(f"  {tiles}: {str(error).splitlines()[0]}", flush=True)
+            continue
+        expected = result if expected is None else expected
+        wrong = float((result - expected).norm() / expected.norm())
+        if choice.compared and not wrong < _WRONG:
+            print(f"  {tiles}: wrong by {wrong:.3f}", flush=True)
+            continue
+        runs = [partial(choice.launch, tiles, i) for i in range(choice.count)]
+        found.append((choice.time(runs), tiles))
+    return sorted(found, key=lambda tried: tried[0])
+
+
+def tune(group: Group, most: int | None = None) -> list[tuple[float, Any]]:
+    """Print the fastest tiles of each way, and the ways that take least, as lines of a table.
+
+    At most `most` ways, and candidates of each, are tried.
+    """
+    totals: list[tuple[float, Any]] = []
+    for way, choices in [*group.ways.items()][:most]:
+        best = []
+        for choice in choices:
+            tried = fastest(choice, most)
+            if len(choice.candidates) > 1:
+                shown = ", ".join(f"{time:.1f} {tiles}" for time, tiles in tried[:_SHOWN])
+                print(f"  {way} {choice.name}: {shown}", flush=True)
+            best += tried[:1]
+        if len(best) == len(choices):
+            entry = group.table(way, [tiles for _, tiles in best])
+            totals.append((sum(time for time, _ in best), entry))
+    totals.sort(key=lambda total: total[0])
+    for time, entry in totals[:_SHOWN]:
+        print(f"{group.name}: {time:.1f} µs {entry}", flush=True)
+    return totals
+
+
+def _compile(section: str, number: int, options: argparse.Namespace, share: int, of: int) -> int:
+    """Compile every `of`-th candidate of a tuner; returns how many."""
+    choices = {
+        (way, choice.name, tiles): choice
+        for group in SECTIONS[section].tuners[number](options)
+        for way, each in group.ways.items()
+        for choice in each
+        for tiles in choice.candidates
+    }
+    mine = list(choices.items())[share::of]
+    for (_, _, tiles), choice in mine:
+        try:
+            choice.launch(tiles, 0)
+            synchronize()
+        except (RuntimeError, OutOfResources) as error:
+            print(f"{tiles} does not compile: {str(error).splitlines()[0]}", flush=True)
+    return len(mine)
+
+
+def compile_ahead(section: str, options: argparse.Namespace) -> None:
+    """Compile what tuners will try, in parallel, which leaves it in Triton's cache on disk."""
+    workers = min(14, os.cpu_count() or 1)
+    chosen = argparse.Namespace(**vars(options) | {"compile": True})
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        jobs = [
+            pool.submit(_compile, section, number, chosen, share, workers)
+            for number in range(len(SECTIONS[section].tuners))
+            for share in range(workers)
+        ]
+        print(f"{sum(job.result() for job in jobs)} kernels compiled", flush=True)
+
+
+def run_section(name: str, options: argparse.Namespace, rates: Rates | None) -> list[Any]:
+    """Time the cases of a section, or its candidates, with the options that were not given."""
+    section = SECTIONS[name]
+    tiny = {"shape": "tiny", "tokens": "3", "rows": "2"} if options.tiny else {}
+    given = {key: value for key, value in vars(options).items() if value is not None}
+    options = argparse.Namespace(
+        **vars(options)
+        | {
+            "shape": tiny.get("shape", section.shape),
+            "tokens": commas(int)(tiny.get("tokens", section.tokens)),
+            "rows": commas(int)(tiny.get("rows", section.rows)),
+            "expert_tokens": commas(int)("3" if options.tiny else "256,512,8192"),
+        }
+        | given
+    )
+    if options.compile or options.tune:
+        if DEVICE.type == "cuda":
+            compile_ahead(name, options)
+        if options.compile:
+            return []
+        groups = [group for tuner in section.tuners for group in tuner(options)]
+        return [
+            {"name": group.name, "best": str(tune(group, 2 if options.tiny else None)[:1])}
+            for group in groups
+        ]
+    return [timed(case, rates) for case in section.cases(options)]
+
+
+def main(arguments: list[str] | None = None) -> list[Any]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sections", type=commas(str, SECTIONS), help=", ".join(SECTIONS))
+    parser.add_argument("--shape", help="of latent, delta, experts and fp8")
+    parser.add_argument("--tokens", type=commas(int), help="comma separated")
+    parser.add_argument("--expert-tokens", type=commas(int), help="fp8: of a layer of experts")
+    parser.add_argument("--rows", type=commas(int), help="delta, sampling: comma separated")
+    parser.add_argument("--width", type=commas(int), help="tokens of a decoding row")
+    parser.add_argument("--block-length", type=int, default=1, help="positions that see each other")
+    parser.add_argument("--vocab", type=int, default=layer_cases.VOCAB)
+    for name, value in (("experts", 64), ("hidden", 1024), ("inner", 384), ("chosen", 8)):
+        parser.add_argument(f"--{name}", type=int, default=value, help="cpu-experts")
+    parser.add_argument("--rounds", type=int, default=7, help="cpu-experts")
+    parser.add_argument("--tune", action="store_true", help="try tiles, print the fastest")
+    parser.add_argument("--compile", action="store_true", help="compile what --tune will try")
+    parser.add_argument("--tiny", action="store_true", help="sizes to try this on a CPU")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    rates = measure_rates()
+    print(f"{torch.cuda.get_device_name()}: {rates}" if rates else "no GPU")
+    print(f"{'':64}{'µs':>10}{'floor':>10}{'share':>7}{'GB/s':>8}{'TFLOP/s':>8}")
+    found: list[Any] = []
+    with torch.inference_mode():
+        for name in options.sections:
+            found += run_section(name, options, rates)
+            synchronize()
+            if rates:
+                torch.cuda.empty_cache()
+    save_results(options.json, "kernels", found)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""What all benchmarks share: rates of a GPU, times of launches, facts of a process, results."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import triton
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+T = TypeVar("T")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_NOISE = ("void ", "at::native::", "at::", "(anonymous namespace)::", "c10::", "std::", "cutlass::")
+_NAME_WIDTH = 72
+
+
+def commas(kind: Callable[[str], T], among: Collection[T] = ()) -> Callable[[str], list[T]]:
+    """Make the argparse type of values between commas, each one of `among` if that is given."""
+
+    def read(text: str) -> list[T]:
+        values = [kind(part) for part in text.split(",") if part]
+        if unknown := [value for value in values if among and value not in among]:
+            names = ", ".join(map(str, among))
+            raise argparse.ArgumentTypeError(f"unknown {unknown[0]!r}: choose from {names}")
+        return values
+
+    return read
+
+
+def environment() -> dict[str, Any]:
+    """Return the command, the commit and the machine of this process."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,  # a copy of the tree may come without its history
+    )
+    return {
+        "command": shlex.join(sys.argv),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip() or None,
+        "device": torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+
+
+def save_results(path: Path | None, mode: str, results: Sequence[Any]) -> None:
+    """Write what a benchmark found, with the command, the commit and the machine, as JSON."""
+    if path is not None:
+        found = {"mode": mode} | environment() | {"results": results}
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+class Mode(NamedTuple):
+    """A subcommand: what adds its options, and what measures and returns figures."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], list[Any]]
+
+
+def run_mode(description: str, modes: dict[str, Mode], arguments: list[str] | None = None) -> Any:
+    """Run the subcommand that the command line names, and return what it has found."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    commands = parser.add_subparsers(dest="mode", required=True)
+    for name, mode in modes.items():
+        own = commands.add_parser(
+            name,
+            description=mode.run.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        mode.add_arguments(own)
+        own.add_argument("--json", type=Path, help="write all figures here")
+    options = parser.parse_args(arguments)
+    found = modes[options.mode].run(options)
+    save_results(options.json, options.mode, found)
+    return found
+
+
+def process_age() -> float:
+    """Return the seconds since this process started, interpreter included, known to 10 ms."""
+    # The command's name, in parentheses, may hold spaces; starttime is field 22, this is from 3.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def resident_mib(pid: int | str = "self") -> float:
+    """Return the MiB of memory that a process holds now."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def synchronize() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The bytes of device memory and the bfloat16 operations that a GPU reaches in a second."""
+
+    bandwidth: float
+    flops: float
+
+    def __str__(self) -> str:
+        return f"copy {self.bandwidth / 1e12:.3f} TB/s, matmul {self.flops / 1e12:.0f} TFLOP/s"
+
+
+H100 = Rates(3.0e12, 790e12)
+"""The result of `measure_rates` on an H100 80GB, rounded."""
+
+
+def measure_rates() -> Rates | None:
+    """Measure a GPU with a copy of 1 GiB, read and written, and a product of two 8192² matrices.
+
+    There are no rates of a CPU.
+    """
+    if DEVICE.type == "cpu":
+        return None
+    rates = Rates(_copy_rate(), _matmul_rate())
+    torch.cuda.empty_cache()  # the engine comes next, which sizes its KV cache by the free memory
+    return rates
+
+
+def _copy_rate() -> float:
+    source = torch.randint(0, 2**31 - 1, (2**28,), dtype=torch.int32, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _median_seconds(lambda: target.copy_(source))
+
+
+def _matmul_rate(size: int = 8192) -> float:
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    return 2 * size**3 / _median_seconds(lambda: a @ b)
+
+
+def _median_seconds(launch: Callable[[], object], repeats: int = 20) -> float:
+    for _ in range(3):
+        launch()
+    return statistics.median(event_times(launch, repeats)) / 1e3
+
+
+def event_times(launch: Callable[[], object], repeats: int, *, queued: bool = True) -> list[float]:
+    """Return the milliseconds of each of `repeats` launches; `queued` ones do not wait for the one
+    before, so that the host's time is hidden."""
+    if DEVICE.type == "cpu":
+        return [_clock_ms(launch) for _ in range(repeats)]
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in marks:
+        start.record()
+        launch()
+        end.record()
+        if not queued:
+            end.synchronize()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in marks]
+
+
+def _clock_ms(launch: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    launch()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def microseconds(
+    runs: Sequence[Callable[[], object]],
+    launches: int = 64,
+    *,
+    warm_ups: int = 1,
+    replays: int = 5,
+    pick: Callable[[list[float]], float] = min,
+    queued: bool = False,
+) -> float:
+    """Return the microseconds of one launch in a CUDA graph of all `runs`, `pick`ed of its replays.
+
+    The graph launches them in turn, at least `launches` times. On a CPU each runs once.
+    """
+    if DEVICE.type == "cpu":
+        return 1e3 * statistics.mean(map(_clock_ms, runs))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for run in [*runs] * warm_ups:
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    launches = -(-launches // len(runs)) * len(runs)
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            runs[i % len(runs)]()
+    graph.replay()
+    return pick(event_times(graph.replay, replays, queued=queued)) * 1e3 / launches
+
+
+def queued(runs: Sequence[Callable[[], object]]) -> float:
+    """Return the microseconds of one run when the device never waits for the host."""
+    return microseconds(runs, 1, replays=20, pick=statistics.median, queued=True)
+
+
+def random_normal(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(shape, dtype=dtype, device=DEVICE)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel to be timed: launches on buffers that are not all in the L2 cache at once, with the
+    bytes that one must read and write, its operations, and the way to time it."""
+
+    name: str
+    runs: Sequence[Callable[[], object]]
+    num_bytes: float = 0
+    flops: float = 0
+    time: Callable[[Sequence[Callable[[], object]]], float] = microseconds
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel whose tiles are to be chosen among candidates.
+
+    `launch(tiles, i)` computes from the i-th of `count` inputs, and returns what it has written,
+    which is compared between candidates unless launches change their inputs.
+    """
+
+    name: str
+    candidates: Sequence[Any]
+    launch: Callable[[Any, int], Tensor]
+    count: int
+    time: Callable[[Sequence[Callable[[], object]]], float] = microseconds
+    compared: bool = True
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ways to compute the same, of which the one whose choices take least together is best.
+
+    `table(way, tiles)` is the entry of a table of tiles in the kernels' folders.
+    """
+
+    name: str
+    ways: dict[Any, list[Choice]]
+    table: Callable[[Any, list[Any]], object] = lambda way, tiles: tiles
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """All launches of the kernels of one name; `total` is their time in microseconds."""
+
+    name: str
+    launches: int
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class KernelWindow:
+    """What the device did from the start of the first kernel to the end of the last.
+
+    `length` and `busy` are microseconds, `busy` those in which a kernel or copy ran. The costliest
+    kernels come first; if some overlapped, their sum is more than `busy`.
+    """
+
+    length: float
+    busy: float
+    kernels: list[KernelTime]
+
+    @classmethod
+    def from_events(cls, events: Iterable[dict[str, Any]]) -> KernelWindow:
+        """Read the complete events ("ph": "X") of a Chrome trace that ran on the device."""
+        runs = sorted(
+            (float(e["ts"]), float(e["ts"]) + float(e["dur"]), str(e["name"]))
+            for e in events
+            if e["ph"] == "X" and e.get("cat") in _ON_DEVICE
+        )
+        if not runs:
+            raise ValueError("the trace has no kernels: did the profiler see a GPU?")
+        busy, reached = 0.0, runs[0][0]
+        by_name: dict[str, list[float]] = defaultdict(list)
+        for start, end, name in runs:
+            busy += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+            by_name[name].append(end - start)
+        kernels = [KernelTime(name, len(times), sum(times)) for name, times in by_name.items()]
+        kernels.sort(key=lambda kernel: -kernel.total)
+        return cls(reached - runs[0][0], busy, kernels)
+
+    def table(self, title: str, steps: int, top: int = 15) -> str:
+        """Format the `top` costliest kernels of a window of `steps` steps, per step."""
+        launches = sum(kernel.launches for kernel in self.kernels)
+        idle = (self.length - self.busy) / steps
+        lines = [
+            f"{title}: {self.length / steps / 1e3:.3f} ms per step, busy "
+            f"{self.busy / self.length:.1%}, idle {idle:.0f} us between kernels, "
+            f"{launches / steps:.0f} launches",
+            f"{'us/step':>10} {'share':>6} {'calls':>7} {'us each':>8}  kernel",
+        ]
+        rest = KernelTime(
+            f"({len(self.kernels) - top} other names)",
+            sum(kernel.launches for kernel in self.kernels[top:]),
+            sum(kernel.total for kernel in self.kernels[top:]),
+        )
+        for kernel in [*self.kernels[:top], *([rest] if rest.launches else [])]:
+            lines.append(
+                f"{kernel.total / steps:10.1f} {kernel.total / self.length:6.1%} "
+                f"{kernel.launches / steps:7.1f} {kernel.total / kernel.launches:8.1f}  "
+                f"{short_name(kernel.name)}"
+            )
+        return "\n".join(lines)
+
+
+def short_name(name: str) -> str:
+    """Cut return type and common namespaces from a C++ name, and the middle if it is long."""
+    for noise in _NOISE:
+        name = name.replace(noise, "")
+    if len(name) <= _NAME_WIDTH:
+        return name
+    half = (_NAME_WIDTH - 3) // 2
+    return f"{name[:half]}...{name[-half:]}"
+
+
+def profile_window(run: Callable[[], object], trace: Path) -> KernelWindow:
+    """Call `run` under torch's profiler, write its Chrome trace (gzipped if named .gz) and
+    summarise what ran on the GPU."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(trace))
+    content = gzip.decompress(trace.read_bytes()) if trace.suffix == ".gz" else trace.read_bytes()
+    return KernelWindow.from_events(json.loads(content)["traceEvents"])

@@ -1,0 +1,88 @@
+"""Every benchmark runs on a CPU with sizes that take little time, and returns figures."""
+
+from pathlib import Path
+
+import bench_engine
+import bench_job_layer
+import bench_kernels
+import pytest
+from measuring import DEVICE, run_mode
+
+HYBRID = Path(bench_engine.__file__).parents[2] / "batchgen" / "data" / "nano_hybrid"
+ON_CPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="the sizes are for a CPU")
+SMALL = ["--kv-cache-gib", "0.02"]
+ENGINE: dict[str, list[str]] = {
+    "throughput": [
+        *("--model", "tiny-moe", "--workload", "smoke", "--routing", "uniform", "--requests", "3"),
+        *("--max-model-len", "256", "--max-num-seqs", "4", *SMALL),
+    ],
+    "start-up": ["--model", "tiny", *SMALL],
+    "speculation": [
+        *("replay", "--model", "tiny", "--batches", "2", "--output-len", "12", "--runs", "1"),
+        *SMALL,
+    ],
+    "dllm": [
+        *("--model", "tiny-sdar", "--lengths", "4", "--batches", "2", "--context", "16"),
+        *("--steps", "4", "--ar-steps", "1"),
+    ],
+    "constraint": [
+        *("--tokenizer", str(HYBRID), "--model", "tiny", "--rows", "2", "--steps", "4"),
+        *("--vocab-sizes", "1100", "--kv-cache-gib", "0.1"),
+    ],
+    "host": ["--rows", "8", "--max-num-seqs", "4"],
+}
+JOBS = {
+    "job": ["--rows", "10400", "--grade", "--warm-up-rows", "10"],
+    "grading": ["--integers", "20", "--math", "16"],
+    "leases": ["--shards", "4", "--workers", "2"],
+    "view": ["--rows", "50"],
+}
+
+
+@ON_CPU
+@pytest.mark.parametrize("mode", ENGINE)
+def test_modes_of_the_engine(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    found = run_mode("", bench_engine.MODES, [mode, *ENGINE[mode], "--json", str(path)])
+    assert found and f'"mode": "{mode}"' in path.read_text()
+
+
+@ON_CPU
+@pytest.mark.slow
+def test_two_ranks() -> None:
+    arguments = ["--parts", "experts,data", "--model", "tiny-moe", "--workload", "smoke"]
+    arguments += ["--cache-gib", "0.05"]
+    (found,) = run_mode("", bench_engine.MODES, ["tensor-parallel", *arguments])
+    assert len(found["summary"]) == 2
+
+
+@pytest.mark.slow
+def test_a_cpu_beside_transformers(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "What is 2 + 2?"}\n')
+    arguments = [str(rows), "--prompts", "1", "--new-tokens", "3", "--rounds", "1"]
+    (found,) = run_mode("", bench_engine.MODES, ["cpu", *arguments])
+    assert found["equal_answers"] == "1 of 1"
+
+
+@pytest.mark.parametrize("mode", JOBS)
+def test_modes_of_the_job_layer(mode: str) -> None:
+    try:
+        assert run_mode("", bench_job_layer.MODES, [mode, *JOBS[mode]])
+    except SystemExit as error:  # times and memory are those of a busy machine
+        assert mode in ("job", "view") and error.code
+
+
+@ON_CPU
+@pytest.mark.parametrize("section", bench_kernels.SECTIONS)
+def test_kernels(section: str) -> None:
+    sizes = ["--experts", "4", "--hidden", "16", "--inner", "16", "--chosen", "2"]
+    found = bench_kernels.main([section, "--tiny", "--width", "1", *sizes, "--rounds", "1"])
+    assert found and all("us" in case or "cuBLAS" in case["name"] for case in found)
+
+
+@ON_CPU
+@pytest.mark.parametrize("section", ["prefill", "fp8"])
+def test_tiles_are_tried(section: str) -> None:
+    found = bench_kernels.main([section, "--tiny", "--tune"])
+    assert found and all(group["best"] != "[]" for group in found)
