@@ -101,19 +101,19 @@ class Totals:
         constraint: how many rows ended in which of OUTCOMES; empty if the job has no constraint.
     """
 
-    rows: int
-    error_rows: int
-    finish_reasons: Mapping[str, int]
-    errors: Mapping[str, int]
-    prompt_tokens: int
-    generated_tokens: int
-    counts: Mapping[str, int]
-    constraint: Mapping[str, int]
+    rows: int = 0
+    error_rows: int = 0
+    finish_reasons: Mapping[str, int] = field(default_factory=dict)
+    errors: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
+    constraint: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, figures: Mapping[str, Any]) -> Totals:
         """The totals that metrics.json holds."""
-        return cls(**{field.name: figures[field.name] for field in fields(cls)})
+        return cls(**{f.name: figures[f.name] for f in fields(cls) if f.name in figures})
 
 
 class Tally:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from batchgen.folder.job_summary import tokens_per_s
 from batchgen.leases.failure_detector import read_beat
 from batchgen.leases.lease_files import (
     FINISH,
@@ -52,10 +53,7 @@ class WorkerState:
 
     @property
     def tokens_per_s(self) -> float:
-        attempt = self.attempt
-        if self.state != "running" or not attempt:
-            return 0.0
-        return float(attempt["generated_tokens"] / max(attempt["generate_s"], 1e-9))
+        return tokens_per_s(self.attempt) if self.state == "running" else 0.0
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
 from batchgen.kernels.attention.attention import AttentionMetadata
-from batchgen.kernels.attention.decode import (
-    MAX_QUERIES,
-    DecodeConfig,
-    most_splits,
-    paged_attention_decode,
-    plan_decode,
-    split_length,
-)
+from batchgen.kernels.attention.decode import MAX_QUERIES, DecodeConfig, paged_attention_decode
+from batchgen.kernels.attention.decode_plan import most_splits, plan_decode, split_length
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.kv_gather import upload
-from batchgen.kernels.attention.prefill import (
+from batchgen.kernels.attention.prefill import paged_attention_prefill
+from batchgen.kernels.attention.prefill_plan import (
     PrefillConfig,
     cut_tiles,
-    paged_attention_prefill,
     plan_prefill,
     tile_tokens,
 )

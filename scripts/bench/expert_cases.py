@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from measuring import DEVICE, Case, Choice, Group, microseconds, random_normal
 from torch import Tensor
 
-from batchgen.kernels.fp8.fp8_experts_triton import fp8_down, fp8_gate_up, fp8_grouped_mlp_triton
+from batchgen.kernels.fp8.fp8_experts_triton import fp8_grouped_mlp_triton
+from batchgen.kernels.fp8.fp8_grouped_product_triton import fp8_down, fp8_gate_up
 from batchgen.kernels.fp8.fp8_linear import fp8_linear, fp8_linear_library
 from batchgen.kernels.fp8.fp8_linear_triton import fp8_linear_triton
 from batchgen.kernels.fp8.fp8_tiles import ExpertTiles, LinearTiles
