@@ -71,7 +71,7 @@ DENSE_ROWS = (
     *range(1, 18), 24, 32, 33, *range(40, 257, 8), 257, *range(288, 513, 32),
     600, 768, 777, 1000, 1024, 1333, 1536, 2048, 3072, 4096, 5000, 6144, 8192,
 )  # fmt: skip
-TIMED_ROWS = (1, 8, 64, 256, 512, 2048, 8192)
+TIMED_ROWS = (1, 8, 64, 256, 2048, 8192)
 HEAD_ROWS = 512
 """The most rows whose logits are computed."""
 SETTINGS = ("today", "no splits", "limited", "ordered")
