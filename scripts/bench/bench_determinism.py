@@ -2,7 +2,7 @@
 change is needed for that.
 
     python scripts/bench/bench_determinism.py tiles products attention schedules [--json PATH]
-    python scripts/bench/bench_determinism.py workloads [--workloads decode mixed] [--rounds 2]
+    python scripts/bench/bench_determinism.py workloads [--workloads decode mixed] [--variants …]
     python scripts/bench/bench_determinism.py schedules [--models qwen3-0.6b] [--schedules 200]
 
 - `tiles`: one product by Triton, cut into tiles in many ways, and the experts' products by each
@@ -22,6 +22,7 @@ engine is changed: what a deterministic mode would change is patched here.
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -30,6 +31,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -75,7 +77,7 @@ TIMED_ROWS = (1, 8, 64, 256, 2048, 8192)
 HEAD_ROWS = 512
 """The most rows whose logits are computed."""
 SETTINGS = ("today", "no splits", "limited", "ordered")
-"""How products run: as the engine has them; with no split allowed; so, with cuBLASLt and limited
+"""How products run: as the engine has them; by cuBLASLt with no split allowed; so, and with limited
 workspaces; by Triton."""
 
 
@@ -336,13 +338,20 @@ def _times(micros: dict[Any, float]) -> str:
 
 # Item 4: the rules of decode attention.
 
-VARIANTS: dict[str, tuple[Callable[[], Any], ...]] = {
-    "today": (),
-    "one split rule": (one_split_rule,),
-    "and tiles of 64 KiB": (one_split_rule, lambda: one_tile(1)),
-    "and tiles of 32 KiB": (one_split_rule, lambda: one_tile(64)),
+VARIANTS: dict[str, tuple[Callable[[], Any], ...]] = STAGES | {
+    "splits of 512": (one_split_rule,),
+    "splits of 1,024": (partial(one_split_rule, 1024),),
+    "splits of 2,048": (partial(one_split_rule, 2048),),
+    "512, tiles of 64 KiB": (one_split_rule, partial(one_tile, 1)),
+    "512, tiles of 32 KiB": (one_split_rule, partial(one_tile, 64)),
 }
 WIDTHS = (1, 2, 4, 8, 16)
+CONTEXTS = {
+    "qwen3-8b": (DecodeShape(256, 850, mixed=True), 32, 8, 128, (1, 8, 32, 128, 256)),
+    "qwen3-8b at 8,192 tokens": (DecodeShape(32, 8192), 32, 8, 128, (1, 8, 32)),
+    "hybrid-35b-a3b": (DecodeShape(256, 850, mixed=True), 16, 2, 256, (1, 8, 32, 256)),
+}
+"""Rows' contexts, query heads, KV heads, values of a head, and the numbers of rows that are run."""
 
 
 class Context(NamedTuple):
@@ -376,53 +385,56 @@ class Context(NamedTuple):
         return lambda: [paged_attention(q, cache, [meta], 0.1) for cache in self.caches]
 
 
-def attention_lines(batches: Sequence[int]) -> list[Line]:
+def attention_lines() -> list[Line]:
     """Compare the result of each row's last query between batches and widths, and time them."""
     lines = []
-    for name, heads, kv_heads, size in (("qwen3-8b", 32, 8, 128), ("hybrid-35b-a3b", 16, 2, 256)):
+    for name, (shape, heads, kv_heads, size, batches) in CONTEXTS.items():
+        if not GPU:
+            shape, batches = replace(shape, batch=3), (1, 3)
         torch.manual_seed(0)
-        contexts = Context.make(DecodeShape(max(batches), 850, mixed=True), heads, kv_heads, size)
-        for variant, made in VARIANTS.items():
+        contexts = Context.make(shape, heads, kv_heads, size)
+        sizes = list(product(batches, WIDTHS))
+        for variant in (v for v in VARIANTS if v == "today" or v not in STAGES):
             equal, micros = [], []
-            with changes(made):
-                sizes = list(product(batches, WIDTHS))
-                compile_all(lambda size, c=contexts: c.launch(*size)(), sizes)  # type: ignore[misc]
+            with changes(VARIANTS[variant]):
+                compile_all(lambda each, c=contexts: c.launch(*each)(), sizes)  # type: ignore[misc]
                 reference = contexts.launch(max(batches), 1)()[0]
                 for rows, width in sizes:
                     launch = contexts.launch(rows, width)
                     last = launch()[0].unflatten(0, (rows, width))[:, -1]
-                    same = (last == reference[:rows]).flatten(1).all(1)
-                    equal.append(f"{rows}×{width}: {int(same.sum())}")
+                    same = int((last == reference[:rows]).flatten(1).all(1).sum())
+                    if same < rows:
+                        equal.append(f"{rows}×{width}: {same}")
                     if GPU:
                         time = graph_time(launch, len(contexts.caches))
                         micros.append(f"{rows}×{width}: {time:.1f}")
             lines.append(
                 Line("4", f"decode attention of {name}, rows × width", variant,
-                     "rows whose last query has the bits of the largest batch at width 1: "
-                     + ", ".join(equal), "µs " + ", ".join(micros))
+                     "rows equal to the largest batch at width 1, where not all: "
+                     + (", ".join(equal) or "nowhere"), "µs " + ", ".join(micros))
             )  # fmt: skip
     return lines
 
 
-def workload_lines(model: str, names: Sequence[str], rounds: int, gib: float) -> list[Line]:
-    """Run workloads with and without the rules of attention, in turn."""
-    benches: dict[str, Bench] = {}
-    config = EngineConfig(kv_cache_gib=gib)
-    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for turn in range(rounds):
-        for variant in ("today", "and tiles of 64 KiB"):
-            with changes(VARIANTS[variant]):
-                if not turn:
-                    benches[variant] = Bench(model, config, DEVICE)
-                    benches[variant].warm_up(list(names), 0.6)
-                for name in names:
-                    run = benches[variant].run(name, 0.6, None)
-                    seconds[variant, name].append(run.seconds)
-                    print(f"{variant} {name} {run.seconds:.3f} s", flush=True)
-    return [
-        Line("4", f"{model} {name}", variant, "", ", ".join(f"{s:.3f} s" for s in runs))
-        for (variant, name), runs in seconds.items()
-    ]
+def workload_lines(model: str, names: Sequence[str], variants: Sequence[str]) -> list[Line]:
+    """Run workloads under some variants one after another, in this process."""
+    lines = []
+    for variant in variants:
+        with changes(VARIANTS[variant]):
+            bench = Bench(model, EngineConfig(), DEVICE)
+            bench.warm_up(list(names), 0.6)
+            for name in names:
+                run = bench.run(name, 0.6, None)
+                full, steps = run.full_batch, max(run.full_batch.steps, 1)
+                each = f"{full.seconds / steps * 1e3:.3f} ms a step of {full.rows // steps} rows"
+                cost = f"{run.seconds:.3f} s, {each}"
+                lines.append(Line("4", f"{model} {name}", variant, "", cost))
+                print(lines[-1], flush=True)
+            bench.free()
+            del bench
+            gc.collect()
+            torch.cuda.empty_cache()
+    return lines
 
 
 # Test C: schedules.
@@ -461,15 +473,15 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=200)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=["today", "attention"])
     parser.add_argument("--workloads", nargs="+", default=["decode", "mixed"])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["today", "attention"])
     parser.add_argument("--setting", default="today", help="of scan, which products runs")
     parser.add_argument("--json", type=Path, help="write the lines, and all that is behind them")
     arguments = parser.parse_args()
     models = arguments.models or MODELS
     rows = DENSE_ROWS if GPU else (1, 3, 17)
     if "scan" in arguments.modes:
-        rules = {"no splits": partial(library_rules, lt=False), "limited": library_rules}
-        with changes([rules[arguments.setting]] if arguments.setting in rules else []):
+        steady = arguments.setting in ("no splits", "limited")
+        with changes([library_rules] if steady else []):
             found = product_scans(arguments.setting, models, rows)
         arguments.json.write_text(json.dumps(found))
         return
@@ -483,9 +495,10 @@ def main() -> None:
             behind["scans"] = {s: other_process(s, models) for s in SETTINGS}
             lines += product_lines(models, behind["scans"])
         elif mode == "attention":
-            lines += attention_lines((1, 8, 32, 256) if GPU else (1, 3))
+            lines += attention_lines()
         elif mode == "workloads":
-            lines += workload_lines("qwen3-8b", arguments.workloads, arguments.rounds, 44)
+            for model in arguments.models or ("qwen3-8b",):
+                lines += workload_lines(model, arguments.workloads, arguments.variants)
         else:
             models = arguments.models or tuple(SMALL)
             lines += schedule_lines(models, arguments.schedules, arguments.stages)

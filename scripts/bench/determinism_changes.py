@@ -47,15 +47,16 @@ def patched(*changes: tuple[object, str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def library_rules(*, lt: bool = True) -> Iterator[None]:
-    """Allow no split of a sum, and take cuBLASLt if `lt` is true."""
-    if torch.cuda.is_available():
-        torch.backends.cuda.preferred_blas_library("cublaslt" if lt else "default")
+def library_rules() -> Iterator[None]:
+    """Let cuBLASLt compute all products, which takes no split of a sum then."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False, False
     yield
-    if torch.cuda.is_available():
-        torch.backends.cuda.preferred_blas_library("default")
+    if cuda:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True, True
+        torch.backends.cuda.preferred_blas_library("default")
 
 
 def ordered_products() -> Any:
@@ -75,9 +76,10 @@ def ordered_products() -> Any:
     )
 
 
-def one_split_rule() -> Any:
+def one_split_rule(tokens: int = decode.SPLIT_TOKENS) -> Any:
+    """Cut contexts into splits of so many tokens, or into 32 longer ones, in any batch."""
     return patched(
-        (attention, "split_length", lambda rows, kv_heads: decode.SPLIT_TOKENS),
+        (attention, "split_length", lambda rows, kv_heads: tokens),
         (attention, "most_splits", lambda rows, kv_heads, width: decode.MAX_SPLITS),
     )
 
