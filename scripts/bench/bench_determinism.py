@@ -238,15 +238,24 @@ def _run_once(case: Case, rows: int) -> None:
 
 
 def scan(case: Case, all_rows: Sequence[int], ordered: bool, times: bool) -> dict[str, Any]:
-    """Compute a product at each number of rows with a probe row in three places, and time some."""
-    x, (w,), residual = case.operands(max(all_rows))
-    bits: dict[int, list[str]] = {}
+    """Compute a product at each number of rows M, and time some.
+
+    Rows are compared with what they are in the product of most rows, where they stand in other
+    places. One order of a sum differs from another in few values of 16 bits, so there are many.
+    """
+    most = max(all_rows)
+    x, (w,), residual = case.operands(most)
+    reference = case.run(x, w, residual.clone(), ordered)
+    bits: dict[int, tuple[int, int]] = {}
     for rows in all_rows:
-        here, base = x[:rows].clone(), residual[:rows].clone()
-        places = sorted({0, rows // 2, rows - 1})
-        here[places], base[places] = x[-1], residual[-1]
-        out = case.run(here, w, base, ordered)
-        bits[rows] = [digest(out[place]) for place in places]
+        wanted = min(max(16, 2**16 // case.columns, rows), 512 * rows, most)
+        equal = []
+        for start in range(0, wanted - rows + 1, rows):
+            part = slice(start, start + rows)
+            out = case.run(x[part], w, residual[part].clone(), ordered)
+            equal.append((out == reference[part]).flatten(1).all(1))
+        all_equal = torch.cat(equal)
+        bits[rows] = int(all_equal.sum()), len(all_equal)
     micros: dict[int, float] = {}
     count = max(1, min(16, -(-(2**28) // w.nbytes)))
     _, weights, _ = case.operands(1, count) if times else (None, [], None)
@@ -255,10 +264,12 @@ def scan(case: Case, all_rows: Sequence[int], ordered: bool, times: bool) -> dic
             here, base = x[:rows], residual[:rows].clone()
             runs = [partial(case.run, here, w, base, ordered) for w in weights]
             micros[rows] = microseconds(runs, 32 if rows <= 512 else 4)
-    return {"bits": bits, "µs": micros}
+    return {"bits": bits, "digest": digest(reference), "µs": micros}
 
 
-def product_scans(setting: str, models: Sequence[str], all_rows: Sequence[int]) -> dict[str, Any]:
+def product_scans(
+    setting: str, models: Sequence[str], all_rows: Sequence[int], times: bool
+) -> dict[str, Any]:
     """Scan every product of the models in this process, which has one setting of the library."""
     all_cases = sorted({(name == "lm_head", case) for m in models for name, case in cases(m)})
     if setting == "ordered":
@@ -267,17 +278,18 @@ def product_scans(setting: str, models: Sequence[str], all_rows: Sequence[int]) 
     found = {}
     for is_head, case in all_cases:
         rows = [r for r in all_rows if r <= HEAD_ROWS] if is_head else all_rows
-        found[repr(tuple(case))] = scan(case, rows, setting == "ordered", GPU)
+        found[repr(tuple(case))] = scan(case, rows, setting == "ordered", times and GPU)
         if GPU:
             torch.cuda.empty_cache()
     return found
 
 
-def other_process(setting: str, models: Sequence[str]) -> dict[str, Any]:
+def other_process(setting: str, models: Sequence[str], times: bool) -> dict[str, Any]:
     """Run `product_scans` in a process of its own, as workspaces are limited before its start."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "scans.json"
         command = [sys.executable, __file__, "scan", "--setting", setting, "--json", str(path)]
+        command += [] if times else ["--no-times"]
         limits = LIMITS if setting == "limited" else {}
         subprocess.run([*command, "--models", *models], check=True, env=dict(os.environ) | limits)
         return dict(json.loads(path.read_text()))
@@ -286,17 +298,15 @@ def other_process(setting: str, models: Sequence[str]) -> dict[str, Any]:
 def product_lines(models: Sequence[str], scans: dict[str, dict[str, Any]]) -> list[Line]:
     """Say where each product keeps a row's bits, and what all products of a model take."""
     lines = []
-    ordered = {key: _common(scan)[0] for key, scan in scans["ordered"].items()}
     for model in models:
         totals: dict[str, Counter[str]] = defaultdict(Counter)
         for (name, case), count in cases(model).items():
             key = repr(tuple(case))
             for setting, found in scans.items():
-                common, kept, all_places, others = _common(found[key])
-                same = ", the ordered sum" if common == ordered[key] else ""
+                same = found[key]["digest"] == scans["ordered"][key]["digest"]
                 lines.append(
                     Line("B", f"{model} {name} {case.kind} {case.columns}×{case.depth}", setting,
-                         f"{kept} of {all_places} places{same}; {others}",
+                         _kept(found[key]["bits"]) + (", the ordered sum" if same else ""),
                          _times(found[key]["µs"]))
                 )  # fmt: skip
                 for rows, micros in found[key]["µs"].items():
@@ -306,19 +316,12 @@ def product_lines(models: Sequence[str], scans: dict[str, dict[str, Any]]) -> li
     return lines
 
 
-def _common(scan: dict[str, Any]) -> tuple[str, int, int, str]:
-    """Return the commonest result of a scan, in how many places of how many it came out, and at
-    which numbers of rows others did."""
-    counts = Counter(bits for places in scan["bits"].values() for bits in places)
-    common, kept = counts.most_common(1)[0]
-    others = [int(rows) for rows, places in scan["bits"].items() if set(places) != {common}]
-    at = ranges(others, [*map(int, scan["bits"])]) or "none"
-    return (
-        common,
-        kept,
-        sum(counts.values()),
-        f"{len(counts)} results, others at M = {at}",
-    )
+def _kept(bits: dict[str, tuple[int, int]]) -> str:
+    """Say how many rows have the bits of the largest product, and at which M some have not."""
+    equal, rows = (sum(counts) for counts in zip(*bits.values(), strict=True))
+    others = [int(rows) for rows, (kept, compared) in bits.items() if kept < compared]
+    at = f", not all at M = {ranges(others, [*map(int, bits)])}" if others else ""
+    return f"{equal} of {rows} rows{at}"
 
 
 def ranges(numbers: Sequence[int], among: Sequence[int]) -> str:
@@ -474,6 +477,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=["today", "attention"])
     parser.add_argument("--workloads", nargs="+", default=["decode", "mixed"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["today", "attention"])
+    parser.add_argument("--no-times", dest="times", action="store_false", help="of products")
     parser.add_argument("--setting", default="today", help="of scan, which products runs")
     parser.add_argument("--json", type=Path, help="write the lines, and all that is behind them")
     arguments = parser.parse_args()
@@ -482,7 +486,7 @@ def main() -> None:
     if "scan" in arguments.modes:
         steady = arguments.setting in ("no splits", "limited")
         with changes([library_rules] if steady else []):
-            found = product_scans(arguments.setting, models, rows)
+            found = product_scans(arguments.setting, models, rows, arguments.times)
         arguments.json.write_text(json.dumps(found))
         return
     lines: list[Line] = []
@@ -492,7 +496,9 @@ def main() -> None:
             lines += tiles_lines(4096 if GPU else 64)
             lines += expert_lines((1, 16, 64, 256, 1024, 8192)) if GPU else []
         elif mode == "products":
-            behind["scans"] = {s: other_process(s, models) for s in SETTINGS}
+            behind["scans"] = {
+                setting: other_process(setting, models, arguments.times) for setting in SETTINGS
+            }
             lines += product_lines(models, behind["scans"])
         elif mode == "attention":
             lines += attention_lines()

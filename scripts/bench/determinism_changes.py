@@ -4,10 +4,12 @@ Each change takes away something that a row's bits depend on besides the row:
 
 - `attention_rules`: the split of a context depends on its length alone, tiles of decode attention
   have one size whatever the number of queries, a prefill never takes the decode kernel, and latent
-  attention is always absorbed.
+  attention is always absorbed, 16 queries to a program in a decode step.
 - `library_rules`: the library's products do not split their sum. Its workspace has to be limited
   too, by variables that the process starts with (`LIMITS`).
-- `ordered_products`: a Triton kernel whose sum has one order takes the place of the library.
+- `narrow_products`: those of fewer than 16 columns, of which the library has several kinds, are
+  computed by a Triton kernel whose sum has one order.
+- `ordered_products`: that kernel takes the place of the library in all products.
 """
 
 from __future__ import annotations
@@ -76,6 +78,16 @@ def ordered_products() -> Any:
     )
 
 
+def narrow_products() -> Any:
+    """Compute products of few columns in one order, which the library has several ways for."""
+    library = linear_layer.linear
+
+    def product(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+        return (ordered_linear if len(weight) < 16 else library)(x, weight, *options)
+
+    return patched((linear_layer, "linear", product))
+
+
 def one_split_rule(tokens: int = decode.SPLIT_TOKENS) -> Any:
     """Cut contexts into splits of so many tokens, or into 32 longer ones, in any batch."""
     return patched(
@@ -109,6 +121,8 @@ def attention_rules(tile_queries: int = 1) -> Iterator[None]:
             (latent, "does_expansion_pay", lambda *lens: False),
             (latent, "split_length", lambda rows, kv_heads: decode.SPLIT_TOKENS),
             (latent, "most_latent_splits", lambda few, width: 16),
+            (latent, "decode_span", _few_heads),
+            (absorbed_triton, "decode_span", _few_heads),
             (absorbed_triton, "_decode_config", _absorbed_config),
         ),
     ):
@@ -136,6 +150,11 @@ def _latent_prefill_stays(
     return _latent_plan(q, plane, expansion, rotated, _cut(meta, size, q.device))
 
 
+def _few_heads(num_heads: int, width: int, itemsize: int) -> int:
+    """Let a program take 16 queries at most, so that its tile is that of one token."""
+    return max(n for n in range(1, num_heads + 1) if not num_heads % n and n * width <= 16)
+
+
 def _absorbed_config(q: Tensor, queries: int, items: int) -> absorbed_triton.AbsorbedConfig:
     return absorbed_triton._config(queries, q.itemsize)
 
@@ -143,7 +162,7 @@ def _absorbed_config(q: Tensor, queries: int, items: int) -> absorbed_triton.Abs
 STAGES: dict[str, tuple[Callable[[], Any], ...]] = {
     "today": (),
     "attention": (attention_rules,),
-    "attention, library": (attention_rules, library_rules),
+    "attention, library": (attention_rules, library_rules, narrow_products),
     "attention, ordered": (attention_rules, ordered_products),
 }
 """The changes under which schedules run, by name."""
