@@ -51,7 +51,6 @@ from torch import Tensor
 from workloads import bare_model, model_config
 
 from batchgen.engine.base.engine_config import EngineConfig
-from batchgen.engine.layers import linear as linear_layer
 from batchgen.engine.layers.linear import Float32Linear, Linear, RowParallelLinear
 from batchgen.engine.layers.mixers import kv_expansion as expansion_layer
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
@@ -59,6 +58,7 @@ from batchgen.engine.memory.kernel_warmup import Undone
 from batchgen.kernels.attention.attention import AttentionMetadata, paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.compile_ahead import can_compile_ahead, compiling_ahead
+from batchgen.kernels.layers.linear import add_linear_
 from batchgen.kernels.moe.experts_triton import grouped_parts_triton
 from batchgen.kernels.moe.moe_tiles import TABLE, choose_tiles
 
@@ -206,7 +206,7 @@ class Case(NamedTuple):
         if self.kind == "heads":
             return (ordered_heads if ordered else expansion_layer._multiply_heads)(x, w)
         if self.kind == "add":
-            return (ordered_add if ordered else linear_layer.add_linear_)(residual, x, w)
+            return (ordered_add if ordered else add_linear_)(residual, x, w)
         if self.kind == "float32" and GPU:
             if ordered:
                 return ordered_linear(x, w, dtype=torch.float32)
@@ -262,7 +262,9 @@ def scan(case: Case, all_rows: Sequence[int], ordered: bool, times: bool) -> dic
     for rows in TIMED_ROWS if times else ():
         if rows <= max(all_rows):
             here, base = x[:rows], residual[:rows].clone()
-            runs = [partial(case.run, here, w, base, ordered) for w in weights]
+            runs: list[Callable[[], object]] = [
+                partial(case.run, here, w, base, ordered) for w in weights
+            ]
             micros[rows] = microseconds(runs, 32 if rows <= 512 else 4)
     return {"bits": bits, "digest": digest(reference), "µs": micros}
 
@@ -299,7 +301,7 @@ def product_lines(models: Sequence[str], scans: dict[str, dict[str, Any]]) -> li
     """Say where each product keeps a row's bits, and what all products of a model take."""
     lines = []
     for model in models:
-        totals: dict[str, Counter[str]] = defaultdict(Counter)
+        totals: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for (name, case), count in cases(model).items():
             key = repr(tuple(case))
             for setting, found in scans.items():
@@ -446,12 +448,12 @@ def workload_lines(model: str, names: Sequence[str], variants: Sequence[str]) ->
 def schedule_lines(models: Sequence[str], count: int, stages: Sequence[str]) -> list[Line]:
     lines = []
     for model, stage in product(models, stages):
-        sizes = {"num_hidden_layers": SMALL[model]} if model in SMALL else {}
+        layers = SMALL.get(model)
         tokens, rows = (60_000, 192) if GPU else (3_000, 6)
-        found = run_schedules(model, stage, count, DEVICE, tokens=tokens, rows=rows, **sizes)
+        found = run_schedules(model, stage, count, DEVICE, tokens=tokens, rows=rows, layers=layers)
         differ = sum(found.by_kind.values())
         lines.append(
-            Line("C", f"{model}, {sizes.get('num_hidden_layers', 'all')} layers", stage,
+            Line("C", f"{model}, {layers or 'all'} layers", stage,
                  f"{count - differ} of {count} schedules equal; " + _counts(found.by_cause),
                  f"differing by engine: {_counts(found.by_kind)}; {_counts(found.seen)}")
         )  # fmt: skip

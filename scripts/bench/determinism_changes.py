@@ -32,6 +32,7 @@ from batchgen.kernels.attention import attention, decode
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.prefill import cut_equal_tiles, tile_tokens
+from batchgen.kernels.layers.linear import linear
 from batchgen.kernels.mla import absorbed_triton
 from batchgen.kernels.mla import mla_attention as latent
 
@@ -80,10 +81,9 @@ def ordered_products() -> Any:
 
 def narrow_products() -> Any:
     """Compute products of few columns in one order, which the library has several ways for."""
-    library = linear_layer.linear
 
     def product(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
-        return (ordered_linear if len(weight) < 16 else library)(x, weight, *options)
+        return (ordered_linear if len(weight) < 16 else linear)(x, weight, *options)
 
     return patched((linear_layer, "linear", product))
 

@@ -16,13 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from determinism_changes import STAGES, changes
 from torch import Tensor, nn
-from workloads import bare_model, dummy_model, mixers, prompt_vocab
+from workloads import bare_model, dummy_model, mixers, model_config, prompt_vocab
 
 from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.base.outputs import RequestOutput
@@ -240,7 +242,7 @@ class Probe:
         self.engine = LLMEngine(model, None, (), strategy, config)
         assert self.engine.memory.num_blocks * _BLOCK <= tape.plane.shape[1]
         self.blocks, self._free = self.engine._block_manager, self.engine._block_manager.free
-        self.blocks.free = self._keep  # type: ignore[method-assign]
+        self.blocks.free = self._keep  # type: ignore[assignment, method-assign]
         draws = random.Random("probe")
         self._prompt = [draws.randrange(self._vocab) for _ in range(_PROMPT)]
         self._digests = torch.empty(0)
@@ -317,8 +319,8 @@ def first_difference(tape: Tape, reference: Result, found: Result) -> str | None
         if len(differs):
             where = "prompt" if int(differs[0]) < _PROMPT else "generated"
             return f"{name} of layer {layer}, {where}"
-    a, b = (each.output.columns["logprobs"] for each in (reference, found))
-    differing = [i for i, _ in enumerate(a) if a[i] != b[i] or tokens[i] != others[i]]
+    before, now = (each.output.columns["logprobs"] for each in (reference, found))
+    differing = ((before != now) | (np.array(tokens) != others)).nonzero()[0].tolist()
     if not differing:
         return None
     where = "first token" if differing[0] == 0 else "later token"
@@ -335,26 +337,33 @@ class Count(NamedTuple):
 
 
 def run_schedules(
-    name: str, stage: str, count: int, device: torch.device, *, tokens: int, rows: int, **sizes: int
+    name: str,
+    stage: str,
+    count: int,
+    device: torch.device,
+    *,
+    tokens: int,
+    rows: int,
+    layers: int | None = None,
 ) -> Count:
     """Run a row under `count` schedules with the changes of a stage.
 
     Args:
         name: key of `MODELS`.
         stage: key of `STAGES`.
-        count: of schedules, over all kinds of engines.
-        device: where.
-        tokens: room in the paged cache.
+        count: the number of schedules over all kinds of engines.
+        device: where the model runs.
+        tokens: the room in the paged cache.
         rows: the most rows in flight.
-        sizes: entries of the model's config.json to replace.
+        layers: the number of the model's layers; None means all.
     """
     cuda = device.type == "cuda"
-    kinds = [
-        Kind(drafts, graphs) for drafts in (False, True) for graphs in (False, True)[: 1 + cuda]
-    ]
+    kinds = [Kind(*each) for each in product((False, True), (False, True)[: 1 + cuda])]
     draws = random.Random(0)
     by_kind, by_cause, seen = Counter[str](), Counter[str](), Counter[str]()
-    model, tape, reference = dummy_model(name, device, **sizes), Tape(tokens + 1024, device), None
+    layers = layers or model_config(name).num_layers
+    model = dummy_model(name, device, num_hidden_layers=layers)
+    tape, reference = Tape(tokens + 1024, device), None
     with changes(STAGES[stage]), tape.watching(model):
         for number, kind in enumerate(kinds):
             probe = Probe(model, tape, kind, tokens, rows)
