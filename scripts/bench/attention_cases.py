@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
+from batchgen.engine.parallel.placement import Placement
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.decode import MAX_QUERIES, DecodeConfig, paged_attention_decode
 from batchgen.kernels.attention.decode_plan import most_splits, plan_decode, split_length
@@ -290,7 +291,7 @@ class LatentLayers:
         self.parts: list[tuple[Tensor, KVExpansion]] = []
         for _ in range(_LAYERS):
             expansion = KVExpansion(
-                shape.heads, LATENT, shape.key, shape.value, device=DEVICE, dtype=DTYPE
+                shape.heads, LATENT, shape.key, shape.value, where=Placement(DEVICE, DTYPE)
             )
             expansion.weight.normal_(0, 0.04)
             plane = random_normal(rows * blocks + 1, BLOCK_SIZE, LATENT + ROTATED)
