@@ -28,13 +28,14 @@ from batchgen.engine.layers import linear as linear_layer
 from batchgen.engine.layers.linear import Float32Linear
 from batchgen.engine.layers.mixers import kv_expansion as expansion_layer
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
-from batchgen.kernels.attention import attention, decode
+from batchgen.kernels.attention import attention, decode, decode_plan
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_cache import KVCache
-from batchgen.kernels.attention.prefill import cut_equal_tiles, tile_tokens
+from batchgen.kernels.attention.prefill_plan import cut_equal_tiles, tile_tokens
 from batchgen.kernels.layers.linear import linear
 from batchgen.kernels.mla import absorbed_triton
 from batchgen.kernels.mla import mla_attention as latent
+from batchgen.kernels.mla.absorbed_sizes import AbsorbedConfig, absorbed_config
 
 LIMITS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 _choose = decode._config
@@ -88,11 +89,11 @@ def narrow_products() -> Any:
     return patched((linear_layer, "linear", product))
 
 
-def one_split_rule(tokens: int = decode.SPLIT_TOKENS) -> Any:
+def one_split_rule(tokens: int = decode_plan.SPLIT_TOKENS) -> Any:
     """Cut contexts into splits of so many tokens, or into 32 longer ones, in any batch."""
     return patched(
         (attention, "split_length", lambda rows, kv_heads: tokens),
-        (attention, "most_splits", lambda rows, kv_heads, width: decode.MAX_SPLITS),
+        (attention, "most_splits", lambda rows, kv_heads, width: decode_plan.MAX_SPLITS),
     )
 
 
@@ -119,11 +120,11 @@ def attention_rules(tile_queries: int = 1) -> Iterator[None]:
             (attention, "_make_triton_plan", _prefill_stays),
             (latent, "_make_plan", _latent_prefill_stays),
             (latent, "does_expansion_pay", lambda *lens: False),
-            (latent, "split_length", lambda rows, kv_heads: decode.SPLIT_TOKENS),
+            (latent, "split_length", lambda rows, kv_heads: decode_plan.SPLIT_TOKENS),
             (latent, "most_latent_splits", lambda few, width: 16),
             (latent, "decode_span", _few_heads),
             (absorbed_triton, "decode_span", _few_heads),
-            (absorbed_triton, "_decode_config", _absorbed_config),
+            (absorbed_triton, "decode_config", _absorbed_config),
         ),
     ):
         yield
@@ -155,8 +156,8 @@ def _few_heads(num_heads: int, width: int, itemsize: int) -> int:
     return max(n for n in range(1, num_heads + 1) if not num_heads % n and n * width <= 16)
 
 
-def _absorbed_config(q: Tensor, queries: int, items: int) -> absorbed_triton.AbsorbedConfig:
-    return absorbed_triton._config(queries, q.itemsize)
+def _absorbed_config(q: Tensor, queries: int, items: int) -> AbsorbedConfig:
+    return absorbed_config(queries, q.itemsize)
 
 
 STAGES: dict[str, tuple[Callable[[], Any], ...]] = {
