@@ -67,13 +67,7 @@ def fingerprint_files(paths: Iterable[Path | str]) -> str:
 
 
 def content_digests(files: Sequence[Path]) -> list[str]:
-    """32 hex digits over the content of each file, whatever its name is and wherever it lies.
-
-    They are made as `fingerprint_files` makes its own.
-
-    Raises:
-        OSError: a file does not exist or cannot be read.
-    """
+    """32 hex digits over the content of each file, whatever its name is and wherever it lies."""
     return _file_digests(files)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from batchgen.engine.base.transfer import upload
 from batchgen.engine.execution.forward import Part
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.kernels.attention.prefill import cut_tiles
+from batchgen.kernels.attention.prefill_plan import cut_tiles
 
 
 class RaggedInputs:

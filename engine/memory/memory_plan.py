@@ -24,7 +24,7 @@ from batchgen.engine.execution.graph_shapes import GraphShapes, launch_bound_tok
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
 from batchgen.engine.models.token_model import TokenModel
-from batchgen.kernels.attention.decode import split_length
+from batchgen.kernels.attention.decode_plan import split_length
 
 CPU_SHARE = 0.3
 """The share of a CPU's available memory that the caches may take."""

@@ -77,6 +77,8 @@ class CausalLM(TokenModel):
     checkpoint was not loaded.
     """
 
+    hf_class: ClassVar[str]
+    """The class of transformers that reads this model's config.json."""
     is_diffusion: ClassVar[bool] = False
     """Whether the model fills in masked tokens, as `ModelConfig.diffusion` then describes."""
 
@@ -145,9 +147,12 @@ class CausalLM(TokenModel):
         return head
 
     @classmethod
-    @abstractmethod
     def hf_config(cls) -> type[PretrainedConfig]:
         """Return the class of transformers that reads this model's config.json."""
+        import transformers
+
+        found: type[PretrainedConfig] = getattr(transformers, cls.hf_class)
+        return found
 
     @classmethod
     @abstractmethod

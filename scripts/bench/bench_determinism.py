@@ -37,12 +37,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from attention_cases import DecodeShape
+from cases.attention import DecodeShape
+from cases.experts import SHAPES, Batch, Layer, timed
 from determinism_changes import LIMITS, STAGES, changes, library_rules, one_split_rule, one_tile
 from determinism_schedules import run_schedules
-from engine_runs import Bench
-from expert_cases import SHAPES, Batch, Layer, timed
 from measuring import environment, microseconds, queued
+from modes.engine_runs import Bench
 from ordered_product import Tile, ordered_add, ordered_heads, ordered_linear, ordered_product
 from torch import Tensor
 from workloads import bare_model, model_config

@@ -26,11 +26,11 @@ from batchgen.engine.layers import linear as linear_layer
 from batchgen.engine.layers.linear import Float32Linear
 from batchgen.engine.layers.mixers import kv_expansion as expansion_layer
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
-from batchgen.kernels.attention import attention, decode
+from batchgen.kernels.attention import attention, decode, decode_plan
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_cache import KVCache
-from batchgen.kernels.attention.prefill import cut_equal_tiles, tile_tokens
-from batchgen.kernels.mla import absorbed_triton
+from batchgen.kernels.attention.prefill_plan import cut_equal_tiles, tile_tokens
+from batchgen.kernels.mla import absorbed_sizes, absorbed_triton
 from batchgen.kernels.mla import mla_attention as latent
 
 LIMITS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
@@ -77,8 +77,8 @@ def ordered_products() -> Any:
 
 def one_split_rule() -> Any:
     return patched(
-        (attention, "split_length", lambda rows, kv_heads: decode.SPLIT_TOKENS),
-        (attention, "most_splits", lambda rows, kv_heads, width: decode.MAX_SPLITS),
+        (attention, "split_length", lambda rows, kv_heads: decode_plan.SPLIT_TOKENS),
+        (attention, "most_splits", lambda rows, kv_heads, width: decode_plan.MAX_SPLITS),
     )
 
 
@@ -105,9 +105,9 @@ def attention_rules(tile_queries: int = 1) -> Iterator[None]:
             (attention, "_make_triton_plan", _prefill_stays),
             (latent, "_make_plan", _latent_prefill_stays),
             (latent, "does_expansion_pay", lambda *lens: False),
-            (latent, "split_length", lambda rows, kv_heads: decode.SPLIT_TOKENS),
+            (latent, "split_length", lambda rows, kv_heads: decode_plan.SPLIT_TOKENS),
             (latent, "most_latent_splits", lambda few, width: 16),
-            (absorbed_triton, "_decode_config", _absorbed_config),
+            (absorbed_triton, "decode_config", _absorbed_config),
         ),
     ):
         yield
@@ -134,8 +134,8 @@ def _latent_prefill_stays(
     return _latent_plan(q, plane, expansion, rotated, _cut(meta, size, q.device))
 
 
-def _absorbed_config(q: Tensor, queries: int, items: int) -> absorbed_triton.AbsorbedConfig:
-    return absorbed_triton._config(queries, q.itemsize)
+def _absorbed_config(q: Tensor, queries: int, items: int) -> absorbed_sizes.AbsorbedConfig:
+    return absorbed_sizes.absorbed_config(queries, q.itemsize)
 
 
 STAGES: dict[str, tuple[Callable[[], Any], ...]] = {

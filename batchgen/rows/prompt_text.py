@@ -14,23 +14,21 @@ from batchgen.util.errors import ConfigError
 
 _TEMPLATES = ("system", "user", "text")
 Part = tuple[str, str]
-"""Who says it, or which column it is, and the text."""
+"""The role of a speaker or the name of a column, and the text."""
 
 
 class PromptText:
     """Finds the prompt of a row in what the job has stored.
 
-    If the rows have `prompt_token_ids`, that is the prompt as the model read it, with the marks of
-    its chat format. Else the templates of the configuration are filled again. Where a column of
-    theirs was not copied, the columns that are there stand for the prompt.
+    The prompt is the text of `prompt_token_ids`, where rows have these. Else the templates of the
+    configuration are filled again; where a column of theirs was not copied, the columns that are
+    there stand for the prompt.
+
+    Args:
+        config: the group `prompt` of the job.
     """
 
     def __init__(self, config: Mapping[str, Any], schema: pa.Schema, decode: Decode | None) -> None:
-        """
-        Args:
-            config: the group `prompt` of the job.
-            schema: of its rows.
-        """
         self._decode, self._names = decode, list(schema.names)
         self._messages: str | None = config.get("messages_column")
         self._used = [name for name in used_columns(config) if name in self._names]
