@@ -52,33 +52,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class EngineStats:
-    """Counts since the engine started. A mixed step counts as a prefill and as a decode step.
+    """Counts since the engine started. A mixed step counts as a prefill and as a decode step."""
 
-    Attributes:
-        prefill_steps: the number of steps that read prompts.
-        prefill_tokens: the number of tokens that prefills computed, including recomputed ones.
-        cached_tokens: the number of tokens that prefills did not compute, because the prefix cache
-            had them.
-        decode_steps: the number of steps with decoding rows.
-        decode_rows: the sum of the numbers of rows over all decode steps; divided by
-            `decode_steps` it is the mean batch size.
-        generated_tokens: the number of tokens generated for finished and running requests.
-        counts: maps the name of each of the strategy's counts to its sum over all rows.
-        strategy: what the strategy reports besides (`Strategy.stats`).
-        preemptions: how often a row lost its cache entries to other rows.
-        peak_kv_usage: the largest share of the blocks that rows owned, from 0 to 1.
-    """
-
-    prefill_steps: int = 0
+    prefill_steps: int = 0  # the number of steps that read prompts
+    # The number of tokens that prefills computed, including recomputed ones.
     prefill_tokens: int = 0
+    # The number of tokens that prefills did not compute, because the prefix cache had them.
     cached_tokens: int = 0
-    decode_steps: int = 0
+    decode_steps: int = 0  # the number of steps with decoding rows
+    # The sum of the numbers of rows over all decode steps; divided by `decode_steps` it is the mean
+    # batch size.
     decode_rows: int = 0
-    generated_tokens: int = 0
+    generated_tokens: int = 0  # the number of tokens generated for finished and running requests
+    # Maps the name of each of the strategy's counts to its sum over all rows.
     counts: dict[str, int] = field(default_factory=dict)
+    # What the strategy reports besides (`Strategy.stats`).
     strategy: dict[str, Any] = field(default_factory=dict)
-    preemptions: int = 0
-    peak_kv_usage: float = 0.0
+    preemptions: int = 0  # how often a row lost its cache entries to other rows
+    peak_kv_usage: float = 0.0  # the largest share of the blocks that rows owned, from 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +91,6 @@ class LLMEngine:
         model: the target with its weights, on its device; the weights are packed in place.
         tokenizer: decodes the output to text; None leaves texts empty and refuses stop strings and
             constraints.
-        eos_token_ids: the token ids that end a row, unless it ignores EOS.
-        strategy: the decoding paradigm.
-        config: batch and memory sizes.
         timer: measures the steps; None measures nothing.
         others: the strategy's other models that have checkpoints of their own, by name, on the same
             device; their weights are packed in place.
@@ -248,11 +236,6 @@ class LLMEngine:
     ) -> None:
         """Queue a request.
 
-        Args:
-            request_id: the caller's name for it, which no unfinished request may have.
-            prompt_token_ids: the tokens of the prompt.
-            params: what the request asks for.
-
         Raises:
             RequestError: the request can never be served; its `type` says why.
             ValueError: the parameters cannot be honoured, or the id is in use.
@@ -269,11 +252,7 @@ class LLMEngine:
             self._leader.post(Add(request_id, list(prompt_token_ids), params))
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request.
-
-        Returns:
-            False if there is no unfinished request with this id.
-        """
+        """Drop a request. Returns False if there is no unfinished request with this id."""
         seq = self._live.pop(request_id, None)
         if seq is None:
             return False
@@ -337,13 +316,8 @@ class LLMEngine:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Launch a batch and read one: with overlap the batch before it, else the same batch.
-
-        Returns:
-            The requests that have finished and were not returned yet.
-
-        Raises:
-            RuntimeError: another rank was lost. The engine can do nothing after that.
-        """
+        Returns the requests that have finished and were not returned yet. Raises RuntimeError if
+        another rank was lost. The engine can do nothing after that."""
         with nullcontext() if self._leader is None else self._leader.step():
             # The engine waits for the compiler only if all rows wait for their constraints.
             block = len(self._compiling) == len(self._live)
@@ -356,11 +330,8 @@ class LLMEngine:
 
     @torch.inference_mode()
     def follow(self, step: Step) -> None:
-        """Make the step that the engine of rank 0 makes.
-
-        Raises:
-            RuntimeError: this engine's tokens differ from those of rank 0.
-        """
+        """Make the step that the engine of rank 0 makes. Raises RuntimeError if this engine's
+        tokens differ from those of rank 0."""
         if step.digest != self._digest:
             raise RuntimeError("the tokens of this rank differ from those of rank 0")
         self._step([self._compiling.take_one(*compiled) for compiled in step.compiled])
@@ -417,11 +388,8 @@ class LLMEngine:
                 (self._leaving if seq.context_columns else self._finished).append(seq)
 
     def _launch(self, batch: ScheduledBatch) -> list[tuple[PrefillBatch | DecodeBatch, StepOutput]]:
-        """Enqueue a step on the device.
-
-        Returns:
-            The parts of the batch that yield tokens, each with what it produces.
-        """
+        """Enqueue a step on the device. Returns the parts of the batch that yield tokens, each with
+        what it produces."""
         if isinstance(batch, DecodeBatch):
             with timed(self._timer, "decode", batch.num_rows):
                 step, _ = self._decode(batch, None)
@@ -442,12 +410,9 @@ class LLMEngine:
     def _decode(
         self, batch: DecodeBatch, prefill: PrefillInputs | None
     ) -> tuple[StepOutput, ModelOutput | None]:
-        """Enqueue a decode step, with a prefill beside it if there is one.
-
-        Returns:
-            What the step produces for the decoding rows, and the forward's output for the prefill,
-            which is None without one.
-        """
+        """Enqueue a decode step, with a prefill beside it if there is one. Returns what the step
+        produces for the decoding rows, and the forward's output for the prefill, which is None
+        without one."""
         self.strategy.step_inputs.reindex(batch)
         if batch.guide is not None and self.strategy.proposes_from_guide:
             self._catch_up()
@@ -478,10 +443,8 @@ class LLMEngine:
     def _prefill_inputs(self, batch: PrefillBatch) -> PrefillInputs | None:
         """Make the inputs of a prefill's forward, and put the rows' states in place.
 
-        Rows that start from a snapshot get a copy of its state in their own state slot.
-
-        Returns:
-            The inputs, without rows that have no tokens to compute; None if no row has any.
+        Rows that start from a snapshot get a copy of its state in their own state slot. Returns the
+        inputs, without rows that have no tokens to compute; None if no row has any.
         """
         seqs, states = batch.seqs, self._runner.states
         if states is not None:
@@ -501,15 +464,12 @@ class LLMEngine:
         """Tell the strategy of a prefill, and let the rows that it completes decode from the next
         step on.
 
-        The first tokens of those whose prefill yields one are decided here.
+        The first tokens of those whose prefill yields one are decided here. Returns the batch with
+        its first tokens; empty if no row's prefill yields a token.
 
         Args:
-            batch: the prefill.
             prefill: the inputs of its forward; None if there was nothing to compute.
             output: the output of its forward; None likewise.
-
-        Returns:
-            The batch with its first tokens; empty if no row's prefill yields a token.
         """
         state, device = self.strategy.step_inputs, self._runner.device
         if batch.completing and batch.keep is not None:

@@ -49,14 +49,8 @@ def check_params(
     tokenizer: PreTrainedTokenizerBase | None,
     context_columns: abc.Sequence[OutputColumn] = (),
 ) -> None:
-    """Check that the engine can honour sampling parameters, without any weights.
-
-    Args:
-        context_columns: the columns of context scope that the model records.
-
-    Raises:
-        ValueError: the parameters cannot be honoured; the message names the option.
-    """
+    """Check that the engine can honour sampling parameters, without any weights. Raises ValueError
+    if the parameters cannot be honoured; the message names the option."""
     strategy.check(params)
     known = [column.name for column in (*strategy.columns, *context_columns)]
     if missing := [name for name in params.columns if name not in known]:
@@ -92,12 +86,6 @@ class Requests:
     Args:
         tokenizer: decodes the output to text; None leaves texts empty and refuses stop strings and
             constraints.
-        eos_token_ids: the token ids that end a row, unless it ignores EOS.
-        strategy: the decoding paradigm.
-        vocab_size: the number of token ids of the model.
-        max_model_len: the most prompt and output tokens of a row together.
-        cache_capacity: the number of tokens that the whole paged cache holds.
-        context_columns: the columns of context scope that the model records.
     """
 
     def __init__(

@@ -32,13 +32,12 @@ class MTPProposer:
     not. The hidden state that this leaves behind each row's newest token, `SpecRows.hidden`, is
     what the next step's first draft is drawn from. For later drafts the head reads its own drafts,
     with its own hidden states in place of the target's. What it keeps of them is written anew when
-    the target has verified them, so nothing that it keeps is ever of a token that was not
-    accepted, but behind the row's newest token.
+    the target has verified them, so nothing that it keeps is ever of a token that was not accepted,
+    but behind the row's newest token.
 
     Drafts are drawn as `DraftProposer` says.
 
     Args:
-        runner: the runner of the head.
         own_law: as for `DraftProposer`.
     """
 
@@ -108,7 +107,6 @@ def _of_head(inputs: ModelInputs, token_ids: Tensor, hidden: Tensor) -> ModelInp
     """The same rows and positions as inputs of the head, which keeps no states.
 
     Args:
-        inputs: the T tokens that the target reads.
         token_ids: [T] int64, the tokens that follow them.
         hidden: [T, hidden_size], the hidden states that the following tokens were drawn from.
     """

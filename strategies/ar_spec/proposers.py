@@ -28,12 +28,7 @@ class Proposer(Protocol):
     """Drafts the tokens that may follow the newest token of each row."""
 
     def costs(self, max_rows: int, lengths: Sequence[int]) -> DraftCosts:
-        """Measure what the proposer's own model takes.
-
-        Args:
-            max_rows: the most rows that decode at once.
-            lengths: the numbers of drafts that a row can have in a step.
-        """
+        """Measure what the proposer's own model takes."""
 
     def prefilled(
         self,
@@ -46,9 +41,6 @@ class Proposer(Protocol):
         """Take note of prompt tokens that the target has read.
 
         Args:
-            state: the state of the decoding rows, which these rows have not joined yet.
-            batch: the rows whose prompts these are.
-            inputs: the T tokens, a chunk of each row.
             hidden: [T, hidden_size], the target's hidden states of the tokens; None unless the
                 strategy `needs_hidden`.
             newest: [J] int64, the token behind the chunk, for the rows that join next.
@@ -65,13 +57,7 @@ class Proposer(Protocol):
 
     def verified(self, state: SpecStepInputs, output: ModelOutput, step: StepOutput) -> None:
         """Take note of the tokens that a step decided, with drafts or without, before the rows move
-        on by them.
-
-        Args:
-            state: the state of the rows.
-            output: what the target's forward gave, hidden states of all its tokens included.
-            step: the step of B rows of W tokens.
-        """
+        on by them."""
 
 
 class NgramProposer:
@@ -118,7 +104,6 @@ class DraftProposer:
     often equal.
 
     Args:
-        runner: the runner of the draft model.
         own_law: draw with random numbers that nothing else uses, and return the distribution of
             each draft, as verification by rejection needs.
     """
@@ -170,10 +155,7 @@ class DraftProposer:
     def _read(self, state: SpecStepInputs, back: int, width: int) -> Tensor:
         """Let the draft model read `width` known tokens of each row, of which the first is the
         `back`-th newest. If these are more than there are, the newest is read several times.
-
-        Returns:
-            [B · width, hidden_size], the draft model's hidden states of the tokens.
-        """
+        Returns [B · width, hidden_size], the draft model's hidden states of the tokens."""
         newest = state.newest.positions.unsqueeze(1)
         offsets = torch.arange(1 - back, 1 - back + width, device=newest.device).clamp(max=0)
         positions = (newest + offsets).clamp(min=0)
@@ -194,9 +176,7 @@ def draft_one_by_one(
     """Draft k tokens for each row, each from a hidden state of the model that drafts.
 
     Args:
-        state: the state of the B rows.
         k: the number of drafts, at least 1.
-        runner: the runner of the model that drafts.
         hidden: [B, hidden_size], its hidden states from which the first drafts are drawn.
         read: `read(token_ids, positions, before, hidden)` lets the model read a draft of each row,
             at these positions, which was drawn from `hidden`, the hidden states of the positions
@@ -227,8 +207,8 @@ def draft_one_by_one(
 def _with_tokens(
     rows: ModelInputs, input_ids: Tensor, positions: Tensor, width: int
 ) -> ModelInputs:
-    """The same rows as model inputs of `width` tokens each: input_ids and positions are
-    [B · width] int64."""
+    """The same rows as model inputs of `width` tokens each: input_ids and positions are [B · width]
+    int64."""
     return ModelInputs(
         input_ids,
         positions,

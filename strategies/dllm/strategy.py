@@ -48,7 +48,8 @@ _STEPS_PER_BLOCK = "steps_per_block"
 
 class DLLMStrategy(Strategy):
     """Starts with blocks of masked positions and denoises them. Each denoise step draws a token at
-    every masked position and keeps some of them.
+    every masked position and keeps some of them. Raises ValueError if an option is out of range or
+    does not go with another.
 
     Args:
         block_length: L, the number of positions of a block. None takes what the model's
@@ -59,13 +60,10 @@ class DLLMStrategy(Strategy):
             in denoising_steps steps. `sequential`: as many, but the first ones.
         confidence_threshold: for `low_confidence_dynamic`. The confidence of a token is its
             probability under the distribution that it was drawn from.
-        denoising_steps: for the other two rules, the number of denoise steps of a block. None
-            takes one for each position.
+        denoising_steps: for the other two rules, the number of denoise steps of a block. None takes
+            one for each position.
         fused_commit: whether the commit forward of a block may be joined with the first denoise
             step of the next block, which saves forwards. The tokens are the same.
-
-    Raises:
-        ValueError: an option is out of range or does not go with another.
     """
 
     name = "dllm"
@@ -326,12 +324,9 @@ class DLLMStrategy(Strategy):
         )
 
     def _decide_guided(self, output: ModelOutput, guide: Guide) -> tuple[Drawn, Tensor, Tensor]:
-        """Decide a denoise step of a batch with constrained rows.
-
-        Returns:
-            the drawn tokens; [B, L] bool, the positions that are unmasked; and [B] bool, the rows
-            that conflict with their constraints.
-        """
+        """Decide a denoise step of a batch with constrained rows. Returns the drawn tokens; [B, L]
+        bool, the positions that are unmasked; and [B] bool, the rows that conflict with their
+        constraints."""
         state, device = self.step_inputs, output.logits.device
         drawn, taken = denoise(
             guide,
@@ -385,7 +380,7 @@ def _shares(numbers: Mapping[int, int]) -> str:
 
 
 def _ordered(values: Tensor, order: Tensor) -> Tensor:
-    """Reorder values [B, L, *tail] along the second axis: entry i of row b is the value at
-    order[b, i], where order is [B, L] int64."""
+    """Reorder values [B, L, *tail] along the second axis: entry i of row b is the value at order[b,
+    i], where order is [B, L] int64."""
     index = order.view(*order.shape, *[1] * (values.dim() - 2)).expand_as(values)
     return values.gather(1, index)
