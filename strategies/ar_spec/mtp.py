@@ -15,11 +15,11 @@ from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.rows.scheduled_batch import PrefillBatch
 from batchgen.strategies.ar_spec.controller import DraftCosts, StepCosts
-from batchgen.strategies.ar_spec.proposers import draft_one_by_one
+from batchgen.strategies.ar_spec.proposers import Proposer, draft_one_by_one
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 
 
-class MTPProposer:
+class MTPProposer(Proposer):
     """Drafts with the target's head for multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3
     2024).
 
@@ -89,12 +89,6 @@ class MTPProposer:
             return self._runner.hidden_states(_of_head(rows, token_ids, hidden))
 
         return draft_one_by_one(state, k, self._runner, state.rows.hidden, read, self._own_law)
-
-    def skipped(self, state: SpecStepInputs) -> None:
-        """Does nothing, because the head reads the tokens of every step."""
-
-    def overruled(self, state: SpecStepInputs, k: int) -> None:
-        """Does nothing, because the head reads the verified tokens, whoever drafted them."""
 
     def verified(self, state: SpecStepInputs, output: ModelOutput, step: StepOutput) -> None:
         assert output.hidden is not None

@@ -4,7 +4,6 @@ all in `SpecStepInputs`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,11 +23,16 @@ CATCH_UP_WIDTH = 8
 without it."""
 
 
-class Proposer(Protocol):
-    """Drafts the tokens that may follow the newest token of each row."""
+class Proposer:
+    """Drafts the tokens that may follow the newest token of each row.
+
+    By default it takes note of nothing: rows put their prompts into the token store when they join,
+    and every step adds its tokens, with drafts or without.
+    """
 
     def costs(self, max_rows: int, lengths: Sequence[int]) -> DraftCosts:
-        """Measure what the proposer's own model takes."""
+        """Measure what the proposer's own model takes; by default it has none."""
+        return lambda num_rows, k: 0.0
 
     def prefilled(
         self,
@@ -48,6 +52,7 @@ class Proposer(Protocol):
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
         """Draft at most k tokens for each row, where k is at least 1."""
+        raise NotImplementedError
 
     def skipped(self, state: SpecStepInputs) -> None:
         """Take note of a step that is run without drafts."""
@@ -60,41 +65,15 @@ class Proposer(Protocol):
         on by them."""
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Drafts the tokens that followed the row's last tokens at an earlier occurrence, in the row or
-    in others (prompt lookup, Saxena 2023).
-
-    It needs to take note of nothing: rows put their prompts into the token store when they join,
-    and every step adds its tokens, with drafts or without.
-    """
-
-    def costs(self, max_rows: int, lengths: Sequence[int]) -> DraftCosts:
-        return lambda num_rows, k: 0.0
-
-    def prefilled(
-        self,
-        state: SpecStepInputs,
-        batch: PrefillBatch,
-        inputs: ModelInputs,
-        hidden: Tensor | None,
-        newest: Tensor,
-    ) -> None:
-        """Does nothing."""
+    in others (prompt lookup, Saxena 2023)."""
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
         return Drafts(*state.store.propose(state.rows.entries_there, k))
 
-    def skipped(self, state: SpecStepInputs) -> None:
-        """Does nothing."""
 
-    def overruled(self, state: SpecStepInputs, k: int) -> None:
-        """Does nothing."""
-
-    def verified(self, state: SpecStepInputs, output: ModelOutput, step: StepOutput) -> None:
-        """Does nothing."""
-
-
-class DraftProposer:
+class DraftProposer(Proposer):
     """Drafts with a smaller model of the same vocabulary. Its KV cache has blocks of the same
     numbers, so the rows' block tables serve both models.
 
@@ -134,9 +113,6 @@ class DraftProposer:
     def overruled(self, state: SpecStepInputs, k: int) -> None:
         """The model's cache has its own drafts in the KV slots of the other tokens."""
         state.draft_lag = 1 + k
-
-    def verified(self, state: SpecStepInputs, output: ModelOutput, step: StepOutput) -> None:
-        """Does nothing, because the model reads the tokens before it drafts again."""
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
         while state.draft_lag > 2:
