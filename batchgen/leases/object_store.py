@@ -337,8 +337,8 @@ class ObjectFile(RawIOBase):
 
 
 def connect(url: str) -> ObjectStore:
-    """The store that a URL names, with what the environment and fsspec's configuration say of it.
-    The store that a URL names, with what the environment and fsspec's configuration say of it."""
+    """The store that a URL names, with what the environment and fsspec's
+    configuration say of it."""
     import fsspec
 
     scheme = url.partition("://")[0]

@@ -236,8 +236,8 @@ def _strictest(config: JobConfig, params: SamplingParams) -> SamplingParams:
 def _compiler(
     config: ConstraintConfig, constraint: Constraint | None, model: OpenedModel
 ) -> GrammarCompiler | None:
-    """The compiler for the rows' constraints; it has compiled the one of the job, if there is one.
-    The compiler for the rows' constraints; it has compiled the one of the job, if there is one."""
+    """The compiler for the rows' constraints; it has compiled the one of the
+    job, if there is one."""
     if isinstance(config, NoConstraintConfig):
         return None
     with _named("constraint"):

@@ -183,8 +183,8 @@ def unreadable(source: Source, error: OSError) -> JobError:
 
 
 class _Bytes(RawIOBase):
-    """The bytes of a file for pyarrow; what was just checked comes from memory (`held`, by place).
-    The bytes of a file for pyarrow; what was just checked comes from memory (`held`, by place)."""
+    """The bytes of a file for pyarrow; what was just checked comes from memory
+    (`held`, by place)."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

@@ -31,8 +31,8 @@ def shard_path(data: Path, shard: int) -> Path:
 
 
 def shard_files(data: Path, names: Iterable[str] | None = None) -> dict[int, Path]:
-    """The published shards of a data folder, in order; `names` is what is in it, if that is known.
-    The published shards of a data folder, in order; `names` is what is in it, if that is known."""
+    """The published shards of a data folder, in order; `names` is what is in it,
+    if that is known."""
     found = sorted(os.listdir(data) if names is None else names)
     matches = ((_NAME.fullmatch(name), name) for name in found)
     return {int(match[1]): data / name for match, name in matches if match}

@@ -28,8 +28,8 @@ SYNC_SECONDS = 10.0
 
 
 class Store(Protocol):
-    """What the protocol of the workers runs on; `operations` counts what was carried out, by kind.
-    What the protocol of the workers runs on; `operations` counts what was carried out, by kind."""
+    """What the protocol of the workers runs on; `operations` counts what was
+    carried out, by kind."""
 
     operations: dict[str, int]
 

@@ -207,8 +207,8 @@ class ObjectStorage:
             self._store.delete([self._name(path) for path in files])
 
     def _fetch_all(self) -> None:
-        """Have all files of the job in the working folder, or raise JobError if there is no room.
-        Have all files of the job in the working folder, or raise JobError if there is no room."""
+        """Have all files of the job in the working folder, or raise JobError if
+        there is no room."""
         unneeded = (LOCKS, LEASES, WORKERS)
         sizes = {
             self.path / name: size

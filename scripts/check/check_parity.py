@@ -48,7 +48,7 @@ from batchgen.constraint.text_checks import Check, make_check
 from batchgen.engine.base.engine_config import EngineConfig
 from batchgen.engine.base.outputs import RequestOutput
 from batchgen.engine.caches.model_caches import paged_token_bytes
-from batchgen.engine.llm_engine import EngineStats
+from batchgen.engine.engine_stats import EngineStats
 from batchgen.engine.loading.loader import Quantization, load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.sampling.sampling_params import SamplingParams

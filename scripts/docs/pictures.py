@@ -42,7 +42,8 @@ def watch(command: list[str]) -> list[str]:
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     process = subprocess.Popen(command, cwd=ROOT, stdout=follower, stderr=follower)
     os.close(follower)
-    read, screen = b"", []
+    read = b""
+    screen: list[str] = []
     while True:
         try:
             chunk = os.read(leader, 4096)

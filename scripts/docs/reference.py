@@ -90,18 +90,13 @@ def _choice(choice: Choice, is_default: bool, told: dict[str, str]) -> Iterator[
 
 def _prose(lines: tuple[str, ...]) -> str:
     """Comment lines as Markdown: those that are indented are code."""
-    text = ""
+    shown = [""]
     for line in lines:
         is_code = line.startswith("  ")
-        if (
-            is_code
-            and text
-            and not text.endswith("\n\n")
-            and not text.rpartition("\n")[2][:1] == " "
-        ):
-            text += "\n"
-        text += ("    " + line.strip() if is_code else _escaped(line)) + "\n"
-    return text.strip("\n")
+        if is_code and shown[-1][:4].strip():
+            shown.append("")
+        shown.append(f"    {line.strip()}" if is_code else _escaped(line))
+    return "\n".join(shown).strip("\n")
 
 
 def _escaped(text: str) -> str:
