@@ -15,13 +15,13 @@ from batchgen.dataset.row_source import Row, RowSource
 from batchgen.dataset.row_steps import SteppedSource
 from batchgen.engine.base.outputs import RequestError, RequestOutput
 from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.requests import sample_params
 from batchgen.engine.sampling.sampling_params import SamplingParams
 from batchgen.folder.job_metrics import Metrics
 from batchgen.jobs.fail_fast import FailFast
 from batchgen.jobs.progress import Progress
 from batchgen.shards.output_schema import FinishedRow
 from batchgen.shards.output_writer import OutputWriter
-from batchgen.util.fingerprint import derive_seed
 from batchgen.util.signals import StopSignals
 from batchgen.workers.shard_queue import ShardQueue
 
@@ -216,8 +216,8 @@ class Generation:
 
     def _submit(self, request: _Request) -> RequestError | None:
         request_id = f"{request.row_index}.{request.sample_index}"
-        seed = derive_seed(self._params.seed, request.row_id, request.sample_index)
-        params = dataclasses.replace(self._params, seed=seed, constraint=request.constraint)
+        key = request.row_id, request.sample_index
+        params = sample_params(self._params, *key, constraint=request.constraint)
         try:
             self._engine.add_request(request_id, request.prompt, params)
         except RequestError as error:
