@@ -62,6 +62,7 @@ BATCHGEN = {
     "grades": "grading of a whole job, and its files",
     "scoring": "scores, intervals and comparisons",
     "resolve": "a configuration becomes an opened job",
+    "rows": "one row as HTML and as text",
     "report": "report.html",
     "forecast": "how long a job will take",
     "workers": "which worker computes which shard",

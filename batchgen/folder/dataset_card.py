@@ -1,5 +1,7 @@
 """The README.md of an output folder: a data set card, which the hub and `load_dataset` read."""
 
+from __future__ import annotations
+
 import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -7,15 +9,15 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.folder.how_to_read import GRADE_KEYS, how_to_read, rows_with_grades
 from batchgen.folder.job_metrics import OUTCOMES, Totals
-from batchgen.shards.row_order import KEYS
-from batchgen.util.paths import is_url
+from batchgen.folder.job_summary import JobSummary
 
 _MOST_SHOWN = 500
-_GRADE_KEYS = ("row_id", *KEYS)
-"""Columns that rows and grades have in common."""
 _IN_TABLE = (b"meaning", b"scope", b"dtype", b"shape")
 """Keys of a field's metadata that the table of columns shows, or that its type says."""
+_GRADES = "## Grades"
+_HOW_TO_READ = "## How to read it"
 _HEADER = """\
 ---
 configs:
@@ -30,8 +32,6 @@ dataset_info:
   description: Written by batchgen ({mark}).
 ---
 """
-
-
 _MADE_FROM = """\
 ## How it was made
 
@@ -49,8 +49,6 @@ A configuration is as powerful as a program: it says which files and models are 
 output goes, and it can name Python code to run. If you did not write `config.yaml` yourself, do \
 not run it as it is: read it, and put what you need of it into a configuration of your own.
 """
-
-
 _UNFINISHED = """\
 # Answers that batchgen is writing
 
@@ -62,87 +60,55 @@ and the command that started the job goes on with it.
 """
 
 
-def how_to_read(folder: str) -> dict[str, str]:
-    """For each of the common readers the line that reads the rows of a job's folder."""
-    data = f"{folder.rstrip('/')}/data"
-    named, files = f'"{folder}"', data
-    if is_url(folder):  # load_dataset and polars take URLs of files only
-        files = f"{data}/*.parquet"
-        named = f'"parquet", data_files="{files}"'
-    return {
-        "datasets": f'load_dataset({named}, split="train")',
-        "pandas": f'pd.read_parquet("{data}")',
-        "polars": f'pl.read_parquet("{files}")',
-        "duckdb": f"SELECT * FROM {_in_duckdb(data)}",
-    }
-
-
-def _in_duckdb(folder: str) -> str:
-    """All Parquet files of a folder, as a table in duckdb."""
-    shards = "'{}/*.parquet'".format(folder.replace("'", "''"))
-    if "=" in folder:  # duckdb takes such folders for columns
-        return f"read_parquet({shards}, hive_partitioning=false)"
-    return shards
-
-
 def _header() -> str:
     """The YAML at the beginning of a card, with a mark that no other has.
 
-    `load_dataset` keeps the rows that it has read, and finds them again by the name of the folder
-    and by this header, without a look at the files. With equal headers it would give the rows of
-    another job whose folder has the same name, or those that were there before the job grew.
+    `load_dataset` keeps rows that it has read by the name of the folder and this header. With equal
+    headers it would give the rows of another job with that name, or those before the job grew.
     """
     return _HEADER.format(mark=secrets.token_hex(8))
 
 
 def unfinished_card(folder: str) -> str:
-    """The card of a job that is not complete.
-
-    With it `load_dataset` looks for shards alone; else it would take the JSON files for data.
-    """
-    text = _UNFINISHED.format(folder=folder)
-    return "\n".join([_header(), text + "\n".join(_reading(folder)), ""])
+    """The card of a job that is not complete, so that `load_dataset` looks for shards alone and
+    does not take the JSON files for data."""
+    return "\n".join([_header(), _UNFINISHED.format(folder=folder) + _reading(folder), ""])
 
 
-def _reading(folder: str) -> list[str]:
+def _reading(folder: str) -> str:
     lines = [f"- {name}: `{line}`" for name, line in how_to_read(folder).items()]
-    return [_HOW_TO_READ, "", *lines]
+    return "\n".join([_HOW_TO_READ, "", *lines])
 
 
 def dataset_card(
-    config: Mapping[str, Mapping[str, Any]],
-    fingerprints: Mapping[str, str],
-    schema: pa.Schema,
-    totals: Totals,
-    folder: str,
+    job: JobSummary, fingerprints: Mapping[str, str], schema: pa.Schema, folder: str
 ) -> str:
     """The text of the card of a complete job.
 
     Args:
-        folder: the path of the job's folder.
-        config: the resolved configuration, by group.
         fingerprints: of the data set, the model and what else decides the answers, by name.
         schema: of the shards.
     """
-    model, dataset = config["model"], config["dataset"]
+    model, dataset, totals = job.group("model"), job.group("dataset"), job.totals
     source = dataset.get("path") or "the demo rows of batchgen"
-    columns = [
-        f"| `{field.name}` | `{field.type}` | {_meta(field, 'shape')} | {_meta(field, 'meaning')} |"
-        for field in schema
-    ]
+    revision = f", revision `{model['revision']}`" if model.get("revision") else ""
+    split = f", split `{dataset['split']}`" if dataset.get("split") else ""
     facts = [
         *_rows(totals),
-        f"Model: `{model['path']}`"
-        + (f", revision `{model['revision']}`" if model.get("revision") else ""),
-        f"Dataset: `{source}`" + (f", split `{dataset['split']}`" if dataset.get("split") else ""),
-        *_constraint(config["constraint"], totals),
-        f"Sampling: {', '.join(_assignments(config['sampling']))}",
+        f"Model: `{model['path']}`{revision}",
+        f"Dataset: `{source}`{split}",
+        *_constraint(job.group("constraint"), totals),
+        f"Sampling: {', '.join(_assignments(job.group('sampling')))}",
         *(f"Fingerprint of {what}: `{digest}`" for what, digest in fingerprints.items()),
+    ]
+    columns = [
+        (f"`{field.name}`", f"`{field.type}`", _meta(field, "shape"), _meta(field, "meaning"))
+        for field in schema
     ]
     return "\n".join(
         [
             _header(),
-            f"# Answers of {model.get('name') or model['path']} to {source}",
+            f"# Answers of {job.model_name} to {source}",
             "",
             "Written by batchgen: one row per input row and sample, in the order of the input.",
             "",
@@ -150,20 +116,14 @@ def dataset_card(
             "",
             "## Columns",
             "",
-            "| column | type | shape | meaning |",
-            "|---|---|---|---|",
-            *columns,
+            *_table(("column", "type", "shape", "meaning"), columns),
             "",
             *_more(schema),
-            *_reading(folder),
+            _reading(folder),
             "",
             _MADE_FROM,
         ]
     )
-
-
-_GRADES = "## Grades"
-_HOW_TO_READ = "## How to read it"
 
 
 def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str:
@@ -172,10 +132,9 @@ def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str
     Args:
         schema: of these files.
         rows: the names of the columns of `data`.
-        folder: the path of the job's folder.
     """
-    made = [field for field in schema if field.name not in _GRADE_KEYS]
-    columns = [f"| `{f.name}` | `{f.type}` | {_meta(f, 'meaning')} |" for f in made]
+    made = [field for field in schema if field.name not in GRADE_KEYS]
+    columns = [(f"`{f.name}`", f"`{f.type}`", _meta(f, "meaning")) for f in made]
     return "\n".join(
         [
             _GRADES,
@@ -188,50 +147,23 @@ def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str
             rows_with_grades([field.name for field in made], rows, folder),
             "```",
             "",
-            "| column | type | meaning |",
-            "|---|---|---|",
-            *columns,
+            *_table(("column", "type", "meaning"), columns),
             "",
             "",
         ]
     )
 
 
-def rows_with_grades(grades: Sequence[str], rows: Collection[str], folder: str) -> str:
-    """A query for duckdb that gives the rows of a job with their grades, every column once.
-
-    Args:
-        grades: the columns of the grades besides the keys. One whose name a column of the rows has,
-            too, gets a prefix; duckdb takes small and capital letters for the same.
-        rows: the columns of the rows.
-        folder: the path of the job's folder.
-    """
-    taken = {name.lower() for name in (*rows, *grades)}
-    chosen = []
-    for name in grades:
-        column = f"grades.{_quoted(name)}"
-        if name.lower() in {other.lower() for other in rows}:
-            other = f"grades_{name}"
-            while other.lower() in taken:
-                other = f"grades_{other}"
-            column += f" AS {_quoted(other)}"
-        chosen.append(column)
-    data, made = (_in_duckdb(f"{folder.rstrip('/')}/{name}") for name in ("data", "grades"))
-    return (
-        f"SELECT {', '.join(['data.*', *chosen])} FROM {data} AS data JOIN {made} AS grades "
-        f"USING ({', '.join(_GRADE_KEYS)})"
-    )
-
-
-def _quoted(name: str) -> str:
-    """The name of a column in SQL."""
-    return '"' + name.replace('"', '""') + '"'
-
-
 def with_grades(card: str, section: str) -> str:
     """A card with this section about grades, in the place of one that it may have."""
     before, _, after = card.partition(_HOW_TO_READ)
     return before.partition(_GRADES)[0] + section + _HOW_TO_READ + after
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    line = "|" + "---|" * len(header)
+    return [f"| {' | '.join(header)} |", line, *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def _rows(totals: Totals) -> list[str]:

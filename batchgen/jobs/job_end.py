@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from batchgen.compose.load_config import resolved
 from batchgen.config.job_config import JobConfig
 from batchgen.folder.dataset_card import dataset_card
 from batchgen.folder.job_folder import JobFolder
 from batchgen.folder.job_metrics import Metrics, Tally, Totals
+from batchgen.folder.job_summary import JobSummary, end_table
 from batchgen.jobs.graded_job import graded_card, save_scores, scores_of
 from batchgen.jobs.job_parts import JobParts
-from batchgen.jobs.progress import summary
 from batchgen.report.write_report import REPORT, is_up_to_date, try_report
 from batchgen.scoring.samples import Samples
 from batchgen.shards.output_schema import OutputSchema
@@ -23,13 +23,10 @@ from batchgen.util.signals import StopSignals
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended without an error.
-
-    Attributes:
-        error_rows: how many rows of a complete job have an error instead of an answer.
-        stopped_by: the number of the signal that stopped the job, None if it is complete.
-        message: what the user is told.
-    """
+    """How a job ended without an error: complete, with `error_rows` rows that have an error instead
+    of
+    an
+    answer, or stopped by a signal."""
 
     error_rows: int
     stopped_by: int | None
@@ -44,11 +41,8 @@ class JobResult:
 
 
 def completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobResult | None:
-    """How the job ended if another worker has completed it; None if none has yet.
-
-    Args:
-        rows: how many this worker has computed.
-    """
+    """How the job ended if another worker has completed it, while this one computed `rows` rows;
+    else None."""
     content = storage.read(storage.path / "metrics.json")
     if content is None:  # no worker has had the time to write it
         return None
@@ -57,7 +51,8 @@ def completed_elsewhere(storage: Storage, parts: JobParts, rows: int) -> JobResu
         return None
     totals = Totals.of(figures)
     head = f"The job is complete; this worker has computed {rows:,} rows of it.\n"
-    table = summary(totals, storage.shown, strategy=parts.strategy, score=figures.get("score"))
+    job = JobSummary(totals, score=figures.get("score"))
+    table = end_table(job, storage.shown, parts.strategy)
     return JobResult(totals.error_rows, None, head + table)
 
 
@@ -75,13 +70,15 @@ def complete(
     shown = storage.shown
     metrics.tally = _count_shards(config, parts, folder)
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
-    card = dataset_card(resolved(config), fingerprints, schema.arrow, totals, shown)
+    about = JobSummary(totals, config=resolved(config))
+    card = dataset_card(about, fingerprints, schema.arrow, shown)
     storage.write(folder.path / "README.md", graded_card(card, folder.path, shown))
     metrics.save("complete")
     folder.remove_journal()
     metrics.keep()
     report = _report(parts, folder) if config.output.report else None
-    message = summary(totals, shown, metrics, parts.strategy, metrics.score, report)
+    job = JobSummary(totals, attempts=[asdict(metrics.attempt)], score=metrics.score)
+    message = end_table(job, shown, parts.strategy, report)
     return JobResult(totals.error_rows, None, message)
 
 
@@ -100,7 +97,7 @@ def already_complete(
         report = _report(parts, folder) if wants_report else None
     message = "This job is complete already; nothing was computed.\n"
     shown = storage.shown
-    table = summary(totals, shown, strategy=parts.strategy, score=score, report=report)
+    table = end_table(JobSummary(totals, score=score), shown, parts.strategy, report)
     return JobResult(totals.error_rows, None, message + table)
 
 

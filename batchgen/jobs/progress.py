@@ -1,4 +1,4 @@
-"""What a job shows on the terminal: a bar while it runs, and a table when it ends."""
+"""What a job shows on the terminal while it runs: a bar, first errors, some answers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from batchgen.folder.dataset_card import how_to_read
+from batchgen.folder.job_summary import tokens_per_s
 from batchgen.forecast.remaining import TimeLeft
-from batchgen.texts.row_text import row_name
-from batchgen.texts.text_table import score_lines
+from batchgen.texts.text_table import counted, row_name
 from batchgen.util.duration import duration
 from batchgen.util.shorten import beginning, end
 
 if TYPE_CHECKING:
     from batchgen.engine.memory.memory_plan import MemoryPlan
-    from batchgen.engine.strategy import Strategy
-    from batchgen.folder.job_metrics import Metrics, Totals
     from batchgen.forecast.forecast import Forecast
     from batchgen.shards.output_schema import FinishedRow
 
@@ -53,12 +50,10 @@ class Progress:
             total: output rows of the whole job, None if that is not known.
             resumed: output rows that earlier attempts have written.
             show_every: seconds between two finished answers that are shown; 0 shows none.
-            decode: the text of token ids, to show prompts; with None only answers are shown.
-            stream: where to show it; None is stderr.
-            resumed_errors: how many of the resumed rows have an error.
+            decode: the text of token ids, to show prompts, too.
+            stream: stderr, if it is None.
             longest: the most tokens of an answer.
-            expected: what the job is expected to take, which is shown until the first row ends;
-                None shows nothing then.
+            expected: is shown until the first row ends.
         """
         self._stream = stream if stream is not None else sys.stderr
         self._is_terminal = self._stream.isatty()
@@ -121,11 +116,10 @@ class Progress:
                 self._print(self._answer(chosen))
 
     def set_others(self, beats: Sequence[Mapping[str, Any]], number: int) -> None:
-        """Count what other workers have finished, as of their last heartbeats.
+        """Count what other workers have told in their heartbeats.
 
         Args:
-            beats: of all other workers.
-            number: of this worker. What those before it have finished until now was there already
+            number: of this worker. Rows that earlier workers told of at the first call were there
                 when it came.
         """
         living = [beat for beat in beats if not beat["dead"]]
@@ -140,23 +134,18 @@ class Progress:
         self._others_rows = rows
         self._others_errors = sum(b["totals"]["error_rows"] for b in beats if "totals" in b)
         self._others = len(living)
-        self._others_speed = sum(
-            beat["attempt"]["generated_tokens"] / max(beat["attempt"]["generate_s"], 1e-9)
-            for beat in living
-            if "attempt" in beat
-        )
+        self._others_speed = sum(tokens_per_s(beat.get("attempt", {})) for beat in living)
 
     def due(self) -> bool:
-        """Whether it is time to call `show` again, whose figures are not free to get."""
+        """Whether it is time to call `show` again."""
         return time.monotonic() - self._shown >= self._interval
 
     def show(self, generated_tokens: int, running: npt.NDArray[np.int64]) -> None:
         """Show how fast tokens come, how many requests run and when the job should end.
 
         Args:
-            generated_tokens: all that were generated since this object was made.
-            running: the tokens that each request has generated which runs in the engine, not those
-                that wait for their turn.
+            generated_tokens: in all, since this object was made.
+            running: [R] the tokens that each request in the engine has generated.
         """
         self._shown = now = time.monotonic()
         speed = self._speed.at(now, generated_tokens) + self._others_speed
@@ -175,8 +164,8 @@ class Progress:
     def _seconds_left(
         self, now: float, generated_tokens: int, running: npt.NDArray[np.int64]
     ) -> float | None:
-        """When the job should end. With other workers that is as the rows of all have come so far,
-        because how far theirs are is not known here."""
+        """The time to the end; with other workers by the mean rate of rows, as nothing tells here
+        how far their rows are."""
         if self._left is None:
             return None
         if not self._others:
@@ -186,8 +175,7 @@ class Progress:
         return (self._total - self._rows) / rate if rate > 0 else None
 
     def _estimate(self, now: float) -> list[str]:
-        """When the first rows and all should end, as long as none has ended and nothing is known
-        but the forecast. That is of one worker, so with several there is none."""
+        """The forecast, until a row has ended. It is for one worker, so several show none."""
         if self._expected is None or self._others or self._rows > self._resumed:
             return []
         seconds, passed = self._expected.seconds, now - self._started
@@ -202,10 +190,10 @@ class Progress:
 
     def _error_count(self) -> list[str]:
         number = self._resumed_errors + self._errors.total() + self._others_errors
-        return [f"{number:,} error{'s' * (number > 1)}"] if number else []
+        return [counted(number, "error")] if number else []
 
     def _answer(self, row: FinishedRow) -> str:
-        """Three lines about a finished row: which it is, the end of its prompt, and its answer."""
+        """A finished row in lines: its name, the end of its prompt, and its answer."""
         output = row.output
         assert output is not None
         name = row_name(row.row_id, row.sample_index)
@@ -239,73 +227,3 @@ class _Speed:
 def show_memory(plan: MemoryPlan) -> None:
     """Say on stderr how the engine's memory is divided: that decides how many rows run at once."""
     print(f"memory: {plan}", file=sys.stderr, flush=True)
-
-
-def summary(
-    totals: Totals,
-    folder: str,
-    metrics: Metrics | None = None,
-    strategy: Strategy | None = None,
-    score: Mapping[str, Any] | None = None,
-    report: str | None = None,
-) -> str:
-    """The table at the end of a job.
-
-    Args:
-        metrics: of this attempt, if it was the one that completed the job.
-        strategy: has lines of its own to add.
-        score: what the job's marks come to, if it has some.
-        report: the path or URL of the page about the job, if it was made.
-    """
-    lines = [
-        ("rows", f"{totals.rows:,}"),
-        ("finish reasons", _counts(totals.finish_reasons)),
-        ("errors", _counts(totals.errors)),
-        ("prompt tokens", f"{totals.prompt_tokens:,}"),
-        ("generated tokens", f"{totals.generated_tokens:,}"),
-    ]
-    if totals.constraint:
-        lines.append(("constraint", _outcomes(totals.constraint)))
-    if strategy is not None:
-        stats = {} if metrics is None else metrics.attempt.engine.get("strategy", {})
-        lines += strategy.summary(totals.counts, stats, totals.generated_tokens)
-    if score is not None:
-        lines += score_lines(score)
-    if metrics is not None:
-        attempt = metrics.attempt
-        if attempt.rows_resumed:
-            lines[0] = ("rows", f"{totals.rows:,} ({attempt.rows_resumed:,} from before)")
-        seconds = f"{duration(attempt.wall_s)} ({duration(attempt.generate_s)} generating)"
-        lines += [("time", seconds), ("speed", f"{metrics.tokens_per_s:,.1f} tokens/s")]
-        if attempt.memory.get("row_states"):
-            lines.append(("row states", _row_states(attempt.memory)))
-    lines.append(("read it", f"{how_to_read(folder)['datasets']}; others: see its README.md"))
-    if report is not None:
-        lines.append(("report", report))
-    lines.append(("output", folder))
-    width = max(len(name) for name, _ in lines)
-    table = [f"{name:<{width}}  {value}" for name, value in lines]
-    if metrics is not None and (why := metrics.attempt.batch_dependence) is not None:
-        table.append(f"A row's tokens may depend on the rows beside it: {why}.")
-    remark = None if strategy is None else strategy.remark(totals.counts)
-    return "\n".join(table if remark is None else [*table, remark])
-
-
-def _row_states(memory: Mapping[str, int | None]) -> str:
-    """What the states of recurrent layers take of the memory, which the KV cache does not have."""
-    rows, checkpoints = memory["row_states"] or 0, memory["checkpoints"] or 0
-    return (
-        f"{rows / 2**30:.2f} GiB for rows, {checkpoints / 2**30:.2f} GiB for "
-        f"{memory['num_checkpoints']:,} checkpoints of prefixes"
-    )
-
-
-def _outcomes(counts: Mapping[str, int]) -> str:
-    """How many of the constrained rows ended in which way; ways that none took are left out."""
-    constrained = {n: c for n, c in counts.items() if n not in ("unconstrained", "error")}
-    shown = [f"{n} {c:,}" for n, c in constrained.items() if c or n == "satisfied"]
-    return f"{', '.join(shown)} of {sum(constrained.values()):,} constrained rows"
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items())) or "none"

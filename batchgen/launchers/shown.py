@@ -9,7 +9,9 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from batchgen.folder.job_summary import tokens_per_s
 from batchgen.launchers.launched import LaunchedFolder, counted_errors, counted_rows
+from batchgen.texts.text_table import counted
 from batchgen.util.duration import duration
 
 _LINE_SECONDS = 30.0
@@ -66,10 +68,10 @@ class Shown:
     def _facts(self, now: float, beats: Sequence[Mapping[str, Any]]) -> list[str]:
         running = [beat for beat in beats if beat["ended"] is None]
         attempts = [beat["attempt"] for beat in running if "attempt" in beat]
-        speed = sum(a["generated_tokens"] / max(a["generate_s"], 1e-9) for a in attempts)
+        speed = sum(map(tokens_per_s, attempts))
         facts = [f"{speed:,.0f} tok/s", f"{len(running)} workers"]
         if errors := counted_errors(beats):
-            facts.append(f"{errors:,} error{'s' * (errors > 1)}")
+            facts.append(counted(errors, "error"))
         rows, total = counted_rows(beats)
         if self._first is None and attempts:
             self._first, self._begun = rows, now

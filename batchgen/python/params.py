@@ -137,11 +137,7 @@ def _plain(value: Any) -> Any:
 
 
 def _request(values: dict[str, Any]) -> RequestParams:
-    """The engine's parameters for what a user gave under our names.
-
-    Raises:
-        ValueError: a value is of a wrong type or out of range.
-    """
+    """The engine's parameters for what a user gave under our names."""
     for name, meant in _NULL_MEANS.items():
         if name in values and values[name] is None:
             values[name] = meant

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchgen.folder.job_metrics import OUTCOMES
+from batchgen.folder.job_summary import JobSummary
 from batchgen.report.charts import Chart, bars, experts, histogram, numbers, timeline_charts
 from batchgen.report.eval_charts import Estimate, intervals, question_dots, score_by_length
 from batchgen.report.report_data import MOST_QUESTIONS, Collected
 from batchgen.report.token_facts import TokenFacts
-from batchgen.texts.text_table import COUNT_AS
+from batchgen.texts.text_table import COUNT_AS, percent, percent_range
 from batchgen.texts.tokens.step_name import step_name
 from batchgen.util.duration import duration
 
@@ -22,19 +23,13 @@ _MOST_TEXT = 300  # characters of a message or a name
 
 @dataclass
 class Section:
-    """A part of the page with a heading of its own.
+    """A part of the page with a heading of its own: sentences, charts, a table behind them."""
 
-    Attributes:
-        id: its anchor.
-        notes: sentences before the charts.
-        table: a title, a header and rows, behind the charts; None for none.
-    """
-
-    id: str
+    id: str  # its anchor
     title: str
     notes: list[str] = field(default_factory=list)
     charts: list[Chart] = field(default_factory=list)
-    table: tuple[str, Sequence[str], Sequence[Sequence[str]]] | None = None
+    table: tuple[str, Sequence[str], Sequence[Sequence[str]]] | None = None  # title, header, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,50 +41,50 @@ class Fact:
     note: str = ""
 
 
-def headline(metrics: Mapping[str, Any], found: Collected) -> list[Fact]:
+def headline(job: JobSummary, found: Collected) -> list[Fact]:
     """The numbers at the top of the page."""
-    facts = []
-    if (score := metrics.get("score")) is not None and score["avg"]["value"] is not None:
-        facts.append(Fact("score", _percent(score["avg"]["value"]), _two_intervals(score["avg"])))
+    facts, totals = [], job.totals
+    if job.score is not None and job.mean_mark is not None:
+        facts.append(Fact("score", percent(job.mean_mark), _two_intervals(job.score["avg"])))
     failed = sum(found.errors.values())
     facts.append(Fact("rows", f"{found.rows:,}", f"{failed:,} with an error" if failed else ""))
-    if not metrics:
+    if not job.is_begun:
         return facts
-    facts += [
-        Fact("generated tokens", f"{metrics['generated_tokens']:,}",
-             f"from {metrics['prompt_tokens']:,} of prompts"),
-        Fact("speed", f"{metrics['tokens_per_s']:,.1f}", "tokens per second"),
-        Fact("time", duration(metrics["wall_s"]), f"{duration(metrics['generate_s'])} generating"),
-    ]  # fmt: skip
-    return facts
+    prompts = f"from {totals.prompt_tokens:,} of prompts"
+    return [
+        *facts,
+        Fact("generated tokens", f"{totals.generated_tokens:,}", prompts),
+        Fact("speed", f"{job.tokens_per_s:,.1f}", "tokens per second"),
+        Fact("time", duration(job.wall_s), f"{duration(job.generate_s)} generating"),
+    ]
 
 
 def sections(
-    metrics: Mapping[str, Any],
-    config: Mapping[str, Any],
+    job: JobSummary,
+    timeline: Sequence[Sequence[float]],
     found: Collected,
     facts: TokenFacts,
     links: Mapping[int, str],
 ) -> list[Section]:
-    """All sections with charts; those of which nothing is known are left out.
+    """All sections of which something is known.
 
     Args:
+        timeline: as in metrics.json.
         links: from the keys of the rows that the page has to their anchors.
     """
     made = [
-        _scores(metrics, found, links),
+        _scores(job.score, found, links),
         _outcomes(found),
         _lengths(found),
-        Section("speed", "Throughput", charts=timeline_charts(metrics.get("timeline", []))),
-        _steps(metrics, config, facts),
+        Section("speed", "Throughput", charts=timeline_charts(timeline)),
+        _steps(job, facts),
         _experts(facts),
     ]
     return [section for section in made if section.charts or section.table]
 
 
-def _scores(metrics: Mapping[str, Any], found: Collected, links: Mapping[int, str]) -> Section:
+def _scores(score: Mapping[str, Any] | None, found: Collected, links: Mapping[int, str]) -> Section:
     section = Section("scores", "Scores")
-    score = metrics.get("score")
     if score is None or score["avg"]["value"] is None:
         return section
     average = score["avg"]
@@ -102,9 +97,9 @@ def _scores(metrics: Mapping[str, Any], found: Collected, links: Mapping[int, st
             "How far the score would move if the same questions were asked again cannot be told: "
             "all samples of each question have the same mark."
         )
-    if (counted := COUNT_AS.get(score.get("cut_texts", ""))) is not None:
+    if (meaning := COUNT_AS.get(score.get("cut_texts", ""))) is not None:
         section.notes.append(
-            f"Texts that were cut at their longest length are {counted} (score.cut_texts) in the "
+            f"Texts that were cut at their longest length are {meaning} (score.cut_texts) in the "
             "scores and charts. The rows show the marks that the steps gave them."
         )
     estimates += [
@@ -120,23 +115,16 @@ def _scores(metrics: Mapping[str, Any], found: Collected, links: Mapping[int, st
     section.charts.append(intervals("Estimates", estimates, note))
     subsets = list(score.get("subsets", {}).items())
     if subsets:
-        section.charts.append(
-            intervals(
-                "Subsets",
-                [
-                    _estimate(name, part["avg"], "population")
-                    for name, part in subsets[:_MOST_SUBSETS]
-                ],
-                f"The first {_MOST_SUBSETS} of {len(subsets)}." * (len(subsets) > _MOST_SUBSETS),
-            )
-        )
+        shown = [_estimate(n, part["avg"], "population") for n, part in subsets[:_MOST_SUBSETS]]
+        note = f"The first {_MOST_SUBSETS} of {len(subsets)}." * (len(subsets) > _MOST_SUBSETS)
+        section.charts.append(intervals("Subsets", shown, note))
     if found.output.marked.sum() > 1:
         section.charts.append(score_by_length(found.output))
     if found.questions:
         section.charts.append(question_dots(found.questions, links, _questions_note(found)))
-    rates = [(name.replace("_", " "), _percent(rate)) for name, rate in score["rates"].items()]
+    rates = [(name.replace("_", " "), percent(rate)) for name, rate in score["rates"].items()]
     if score["bounds"][0] != score["bounds"][1]:
-        wrong, right = (_percent(bound) for bound in score["bounds"])
+        wrong, right = (percent(bound) for bound in score["bounds"])
         rates.append(("score if all without a mark were wrong, or right", f"{wrong}, {right}"))
     section.table = ("What the score leaves open", ("of all answers", "share"), rates)
     return section
@@ -172,14 +160,8 @@ def _outcomes(found: Collected) -> Section:
     both = {"Errors": found.errors, "Answers without a grade": found.grade_errors}
     section.charts += [bars(title, counts, "type") for title, counts in both.items() if counts]
     if found.messages:
-        section.table = (
-            "First message of each type",
-            ("type", "rows", "message"),
-            [
-                (kind, f"{found.errors[kind]:,}", _short(message))
-                for kind, message in list(found.messages.items())[:20]
-            ],
-        )
+        rows = [(k, f"{found.errors[k]:,}", _short(text)) for k, text in found.messages.items()]
+        section.table = ("First message of each type", ("type", "rows", "message"), rows[:20])
     return section
 
 
@@ -198,47 +180,47 @@ def _lengths(found: Collected) -> Section:
     return section
 
 
-def _steps(metrics: Mapping[str, Any], config: Mapping[str, Any], facts: TokenFacts) -> Section:
+def _steps(job: JobSummary, facts: TokenFacts) -> Section:
     """How many tokens a forward brings, with speculation or block diffusion."""
-    name = step_name(config)
+    name = step_name(job.config)
     section = Section("steps", "Speculation" if name == "forward" else "Steps")
-    counts = metrics.get("counts") or {}
+    counts = job.totals.counts or {}
     if forwards := counts.get("num_forwards"):
-        tokens = metrics["generated_tokens"] / forwards
+        tokens = job.totals.generated_tokens / forwards
         section.notes.append(f"{tokens:.2f} tokens per forward on the whole.")
     if drafts := counts.get("num_draft_tokens"):
         held = counts["num_accepted_tokens"]
-        section.notes.append(f"{held:,} of {drafts:,} drafts held ({_percent(held / drafts)}).")
-    some = "" if facts.all_rows else f" Of the first {facts.rows:,} rows."
+        section.notes.append(f"{held:,} of {drafts:,} drafts held ({percent(held / drafts)}).")
     if facts.per_step:
-        title = f"Tokens of a {name}"
+        note = f"{facts.tokens_per_step:.2f} on average.{_some(facts)}"
+        tokens_of = f"tokens of one {name}"
         section.charts.append(
-            numbers(title, facts.per_step, f"tokens of one {name}", f"{name}s",
-                    f"{facts.tokens_per_step:.2f} on average.{some}")
-        )  # fmt: skip
-    if facts.accepted.total() and max(facts.accepted):
+            numbers(f"Tokens of a {name}", facts.per_step, tokens_of, f"{name}s", note)
+        )
+    if (steps := facts.accepted.total()) and max(facts.accepted):
+        places = range(1, max(facts.accepted) + 1)
+        at_least = {p: sum(c for held, c in facts.accepted.items() if held >= p) for p in places}
+        note = (
+            "How often the draft at a place held, of all forwards: a draft can only hold if those "
+            f"before it did.{_some(facts)}"
+        )
         section.charts.append(
-            numbers("Drafts that held", _at_least(facts.accepted), "place of the draft",
-                    "held", "How often the draft at a place held, of all forwards: a draft can "
-                    f"only hold if those before it did.{some}", of=facts.accepted.total())
-        )  # fmt: skip
-    if blocks := _steps_per_block(metrics):
+            numbers("Drafts that held", at_least, "place of the draft", "held", note, of=steps)
+        )
+    if blocks := _steps_per_block(job):
         section.charts.append(numbers("Steps of a block", blocks, "denoise steps", "blocks", ""))
     return section if section.charts or section.notes else Section("steps", "")
 
 
-def _at_least(accepted: Counter[int]) -> dict[int, int]:
-    """For each place of a draft in how many steps it held."""
-    return {
-        place: sum(count for held, count in accepted.items() if held >= place)
-        for place in range(1, max(accepted) + 1)
-    }
+def _some(facts: TokenFacts) -> str:
+    """What a note says where only some rows were read."""
+    return "" if facts.all_rows else f" Of the first {facts.rows:,} rows."
 
 
-def _steps_per_block(metrics: Mapping[str, Any]) -> Counter[int]:
+def _steps_per_block(job: JobSummary) -> Counter[int]:
     """How many blocks took how many steps, over all attempts."""
     blocks: Counter[int] = Counter()
-    for attempt in metrics.get("attempts", ()):
+    for attempt in job.attempts:
         stats = (attempt["engine"] or {}).get("strategy") or {}
         for steps, count in (stats.get("steps_per_block") or {}).items():
             blocks[int(steps)] += count
@@ -248,10 +230,9 @@ def _steps_per_block(metrics: Mapping[str, Any]) -> Counter[int]:
 def _experts(facts: TokenFacts) -> Section:
     section = Section("experts", "Experts")
     if facts.experts is not None:
-        some = "" if facts.all_rows else f" Of the first {facts.rows:,} rows."
         note = (
             "The darker, the more tokens went through the expert; red is about eight times the "
-            f"mean of its layer, or more.{some}"
+            f"mean of its layer, or more.{_some(facts)}"
         )
         section.charts.append(experts(facts.experts, facts.layers, note))
     return section
@@ -259,12 +240,5 @@ def _experts(facts: TokenFacts) -> Section:
 
 def _two_intervals(average: Mapping[str, Any]) -> str:
     names = {"population": "new questions", "same_questions": "same questions"}
-    return "; ".join(
-        f"{name} {_percent(bounds['low'])} to {_percent(bounds['high'])}"
-        for key, name in names.items()
-        if (bounds := average[key]) is not None and bounds["low"] is not None
-    )
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}%"
+    bounds = ((name, percent_range(average[key])) for key, name in names.items())
+    return "; ".join(f"{name} {text}" for name, text in bounds if text)

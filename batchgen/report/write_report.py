@@ -11,16 +11,18 @@ from typing import Any
 
 from markupsafe import Markup
 
+from batchgen.folder.job_summary import JobSummary, tokens_per_s
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.report.example_rows import ShownRows, anchor, faults, shown_rows
 from batchgen.report.report_data import collect
 from batchgen.report.report_rows import JobData
-from batchgen.report.row_page import CSS, RowPage
 from batchgen.report.sections import headline, sections
 from batchgen.report.token_facts import token_facts
+from batchgen.rows.row_page import CSS, RowPage
 from batchgen.storage.job_storage import Storage
 from batchgen.storage.manifest import write_atomic
-from batchgen.texts.safe_text import environment
+from batchgen.texts.safe_text import templates
+from batchgen.texts.text_table import counted
 from batchgen.texts.tokens.decode_tokens import job_decode
 from batchgen.texts.tokens.token_boxes import Decode
 from batchgen.util.duration import duration
@@ -35,21 +37,17 @@ _MOST_CONFIG = 60_000  # characters
 
 
 def is_up_to_date(storage: Storage) -> bool:
-    """Whether a job has a report that is not older than its metrics, scores included."""
+    """Whether a job has a report that is not older than its metrics and scores."""
     report = storage.modified(storage.path / REPORT)
     metrics = storage.modified(storage.path / "metrics.json")
     return report is not None and metrics is not None and report >= metrics
 
 
 def try_report(job: Path, decode: Decode | None = None, shown: str | None = None) -> Path | None:
-    """Make the report of a finished job; whatever goes wrong is a warning, and the job is fine.
+    """Make the report of a finished job and return its path; None with a warning if that fails.
 
     Args:
-        decode: of the job's tokenizer, if that is loaded.
         shown: what people call the job's folder, if it is not `job`.
-
-    Returns:
-        Its path; None if it could not be made.
     """
     try:
         return make_report(job, decode)
@@ -68,7 +66,7 @@ def make_report(job: Path, decode: Decode | None = None) -> Path:
     """Write the report of a job, complete or not, and return its path.
 
     Args:
-        decode: the text of token ids; None looks for the tokenizer of the job's model.
+        decode: None looks for the tokenizer of the job's model.
 
     Raises:
         ConfigError: the folder is not one of a job.
@@ -96,14 +94,16 @@ def report_html(reader: JobFolderReader, decode: Decode | None = None) -> str:
 
 
 def _html(reader: JobFolderReader, decode: Decode | None) -> str:
-    config, metrics, data = reader.config, reader.metrics, JobData(reader)
-    cut_texts = (metrics.get("score") or {}).get("cut_texts", "as_marked")
+    metrics, data = reader.metrics, JobData(reader)
+    job = JobSummary.of(metrics, reader.config)
+    cut_texts = (job.score or {}).get("cut_texts", "as_marked")
     found, tokens = collect(data, cut_texts), token_facts(data)
     links = {key: anchor(key) for key in found.chosen()}
+    timeline = metrics.get("timeline", [])
     values: dict[str, Any] = {
-        **_about(reader, config, metrics, data),
-        "facts": headline(metrics, found),
-        "sections": sections(metrics, config, found, tokens, links),
+        **_about(reader, job, data),
+        "facts": headline(job, found),
+        "sections": sections(job, timeline, found, tokens, links),
         "total_rows": found.rows,
         "faults": faults(found),
         "is_graded": data.grades is not None and "mark" in data.grades.names,
@@ -112,19 +112,19 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
     room = MOST_BYTES - len(frame.encode()) - _HEADING * len(links)
     if data.schema is None or room < 0:
         return frame
-    page = RowPage(config, data.schema, decode or job_decode(config))
+    page = RowPage(job.config, data.schema, decode or job_decode(job.config))
     rows = shown_rows(data, page, found, room)
     if rows.dropped:  # no link may lead to them
         there = {row.anchor for row in rows.rows}
         links = {key: name for key, name in links.items() if name in there}
-        values["sections"] = sections(metrics, config, found, tokens, links)
+        values["sections"] = sections(job, timeline, found, tokens, links)
     return _page(values, rows)
 
 
 def _page(values: Mapping[str, Any], rows: ShownRows) -> str:
     style = _style(rows)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    template = environment().get_template("report.html.jinja")
+    template = templates("batchgen.report").get_template("report.html.jinja")
     return template.render(
         values, shown=rows, style=Markup(style), policy=f"default-src 'none'; style-src "
         f"'sha256-{digest}'; base-uri 'none'; form-action 'none'",
@@ -132,7 +132,7 @@ def _page(values: Mapping[str, Any], rows: ShownRows) -> str:
 
 
 def _style(rows: ShownRows) -> str:
-    """All rules of the page, with one for each kind of rows: it hides the others."""
+    """All rules of the page; one for each kind of rows hides the others."""
     sheets = [*CSS, Path(__file__).parent / "report.css"]
     rules = [path.read_text(encoding="utf-8") for path in sheets]
     rules += [
@@ -142,31 +142,24 @@ def _style(rows: ShownRows) -> str:
     return "".join(rules)
 
 
-def _about(
-    reader: JobFolderReader,
-    config: Mapping[str, Any],
-    metrics: Mapping[str, Any],
-    data: JobData,
-) -> dict[str, Any]:
+def _about(reader: JobFolderReader, job: JobSummary, data: JobData) -> dict[str, Any]:
     """Which job it is, what to be careful about, and how it was configured."""
-    model, dataset = config.get("model") or {}, config.get("dataset") or {}
-    attempts = metrics.get("attempts", [])
     manifest = reader.manifest
     file = reader.path / "config.yaml"
     text = visible(file.read_text(encoding="utf-8")) if file.is_file() else ""
     if len(text) > _MOST_CONFIG:
         text = text[:_MOST_CONFIG] + f"\n… {len(text) - _MOST_CONFIG:,} characters are left out"
     return {
-        "model": model.get("name") or model.get("path") or "a model",
-        "dataset": _dataset(dataset),
-        "strategy": _strategy(config),
-        "started": attempts[0].get("started", "") if attempts else "",
-        "status": metrics.get("status", "not finished"),
-        "warnings": _warnings(metrics, data),
+        "model": job.model_name,
+        "dataset": _dataset(job.group("dataset")),
+        "strategy": _strategy(job),
+        "started": job.attempts[0].get("started", "") if job.attempts else "",
+        "status": _status(job),
+        "warnings": _warnings(job, data),
         "config": text,
         "versions": manifest["versions"],
         "fingerprints": manifest["fingerprints"],
-        "attempts": [_attempt(attempt) for attempt in attempts[-20:]],
+        "attempts": [_attempt(attempt) for attempt in job.attempts[-20:]],
     }
 
 
@@ -175,29 +168,31 @@ def _dataset(dataset: Mapping[str, Any]) -> str:
     return " ".join(str(part) for part in parts if part)
 
 
-def _strategy(config: Mapping[str, Any]) -> str:
+def _status(job: JobSummary) -> str:
+    return job.status if job.is_begun else "not finished"
+
+
+def _strategy(job: JobSummary) -> str:
     """How tokens were chosen, in a line."""
-    sampling = config.get("sampling") or {}
-    target = str((config.get("strategy") or {}).get("_target_", "")).split(".")
+    sampling, target = job.group("sampling"), job.strategy_path
     names = [target[-3]] if len(target) > 2 else []
     if sampling:
         greedy = not sampling.get("temperature")
         names.append("greedy" if greedy else f"temperature {sampling['temperature']:g}")
-        count = sampling.get("n", 1)
-        names.append(f"{count} sample{'s' * (count != 1)} of each row")
+        names.append(f"{counted(sampling.get('n', 1), 'sample')} of each row")
     return ", ".join(names)
 
 
-def _warnings(metrics: Mapping[str, Any], data: JobData) -> list[str]:
+def _warnings(job: JobSummary, data: JobData) -> list[str]:
     """What a reader must know before trusting a number."""
     found = []
-    status = metrics.get("status", "not finished")
-    if status != "complete":
-        found.append(f"The job is not complete ({status}): this is about the rows that are done.")
-    elif metrics.get("score") is not None and data.grades is None:
+    if job.status != "complete":
+        found.append(
+            f"The job is not complete ({_status(job)}): this is about the rows that are done."
+        )
+    elif job.score is not None and data.grades is None:
         found.append("The grades do not belong to these rows: run `batchgen grade` again.")
-    attempts = metrics.get("attempts") or [{}]
-    if why := attempts[-1].get("batch_dependence"):
+    if why := job.attempt.get("batch_dependence"):
         found.append(f"A row's tokens may depend on the rows beside it: {why}.")
     return found
 
@@ -208,14 +203,14 @@ def _attempt(attempt: Mapping[str, Any]) -> tuple[str, ...]:
     device = (
         "" if not attempt.get("memory") else f"GPU, {total / 2**30:.0f} GiB" if total else "CPU"
     )
-    speed = attempt["generated_tokens"] / max(attempt["generate_s"], 1e-3)
     return (
         attempt["started"], attempt["host"], device, attempt["status"], f"{attempt['rows']:,}",
-        duration(attempt["wall_s"]), f"{speed:,.0f}", f"{attempt['peak_rss_mib']:,.0f} MiB",
+        duration(attempt["wall_s"]), f"{tokens_per_s(attempt):,.0f}",
+        f"{attempt['peak_rss_mib']:,.0f} MiB",
     )  # fmt: skip
 
 
 def renew_report(job: Path) -> None:
-    """Make the report of a job again, if it has one, so that it tells of the present scores."""
+    """Make the report of a job again, if it has one, with the present scores."""
     if (job / REPORT).is_file():
         try_report(job)

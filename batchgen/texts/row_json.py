@@ -15,8 +15,8 @@ import pyarrow as pa
 def json_text(value: Any) -> str:
     """The JSON of a value from a job's rows, in one line.
 
-    Numbers that JSON does not have (NaN and infinity) become null, dates and times text as in ISO
-    8601, durations and decimal numbers text, and bytes text in base64.
+    NaN and infinity become null, dates and times are as in ISO 8601, bytes in base64, and other
+    values that JSON does not have are texts.
     """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
@@ -25,7 +25,7 @@ def json_text(value: Any) -> str:
 
 
 def plain_text(value: Any) -> str:
-    """The JSON of a value; what JSON writes as a string (also a date) is without quotes."""
+    """The JSON of a value; a string (also a date) is without quotes."""
     text = json_text(value)
     return str(json.loads(text)) if text.startswith('"') else text
 
@@ -33,8 +33,7 @@ def plain_text(value: Any) -> str:
 def json_readers(schema: pa.Schema) -> dict[str, Callable[[Any], Any]]:
     """For each column that holds JSON as text, a function that reads a value of it back.
 
-    Columns of the data set whose values have no one type are such columns; the metadata of their
-    fields says so.
+    Columns of the data set whose values have no one type are such; the metadata of fields tell.
     """
     readers: dict[str, Callable[[Any], Any]] = {}
     for field in schema:
@@ -44,9 +43,17 @@ def json_readers(schema: pa.Schema) -> dict[str, Callable[[Any], Any]]:
     return readers
 
 
+def row_reader(schema: pa.Schema) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """A function that parses the JSON in the columns of a row, or of a part of it."""
+    readers = json_readers(schema)
+    if not readers:
+        return dict
+    return lambda row: {n: r(v) if (r := readers.get(n)) else v for n, v in row.items()}
+
+
 def _read_back(value: Any, feature: Any) -> Any:
-    """The value with the JSON in it parsed. `feature` is what the library datasets writes for a
-    type: a mapping with `_type`, or a mapping or a list of such things."""
+    """The value with its JSON parsed. `feature` is what the library datasets writes for a type: a
+    mapping with `_type`, or a mapping or a list of such."""
     if value is None:
         return None
     if isinstance(feature, list):

@@ -1,8 +1,7 @@
 """Text of models and data sets in HTML: escaped, and without characters that one does not see.
 
-All text in a report comes from somewhere else, and may be made to deceive. So the templates escape
-every value, and `visible` names the characters that change how others look: controls, marks of
-writing direction, and what has no width at all.
+All text in a page comes from somewhere else, and may be made to deceive. So the templates escape
+every value, and name hidden characters: controls, marks of writing direction, what has no width.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from markupsafe import Markup, escape
 
@@ -19,6 +19,9 @@ from batchgen.util.hidden import HIDDEN, code_of, visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+GAP = Markup(' <span class="gap">… {} characters left out …</span> ')
+SPAN = Markup('<mark title="{}">{}</mark>')
 
 
 def marked(text: str) -> Markup:
@@ -30,25 +33,12 @@ def _mark(match: re.Match[str]) -> str:
     return f'<span class="code">{code_of(match[0])}</span>'
 
 
-def plain(value: Any) -> Any:
-    """What a template prints for a value: HTML stays, text becomes `visible`."""
-    if isinstance(value, Markup):
-        return value
-    return visible(value) if isinstance(value, str) else value
-
-
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a text that stands out.
-
-    Attributes:
-        start: of its first character.
-        end: behind its last character.
-        name: what it is.
-    """
+    """A part of a text that stands out."""
 
     start: int
-    end: int
+    end: int  # behind its last character
     name: str
 
 
@@ -60,10 +50,9 @@ def shortened(text: str, most: int | None, spans: Sequence[Span] = ()) -> Markup
             spans. Where something is left out, the text says how much. None shows all.
         spans: inside the text; they may overlap.
     """
-    ranges = kept(len(text), most, spans)
     cuts = {0, len(text)} | {at for span in spans for at in (span.start, span.end)}
     parts, shown = [], 0
-    for start, end in ranges:
+    for start, end in kept(len(text), most, spans):
         if start > shown:
             parts.append(GAP.format(f"{start - shown:,}"))
         inside = sorted(at for at in cuts if start < at < end)
@@ -72,11 +61,7 @@ def shortened(text: str, most: int | None, spans: Sequence[Span] = ()) -> Markup
             names = [span.name for span in spans if span.start <= left and right <= span.end]
             parts.append(SPAN.format(", ".join(names), piece) if names and piece else piece)
         shown = end
-    return Markup("").join(parts)
-
-
-GAP = Markup(' <span class="gap">… {} characters left out …</span> ')
-SPAN = Markup('<mark title="{}">{}</mark>')
+    return join(parts)
 
 
 def kept(length: int, most: int | None, spans: Sequence[Span]) -> list[tuple[int, int]]:
@@ -97,27 +82,28 @@ def kept(length: int, most: int | None, spans: Sequence[Span]) -> list[tuple[int
     return ranges
 
 
-@cache
-def environment() -> Environment:
-    """The templates of reports. They escape every value, and an unknown name is an error."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    made = Environment(
-        loader=PackageLoader("batchgen.report", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=plain,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.filters |= {"marked": marked, "count": _count}
-    return made
-
-
-def _count(number: float) -> str:
-    return f"{number:,}"
-
-
 def join(parts: Iterable[str]) -> Markup:
     """Pieces of HTML one after the other; what is not HTML is escaped."""
     return Markup("").join(parts)
+
+
+@cache
+def templates(package: str) -> Environment:
+    """The templates of a package. They escape every value, and an unknown name is an error."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    made = Environment(
+        loader=PackageLoader(package, "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_plain,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {"marked": marked, "count": "{:,}".format, "query": urlencode}
+    return made
+
+
+def _plain(value: Any) -> Any:
+    """What a template prints for a value: HTML stays, hidden characters of text become codes."""
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value

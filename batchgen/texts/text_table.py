@@ -1,4 +1,4 @@
-"""Scores as lines for people."""
+"""Scores as lines for people, and the pieces that such lines share."""
 
 from __future__ import annotations
 
@@ -16,26 +16,50 @@ _NAME = 32
 """Characters of a subset's name, so that its line fits into 80 columns."""
 
 
+def table(lines: Sequence[Line]) -> str:
+    """The lines with their values in one column."""
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, as in `1 error` and `2 errors`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def row_name(row_id: str, sample_index: int) -> str:
+    """`row ID`, and which of its samples if it is not the first."""
+    return f"row {row_id}" + (f", sample {sample_index}" if sample_index else "")
+
+
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f}%"
+
+
+def percent_range(interval: Mapping[str, Any] | None) -> str:
+    """`40.0% to 60.0%`; empty where the bounds are not known."""
+    if interval is None or interval["low"] is None:
+        return ""
+    return f"{percent(interval['low'])} to {percent(interval['high'])}"
+
+
 def score_lines(scores: Mapping[str, Any]) -> list[Line]:
     """A name and a value for each line that tells what `batchgen.scoring.scores.score` found.
 
     The two intervals are of 95%: for new questions of the same kind, and for the same questions
     asked again. The second cannot be told where all samples of each question have one mark.
     """
-    lines = [("score", _average(scores["avg"]))]
-    lines += [(name, text) for name, text in _metrics(scores)]
-    lines += _rates(scores)
+    lines = [("score", _average(scores["avg"])), *_metrics(scores), *_rates(scores)]
     subsets = scores.get("subsets", {})
     for name, part in zip(_short(list(subsets)), subsets.values(), strict=True):
-        average = part["avg"]
-        count = f"{part['questions']:,} question{'s' * (part['questions'] != 1)}"
-        lines.append((f"  {name}", f"{_percent(average['value'])}{_bounds(average)} of {count}"))
+        value = f"{percent(part['avg']['value'])}{_bounds(part['avg'])}"
+        lines.append((f"  {name}", f"{value} of {counted(part['questions'], 'question')}"))
     return lines
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """Each name in one line of at most _NAME characters. Behind those that this makes equal stands
-    their place."""
+    """Each name in one line of at most _NAME characters; names that this makes equal end in their
+    place."""
     lines = [" ".join(visible(name).split()) for name in names]
     shown = [both_ends(line, _NAME) for line in lines]
     often = Counter(shown)
@@ -46,21 +70,11 @@ def _short(names: Sequence[str]) -> list[str]:
     return shown
 
 
-def table(lines: list[Line]) -> str:
-    """The lines with their values in one column."""
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
-
-
 def _average(average: Mapping[str, Any]) -> str:
-    text = _percent(average["value"])
-    for name in ("population", "same_questions"):
-        interval = average[name]
-        if interval is None:
-            continue
-        what = {"population": "new"}.get(name, "same")
-        told = _range(interval) if interval["low"] is not None else "cannot be told"
-        text += f", {what} questions {told}"
+    text = percent(average["value"])
+    for name, what in (("population", "new"), ("same_questions", "same")):
+        if (interval := average[name]) is not None:
+            text += f", {what} questions {percent_range(interval) or 'cannot be told'}"
     return text
 
 
@@ -70,31 +84,23 @@ def _metrics(scores: Mapping[str, Any]) -> list[Line]:
     for name, metric in scores.items():
         kind, _, k = name.replace("^", "@").partition("@")
         if k and k != "1" and kind in ("pass", "maj"):
-            found.append((name, _percent(metric["value"]) + _bounds(metric)))
+            found.append((name, percent(metric["value"]) + _bounds(metric)))
     return found
 
 
 def _rates(scores: Mapping[str, Any]) -> list[Line]:
-    """How many samples have no mark, and how many of the others have one to be careful with."""
+    """The shares of samples without a mark, and with one to be careful with."""
     rates, of = scores["rates"], f"of {scores['samples']:,} answers"
-    marked = f"no answer {_percent(rates['no_answer'])}, truncated {_percent(rates['truncated'])}"
+    marked = f"no answer {percent(rates['no_answer'])}, truncated {percent(rates['truncated'])}"
     # Scores that earlier versions wrote do not say what cut texts count as, or have an answer.
-    if rates["truncated"] and (counted := COUNT_AS.get(scores.get("cut_texts", ""))) is not None:
-        marked += f" ({counted})"
+    if rates["truncated"] and (meaning := COUNT_AS.get(scores.get("cut_texts", ""))) is not None:
+        marked += f" ({meaning})"
     elif rates["truncated"] and (cut := rates.get("truncated_with_answer")) is not None:
-        marked += f" (with an answer {_percent(cut)})"
-    unmarked = f"error {_percent(rates['error'])}, grade error {_percent(rates['grade_error'])}"
+        marked += f" (with an answer {percent(cut)})"
+    unmarked = f"error {percent(rates['error'])}, grade error {percent(rates['grade_error'])}"
     return [("marked", f"{marked} {of}"), ("not marked", f"{unmarked} {of}")]
 
 
 def _bounds(metric: Mapping[str, Any]) -> str:
-    interval = metric["population"]
-    return "" if interval is None or interval["low"] is None else f" ({_range(interval)})"
-
-
-def _range(interval: Mapping[str, float | None]) -> str:
-    return f"{_percent(interval['low'])} to {_percent(interval['high'])}"
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}%"
+    bounds = percent_range(metric["population"])
+    return f" ({bounds})" if bounds else ""

@@ -7,42 +7,34 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from batchgen.rows.row_facts import RowFacts, same_sample
+from batchgen.rows.row_page import Limits, RowPage
 from batchgen.texts.word_difference import WordDifference, word_difference
 from batchgen.viewer.html import whole_number
-from batchgen.viewer.job_view import MOST_TOKENS, JobView, Sample, same_sample
-from batchgen.viewer.votes import Vote, votes
+from batchgen.viewer.job_view import JobView, Vote, votes
+
+MOST_TOKENS = 4000
+"""A row's token view has at most this many tokens, unless all are asked for: a browser takes
+seconds for many more."""
 
 
 @dataclass(frozen=True)
 class TokenPart:
-    """The tokens of a row.
-
-    Attributes:
-        html: all of them, or the first and the last ones.
-        is_cut: whether some are left out.
-        has_texts: whether the tokenizer is on this machine.
-    """
+    """The tokens of a row."""
 
     html: Markup
-    is_cut: bool
-    has_texts: bool
+    is_cut: bool  # the middle is left out
+    has_texts: bool  # the tokenizer is on this machine
 
 
 @dataclass(frozen=True)
 class Column:
-    """A row in one job.
-
-    Attributes:
-        key: `a` or `b`.
-        samples: of the row; empty if the job does not have it.
-        chosen: the one that is shown.
-        html: what it says.
-    """
+    """A row in one job."""
 
     job: JobView
-    key: str
-    samples: list[Sample]
-    chosen: Sample | None
+    key: str  # `a` or `b`
+    samples: list[RowFacts]  # none if the job does not have the row
+    chosen: RowFacts | None
     html: Markup
     tokens: TokenPart | None
 
@@ -53,20 +45,15 @@ class Column:
 
 @dataclass(frozen=True)
 class RowColumns:
-    """A row in one job or in two.
-
-    Attributes:
-        prompt: what both were asked, if that is the same; empty else, and then the columns have it.
-        difference: of the texts of both; None where one has no text.
-    """
+    """A row in one job or in two."""
 
     columns: list[Column]
-    prompt: Markup
-    difference: WordDifference | None
+    prompt: Markup  # what both were asked, if that is the same; else the columns have it
+    difference: WordDifference | None  # of the texts, where both have one
 
 
 def row_columns(
-    jobs: Sequence[JobView], samples: Sequence[list[Sample]], query: Mapping[str, str]
+    jobs: Sequence[JobView], samples: Sequence[list[RowFacts]], query: Mapping[str, str]
 ) -> RowColumns:
     """What the page of a row shows.
 
@@ -81,54 +68,46 @@ def row_columns(
     numbers = [whole_number(query, f"sample_{key}", 0) for key in "ab"]
     chosen = [same_sample(some, number) for some, number in zip(samples, numbers, strict=False)]
     tokens = query.get("tokens", "")
-    is_common = _is_asked_alike(jobs, chosen, tokens=bool(tokens))
-    columns = [
-        _column(job, key, some, one, tokens, with_prompt=not is_common)
-        for job, key, some, one in zip(jobs, "ab", samples, chosen, strict=False)
+    shown = [
+        (None if one is None else job.page(tokens=bool(tokens)), one)
+        for job, one in zip(jobs, chosen, strict=True)
     ]
-    prompt, first = Markup(""), chosen[0]
-    if is_common and first is not None:
-        prompt = jobs[0].prompt_html(first, "ab", tokens=bool(tokens))
+    prompts = [page.prompt(one) if page and one else [] for page, one in shown]
+    is_common = len(prompts) == 2 and bool(prompts[0]) and prompts[0] == prompts[1]
+    columns = [
+        _column(job, key, some, page, one, tokens, with_prompt=not is_common)
+        for job, key, some, (page, one) in zip(jobs, "ab", samples, shown, strict=False)
+    ]
+    (page, first), prompt = shown[0], Markup("")
+    if is_common and page is not None and first is not None:
+        prompt = page.prompt_html(first, key="ab")
     return RowColumns(columns, prompt, _difference(jobs, chosen))
 
 
 def _column(
     job: JobView,
     key: str,
-    samples: list[Sample],
-    chosen: Sample | None,
+    samples: list[RowFacts],
+    page: RowPage | None,
+    chosen: RowFacts | None,
     tokens: str,
     *,
     with_prompt: bool,
 ) -> Column:
-    if chosen is None:
+    if page is None or chosen is None:
         return Column(job, key, samples, None, Markup(""), None)
+    html = page.html(chosen, key=key, limits=Limits(tokens=0), with_prompt=with_prompt)
     part = None
     if tokens:
-        most = None if tokens == "all" else MOST_TOKENS
-        is_cut = most is not None and len(chosen.row["token_ids"] or []) > most
-        part = TokenPart(job.tokens_html(chosen, key, most), is_cut, job.decode() is not None)
-    html = job.html(chosen, key, tokens=bool(tokens), with_prompt=with_prompt)
+        view, most = page.tokens(chosen, key), None if tokens == "all" else MOST_TOKENS
+        is_cut = most is not None and len(view.ids) > most
+        part = TokenPart(view.html(most), is_cut, view.view.has_texts)
     return Column(job, key, samples, chosen, html, part)
 
 
-def _is_asked_alike(
-    jobs: Sequence[JobView], chosen: Sequence[Sample | None], *, tokens: bool
-) -> bool:
-    """Whether two jobs asked the same in the same words."""
-    prompts = [
-        [] if sample is None else job.prompt(sample, tokens=tokens)
-        for job, sample in zip(jobs, chosen, strict=True)
-    ]
-    return len(prompts) == 2 and bool(prompts[0]) and prompts[0] == prompts[1]
-
-
-def _difference(jobs: Sequence[JobView], chosen: Sequence[Sample | None]) -> WordDifference | None:
-    texts = [
-        sample.row[job.rows.text_column]
-        for job, sample in zip(jobs, chosen, strict=True)
-        if sample is not None
-    ]
-    if len(texts) != 2 or None in texts:
-        return None
-    return word_difference(*texts)
+def _difference(
+    jobs: Sequence[JobView], chosen: Sequence[RowFacts | None]
+) -> WordDifference | None:
+    pairs = zip(jobs, chosen, strict=True)
+    texts = [sample.row[job.rows.text_column] for job, sample in pairs if sample is not None]
+    return None if len(texts) != 2 or None in texts else word_difference(*texts)

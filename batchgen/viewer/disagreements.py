@@ -8,11 +8,12 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from batchgen.rows.row_facts import RowFacts
 from batchgen.scoring.compared_jobs import compared, comparison_lines
 from batchgen.scoring.graded_folder import GradedJob
 from batchgen.util.errors import ConfigError
-from batchgen.viewer.job_view import JobView, Sample
-from batchgen.viewer.row_lines import Line, row_lines
+from batchgen.viewer.job_view import JobView
+from batchgen.viewer.listed_rows import Line, row_lines
 from batchgen.viewer.rows.filters import Filter
 from batchgen.viewer.rows.search import Search
 
@@ -25,15 +26,10 @@ MOST_ANSWERS = 500_000
 
 @dataclass(frozen=True)
 class Flipped:
-    """How two jobs compare.
-
-    Attributes:
-        comparison: of their marks.
-        differs: what makes them different exams, a sentence each; empty if they are one.
-    """
+    """How two jobs compare."""
 
     comparison: Comparison
-    differs: tuple[str, ...]
+    differs: tuple[str, ...]  # what makes them different exams, a sentence each
 
     @property
     def lines(self) -> list[tuple[str, str]]:
@@ -48,17 +44,12 @@ class Flipped:
 
 @dataclass(frozen=True)
 class FlippedRow:
-    """A question that two jobs answer differently well.
-
-    Attributes:
-        line: the row in both jobs; None if it is gone.
-        samples: of A and of B, those whose marks are farthest apart in the direction of the
-            question; None where a job lacks the row.
-    """
+    """A question that two jobs answer differently well."""
 
     question: Question
-    line: Line | None
-    samples: tuple[Sample | None, Sample | None]
+    line: Line | None  # None if the row is gone
+    samples: tuple[RowFacts | None, RowFacts | None]
+    """Of A and of B, those whose marks are farthest apart in the direction of the question."""
 
     @property
     def is_worse(self) -> bool:
@@ -107,13 +98,11 @@ class Flips:
         lines = {line.index: line for line in found}
         rows = []
         for question in questions:
-            place = places[question.row_id]
+            place, worse = places[question.row_id], question.b < question.a
             line = None if place is None else lines.get(place)
-            a, b = (None, None) if line is None else (line.jobs[0], line.jobs[1])
-            worse = question.b < question.a
-            rows.append(
-                FlippedRow(question, line, (_extreme(a, best=worse), _extreme(b, best=not worse)))
-            )
+            a, b = ([], []) if line is None else line.jobs
+            samples = _extreme(a, best=worse), _extreme(b, best=not worse)
+            rows.append(FlippedRow(question, line, samples))
         return rows
 
     def _compared_or_refused(self, anyway: bool) -> Flipped | ConfigError:
@@ -133,13 +122,9 @@ class Flips:
         return Flipped(*compared(jobs, anyway=anyway))
 
 
-def _extreme(samples: Sequence[Sample] | None, *, best: bool) -> Sample | None:
+def _extreme(samples: Sequence[RowFacts], *, best: bool) -> RowFacts | None:
     """The sample with the best mark, or with the worst; the first one where nothing is marked."""
-    samples = samples or ()
-    marked = [
-        (s.grades["mark"], s) for s in samples if s.grades and s.grades.get("mark") is not None
-    ]
-    if not marked:
-        return next(iter(samples), None)
+    marked = [(mark, s) for s in samples if (mark := s.grade("mark")) is not None]
     choose = max if best else min
-    return choose(marked, key=lambda pair: float(pair[0]))[1]
+    chosen = choose(marked, key=lambda pair: float(pair[0]), default=None)
+    return next(iter(samples), None) if chosen is None else chosen[1]

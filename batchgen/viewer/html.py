@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode
 
-from batchgen.report.row_page import CSS
-from batchgen.texts.safe_text import environment
+from batchgen.rows.row_page import CSS
+from batchgen.texts.safe_text import templates
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.viewer.rows.row_id_index import StillSearching
 from batchgen.viewer.server import Response
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 _STATIC = Path(__file__).parent / "static"
 _FILES = {
@@ -39,19 +35,15 @@ class NotThere(Exception):
 
 
 def static_file(name: str) -> Response | None:
-    """A style sheet, the script or the icon; None if the name is none of theirs."""
+    """A style sheet, the script or the icon; None for other names."""
     file = _FILES.get(name)
     return None if file is None else Response(file.read_bytes(), _KINDS[file.suffix])
 
 
 def html_page(template: str, status: HTTPStatus = HTTPStatus.OK, **values: Any) -> Response:
-    """A page.
-
-    Args:
-        template: its name without its ending.
-    """
-    text = _templates().get_template(f"{template}.html.jinja").render(values)
-    return Response(text.encode("utf-8", "replace"), status=status)
+    """A page of the template with this name."""
+    made = templates("batchgen.viewer").get_template(f"{template}.html.jinja").render(values)
+    return Response(made.encode("utf-8", "replace"), status=status)
 
 
 def answer(make: Callable[[Query], Response] | None, query: Query, html: Html) -> Response:
@@ -72,10 +64,8 @@ def answer(make: Callable[[Query], Response] | None, query: Query, html: Html) -
     except NotThere as error:
         return message(str(error), HTTPStatus.NOT_FOUND)
     except StillSearching as error:
-        return html(
-            "message", title="Still searching", again=True,
-            text=f"{error.searched:,} rows were searched for the row_id. Going on …",
-        )  # fmt: skip
+        text = f"{error.searched:,} rows were searched for the row_id. Going on …"
+        return html("message", title="Still searching", again=True, text=text)
     except ConfigError as error:
         return message(str(error), HTTPStatus.BAD_REQUEST)
     except JobError as error:
@@ -103,12 +93,3 @@ def redirect(page: str, query: Mapping[str, Any] | None = None) -> Response:
     """Go to another page."""
     target = f"{page}?{urlencode(query)}" if query else page
     return Response(b"", status=HTTPStatus.SEE_OTHER, location=target)
-
-
-@cache
-def _templates() -> Environment:
-    from jinja2 import PackageLoader
-
-    made = environment().overlay(loader=PackageLoader("batchgen.viewer", "templates"))
-    made.filters["query"] = urlencode
-    return made

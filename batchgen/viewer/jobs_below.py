@@ -1,24 +1,25 @@
 """The jobs that lie below a folder, and what a list says of each.
 
-The folder may come from a stranger: links are not followed, files are read up to a size, and the
-walk ends at a depth, after so many jobs, and after so many entries of folders.
+The folder may come from a stranger: links are not followed, and depth, the sizes of files and the
+numbers of jobs and of entries have bounds.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from batchgen.folder.job_summary import JobSummary
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.storage.manifest import Manifest
 from batchgen.util.errors import ConfigError, JobError
-from batchgen.viewer.overview import rows_total
+from batchgen.viewer.overview import rows_to_come
 
 DEEPEST = 4
 """Folders between the given one and a job's, the job's included."""
@@ -29,47 +30,28 @@ _MOST_BYTES = {"manifest.json": 2**26, "metrics.json": 2**24, "config.yaml": 2**
 
 @dataclass(frozen=True)
 class JobBelow:
-    """One job.
+    """One job in the list."""
 
-    Attributes:
-        key: names it in addresses; it is the same as long as the job has its place.
-        name: its folder, from the given one on.
-        path: of the folder.
-        fault: why nothing can be shown of it; empty if something can.
-        state: how far it is.
-        model, dataset: where they are.
-        rows: answers that are finished; None if there are none yet.
-        of_rows: of so many; None where they are all, or that is not known.
-        score: the mean mark; None without.
-    """
-
-    key: str
-    name: str
+    key: str  # names it in addresses, as long as the job has its place
+    name: str  # its folder, from the given one on
     path: Path
-    fault: str = ""
+    fault: str = ""  # why nothing can be shown of it
     state: str = ""
     model: str = ""
     dataset: str = ""
-    rows: int | None = None
-    of_rows: int | None = None
+    rows: int | None = None  # that are finished
+    of_rows: int | None = None  # of a job that is not complete
     score: float | None = None
 
 
 @dataclass
 class Below:
-    """What lies below a folder.
+    """What lies below a folder."""
 
-    Attributes:
-        jobs: by name.
-        empty: folders right below it that hold no job.
-        links: links to folders, which are not followed.
-        is_cut: whether a bound ended the walk before all was seen.
-    """
-
-    jobs: list[JobBelow] = field(default_factory=list)
-    empty: list[str] = field(default_factory=list)
-    links: list[str] = field(default_factory=list)
-    is_cut: bool = False
+    jobs: list[JobBelow] = field(default_factory=list)  # by name
+    empty: list[str] = field(default_factory=list)  # folders right below it without a job
+    links: list[str] = field(default_factory=list)  # to folders, not followed
+    is_cut: bool = False  # a bound ended the walk before all was seen
 
 
 def jobs_below(folder: Path) -> Below:
@@ -91,7 +73,7 @@ class _Walk:
         self._left = MOST_ENTRIES
 
     def entries(self, folder: Path, found: Below, name: str = "") -> Iterator[os.DirEntry[str]]:
-        """The folders in a folder, in order, as far as they can be read and bounds allow it."""
+        """The folders in a folder, in order, as far as bounds allow it."""
         try:
             with os.scandir(folder) as scan:
                 folders = []
@@ -129,25 +111,25 @@ def _job(folder: Path, name: str) -> JobBelow:
     try:
         reader = JobFolderReader(folder)
         if fault := _too_large(folder):
-            return _with(job, fault=fault)
+            return replace(job, fault=fault)
         # The configuration says the same, but takes milliseconds to read.
-        manifest, metrics = Manifest.read(folder / "manifest.json"), reader.metrics
+        manifest, known = Manifest.read(folder / "manifest.json"), JobSummary.of(reader.metrics)
         dataset = manifest.identity.get("dataset") or {}
-        average = ((metrics.get("score") or {}).get("avg") or {}).get("value")
-        return _with(
+        to_come, score = rows_to_come(known), known.mean_mark if known.score else None
+        return replace(
             job,
-            state=str(metrics["status"]) if metrics else "not begun",
+            state=str(known.status),
             model=_text(manifest.growing.get("model.path")),
             dataset=_text(manifest.growing.get("dataset.path")) or _text(dataset.get("kind")),
-            rows=int(metrics["rows"]) if metrics else None,
-            of_rows=_number(rows_total(metrics)) if metrics else None,
-            score=None if average is None else float(average),
+            rows=int(known.totals.rows) if known.is_begun else None,
+            of_rows=None if to_come is None else int(to_come),
+            score=None if score is None else float(score),
         )
     except (ConfigError, JobError, OSError) as error:
-        return _with(job, fault=str(error))
+        return replace(job, fault=str(error))
     # What somebody else wrote can have any shape.
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return _with(job, fault="its manifest.json or metrics.json is damaged")
+        return replace(job, fault="its manifest.json or metrics.json is damaged")
 
 
 def config_fault(folder: Path) -> str:
@@ -164,12 +146,8 @@ def config_fault(folder: Path) -> str:
     return "" if is_one else "its config.yaml is not that of a job"
 
 
-def _with(job: JobBelow, **values: Any) -> JobBelow:
-    return JobBelow(job.key, job.name, job.path, **values)
-
-
 def _too_large(folder: Path) -> str:
-    """Which small file of a job is so large that it is not read; empty if there is none."""
+    """Which small file of a job is too large to be read; empty if none is."""
     for name, most in _MOST_BYTES.items():
         path = folder / name
         if path.is_file() and (size := path.stat().st_size) > most:
@@ -179,7 +157,3 @@ def _too_large(folder: Path) -> str:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
-
-
-def _number(value: Any) -> int | None:
-    return None if value is None else int(value)

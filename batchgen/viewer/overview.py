@@ -1,94 +1,90 @@
-"""What the first page says of a job."""
+"""What the first page says of a job, without reading its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from batchgen.folder.job_summary import JobSummary
+from batchgen.texts.text_table import Line, percent_range, score_lines
 from batchgen.util.duration import duration
-from batchgen.viewer.job_view import JobView, attempt_of
+from batchgen.viewer.job_view import JobView
 from batchgen.viewer.rows.filters import MARKS
+
+Query = Mapping[str, str]
+"""The keys of a filter."""
+_SAMPLING = ("n", "temperature", "top_p", "max_new_tokens", "seed")
 
 
 @dataclass(frozen=True)
 class Count:
-    """How many answers are such.
-
-    Attributes:
-        name: what they are.
-        share: of all answers.
-        query: the keys of the filter that lists them.
-    """
+    """A number of answers, and the filter that lists them."""
 
     name: str
     number: int
-    share: float
-    query: Mapping[str, str]
+    share: float  # of all answers
+    query: Query
 
 
 @dataclass(frozen=True)
 class Subset:
-    """The score of a part of the exam.
-
-    Attributes:
-        value: the mean mark; None if nothing is marked.
-        interval: of 95%, for new questions, in words; empty if there is none.
-        query: the keys of the filter that lists its rows; None where rows do not name their subset.
-    """
+    """The score of a part of the exam."""
 
     name: str
     questions: int
-    value: float | None
-    interval: str
-    query: Mapping[str, str] | None
+    value: float | None  # the mean mark
+    interval: str  # of 95%, for new questions
+    query: Query | None  # None where rows do not name their subset
 
 
 @dataclass(frozen=True)
 class Overview:
-    """One job on the first page.
-
-    Attributes:
-        facts: what was run, by name.
-        status: how far the job is.
-        scores: lines of its scores; empty without.
-        subsets: the scores of the parts of the exam.
-        reasons, errors: how answers ended.
-        marks: names and queries of the filters by mark; empty without grades.
-        missing: what the job lacks that pages could show.
-    """
+    """One job on the first page. What the job lacks is empty."""
 
     job: JobView
     status: str
-    facts: list[tuple[str, str]]
-    scores: list[tuple[str, str]]
+    facts: list[Line]
+    scores: list[Line]
     subsets: list[Subset]
     reasons: list[Count]
     errors: list[Count]
-    marks: list[tuple[str, Mapping[str, str]]]
+    marks: list[tuple[str, Query]]
     missing: list[str]
 
 
 def overview(job: JobView) -> Overview:
-    """What is known of a job without reading its rows."""
-    metrics = job.metrics
-    total = metrics.get("rows", 0)
+    """What is known of a job."""
+    known = JobSummary.of(job.metrics, job.config)
     return Overview(
         job,
-        status_text(metrics),
-        _facts(job, metrics),
-        job.scores,
+        _status(known),
+        _facts(job, known),
+        [] if known.score is None else score_lines({**known.score, "subsets": {}}),
         _subsets(job),
-        _counts(metrics.get("finish_reasons") or {}, total, "reason"),
-        _counts(metrics.get("errors") or {}, total, "error"),
+        _counts(known, known.totals.finish_reasons, "reason"),
+        _counts(known, known.totals.errors, "error"),
         [(name, {"mark": mark}) for mark, name in MARKS.items()] if job.rows.grade_names else [],
         job.missing(),
     )
 
 
-def _counts(counts: Mapping[str, int], total: int, key: str) -> list[Count]:
+def _status(job: JobSummary) -> str:
+    if not job.is_begun:
+        return "not begun, or killed before its first ten seconds"
+    of = "" if (total := rows_to_come(job)) is None else f" of {total:,}"
+    text = f"{job.status}, {job.totals.rows:,}{of} answers"
+    is_fine = job.status in ("complete", "running")
+    return text if is_fine else f"{text} (the command goes on from there)"
+
+
+def rows_to_come(job: JobSummary) -> int | None:
+    """How many answers a job that is not complete will have; None if that is not known."""
+    return None if job.status == "complete" else job.rows_total
+
+
+def _counts(job: JobSummary, counts: Mapping[str, int], key: str) -> list[Count]:
     return [
-        Count(name, number, number / max(total, 1), {key: name})
+        Count(name, number, number / max(job.totals.rows, 1), {key: name})
         for name, number in sorted(counts.items(), key=lambda item: -item[1])
     ]
 
@@ -96,58 +92,27 @@ def _counts(counts: Mapping[str, int], total: int, key: str) -> list[Count]:
 def _subsets(job: JobView) -> list[Subset]:
     found = []
     for name, part in job.subsets.items():
-        bounds = part["avg"]["population"] or {}
-        low, high = bounds.get("low"), bounds.get("high")
-        interval = ""
-        if low is not None and high is not None:
-            interval = f"{100 * low:.1f}% to {100 * high:.1f}%"
+        interval = percent_range(part["avg"]["population"])
         query = {"subset": name} if job.subset_column else None
         found.append(Subset(name, part["questions"], part["avg"]["value"], interval, query))
     return found
 
 
-def status_text(metrics: Mapping[str, Any]) -> str:
-    """How far the job is. The counts of one that runs may be ten seconds old."""
-    if not metrics:
-        return "not begun, or killed before its first ten seconds"
-    status, total = metrics["status"], rows_total(metrics)
-    of = "" if total is None else f" of {total:,}"
-    text = f"{status}, {metrics['rows']:,}{of} answers"
-    return text if status in ("complete", "running") else f"{text} (the command goes on from there)"
-
-
-def rows_total(metrics: Mapping[str, Any]) -> int | None:
-    """How many answers a job that is not complete will have; None if that is not known."""
-    if metrics["status"] == "complete":
-        return None
-    total: int | None = attempt_of(metrics).get("rows_total")
-    return total
-
-
-def _facts(job: JobView, metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    config, attempt = job.config, attempt_of(metrics)
-    model, dataset = config.get("model") or {}, config.get("dataset") or {}
-    sampling, strategy = config.get("sampling") or {}, config.get("strategy") or {}
+def _facts(job: JobView, known: JobSummary) -> list[Line]:
+    dataset, sampling, attempt = known.group("dataset"), known.group("sampling"), known.attempt
     facts = [
         ("folder", str(job.path)),
-        ("model", str(model.get("path"))),
+        ("model", str(known.group("model").get("path"))),
         ("data set", str(dataset.get("path") or dataset.get("kind"))),
-        ("strategy", str(strategy.get("_target_", "")).rpartition(".")[2]),
+        ("strategy", known.strategy_path[-1]),
         ("sampling", ", ".join(f"{k} {sampling[k]}" for k in _SAMPLING if k in sampling)),
     ]
-    if metrics:
-        facts += [
-            (
-                "tokens",
-                f"{metrics['prompt_tokens']:,} read, {metrics['generated_tokens']:,} written",
-            ),
-            ("speed", f"{metrics['tokens_per_s'] or 0:,.0f} tokens/s"),
-        ]
+    if known.is_begun:
+        read, written = known.totals.prompt_tokens, known.totals.generated_tokens
+        facts.append(("tokens", f"{read:,} read, {written:,} written"))
+        facts.append(("speed", f"{known.tokens_per_s:,.0f} tokens/s"))
     if attempt.get("wall_s"):
         facts.append(("time", f"{duration(attempt['wall_s'])} (last run of the command)"))
     if attempt.get("started"):
         facts.append(("begun", str(attempt["started"])))
     return [(name, text) for name, text in facts if text not in ("None", "")]
-
-
-_SAMPLING = ("n", "temperature", "top_p", "max_new_tokens", "seed")

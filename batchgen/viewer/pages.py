@@ -20,7 +20,7 @@ from batchgen.viewer.html import (
     whole_number,
 )
 from batchgen.viewer.job_view import JobView
-from batchgen.viewer.list_page import PER_PAGE, list_values
+from batchgen.viewer.listed_rows import PER_PAGE, list_values
 from batchgen.viewer.overview import overview
 from batchgen.viewer.rows.download import KINDS, Download
 from batchgen.viewer.rows.filters import Filter

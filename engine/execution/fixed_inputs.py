@@ -12,7 +12,7 @@ from torch import Tensor
 from batchgen.engine.base.transfer import upload
 from batchgen.engine.execution.forward import Part
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.kernels.attention.prefill import cut_tiles
+from batchgen.kernels.attention.prefill_plan import cut_tiles
 
 
 class RaggedInputs:
@@ -22,9 +22,6 @@ class RaggedInputs:
     takes the tokens that pad the batch to the captured size.
 
     Args:
-        tokens: the most tokens of a batch.
-        rows: the most rows of a batch.
-        max_blocks: the number of entries in a row's block table.
         tiles: the numbers of tokens in a tile of prefill attention that occur in the model.
         scratch: a row on the scratch block that has every optional input which the model reads.
     """

@@ -77,6 +77,8 @@ class CausalLM(TokenModel):
     checkpoint was not loaded.
     """
 
+    hf_class: ClassVar[str]
+    """The class of transformers that reads this model's config.json."""
     is_diffusion: ClassVar[bool] = False
     """Whether the model fills in masked tokens, as `ModelConfig.diffusion` then describes."""
 
@@ -106,24 +108,12 @@ class CausalLM(TokenModel):
         self.skipped_parts: tuple[str, ...] = ()
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.model = Decoder(
-            Embedding(
-                config.vocab_size,
-                config.hidden_size,
-                parallel=parallel,
-                device=device,
-                dtype=dtype,
-            ),
+            Embedding(config.vocab_size, config.hidden_size, where=self.where),
             (self._layer(index) for index in range(config.num_layers)),
             self.make_norm(),
             self.make_rotary(),
         )
-        self.lm_head = LogitsLayer(
-            config.hidden_size,
-            config.vocab_size,
-            parallel=parallel,
-            device=device,
-            dtype=dtype,
-        )
+        self.lm_head = LogitsLayer(config.hidden_size, config.vocab_size, where=self.where)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.count_parameters()
@@ -145,9 +135,12 @@ class CausalLM(TokenModel):
         return head
 
     @classmethod
-    @abstractmethod
     def hf_config(cls) -> type[PretrainedConfig]:
         """Return the class of transformers that reads this model's config.json."""
+        import transformers
+
+        found: type[PretrainedConfig] = getattr(transformers, cls.hf_class)
+        return found
 
     @classmethod
     @abstractmethod

@@ -18,19 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.attention.cpu_rows import LEAST_MULTIPLE, row_batches, row_multiple
-from batchgen.kernels.attention.decode import (
-    MAX_QUERIES,
+from batchgen.kernels.attention.decode import MAX_QUERIES, paged_attention_decode
+from batchgen.kernels.attention.decode_plan import (
     DecodePlan,
     most_splits,
-    paged_attention_decode,
     plan_decode,
     split_length,
 )
 from batchgen.kernels.attention.kv_cache import KVCache
-from batchgen.kernels.attention.prefill import (
+from batchgen.kernels.attention.prefill import paged_attention_prefill
+from batchgen.kernels.attention.prefill_plan import (
     PrefillPlan,
     cut_equal_tiles,
-    paged_attention_prefill,
     plan_prefill,
     tile_tokens,
 )

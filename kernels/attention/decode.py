@@ -20,46 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.kernels.attention.decode_plan import UNIT_FIELDS, DecodePlan
 from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.attention.split_combine import combine_splits, partial_results
 from batchgen.kernels.device import device_programs
 
-SPLIT_TOKENS = 512
-"""Tokens of a split in a batch of few rows."""
-_LONG_SPLIT_TOKENS = 2048
-"""Tokens of a split in a batch of many rows. Most contexts are then one split, which saves the
-combination; it costs up to a tenth of the time (H100, 256 rows)."""
-ENOUGH_PROGRAMS = 128
-"""The number of (row, KV head) pairs that fill a GPU. The contexts of smaller batches are cut into
-shorter splits, which round differently: a row's bits depend on this fact alone of its batch."""
-MAX_SPLITS = 32
-"""The most splits of a row in a batch of few rows."""
 MAX_QUERIES = 128
 """The largest tile in a row's queries times query heads per KV head, for whose sums registers
 suffice."""
-_SPLIT_MULTIPLE = tl.constexpr(128)
-"""Longer splits than the caller's are a multiple of this, and so of every `block_n`."""
 _TILE_BYTES = 64 * 1024
 """Keys and values of the largest tile, in bytes."""
-_COMBINE_ELEMENTS = 4096
-"""Elements of partial results that the combination loads at a time."""
-UNIT_FIELDS = tl.constexpr(4)
-"""Columns of `DecodePlan.units`."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """How the contexts of B rows are cut into splits; all layers of a forward share it.
-
-    A line of `units` is a split: its row, its first position, the position after its last, and the
-    index of its partial result, or -1 if the row has one split. Long splits come first. Only
-    `count` lines are set.
-    """
-
-    units: Tensor  # [B · max_splits, 4] int32
-    count: Tensor  # [1] int32, the splits of all rows
-    splits: Tensor  # [B] int32, the splits of each row
-    width: int  # W, the queries of each row
-    max_splits: int  # the most that a row with these block tables can have
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,53 +40,6 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int
-
-
-def split_length(num_rows: int, num_kv_heads: int) -> int:
-    """Choose the tokens of a split for a batch of `num_rows` rows."""
-    few = num_rows * num_kv_heads < ENOUGH_PROGRAMS
-    return SPLIT_TOKENS if few else _LONG_SPLIT_TOKENS
-
-
-def most_splits(num_rows: int, num_kv_heads: int, width: int) -> int:
-    """Choose the most splits of a row in a batch of `num_rows` rows of `width` queries.
-
-    Many rows with many queries get fewer: the partial results would take gigabytes, and fewer
-    splits fill the GPU.
-    """
-    few = num_rows * num_kv_heads < ENOUGH_PROGRAMS
-    return MAX_SPLITS if few else max(MAX_SPLITS // width, 2)
-
-
-def plan_decode(
-    positions: Tensor,  # [B · W] int64, not descending within a row
-    block_tables: Tensor,  # [B, N], whose shape alone matters
-    width: int,
-    block_size: int,
-    *,
-    split_tokens: int = SPLIT_TOKENS,
-    max_splits: int = MAX_SPLITS,
-) -> DecodePlan:
-    """Cut the contexts of B rows into splits of `split_tokens` tokens, on the device.
-
-    A longer context than max_splits · split_tokens is cut into at most `max_splits` equal splits,
-    whose length is rounded up to a multiple of 128. A context ends at its row's last query, and at
-    N · block_size tokens.
-    """
-    rows, blocks = block_tables.shape
-    assert positions.numel() == rows * width and positions.is_contiguous()
-    room = blocks * block_size
-    capacity = min(max_splits, triton.cdiv(room, split_tokens))
-    device = positions.device
-    units = torch.empty((rows * capacity, UNIT_FIELDS.value), dtype=torch.int32, device=device)
-    count = torch.empty(1, dtype=torch.int32, device=device)
-    splits = torch.empty(rows, dtype=torch.int32, device=device)
-    _plan_kernel[(rows,)](
-        positions, units, count, splits, rows, room, capacity,
-        WIDTH=width, SPLIT=split_tokens, MAX_SPLITS=max_splits,
-        SPLITS_PAD=triton.next_power_of_2(max_splits), ROWS=256, num_warps=4,
-    )  # fmt: skip
-    return DecodePlan(units, count, splits, width, capacity)
 
 
 def paged_attention_decode(
@@ -166,43 +89,6 @@ def paged_attention_decode(
     return out
 
 
-def partial_results(
-    plan: DecodePlan, groups: int, queries: int, size: int
-) -> tuple[Tensor, Tensor]:
-    """Allocate room for results of splits [P, queries, size] and the logarithms of their weights
-    [P, queries], P being 0 if no row can have several splits.
-
-    Programs compute `groups` groups of heads apart, each with `queries` queries of a row.
-    """
-    count = len(plan.units) * groups if plan.max_splits > 1 else 0
-    device = plan.units.device
-    partial = torch.empty((count, queries, size), dtype=torch.float32, device=device)
-    return partial, torch.empty((count, queries), dtype=torch.float32, device=device)
-
-
-def combine_splits(
-    partial: Tensor, log_sums: Tensor, plan: DecodePlan, out: Tensor, groups: int
-) -> None:
-    """Write the results of the rows that have several splits to out [B · W, num_heads, size].
-
-    `partial` and `log_sums` are from `partial_results`, filled; `groups` counts the groups of
-    consecutive heads.
-    """
-    tokens, num_heads, size = out.shape
-    if not len(partial):
-        return
-    group = num_heads // groups
-    group_pad = triton.next_power_of_2(group)
-    dim_pad = max(16, triton.next_power_of_2(size))
-    _combine_kernel[(tokens, groups)](
-        partial, log_sums, plan.splits, out, plan.max_splits,
-        KV_HEADS=groups, GROUP=group, WIDTH=plan.width, HEAD_DIM=size,
-        GROUP_PAD=group_pad, DIM_PAD=dim_pad,
-        SPLITS_PAD=triton.next_power_of_2(max(MAX_SPLITS, plan.max_splits)),
-        CHUNK=max(1, _COMBINE_ELEMENTS // (group_pad * dim_pad)), num_warps=4,
-    )  # fmt: skip
-
-
 def _config(head_dim: int, itemsize: int, queries: int) -> DecodeConfig:
     """Choose tiles of 32 or 64 KiB, two or three of them in flight: the fastest on an H100."""
     token_bytes = 2 * triton.next_power_of_2(head_dim) * itemsize
@@ -215,60 +101,6 @@ def _config(head_dim: int, itemsize: int, queries: int) -> DecodeConfig:
     if queries > 64:
         return DecodeConfig(block_n, num_warps=8 * more, num_stages=3, programs_per_sm=1)
     return DecodeConfig(block_n, num_warps=4 * more, num_stages=2, programs_per_sm=2)
-
-
-@triton.jit
-def _cut(positions, rows, num_rows, room, WIDTH, SPLIT, MAX_SPLITS):
-    """Compute int32 context, split length and number of splits of `rows`; 0 past `num_rows`."""
-    last = tl.load(positions + rows * WIDTH + WIDTH - 1, mask=rows < num_rows, other=-1)
-    context = tl.minimum(last.to(tl.int32) + 1, room)
-    equal = tl.cdiv(tl.cdiv(context, MAX_SPLITS), _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
-    length = tl.where(context <= MAX_SPLITS * SPLIT, SPLIT, tl.maximum(equal, SPLIT))
-    return context, length, tl.cdiv(context, length)
-
-
-@triton.jit(do_not_specialize=["num_rows", "room", "capacity"])
-def _plan_kernel(
-    positions, units, count, splits, num_rows, room, capacity,
-    WIDTH: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """Each program writes the work units of one row.
-
-    Units are ordered by length, the longest first; of equal lengths, full splits come before the
-    last splits of rows, and lower rows first. A program counts the units before its own.
-    """
-    row = tl.program_id(0)
-    own_row = row + tl.arange(0, 1)
-    own = _cut(positions, own_row, num_rows, room, WIDTH, SPLIT, MAX_SPLITS)
-    context, length, number = tl.max(own[0], 0), tl.max(own[1], 0), tl.max(own[2], 0)
-    tail = context - (number - 1) * length
-    whole_place = 0
-    tail_place = 0
-    total = 0
-    for first in range(0, num_rows, ROWS):
-        rows = first + tl.arange(0, ROWS)
-        contexts, lengths, numbers = _cut(positions, rows, num_rows, room, WIDTH, SPLIT, MAX_SPLITS)
-        before = rows < row
-        present = (rows < num_rows).to(tl.int32)
-        wholes = tl.maximum(numbers - 1, 0)
-        tails = contexts - (numbers - 1) * lengths
-        longer = (lengths > length) | ((lengths == length) & before)
-        whole_place += tl.sum(wholes * longer.to(tl.int32) + present * (tails > length), 0)
-        longer = (tails > tail) | ((tails == tail) & before)
-        tail_place += tl.sum(wholes * (lengths >= tail) + present * longer.to(tl.int32), 0)
-        total += tl.sum(numbers, 0)
-    tl.store(splits + row, number)
-    if row == 0:
-        tl.store(count, total)
-    split = tl.arange(0, SPLITS_PAD)
-    place = tl.where(split == number - 1, tail_place, whole_place + split)
-    unit = units + place * UNIT_FIELDS
-    mask = split < number
-    tl.store(unit, row + tl.zeros_like(split), mask=mask)
-    tl.store(unit + 1, split * length, mask=mask)
-    tl.store(unit + 2, tl.minimum((split + 1) * length, context), mask=mask)
-    tl.store(unit + 3, tl.where(number > 1, row * capacity + split, -1), mask=mask)
 
 
 @triton.jit(do_not_specialize=["table_stride", "block_length"])
@@ -385,49 +217,3 @@ def _attend_unit(
         sums = tl.dot(weight, values, sums, input_precision=PRECISION)
         top = peak
     return top, tl.sum(weight_sums, 1), sums
-
-
-@triton.jit(do_not_specialize=["capacity"])
-def _combine_kernel(
-    partial, log_sums, splits, out, capacity,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
-    GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Each program averages the splits of one token for the heads of one KV head, if it has
-    several."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    row = token // WIDTH
-    number = tl.load(splits + row)
-    if number > 1:
-        member = tl.arange(0, GROUP_PAD)
-        dim = tl.arange(0, DIM_PAD)
-        member_place = (token % WIDTH) * GROUP + member
-        split_queries = KV_HEADS * WIDTH * GROUP
-        base = row * capacity * split_queries + head * (WIDTH * GROUP)
-        split = tl.arange(0, SPLITS_PAD)
-        places = base + split[:, None] * split_queries + member_place[None, :]
-        mask = (split < number)[:, None] & (member < GROUP)[None, :]
-        all_sums = tl.load(log_sums + places, mask=mask, other=-float("inf"))
-        top = tl.max(all_sums, 0)
-        # Padding has no split, and sums that are all NaN have no maximum: 0 avoids -inf - -inf.
-        top = tl.where(top == -float("inf"), 0.0, top)
-        total = tl.sum(tl.exp2(all_sums - top[None, :]), 0)
-        real = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-        sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-        for first in range(0, number, CHUNK):
-            some = first + tl.arange(0, CHUNK)
-            where = base + some[:, None] * split_queries + member_place[None, :]
-            inside = (some < number)[:, None] & (member < GROUP)[None, :]
-            log_sum = tl.load(log_sums + where, mask=inside, other=-float("inf"))
-            weight = tl.exp2(log_sum - top[None, :])
-            result = tl.load(
-                partial + where[:, :, None] * HEAD_DIM + dim[None, None, :],
-                mask=inside[:, :, None] & (dim < HEAD_DIM)[None, None, :],
-                other=0.0,
-            )
-            sums += tl.sum(weight[:, :, None] * result, 0)
-        sums = sums / tl.where(member < GROUP, total, 1.0)[:, None]
-        target = (token * KV_HEADS + head) * GROUP + member
-        values = sums.to(out.dtype.element_ty)
-        tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], values, mask=real)

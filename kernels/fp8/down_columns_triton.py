@@ -30,7 +30,7 @@ def fp8_down_columns(
     tiles: ExpertTiles,
     out: Tensor,
 ) -> None:
-    """`experts_triton.fp8_down` of weights in panels."""
+    """Compute `fp8_down` for weights in panels."""
     hidden, inner = out.shape[1], values.shape[1]
     block_m, block_n = alignment.block_m, tiles.down_n
     grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.down_columns * block_n),)

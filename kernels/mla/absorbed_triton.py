@@ -12,72 +12,21 @@ long sum would; the compiler needs two thirds of the registers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.attention.decode import (
-    ENOUGH_PROGRAMS,
-    UNIT_FIELDS,
-    DecodePlan,
-    combine_splits,
-    partial_results,
+from batchgen.kernels.attention.decode_plan import UNIT_FIELDS, DecodePlan
+from batchgen.kernels.attention.split_combine import combine_splits, partial_results
+from batchgen.kernels.device import device_programs
+from batchgen.kernels.mla.absorbed_sizes import (
+    AbsorbedConfig,
+    absorbed_config,
+    decode_config,
+    decode_span,
 )
-from batchgen.kernels.device import device_programs, has_large_shared_memory
-
-_MOST_SPLITS = 16
-"""The most splits of a row in a batch of few rows with one query each. A partial result has L
-values for each head, so it is several times as large as that of grouped-query attention."""
-
-
-@dataclass(frozen=True, slots=True)
-class AbsorbedConfig:
-    """Sizes of the kernels; num_stages and programs_per_sm change no bit of the result."""
-
-    queries: int  # the most queries, tokens times heads, of one program
-    block_n: int  # cached tokens of a tile
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int  # in a decode step
-
-
-_WIDE = AbsorbedConfig(64, 64, num_warps=4, num_stages=3, programs_per_sm=1)
-"""The sizes for batches of one or two units per program, with twice as much in flight: 65 against
-78 µs for 256 rows of 250 to 1,170 tokens (H200). It needs 164 KiB of shared memory."""
-
-
-def most_latent_splits(few_rows: bool, width: int) -> int:
-    """Choose the most splits of a row of `width` queries; few rows are below `ENOUGH_PROGRAMS`."""
-    return max((_MOST_SPLITS if few_rows else _MOST_SPLITS // 2) // width, 2)
-
-
-def decode_span(num_heads: int, width: int, itemsize: int) -> int:
-    """Return how many heads a decode step's program takes, a divisor of all; 0 if none fits."""
-    most = _config(64, itemsize).queries // width
-    return max((n for n in range(1, num_heads + 1) if not num_heads % n and n <= most), default=0)
-
-
-def _decode_config(q: Tensor, queries: int, items: int) -> AbsorbedConfig:
-    """Choose sizes for a decode step with `items` pairs of a row and a program's group of heads."""
-    config = _config(queries, q.itemsize)
-    one_or_two = ENOUGH_PROGRAMS <= items <= device_programs(q.device, config.programs_per_sm)
-    if queries <= 16 and q.itemsize == 2 and one_or_two:
-        return _WIDE if has_large_shared_memory(q.device) else config
-    return config
-
-
-def _config(queries: int, itemsize: int) -> AbsorbedConfig:
-    """Choose sizes by the registers that the sums of 64 queries, and float32 operands, need."""
-    if itemsize == 4:
-        return AbsorbedConfig(16, 16, num_warps=8, num_stages=1, programs_per_sm=1)
-    if queries <= 16:
-        return AbsorbedConfig(64, 32, num_warps=4, num_stages=3, programs_per_sm=2)
-    if queries <= 32:
-        return AbsorbedConfig(64, 32, num_warps=8, num_stages=3, programs_per_sm=1)
-    return AbsorbedConfig(64, 32, num_warps=8, num_stages=2, programs_per_sm=1)
 
 
 def latent_decode(
@@ -101,7 +50,7 @@ def latent_decode(
     queries, groups = span * width, num_heads // span
     assert span and plane.is_contiguous() and plane.shape[2] == size + rotated
     assert q.stride(2) == turned.stride(2) == block_tables.stride(1) == 1
-    config = _decode_config(q, queries, tokens // width * groups)
+    config = decode_config(q, queries, tokens // width * groups)
     out = torch.empty((tokens, num_heads, size), dtype=q.dtype, device=q.device)
     partial, log_sums = partial_results(plan, groups, queries, size)
     _latent_decode[(device_programs(q.device, config.programs_per_sm),)](
@@ -123,14 +72,14 @@ def latent_prefill(
     positions: Tensor,  # [T] int64, not descending within a row
     block_tables: Tensor,
     scale: float,
-    tiles: Tensor,  # [num_tiles, 3] int32 from `attention.prefill.cut_tiles`
+    tiles: Tensor,  # [num_tiles, 3] int32 from `prefill_plan.cut_tiles`
     tile: int,  # the most tokens of a tile
 ) -> Tensor:
     """Compute what `latent_decode` does, [T, num_heads, L], for rows of different lengths."""
     tokens, num_heads, size = q.shape
     assert plane.is_contiguous() and plane.shape[2] == size + turned.shape[2]
     assert q.stride(2) == turned.stride(2) == block_tables.stride(1) == 1
-    config = _config(64, q.itemsize)
+    config = absorbed_config(64, q.itemsize)
     out = torch.empty((tokens, num_heads, size), dtype=q.dtype, device=q.device)
     parts = triton.cdiv(tile * num_heads, config.queries)
     _latent_prefill[(len(tiles) * parts,)](

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from batchgen.kernels.attention.kv_cache import slot_mapping
 from batchgen.kernels.attention.kv_gather import upload
-from batchgen.kernels.attention.prefill import cut_tiles
+from batchgen.kernels.attention.prefill_plan import cut_tiles
 
 _MOST_CONTEXT = 4
 """The context tokens per new token up to which expanding pays: it costs what it saves when some 170
@@ -45,7 +45,7 @@ class ExpandedPlan:
 
     slots: Tensor  # [S] int64, the KV slots of all contexts, row by row
     places: Tensor  # [B] int32, where each row's context begins among them
-    tiles: Tensor  # [num_tiles, 3] int32 from `attention.prefill.cut_tiles`
+    tiles: Tensor  # [num_tiles, 3] int32 from `prefill_plan.cut_tiles`
     config: ExpandedConfig  # the sizes that the tiles were cut for
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.attention.attention import AttentionMetadata, paged_attention
-from batchgen.kernels.attention.decode import (
+from batchgen.kernels.attention.decode_plan import (
     SPLIT_TOKENS,
     DecodePlan,
     plan_decode,
@@ -30,13 +30,9 @@ from batchgen.kernels.attention.decode import (
 )
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.kv_gather import upload
-from batchgen.kernels.attention.prefill import cut_equal_tiles, cut_tiles, tile_tokens
-from batchgen.kernels.mla.absorbed_triton import (
-    decode_span,
-    latent_decode,
-    latent_prefill,
-    most_latent_splits,
-)
+from batchgen.kernels.attention.prefill_plan import cut_equal_tiles, cut_tiles, tile_tokens
+from batchgen.kernels.mla.absorbed_sizes import decode_span, most_latent_splits
+from batchgen.kernels.mla.absorbed_triton import latent_decode, latent_prefill
 from batchgen.kernels.mla.expanded_triton import (
     ExpandedPlan,
     does_expansion_pay,

@@ -14,16 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.sampling.philox import Stream
-from batchgen.kernels.sampling.sampling_triton import (
-    ROW_ARGUMENTS,
+from batchgen.kernels.sampling.noise_triton import (
     approximate_log,
     chunk_noise,
-    draw,
-    load_logits,
     philox_words,
     uniform,
 )
+from batchgen.kernels.sampling.philox import Stream
+from batchgen.kernels.sampling.sampling_triton import ROW_ARGUMENTS, draw, load_logits
 
 _ROW_ARGUMENTS = [*ROW_ARGUMENTS, "num_drafts_ptr", "drafts_ptr", "sums_ptr"]
 """Arguments whose alignment must not make Triton compile a kernel again. The sums are the second

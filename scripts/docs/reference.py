@@ -4,11 +4,12 @@
     python scripts/docs/reference.py --check    # ends with 1 if one is not as it would be written
 
 docs/reference/config.md comes from the comments of conf/, docs/reference/commands.md from the help
-texts, and the table of model families from the registry of models.
+texts, and tables of README.md and of the overview from the registry of models and from the sources.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import io
 import os
@@ -33,7 +34,16 @@ ROOT = Path(__file__).parents[2]
 WRITTEN_BY = (
     "<!-- Written by scripts/docs/reference.py: change the code that it reads, not this page. -->"
 )
-FAMILIES = ("<!-- families -->", "<!-- /families -->")
+ADDITIONS = (
+    ("a model of a known kind", "Glm4MoeLiteForCausalLM"),
+    ("a column of a value per token", "DRAFT_ACCEPTED"),
+    ("a count per row", "num_commit_forwards"),
+    ("a post step", "ParseScore"),
+    ("a row step", "OrderChoices"),
+    ("a paradigm", "DLLMStrategy"),
+    ("a verb", "batchgen.cli.verbs.validate"),
+    ("a sampling option", "min_p"),
+)
 CONFIG_HEAD = """# Keys
 
 Every key of a job, from the comments of `conf/`. A key is written `KEY=VALUE` on the command line
@@ -69,7 +79,7 @@ def _choice(choice: Choice, is_default: bool, told: dict[str, str]) -> Iterator[
     for entry in choice.entries:
         if entry.name in ("kind", "_target_"):
             continue
-        text = _cell(" ".join(entry.comment).strip())
+        text = _escaped(" ".join(" ".join(entry.comment).split()))
         row = f"| `{choice.group}.{entry.name}` | {_code(entry.value)} | {text} |"
         if told.get(entry.name) != row:
             told[entry.name] = row
@@ -80,26 +90,17 @@ def _choice(choice: Choice, is_default: bool, told: dict[str, str]) -> Iterator[
 
 def _prose(lines: tuple[str, ...]) -> str:
     """Comment lines as Markdown: those that are indented are code."""
-    text = ""
+    shown = [""]
     for line in lines:
         is_code = line.startswith("  ")
-        if (
-            is_code
-            and text
-            and not text.endswith("\n\n")
-            and not text.rpartition("\n")[2][:1] == " "
-        ):
-            text += "\n"
-        text += ("    " + line.strip() if is_code else _escaped(line)) + "\n"
-    return text.strip("\n")
+        if is_code and shown[-1][:4].strip():
+            shown.append("")
+        shown.append(f"    {line.strip()}" if is_code else _escaped(line))
+    return "\n".join(shown).strip("\n")
 
 
 def _escaped(text: str) -> str:
-    return re.sub(r"([<*])", r"\\\1", text)
-
-
-def _cell(text: str) -> str:
-    return _escaped(re.sub(r"\s+", " ", text)).replace("|", "\\|")
+    return re.sub(r"([<*|])", r"\\\1", text)
 
 
 def _code(value: str) -> str:
@@ -151,16 +152,54 @@ def family_table() -> str:
     return "\n".join(lines)
 
 
+def room_table() -> str:
+    """The rooms of batchgen/ and engine/ in their order, from the test that holds them to it."""
+    lines = ["| room | subject |", "|---|---|"]
+    for node in ast.parse((ROOT / "tests/test_rooms.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(name := node.targets[0], ast.Name):
+            if name.id in ("ENGINE", "BATCHGEN"):
+                for room, subject in ast.literal_eval(node.value).items():
+                    folder = f"{name.id.lower()}/{room}".rstrip("/")
+                    lines.append(f"| `{folder}` | {subject} |")
+    return "\n".join(lines)
+
+
+def touched_table() -> str:
+    """Which files name an example of each kind of addition; experiments and tests left out."""
+    lines = ["| addition | example | files that name it |", "|---|---|---|"]
+    files = [
+        path
+        for folder in ("batchgen", "conf", "engine", "kernels", "strategies")
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in (".py", ".yaml") and "experiment" not in path.parts
+    ]
+    for addition, word in ADDITIONS:
+        found = re.compile(rf"\b{re.escape(word)}\b")
+        names = [str(f.relative_to(ROOT)) for f in files if found.search(f.read_text("utf-8"))]
+        listed = ", ".join(f"`{name}`" for name in names)
+        lines.append(f"| {addition} | `{word}` | {len(names)}: {listed} |")
+    return "\n".join(lines)
+
+
+def with_tables(page: Path, **tables: str) -> str:
+    """A page with each table between the marks of its name."""
+    text = page.read_text(encoding="utf-8")
+    for name, table in tables.items():
+        before, start, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- /{name} -->")
+        assert start and end, f"{page} has no marks for {name}"
+        text = f"{before}{start}\n{table}\n\n{end}{after}"
+    return text
+
+
 def pages() -> dict[Path, str]:
-    """What the generated pages hold; README.md with its table in its place."""
-    readme = ROOT / "README.md"
-    start, end = FAMILIES
-    before, _, rest = readme.read_text(encoding="utf-8").partition(start)
-    after = rest.partition(end)[2]
+    """What the generated pages hold, and others with their tables."""
+    readme, overview = ROOT / "README.md", ROOT / "docs/design/overview.md"
     return {
         ROOT / "docs/reference/config.md": f"{WRITTEN_BY}\n\n{config_page()}",
         ROOT / "docs/reference/commands.md": f"{WRITTEN_BY}\n\n{commands_page()}",
-        readme: f"{before}{start}\n{family_table()}\n{end}{after}",
+        readme: with_tables(readme, families=family_table()),
+        overview: with_tables(overview, rooms=room_table(), touched=touched_table()),
     }
 
 

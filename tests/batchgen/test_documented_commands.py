@@ -37,7 +37,10 @@ FILES = {
 }
 
 
-OTHER_MACHINES = ("s3://", "launcher=", "/shared/", "Qwen/", "batchgen view", "--follow", " …")
+OTHER_MACHINES = (
+    "s3://", "launcher=", "/shared/", "Qwen/", "batchgen view", "--follow", " …", "math500",
+    "score a ", "compare a b",
+)  # fmt: skip
 """In commands that need a cluster, a store, a GPU or a browser, or that do not end."""
 
 

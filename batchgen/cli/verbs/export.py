@@ -15,7 +15,7 @@ from batchgen.cli.job_outcome import column_list, exit_code
 from batchgen.cli.verb_table import Parser
 from batchgen.folder.open_folder import open_job
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.texts.row_json import json_readers
+from batchgen.texts.row_json import row_reader
 from batchgen.texts.row_writers import WRITERS, WriteRow, spreadsheet
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import user_path
@@ -80,13 +80,11 @@ def _write(
     file: TextIO,
 ) -> int:
     """Write all rows and return their number."""
-    read_back = json_readers(schema)
+    read = row_reader(schema)
     write = writer(file, schema.names)
     count = 0
     for row in reader.rows(schema.names):
-        for name, read in read_back.items():
-            row[name] = read(row[name])
-        write(row)
+        write(read(row))
         count += 1
     return count
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from batchgen.folder.job_status import status_line
+from batchgen.folder.job_summary import status_line
 from batchgen.folder.read_job import BATCH, JobFolderReader
-from batchgen.report.row_view import RowView, of_sample
+from batchgen.rows.printed_rows import RowPrinter, of_sample
 from batchgen.shards.checked_file import CheckedFile
 from batchgen.shards.journal import journal_files, read_file
 from batchgen.shards.row_order import KEYS, row_keys
@@ -21,7 +21,7 @@ LOOK_SECONDS = 1.0
 
 
 def follow(
-    reader: JobFolderReader, view: RowView, name: str, sample: int | None, *, as_json: bool
+    reader: JobFolderReader, view: RowPrinter, name: str, sample: int | None, *, as_json: bool
 ) -> int:
     """Print rows that finish from now on, until the job is complete, stopped or killed.
 

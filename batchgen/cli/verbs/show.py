@@ -11,12 +11,12 @@ from typing import Any
 from batchgen.cli.job_outcome import column_list, exit_code
 from batchgen.cli.verb_table import Parser
 from batchgen.cli.verbs.follow import follow
-from batchgen.folder.job_status import status_line
+from batchgen.folder.job_summary import status_line
 from batchgen.folder.open_folder import open_job
 from batchgen.folder.read_job import JobFolderReader
-from batchgen.report.row_view import RowView, of_sample, terminal_width
+from batchgen.rows.printed_rows import RowPrinter, message_lines, of_sample
 from batchgen.texts.row_json import json_text
-from batchgen.texts.row_text import message_lines
+from batchgen.texts.text_table import counted
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import folder_here
 
@@ -58,7 +58,7 @@ def _show(arguments: Sequence[str]) -> int:
     if given.rows is not None and given.rows < 0:
         raise ConfigError(f"show: --rows must be at least 0, got {given.rows}")
     reader = open_job(given.out)
-    view = RowView(reader, given.columns, as_json=given.json)
+    view = RowPrinter(reader, given.columns, as_json=given.json)
     if given.follow:
         folder_here(given.out, "batchgen show --follow")
         return follow(reader, view, given.out, given.sample, as_json=given.json)
@@ -122,8 +122,8 @@ def _print_errors(reader: JobFolderReader, sample: int | None, *, as_json: bool)
         if as_json:
             print(json_text({"type": type, "rows": number, "first": first[type]}))
             continue
-        print(f"\n{type}: {number:,} row{'s' * (number > 1)}")
+        print(f"\n{type}: {counted(number, 'row')}")
         for row in first[type]:
-            print("\n".join(message_lines(row, terminal_width())))
+            print("\n".join(message_lines(row)))
     if not counts and not as_json:
         print("\nNo finished row has an error.")

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
     given = parser.parse_args(arguments)
-    from batchgen.folder.job_status import status_line
+    from batchgen.folder.job_summary import status_line
     from batchgen.folder.open_folder import open_job
 
     reader = open_job(given.out)
@@ -82,9 +82,10 @@ def _facts(worker: WorkerState) -> tuple[str, ...]:
 
 
 def _num_shards(reader: JobFolderReader) -> int | None:
-    metrics, config = reader.metrics, reader.config
-    total = metrics["attempts"][-1]["rows_total"] if metrics else None
+    from batchgen.folder.job_summary import JobSummary
+
+    config = reader.config
+    total = JobSummary.of(reader.metrics).rows_total
     if total is None or not config:
         return None
-    rows = config["output"]["rows_per_shard"] * config["sampling"]["n"]
-    return int(-(-total // rows))
+    return int(-(-total // (config["output"]["rows_per_shard"] * config["sampling"]["n"])))

@@ -53,8 +53,8 @@ class TokenView:
             text: of the row.
             answer: the part of the text that is the answer, whose tokens are underlined.
         """
-        ids: Sequence[int] = () if row["token_ids"] is None else row["token_ids"]
-        facts = TokenRow.of(row, self._schema, self._step_name)
+        ids: Sequence[int] = () if (found := row.get("token_ids")) is None else found
+        facts = TokenRow.of(row, len(ids), self._schema, self._step_name)
         return RowTokens(self, [int(id) for id in ids], facts, key, text or "", answer)
 
     def _text(self, id: int) -> str | None:

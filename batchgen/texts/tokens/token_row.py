@@ -81,8 +81,8 @@ class TokenRow:
     step_name: str
 
     @staticmethod
-    def of(row: Mapping[str, Any], schema: pa.Schema, step_name: str) -> TokenRow:
-        count = 0 if row["token_ids"] is None else len(row["token_ids"])
+    def of(row: Mapping[str, Any], count: int, schema: pa.Schema, step_name: str) -> TokenRow:
+        """The facts of a row of `count` tokens."""
 
         def column(name: str) -> Any:
             values = row.get(name)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.shards.row_order import row_keys
-from batchgen.texts.row_json import json_readers
+from batchgen.texts.row_json import row_reader
 from batchgen.texts.row_writers import WRITERS
 from batchgen.util.errors import ConfigError
 from batchgen.viewer.rows.filters import Filter
@@ -70,10 +70,10 @@ class Download:
     def _text(self, form: str) -> Iterator[bytes]:
         file = io.StringIO()
         write = WRITERS[form](file, self._schema.names)
-        readers = json_readers(self._schema)
+        read = row_reader(self._schema)
         for table in self._tables():
             for row in table.to_pylist():
-                write({n: r(v) if (r := readers.get(n)) else v for n, v in row.items()})
+                write(read(row))
             yield _taken(file).encode("utf-8", "replace")
         yield _taken(file).encode("utf-8", "replace")  # the header, where no row matches
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
@@ -249,8 +249,3 @@ def value_text(order: str, value: float) -> str:
     if kind.value == "agreement":
         return f"agreement {value:.0%}"
     return f"{kind.value} {value:.3f}" if kind.column == "logprobs" else f"{kind.value} {value:.2f}"
-
-
-def hits(places: list[Place]) -> Mapping[int, list[int]]:
-    """Rows and their samples as a search gives them, in the order of the ranking."""
-    return {place.row: place.samples for place in places}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -14,62 +14,21 @@ from torch import Tensor, nn
 
 from batchgen.engine.base.shard import Shard
 from batchgen.engine.base.transfer import upload
-from batchgen.engine.caches.cache_specs import CacheSpec, StateSpec, StateTensor
+from batchgen.engine.caches.cache_specs import CacheSpec
 from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens, RowMetadata
 from batchgen.engine.caches.row_states import StateCache
 from batchgen.engine.layers.linear import RowParallelLinear, empty_parameter
 from batchgen.engine.layers.merged_linear import MergedLinear
+from batchgen.engine.layers.mixers.delta_shape import DeltaShape, input_projections, state_spec
 from batchgen.engine.layers.weight_slot import WeightSlot
-from batchgen.engine.parallel.tensor_parallel import ALONE, MIXER_LANE, Stream, TensorParallel
+from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.tensor_parallel import MIXER_LANE, Stream
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
 from batchgen.kernels.linear_attention.delta_replay import delta_replay
 from batchgen.kernels.linear_attention.delta_rule import delta_prefill, delta_step
 from batchgen.kernels.linear_attention.gated_norm import gated_rms_norm
-from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows, StepRows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaShape:
-    """The shape of a gated delta network."""
-
-    num_key_heads: int
-    num_value_heads: int  # a multiple; consecutive ones share a key head
-    key_dim: int  # values in a query or key head
-    value_dim: int  # values in a value head
-    conv_width: int  # tokens that the convolution sees, the token itself included
-
-    def __post_init__(self) -> None:
-        for name, size in (
-            ("linear_num_key_heads", self.num_key_heads),
-            ("linear_num_value_heads", self.num_value_heads),
-            ("linear_key_head_dim", self.key_dim),
-            ("linear_value_head_dim", self.value_dim),
-        ):
-            if size < 1:
-                raise ValueError(f"the model's {name} is {size}; it must be positive")
-        if self.num_value_heads % self.num_key_heads:
-            raise ValueError(
-                f"linear_num_value_heads {self.num_value_heads} is not a multiple of "
-                f"linear_num_key_heads {self.num_key_heads}"
-            )
-        if self.conv_width < 2:
-            raise ValueError(f"linear_conv_kernel_dim is {self.conv_width}; it must be at least 2")
-
-    @property
-    def keys(self) -> int:
-        """The number of values in all key heads of a token, and in all query heads."""
-        return self.num_key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        """The number of values in all value heads of a token."""
-        return self.num_value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """The number of values that go through the convolution: queries, keys and values."""
-        return 2 * self.keys + self.values
+from batchgen.kernels.linear_attention.state_rows import PrefillRows, StepRows
 
 
 class GatedDeltaNet(nn.Module):
@@ -99,12 +58,10 @@ class GatedDeltaNet(nn.Module):
         *,
         norm_eps: float,
         interleaved: bool,
-        parallel: TensorParallel = ALONE,
-        device: torch.device,
-        dtype: torch.dtype,
+        where: Placement,
     ) -> None:
         super().__init__()
-        whole = shape
+        whole, parallel = shape, where.parallel
         shape = replace(
             whole,
             num_key_heads=parallel.share("linear_num_key_heads", whole.num_key_heads),
@@ -112,7 +69,7 @@ class GatedDeltaNet(nn.Module):
         )
         self.layer, self.shape, self.eps = layer, shape, norm_eps
         heads = shape.num_value_heads
-        parts, gates, arrange = _input_projections(shape, interleaved)
+        parts, gates, arrange = input_projections(shape, interleaved)
         # Which of the channels of checkpoints, and which of the value heads, are of this rank.
         self._channels: Shard | None = None
         self._heads: Shard | None = None
@@ -130,25 +87,22 @@ class GatedDeltaNet(nn.Module):
             arrange=arrange,
             shards=shards,
             unquantised=gates,
-            device=device,
-            dtype=dtype,
+            where=where,
         )
         self.out_proj = RowParallelLinear(
             whole.values,
             hidden_size,
             bias=False,
             lane=MIXER_LANE,
-            parallel=parallel,
-            device=device,
-            dtype=dtype,
+            where=where,
         )
-        wide = partial(empty_parameter, device=device, dtype=torch.float32)
+        wide = partial(empty_parameter, device=where.device, dtype=torch.float32)
         self.conv_weight = empty_parameter(
-            shape.channels, shape.conv_width, device=device, dtype=dtype
+            shape.channels, shape.conv_width, device=where.device, dtype=where.dtype
         )
         self.A_log, self.dt_bias = wide(heads), wide(heads)
         self.norm_weight = wide(shape.value_dim)
-        self.cache_spec: CacheSpec | None = _state_spec(shape, dtype)
+        self.cache_spec: CacheSpec | None = state_spec(shape, where.dtype)
 
     def forward(
         self,
@@ -217,56 +171,6 @@ class GatedDeltaNet(nn.Module):
         yield WeightSlot.plain(f"{path}.A_log", self.A_log, shard=self._heads)
         yield WeightSlot.plain(f"{path}.dt_bias", self.dt_bias, shard=self._heads)
         yield WeightSlot.plain(f"{path}.norm.weight", self.norm_weight, dummy=1.0)
-
-
-def _input_projections(
-    shape: DeltaShape, interleaved: bool
-) -> tuple[dict[str, int], tuple[str, ...], dict[str, Callable[[Tensor], Tensor]]]:
-    """Return the arguments of `MergedLinear` for the input projections."""
-    heads = shape.num_value_heads
-    if not interleaved:
-        parts = {
-            "in_proj_qkv": shape.channels,
-            "in_proj_z": shape.values,
-            "in_proj_b": heads,
-            "in_proj_a": heads,
-        }
-        return parts, ("in_proj_b", "in_proj_a"), {}
-    share = heads // shape.num_key_heads
-    values = share * shape.value_dim
-    sizes = [shape.key_dim, shape.key_dim, values, values]
-    return (
-        {"in_proj_qkvz": shape.channels + shape.values, "in_proj_ba": 2 * heads},
-        ("in_proj_ba",),
-        {
-            "in_proj_qkvz": partial(_kind_by_kind, sizes=sizes),
-            "in_proj_ba": partial(_kind_by_kind, sizes=[share, share]),
-        },
-    )
-
-
-def _state_spec(shape: DeltaShape, dtype: torch.dtype) -> StateSpec:
-    """What a layer of this shape keeps of a row, with a window of the dtype."""
-    heads = shape.num_value_heads
-    return StateSpec(
-        state={
-            "window": StateTensor((shape.conv_width - 1, shape.channels), dtype),
-            "matrix": StateTensor((heads, shape.value_dim, shape.key_dim)),
-        },
-        records={
-            "inputs": StateTensor((shape.channels,), dtype),
-            "update": StateTensor((heads, shape.value_dim)),
-            "key": StateTensor((shape.num_key_heads, shape.key_dim)),
-            "decay": StateTensor((heads,)),
-        },
-        chunk_multiple=CHUNK,
-    )
-
-
-def _kind_by_kind(rows: Tensor, sizes: list[int]) -> Tensor:
-    """Put rows [key heads · sum(sizes), …] that stand key head by key head in order of kinds."""
-    kinds = rows.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
-    return torch.cat([kind.flatten(0, 1) for kind in kinds])
 
 
 def _read_again(

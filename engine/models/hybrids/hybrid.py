@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from batchgen.engine.layers.decoder_layer import DecoderLayer, Mixer
 from batchgen.engine.layers.mixers.attention import Attention
-from batchgen.engine.layers.mixers.gated_delta_net import DeltaShape, GatedDeltaNet
+from batchgen.engine.layers.mixers.delta_shape import DeltaShape
+from batchgen.engine.layers.mixers.gated_delta_net import GatedDeltaNet
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import RotaryTable
 from batchgen.engine.models.model_config import ModelConfig, rope_from_parameters
-from batchgen.engine.models.mtp import MTP_HEAD, MTPHead, check_mtp_layers
-from batchgen.engine.models.token_model import TokenModel
-from batchgen.engine.models.transformer.dense import DenseConfig, dense_config
-from batchgen.engine.models.transformer.moe_model import MoEConfig, MoEForCausalLM, num_experts
+from batchgen.engine.models.mtp import MTP_HEAD
+from batchgen.engine.models.transformer.dense import dense_config
+from batchgen.engine.models.transformer.moe_model import (
+    MoEConfig,
+    MoEForCausalLM,
+    extended,
+    num_experts,
+)
 from batchgen.kernels.linear_attention.state_rows import CHUNK
 
 if TYPE_CHECKING:
@@ -34,7 +39,6 @@ class HybridConfig(MoEConfig):
     delta: DeltaShape
     rotary_dim: int  # rotated values, the first of a query or key head
     output_gate: bool
-    mtp_layers: int  # of the head for multi-token prediction; 0: none
 
     def __post_init__(self) -> None:
         super(HybridConfig, self).__post_init__()
@@ -67,17 +71,16 @@ class HybridForCausalLM(MoEForCausalLM):
     def make_layer(self, index: int) -> DecoderLayer:
         """Make a layer of attention or of a gated delta network, and a feed-forward part."""
         is_attention = index in self.family.attention_layers
-        mixer: Mixer = self.make_attention(index) if is_attention else self._make_delta_net(index)
         return DecoderLayer(
-            mixer,
+            self.make_attention(index) if is_attention else self._make_delta_net(index),
             self.make_mlp(index),
             self.make_norm(),
             self.make_norm(),
             mixer_name="self_attn" if is_attention else "linear_attn",
         )
 
-    def make_attention(self, index: int) -> Attention:
-        """Make the attention of a layer, which finds its cache under this index."""
+    def make_attention(self, index: int) -> Mixer:
+        """Make the gated attention of a layer, which finds its cache under this index."""
         family = self.family
         return Attention(
             index,
@@ -89,9 +92,7 @@ class HybridForCausalLM(MoEForCausalLM):
             rotary_dim=family.rotary_dim,
             output_gate=family.output_gate,
             zero_centred=True,
-            parallel=self.parallel,
-            device=self.device,
-            dtype=self.dtype,
+            where=self.where,
         )
 
     def _make_delta_net(self, index: int) -> GatedDeltaNet:
@@ -101,9 +102,7 @@ class HybridForCausalLM(MoEForCausalLM):
             self.family.delta,
             norm_eps=self.family.rms_norm_eps,
             interleaved=self.interleaved,
-            parallel=self.parallel,
-            device=self.device,
-            dtype=self.dtype,
+            where=self.where,
         )
 
     def make_norm(self) -> RMSNorm:
@@ -111,8 +110,7 @@ class HybridForCausalLM(MoEForCausalLM):
         return RMSNorm(
             self.config.hidden_size,
             self.family.rms_norm_eps,
-            device=self.device,
-            dtype=self.dtype,
+            where=self.where,
             zero_centred=True,
         )
 
@@ -120,21 +118,6 @@ class HybridForCausalLM(MoEForCausalLM):
         """Make the table for all positions that the model was made for."""
         family, positions = self.family, self.config.max_position_embeddings
         return RotaryTable(family.rope, family.rotary_dim, positions, self.device)
-
-    def make_head(self, name: str) -> TokenModel:
-        """Make the head for multi-token prediction, with attention, and experts if the model has
-        some."""
-        if name != MTP_HEAD or name not in self.config.heads:
-            return super().make_head(name)
-        family = self.family
-        check_mtp_layers(family.mtp_layers)
-        layer = DecoderLayer(
-            self.make_attention(0),
-            self.make_mlp(family.moe_layers[0] if family.moe_layers else 0),
-            self.make_norm(),
-            self.make_norm(),
-        )
-        return MTPHead(self, layer, spared=self.spared_parameters if family.moe_layers else 0)
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
@@ -193,9 +176,9 @@ def hybrid_config(
             "expert_size": hf.moe_intermediate_size,
             "shared_size": hf.shared_expert_intermediate_size,
         }
-    common = dense.family_as(DenseConfig)
-    family = HybridConfig(
-        **{field.name: getattr(common, field.name) for field in fields(DenseConfig)},
+    return extended(
+        dense,
+        HybridConfig,
         **moe,
         moe_layers=moe_layers,
         renormalise=renormalise,
@@ -211,7 +194,6 @@ def hybrid_config(
         output_gate=output_gate,
         mtp_layers=mtp_layers,
     )
-    return replace(dense, family=family, heads=(MTP_HEAD,) if mtp_layers else ())
 
 
 def _attention_layers(layer_types: list[str]) -> tuple[int, ...]:

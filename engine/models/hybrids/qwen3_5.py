@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 class Qwen3_5ForCausalLM(HybridForCausalLM):
     """Qwen3.5 without a vision tower: gated delta networks, gated attention and gated MLPs."""
 
-    @classmethod
-    def hf_config(cls) -> type[PretrainedConfig]:
-        from transformers import Qwen3_5TextConfig
-
-        return Qwen3_5TextConfig
+    hf_class = "Qwen3_5TextConfig"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
@@ -31,11 +27,7 @@ class Qwen3_5ForCausalLM(HybridForCausalLM):
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
     """The decoder of a Qwen3.5 checkpoint with a vision tower, which is not loaded."""
 
-    @classmethod
-    def hf_config(cls) -> type[PretrainedConfig]:
-        from transformers import Qwen3_5Config
-
-        return Qwen3_5Config
+    hf_class = "Qwen3_5Config"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 class Qwen3_5MoeForCausalLM(HybridForCausalLM):
     """Qwen3.5-MoE without a vision tower: every layer has experts and a shared one."""
 
-    @classmethod
-    def hf_config(cls) -> type[PretrainedConfig]:
-        from transformers import Qwen3_5MoeTextConfig
-
-        return Qwen3_5MoeTextConfig
+    hf_class = "Qwen3_5MoeTextConfig"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
@@ -40,11 +36,7 @@ class Qwen3_5MoeForCausalLM(HybridForCausalLM):
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
     """The decoder of a Qwen3.5-MoE checkpoint with a vision tower, which is not loaded."""
 
-    @classmethod
-    def hf_config(cls) -> type[PretrainedConfig]:
-        from transformers import Qwen3_5MoeConfig
-
-        return Qwen3_5MoeConfig
+    hf_class = "Qwen3_5MoeConfig"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

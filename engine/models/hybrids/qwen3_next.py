@@ -17,11 +17,7 @@ class Qwen3NextForCausalLM(HybridForCausalLM):
 
     interleaved = True
 
-    @classmethod
-    def hf_config(cls) -> type[PretrainedConfig]:
-        from transformers import Qwen3NextConfig
-
-        return Qwen3NextConfig
+    hf_class = "Qwen3NextConfig"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

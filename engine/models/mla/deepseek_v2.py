@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 class DeepseekV2ForCausalLM(LatentForCausalLM):
     """DeepSeek-V2: weights are a softmax over all experts, which is not renormalised."""
 
-    @classmethod
-    def hf_config(cls) -> type[PretrainedConfig]:
-        from transformers import DeepseekV2Config
-
-        return DeepseekV2Config
+    hf_class = "DeepseekV2Config"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

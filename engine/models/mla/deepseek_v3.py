@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 class DeepseekV3ForCausalLM(LatentForCausalLM):
     """DeepSeek-V3: scores are sigmoids, corrected for the choice of experts only."""
 
-    @classmethod
-    def hf_config(cls) -> type[PretrainedConfig]:
-        from transformers import DeepseekV3Config
-
-        return DeepseekV3Config
+    hf_class = "DeepseekV3Config"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

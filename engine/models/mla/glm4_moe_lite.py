@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 class Glm4MoeLiteForCausalLM(LatentForCausalLM):
     """GLM-4.7-Flash: its configuration names the kind of each layer."""
 
-    @classmethod
-    def hf_config(cls) -> type[PretrainedConfig]:
-        from transformers import Glm4MoeLiteConfig
-
-        return Glm4MoeLiteConfig
+    hf_class = "Glm4MoeLiteConfig"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

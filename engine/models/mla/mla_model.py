@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward
+from batchgen.engine.layers.decoder_layer import Mixer
 from batchgen.engine.layers.feed_forward.moe import Router
 from batchgen.engine.layers.mixers.mla import LatentAttention, LatentShape
-from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import YarnRope
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD
 from batchgen.engine.models.model_config import ModelConfig, check_positive, extra_value
-from batchgen.engine.models.mtp import MTP_HEAD, MTPHead, check_mtp_layers
-from batchgen.engine.models.token_model import TokenModel
-from batchgen.engine.models.transformer.dense import DenseConfig, dense_config
-from batchgen.engine.models.transformer.moe_model import MoEConfig, MoEForCausalLM
+from batchgen.engine.models.mtp import MTP_HEAD
+from batchgen.engine.models.transformer.dense import dense_config
+from batchgen.engine.models.transformer.moe_model import MoEConfig, MoEForCausalLM, extended
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -43,7 +41,6 @@ class LatentConfig(MoEConfig):
 
     latent: LatentShape
     interleaved: bool  # the values of a rotated pair are neighbours in checkpoints
-    mtp_layers: int  # layers that predict tokens further ahead
 
     def __post_init__(self) -> None:
         super(LatentConfig, self).__post_init__()
@@ -78,14 +75,10 @@ class LatentForCausalLM(MoEForCausalLM):
         """The family's part of the configuration."""
         return self.config.family_as(LatentConfig)
 
-    def make_layer(self, index: int) -> DecoderLayer:
-        """Make a layer of latent attention and a feed-forward part."""
-        return self._make_layer(index, self.make_mlp(index))
-
-    def _make_layer(self, index: int, mlp: FeedForward) -> DecoderLayer:
-        """Make a layer that finds its cache under this index."""
+    def make_attention(self, index: int) -> Mixer:
+        """Make the latent attention of a layer, which finds its cache under this index."""
         family = self.family
-        attention = LatentAttention(
+        return LatentAttention(
             index,
             self.config.hidden_size,
             family.latent,
@@ -93,31 +86,8 @@ class LatentForCausalLM(MoEForCausalLM):
             norm_eps=_LATENT_NORM_EPS,
             scale=family.score_scale,
             interleaved=family.interleaved,
-            parallel=self.parallel,
-            device=self.device,
-            dtype=self.dtype,
+            where=self.where,
         )
-        return DecoderLayer(attention, mlp, self.make_norm(), self.make_norm())
-
-    def make_norm(self) -> RMSNorm:
-        """Make an RMSNorm over hidden states."""
-        return RMSNorm(
-            self.config.hidden_size,
-            self.family.rms_norm_eps,
-            device=self.device,
-            dtype=self.dtype,
-        )
-
-    def make_head(self, name: str) -> TokenModel:
-        """Make the head for multi-token prediction, whose layer has experts if any of the model
-        has. It shares the embedding and the layer for logits, of which checkpoints hold copies."""
-        if name != MTP_HEAD or name not in self.config.heads:
-            return super().make_head(name)
-        family = self.family
-        check_mtp_layers(family.mtp_layers)
-        mlp = self.make_mlp(family.moe_layers[-1] if family.moe_layers else 0)
-        spared = self.spared_parameters if family.moe_layers else 0
-        return MTPHead(self, self._make_layer(0, mlp), spared=spared)
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
@@ -177,11 +147,10 @@ def latent_config(
         output_bias=hf.attention_bias,
         mlp_bias=False,
     )
-    common = dense.family_as(DenseConfig)
     shared: int | None = hf.n_shared_experts
-    values: dict[str, Any] = {field.name: getattr(common, field.name) for field in fields(common)}
-    family = LatentConfig(
-        **values,
+    return extended(
+        dense,
+        LatentConfig,
         moe_layers=tuple(sorted(moe_layers)),
         num_experts=hf.n_routed_experts or 0,
         experts_per_token=hf.num_experts_per_tok,
@@ -200,7 +169,6 @@ def latent_config(
         interleaved=interleaved,
         mtp_layers=mtp_layers,
     )
-    return replace(dense, family=family, heads=(MTP_HEAD,) if mtp_layers else ())
 
 
 def sparse_from(hf: PretrainedConfig) -> list[int]:

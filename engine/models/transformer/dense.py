@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from batchgen.engine.caches.cache_specs import KVSpec
-from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward
+from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward, Mixer
 from batchgen.engine.layers.feed_forward.mlp import GatedMLP
 from batchgen.engine.layers.mixers.attention import Attention
 from batchgen.engine.layers.norm import RMSNorm
@@ -82,24 +82,21 @@ class DenseForCausalLM(CausalLM):
 
     def make_layer(self, index: int) -> DecoderLayer:
         """Make a layer of attention and a feed-forward part."""
-        family, size, eps = self.family, self.config.hidden_size, self.family.rms_norm_eps
-        device, dtype = self.device, self.dtype
-        attention = Attention(
+        return DecoderLayer(
+            self.make_attention(index), self.make_mlp(index), self.make_norm(), self.make_norm()
+        )
+
+    def make_attention(self, index: int) -> Mixer:
+        """Make the attention of a layer, which finds its cache under this index."""
+        family = self.family
+        return Attention(
             index,
-            size,
+            self.config.hidden_size,
             family.attention,
             qkv_bias=family.qkv_bias,
             output_bias=family.output_bias,
-            norm_eps=eps if family.qk_norm else None,
-            parallel=self.parallel,
-            device=device,
-            dtype=dtype,
-        )
-        return DecoderLayer(
-            attention,
-            self.make_mlp(index),
-            RMSNorm(size, eps, device=device, dtype=dtype),
-            RMSNorm(size, eps, device=device, dtype=dtype),
+            norm_eps=family.rms_norm_eps if family.qk_norm else None,
+            where=self.where,
         )
 
     def make_mlp(self, index: int) -> FeedForward:
@@ -108,18 +105,15 @@ class DenseForCausalLM(CausalLM):
             self.config.hidden_size,
             self.family.intermediate_size,
             bias=self.family.mlp_bias,
-            parallel=self.parallel,
-            device=self.device,
-            dtype=self.dtype,
+            where=self.where,
         )
 
     def make_norm(self) -> RMSNorm:
-        """Make an RMSNorm."""
+        """Make an RMSNorm over hidden states."""
         return RMSNorm(
             self.config.hidden_size,
             self.family.rms_norm_eps,
-            device=self.device,
-            dtype=self.dtype,
+            where=self.where,
         )
 
     def make_rotary(self) -> RotaryTable:

@@ -16,11 +16,7 @@ class LlamaForCausalLM(DenseForCausalLM):
 
     gguf_permutes_qk = True
 
-    @classmethod
-    def hf_config(cls) -> type[PretrainedConfig]:
-        from transformers import LlamaConfig
-
-        return LlamaConfig
+    hf_class = "LlamaConfig"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from batchgen.engine.base.outputs import OutputColumn
-from batchgen.engine.layers.decoder_layer import FeedForward
+from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward
 from batchgen.engine.layers.feed_forward.moe import SOFTMAX_ROUTER, Router, SparseMoE
 from batchgen.engine.models.model_config import ModelConfig, check_positive, extra_value
+from batchgen.engine.models.mtp import MTP_HEAD, MTPHead, check_mtp_layers
+from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.models.transformer.dense import DenseConfig, DenseForCausalLM
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class MoEConfig(DenseConfig):
     renormalise: bool  # divide a token's weights by their sum
     shared_size: int | None = None  # the width of the expert of all tokens, if there is one
     router: Router = SOFTMAX_ROUTER
+    mtp_layers: int = 0  # of the head for multi-token prediction; 0: none
 
     def __post_init__(self) -> None:
         # A dataclass with slots is made anew, so that super() without arguments finds another one.
@@ -113,23 +116,37 @@ class MoEForCausalLM(DenseForCausalLM):
             shared_size=family.shared_size,
             router=family.router,
             column=(family.routed_experts, family.moe_layers.index(index)),
-            parallel=self.parallel,
-            device=self.device,
-            dtype=self.dtype,
+            where=self.where,
         )
+
+    def make_head(self, name: str) -> TokenModel:
+        """Make the head for multi-token prediction, with experts if a layer of the model has some.
+
+        It shares the embedding and the layer for logits, of which checkpoints may hold copies.
+        """
+        if name != MTP_HEAD or name not in self.config.heads:
+            return super().make_head(name)
+        check_mtp_layers(self.family.mtp_layers)
+        sparse = self.family.moe_layers
+        layer = DecoderLayer(
+            self.make_attention(0),
+            self.make_mlp(sparse[-1] if sparse else 0),
+            self.make_norm(),
+            self.make_norm(),
+        )
+        return MTPHead(self, layer, spared=self.spared_parameters if sparse else 0)
 
 
 def moe_config(
     hf: PretrainedConfig, dense: ModelConfig, *, shared_size: int | None = None
 ) -> ModelConfig:
-    """Add experts, as Qwen's models configure them, to what was made of a configuration without
-    them.
+    """Add experts, as Qwen's models configure them, to a configuration without them.
 
     Raises ValueError if they make no sense. `shared_size` is the width of a shared expert.
     """
-    family = dense.family_as(DenseConfig)
-    moe = MoEConfig(
-        **{field.name: getattr(family, field.name) for field in fields(DenseConfig)},
+    return extended(
+        dense,
+        MoEConfig,
         moe_layers=sparse_layers(hf),
         num_experts=num_experts(hf),
         experts_per_token=hf.num_experts_per_tok,
@@ -137,7 +154,14 @@ def moe_config(
         renormalise=hf.norm_topk_prob,
         shared_size=shared_size,
     )
-    return replace(dense, family=moe)
+
+
+def extended(dense: ModelConfig, kind: type[MoEConfig], **values: Any) -> ModelConfig:
+    """Return the configuration with the values of a larger family beside those of a dense one."""
+    common = dense.family_as(DenseConfig)
+    values |= {field.name: getattr(common, field.name) for field in fields(DenseConfig)}
+    family = kind(**values)
+    return replace(dense, family=family, heads=(MTP_HEAD,) if family.mtp_layers else ())
 
 
 def sparse_layers(hf: PretrainedConfig) -> tuple[int, ...]:

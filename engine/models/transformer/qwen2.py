@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 class Qwen2ForCausalLM(DenseForCausalLM):
     """Qwen2: the projections to queries, keys and values have biases, and no others do."""
 
-    @classmethod
-    def hf_config(cls) -> type[PretrainedConfig]:
-        from transformers import Qwen2Config
-
-        return Qwen2Config
+    hf_class = "Qwen2Config"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 class Qwen2MoeForCausalLM(MoEForCausalLM):
     """Qwen2-MoE: attention as in Qwen2, and a shared expert beside the others."""
 
-    @classmethod
-    def hf_config(cls) -> type[PretrainedConfig]:
-        from transformers import Qwen2MoeConfig
-
-        return Qwen2MoeConfig
+    hf_class = "Qwen2MoeConfig"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

@@ -17,11 +17,7 @@ class Qwen3ForCausalLM(DenseForCausalLM):
 
     qk_norm = True
 
-    @classmethod
-    def hf_config(cls) -> type[PretrainedConfig]:
-        from transformers import Qwen3Config
-
-        return Qwen3Config
+    hf_class = "Qwen3Config"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

@@ -17,11 +17,7 @@ class Qwen3MoeForCausalLM(MoEForCausalLM):
 
     qk_norm = True
 
-    @classmethod
-    def hf_config(cls) -> type[PretrainedConfig]:
-        from transformers import Qwen3MoeConfig
-
-        return Qwen3MoeConfig
+    hf_class = "Qwen3MoeConfig"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

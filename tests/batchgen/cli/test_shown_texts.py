@@ -15,8 +15,8 @@ from datasets.features import Json, List
 
 from batchgen.dataset.stored_json import stored_field
 from batchgen.prompts.used_columns import used_columns
+from batchgen.rows.printed_rows import RowText
 from batchgen.texts.row_json import json_readers, json_text, plain_text
-from batchgen.texts.row_text import RowText
 from batchgen.util.shorten import beginning, end, wrapped
 
 

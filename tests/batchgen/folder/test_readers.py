@@ -16,7 +16,7 @@ import pytest
 from fake_job import FakeJob
 from finished_job import finished_job, row
 
-from batchgen.folder.dataset_card import how_to_read, rows_with_grades
+from batchgen.folder.how_to_read import how_to_read, rows_with_grades
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.jobs.graded_job import graded_card
 

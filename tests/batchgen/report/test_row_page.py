@@ -7,7 +7,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from batchgen.report.row_page import WHOLE, Limits, RowPage, answer_spans, reasoning_end, verdict
+from batchgen.rows.row_facts import RowFacts
+from batchgen.rows.row_page import WHOLE, Limits, RowPage
 from batchgen.texts.safe_text import Span, marked, shortened
 from batchgen.util.hidden import visible
 
@@ -94,7 +95,7 @@ def test_text_from_outside_stays_text_wherever_it_stands() -> None:
     row |= {"error": {"type": EVIL, "message": EVIL}, "token_ids": list(map(ord, EVIL))}
     grades = {"answer": EVIL, "answer_start": 0, "answer_end": len(EVIL), EVIL: EVIL}
     grades |= {"grade_error": {"type": EVIL, "message": EVIL}}
-    html = page().html(row, grades, key="k")
+    html = page().html(RowFacts(row, grades), key="k")
     found = _Tags(html)
     assert not {"script", "img", "style"} & set(found.tags)
     assert not {name for name in found.attributes if name.startswith("on")}
@@ -119,7 +120,7 @@ def test_hidden_characters_are_shown_as_codes(text: str, shown: str) -> None:
 
 
 def test_the_answer_stands_out_in_the_text_and_among_the_tokens() -> None:
-    html = page().html(ROW, GRADES, key="k")
+    html = page().html(RowFacts(ROW, GRADES), key="k")
     assert '<pre dir="auto">ab<mark title="answer">c</mark>d</pre>' in html
     assert re.findall(r'span class="t([^"]*)" tabindex', html) == [
         " p0 s1 d1 x0-0 x1-2",
@@ -132,7 +133,7 @@ def test_the_answer_stands_out_in_the_text_and_among_the_tokens() -> None:
 
 def test_every_colour_has_a_legend_that_says_what_it_stands_for() -> None:
     steps = ROW | {"step_map": [1, 2, 7, 13]}
-    html = page().html(steps, GRADES, key="k")
+    html = page().html(RowFacts(steps, GRADES), key="k")
     legends = dict(re.findall(r'<p class="legend l-(\w+)">(.*?)</p>', html))
     assert legends["s"] == (
         'The forward that wrote the token: <span class="key s1">1, 7, 13</span> '
@@ -142,26 +143,28 @@ def test_every_colour_has_a_legend_that_says_what_it_stands_for() -> None:
         shown = set(re.findall(rf'class="t[^"]* ({classes})[ "]', html))
         assert shown <= set(re.findall(rf'class="key ({classes})"', legends[key])), key
     assert 'Underlined: <span class="t a">the answer</span>' in html
-    assert "Underlined" not in page().html(ROW, key="k")
+    assert "Underlined" not in page().html(RowFacts(ROW), key="k")
 
 
 def test_the_prompt_is_the_template_filled_again_or_the_tokens_that_the_model_read() -> None:
-    assert "Q: What is 6·7?" in page().html(ROW, key="k")
-    assert "&lt;s&gt;hi" in page().html(ROW | {"prompt_token_ids": list(b"<s>hi")}, key="k")
+    assert "Q: What is 6·7?" in page().html(RowFacts(ROW), key="k")
+    assert "&lt;s&gt;hi" in page().html(
+        RowFacts(ROW | {"prompt_token_ids": list(b"<s>hi")}), key="k"
+    )
     lost = CONFIG | {"prompt": {"user": "{{ question }} {{ gone }}"}}
-    assert "What is 6·7?" in page(lost).html(ROW, key="k")
+    assert "What is 6·7?" in page(lost).html(RowFacts(ROW), key="k")
     chat = CONFIG | {"prompt": {"messages_column": "talk"}}
     talk = {"talk": [{"role": "user", "content": "Hello?"}]}
-    assert "Hello?" in page(chat).html(ROW | talk, key="k")
+    assert "Hello?" in page(chat).html(RowFacts(ROW | talk), key="k")
 
 
 def test_reasoning_is_folded_and_spans_move_with_it() -> None:
     text = "<think>6·7 is 42</think>It is 42."
-    assert reasoning_end(None, text) == 24
-    assert reasoning_end({"reasoning_end": 0}, text) == 0
+    assert RowFacts(ROW).reasoning_end(text) == 24
+    assert RowFacts(ROW, {"reasoning_end": 0}).reasoning_end(text) == 0
     at = text.rindex("42")
     grades = GRADES | {"answer_start": at, "answer_end": at + 2, "reasoning_end": 24}
-    html = page().html(ROW | {"text": text}, grades, key="k")
+    html = page().html(RowFacts(ROW | {"text": text}, grades), key="k")
     assert "<summary>Reasoning, 24 characters</summary>" in html
     assert 'It is <mark title="answer">42</mark>.' in html
 
@@ -178,14 +181,14 @@ def test_long_texts_are_shortened_around_the_answer() -> None:
 
 def test_few_tokens_are_shown_of_many() -> None:
     many = ROW | {"token_ids": list(range(97, 107)), "text": "abcdefghij", "routed_experts": None}
-    html = page().html(many, key="k", limits=Limits(tokens=4))
+    html = page().html(RowFacts(many), key="k", limits=Limits(tokens=4))
     assert html.count('class="t"') == 4 and "6 tokens left out" in html
-    assert "toks" not in page().html(many, key="k", limits=Limits(tokens=0))
-    assert page().html(many, key="k", limits=WHOLE).count('class="t"') == 10
+    assert "toks" not in page().html(RowFacts(many), key="k", limits=Limits(tokens=0))
+    assert page().html(RowFacts(many), key="k", limits=WHOLE).count('class="t"') == 10
 
 
 def test_without_a_tokenizer_tokens_are_ids() -> None:
-    html = RowPage(CONFIG, SCHEMA).html(ROW, key="k")
+    html = RowPage(CONFIG, SCHEMA).html(RowFacts(ROW), key="k")
     assert ">97 </span>" in html and 'title="id 97' in html
 
 
@@ -193,14 +196,14 @@ def test_tokens_keep_the_space_that_a_tokenizer_drops_at_the_start() -> None:
     def sentencepiece(ids: list[int]) -> str:
         return " ".join("word" for _ in ids)
 
-    html = RowPage(CONFIG, SCHEMA, sentencepiece).html(ROW, key="k")
+    html = RowPage(CONFIG, SCHEMA, sentencepiece).html(RowFacts(ROW), key="k")
     assert html.count("> word</span>") == 4
 
 
 @pytest.mark.parametrize(
     ("error", "grades", "name"),
     [
-        (None, None, None),
+        (None, None, "stop"),
         (None, {"mark": 1.0}, "right"),
         (None, {"mark": 0.0, "answer": "3"}, "wrong"),
         (None, {"mark": 0.0, "answer": None}, "no answer"),
@@ -209,13 +212,13 @@ def test_tokens_keep_the_space_that_a_tokenizer_drops_at_the_start() -> None:
         ({"type": "bad", "message": ""}, {"mark": None}, "bad"),
     ],
 )
-def test_verdicts(error: Any, grades: Any, name: str | None) -> None:
-    found = verdict(ROW | {"error": error}, grades)
-    assert (None if found is None else found.name) == name
+def test_verdicts(error: Any, grades: Any, name: str) -> None:
+    found = RowFacts(ROW | {"error": error}, grades).verdict
+    assert found.name == name and (found.kind == "none") == (grades is None)
 
 
 def test_spans_that_do_not_fit_the_text_are_left_out() -> None:
-    assert answer_spans({"answer_start": 3, "answer_end": 99}, "short") == []
-    assert answer_spans({"answer_start": None, "answer_end": None}, "short") == []
+    assert RowFacts(ROW, {"answer_start": 3, "answer_end": 99}).answers("short") == []
+    assert RowFacts(ROW, {"answer_start": None, "answer_end": None}).answers("short") == []
     judged = {"judge_answer_start": 0, "judge_answer_end": 2}
-    assert answer_spans(judged, "short") == [Span(0, 2, "judge_answer")]
+    assert RowFacts(ROW, judged).answers("short") == [Span(0, 2, "judge_answer")]

@@ -23,10 +23,10 @@ from viewed_page import Page, get, read, site
 from batchgen.config.job_config import ScoreConfig
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.grades.folder_grades import JobGrades
+from batchgen.rows.row_facts import RowFacts
 from batchgen.scoring.job_score import job_score, save_score
-from batchgen.viewer.job_view import Sample
+from batchgen.viewer.job_view import votes
 from batchgen.viewer.pages import Site
-from batchgen.viewer.votes import votes
 
 EVIL = (
     "<script>alert(1)</script>",
@@ -344,8 +344,7 @@ from pathlib import Path
 from batchgen.cli.verbs import view
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.viewer.job_view import JobView
-from batchgen.viewer.job_view import Sample
-from batchgen.viewer.votes import votes
+from batchgen.viewer.job_view import votes
 from batchgen.viewer.pages import Site
 from batchgen.viewer.server import ViewServer
 site = Site([JobView(JobFolderReader(Path(sys.argv[1])), "out")])
@@ -404,9 +403,9 @@ def test_votes_and_downloads(pair: list[Path]) -> None:
 def test_votes_show_answers_and_not_their_keys(tmp_path: Path) -> None:
     """The key of a mathematical answer is nothing to read."""
 
-    def sample(number: int, **grades: Any) -> Sample:
+    def sample(number: int, **grades: Any) -> RowFacts:
         row = job_row(0, number, "text" if grades else None)
-        return Sample(row, grades or None)
+        return RowFacts(row, grades or None)
 
     math = [
         sample(0, mark=1.0, answer="1/2", answer_key="Rational(1, 2)"),

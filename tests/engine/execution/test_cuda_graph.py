@@ -35,7 +35,7 @@ from batchgen.engine.memory.memory_plan import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.kernels.attention.attention import AttentionMetadata
 from batchgen.kernels.attention.kv_cache import KVCache, slot_mapping
-from batchgen.kernels.attention.prefill import tile_tokens
+from batchgen.kernels.attention.prefill_plan import tile_tokens
 
 VOCAB, NUM_BLOCKS, BLOCK_SIZE = 128, 400, 4
 MAX_ROWS, MAX_BLOCKS, CHUNK_TOKENS, PREFILL_TOKENS = 70, 10, 48, 300

@@ -15,7 +15,7 @@ from torch import Tensor
 from batchgen.kernels.attention import attention
 from batchgen.kernels.attention.attention import AttentionMetadata, paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache
-from batchgen.kernels.attention.prefill import cut_tiles, tile_tokens
+from batchgen.kernels.attention.prefill_plan import cut_tiles, tile_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE = 2, 3, 16, 4

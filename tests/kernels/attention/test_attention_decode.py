@@ -12,14 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels.attention.decode import (
-    MAX_SPLITS,
-    DecodeConfig,
-    DecodePlan,
-    most_splits,
-    paged_attention_decode,
-    plan_decode,
-)
+from batchgen.kernels.attention.decode import DecodeConfig, paged_attention_decode
+from batchgen.kernels.attention.decode_plan import MAX_SPLITS, DecodePlan, most_splits, plan_decode
 from batchgen.kernels.attention.kv_cache import KVCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

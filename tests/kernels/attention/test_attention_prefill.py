@@ -13,12 +13,12 @@ from torch import Tensor
 
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.kv_gather import does_gathering_pay, gather_context, plan_gather
-from batchgen.kernels.attention.prefill import (
+from batchgen.kernels.attention.prefill import paged_attention_prefill
+from batchgen.kernels.attention.prefill_plan import (
     PrefillConfig,
     PrefillPlan,
     cut_equal_tiles,
     cut_tiles,
-    paged_attention_prefill,
     plan_prefill,
 )
 

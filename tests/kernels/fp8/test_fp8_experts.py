@@ -14,7 +14,8 @@ from batchgen.kernels.fp8.fp8_experts import (
     fp8_grouped_mlp_reference,
     fp8_grouped_parts,
 )
-from batchgen.kernels.fp8.fp8_experts_triton import fp8_down, fp8_gate_up, fp8_grouped_mlp_triton
+from batchgen.kernels.fp8.fp8_experts_triton import fp8_grouped_mlp_triton
+from batchgen.kernels.fp8.fp8_grouped_product_triton import fp8_down, fp8_gate_up
 from batchgen.kernels.fp8.fp8_tiles import EXPERTS, ExpertTiles, expert_tiles
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_weight
 from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, quantise_rows

@@ -10,14 +10,11 @@ from latent_cases import DEVICE, Case, Sizes, make_case
 from torch import Tensor
 
 from batchgen.kernels.attention.attention import AttentionMetadata
-from batchgen.kernels.attention.decode import plan_decode
-from batchgen.kernels.attention.prefill import cut_equal_tiles, cut_tiles
+from batchgen.kernels.attention.decode_plan import plan_decode
+from batchgen.kernels.attention.prefill_plan import cut_equal_tiles, cut_tiles
 from batchgen.kernels.mla import expanded_triton
-from batchgen.kernels.mla.absorbed_triton import (
-    decode_span,
-    latent_decode,
-    latent_prefill,
-)
+from batchgen.kernels.mla.absorbed_sizes import decode_span
+from batchgen.kernels.mla.absorbed_triton import latent_decode, latent_prefill
 from batchgen.kernels.mla.expanded_triton import (
     does_expansion_pay,
     expanded_attention,

@@ -16,12 +16,11 @@ from synthetic_job import grade_job, write_job
 
 from batchgen.folder.read_job import JobFolderReader
 from batchgen.util.errors import ConfigError
-from batchgen.viewer.job_view import JobView
+from batchgen.viewer.job_view import JobView, votes
 from batchgen.viewer.rows import ranking
 from batchgen.viewer.rows.download import Download
 from batchgen.viewer.rows.filters import Filter
 from batchgen.viewer.rows.ranking import ORDERS, Ranking, Rankings, orders
-from batchgen.viewer.votes import votes
 
 ROWS, SAMPLES, PER_SHARD = 47, 4, 10
 

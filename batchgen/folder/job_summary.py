@@ -1,0 +1,198 @@
+"""A job summed up. Here are its renderers for the terminal; pages and the data set card have
+theirs, and all of them take the figures from `JobSummary`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from batchgen.folder.how_to_read import how_to_read
+from batchgen.folder.job_metrics import Totals
+from batchgen.texts.text_table import Line, counted, score_lines, table
+from batchgen.util.duration import duration
+
+if TYPE_CHECKING:
+    from batchgen.engine.strategy import Strategy
+    from batchgen.folder.read_job import JobFolderReader
+
+_NOT_BEGUN = "not begun"
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """What is known of a whole job.
+
+    The figures of a job that runs may be ten seconds old. What a folder does not tell is empty, 0
+    or None.
+    """
+
+    totals: Totals
+    status: str = "complete"
+    attempts: Sequence[Mapping[str, Any]] = ()
+    score: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)  # by group
+    tokens_per_s: float = 0.0
+    wall_s: float = 0.0
+    generate_s: float = 0.0
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> JobSummary:
+        """The summary of a folder, from what metrics.json and config.yaml hold."""
+        return cls(
+            Totals.of(metrics),
+            metrics.get("status", _NOT_BEGUN),
+            metrics.get("attempts") or (),
+            metrics.get("score"),
+            config or {},
+            metrics.get("tokens_per_s") or 0.0,
+            metrics.get("wall_s", 0.0),
+            metrics.get("generate_s", 0.0),
+        )
+
+    @property
+    def is_begun(self) -> bool:
+        return self.status != _NOT_BEGUN
+
+    @property
+    def attempt(self) -> Mapping[str, Any]:
+        """The last attempt; empty before there is one."""
+        return self.attempts[-1] if self.attempts else {}
+
+    @property
+    def rows_total(self) -> int | None:
+        """How many rows the job will have when it is complete; None if that is not known."""
+        total: int | None = self.attempt.get("rows_total")
+        return total
+
+    @property
+    def mean_mark(self) -> float | None:
+        value: float | None = None if self.score is None else self.score["avg"]["value"]
+        return value
+
+    def group(self, name: str) -> Mapping[str, Any]:
+        """A group of the configuration."""
+        return self.config.get(name) or {}
+
+    @property
+    def model_name(self) -> str:
+        model = self.group("model")
+        return model.get("name") or model.get("path") or "a model"
+
+    @property
+    def strategy_path(self) -> list[str]:
+        """The parts of the dotted name of the strategy's class."""
+        return str(self.group("strategy").get("_target_", "")).split(".")
+
+
+def tokens_per_s(attempt: Mapping[str, Any]) -> float:
+    """The speed of an attempt; 0 before it has an engine."""
+    return float(attempt.get("generated_tokens", 0) / max(attempt.get("generate_s", 0), 1e-3))
+
+
+def status_line(reader: JobFolderReader, name: str) -> str:
+    """How far a job is, how fast it runs and when it should end, in one line.
+
+    Rows of a job that was killed are counted where they lie.
+
+    Args:
+        name: of the folder, as the user gave it.
+    """
+    job = JobSummary.of(reader.metrics)
+    rows, errors, total = job.totals.rows, job.totals.error_rows, job.rows_total
+    if job.status in ("killed", _NOT_BEGUN):
+        rows, errors = _counted_rows(reader)
+    if job.status == "complete" or total is None:
+        facts = [f"{rows:,} rows"]
+    else:
+        facts = [f"{rows:,} of {total:,} rows ({rows / max(total, 1):.0%})"]
+    if errors:
+        facts.append(counted(errors, "error"))
+    if job.tokens_per_s:
+        facts.append(f"{job.tokens_per_s:,.0f} tokens/s")
+    if job.status == "running" and total is not None and (speed := _rows_per_s(job.attempts)):
+        facts.append(f"about {duration((total - rows) / speed, 0)} left")
+    goes_on = job.status in ("stopped", "killed", "failed")
+    end = "; the job's command goes on from there" if goes_on else ""
+    return f"{name}: {job.status}, {', '.join(facts)}{end}"
+
+
+def _rows_per_s(attempts: Sequence[Mapping[str, Any]]) -> float:
+    """How many rows the workers that run compute in a second, all together."""
+    running = [one for one in attempts if one["status"] == "running" and one["generate_s"]]
+    return sum(float(one["rows"] / one["generate_s"]) for one in running)
+
+
+def _counted_rows(reader: JobFolderReader) -> tuple[int, int]:
+    """The number of finished rows, and of those with an error."""
+    rows = errors = 0
+    if reader.schema is not None:
+        for batch in reader.batches(["error"]):
+            rows += batch.num_rows
+            errors += batch.num_rows - batch.column("error").null_count
+    return rows, errors
+
+
+def end_table(
+    job: JobSummary, folder: str, strategy: Strategy | None = None, report: str | None = None
+) -> str:
+    """The table at the end of a job.
+
+    Args:
+        job: its attempts are only the one that completed the job; none if it was complete before.
+        strategy: adds lines of its own.
+        report: the path or URL of report.html, if it was made.
+    """
+    totals, attempt = job.totals, job.attempt
+    resumed = attempt.get("rows_resumed")
+    lines = [
+        ("rows", f"{totals.rows:,}" + (f" ({resumed:,} from before)" if resumed else "")),
+        ("finish reasons", _counts(totals.finish_reasons)),
+        ("errors", _counts(totals.errors)),
+        ("prompt tokens", f"{totals.prompt_tokens:,}"),
+        ("generated tokens", f"{totals.generated_tokens:,}"),
+    ]
+    if totals.constraint:
+        lines.append(("constraint", _outcomes(totals.constraint)))
+    if strategy is not None:
+        stats = attempt.get("engine", {}).get("strategy", {})
+        lines += strategy.summary(totals.counts, stats, totals.generated_tokens)
+    if job.score is not None:
+        lines += score_lines(job.score)
+    if attempt:
+        lines += _times(attempt)
+    lines.append(("read it", f"{how_to_read(folder)['datasets']}; others: see its README.md"))
+    if report is not None:
+        lines.append(("report", report))
+    text = [table([*lines, ("output", folder)])]
+    if (why := attempt.get("batch_dependence")) is not None:
+        text.append(f"A row's tokens may depend on the rows beside it: {why}.")
+    if strategy is not None and (remark := strategy.remark(totals.counts)) is not None:
+        text.append(remark)
+    return "\n".join(text)
+
+
+def _times(attempt: Mapping[str, Any]) -> list[Line]:
+    """How long an attempt took, and what its engine kept besides the KV cache."""
+    seconds = f"{duration(attempt['wall_s'])} ({duration(attempt['generate_s'])} generating)"
+    lines = [("time", seconds), ("speed", f"{tokens_per_s(attempt):,.1f} tokens/s")]
+    memory = attempt["memory"]
+    if memory.get("row_states"):
+        rows, checkpoints = memory["row_states"] or 0, memory["checkpoints"] or 0
+        text = (
+            f"{rows / 2**30:.2f} GiB for rows, {checkpoints / 2**30:.2f} GiB for "
+            f"{memory['num_checkpoints']:,} checkpoints of prefixes"
+        )
+        lines.append(("row states", text))
+    return lines
+
+
+def _outcomes(counts: Mapping[str, int]) -> str:
+    """How the constrained rows ended; ways that none took are left out."""
+    constrained = {n: c for n, c in counts.items() if n not in ("unconstrained", "error")}
+    shown = [f"{n} {c:,}" for n, c in constrained.items() if c or n == "satisfied"]
+    return f"{', '.join(shown)} of {sum(constrained.values()):,} constrained rows"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items())) or "none"

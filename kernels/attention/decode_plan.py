@@ -1,0 +1,142 @@
+"""How the contexts of rows are cut into splits for decode attention, on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SPLIT_TOKENS = 512
+"""Tokens of a split in a batch of few rows."""
+_LONG_SPLIT_TOKENS = 2048
+"""Tokens of a split in a batch of many rows. Most contexts are then one split, which saves the
+combination; it costs up to a tenth of the time (H100, 256 rows)."""
+ENOUGH_PROGRAMS = 128
+"""The number of (row, KV head) pairs that fill a GPU. The contexts of smaller batches are cut into
+shorter splits, which round differently: a row's bits depend on this fact alone of its batch."""
+MAX_SPLITS = 32
+"""The most splits of a row in a batch of few rows."""
+_SPLIT_MULTIPLE = tl.constexpr(128)
+"""Longer splits than the caller's are a multiple of this, and so of every `block_n`."""
+UNIT_FIELDS = tl.constexpr(4)
+"""Columns of `DecodePlan.units`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """How the contexts of B rows are cut into splits; all layers of a forward share it.
+
+    A line of `units` is a split: its row, its first position, the position after its last, and the
+    index of its partial result, or -1 if the row has one split. Long splits come first. Only
+    `count` lines are set.
+    """
+
+    units: Tensor  # [B · max_splits, 4] int32
+    count: Tensor  # [1] int32, the splits of all rows
+    splits: Tensor  # [B] int32, the splits of each row
+    width: int  # W, the queries of each row
+    max_splits: int  # the most that a row with these block tables can have
+
+
+def split_length(num_rows: int, num_kv_heads: int) -> int:
+    """Choose the tokens of a split for a batch of `num_rows` rows."""
+    few = num_rows * num_kv_heads < ENOUGH_PROGRAMS
+    return SPLIT_TOKENS if few else _LONG_SPLIT_TOKENS
+
+
+def most_splits(num_rows: int, num_kv_heads: int, width: int) -> int:
+    """Choose the most splits of a row in a batch of `num_rows` rows of `width` queries.
+
+    Many rows with many queries get fewer: the partial results would take gigabytes, and fewer
+    splits fill the GPU.
+    """
+    few = num_rows * num_kv_heads < ENOUGH_PROGRAMS
+    return MAX_SPLITS if few else max(MAX_SPLITS // width, 2)
+
+
+def plan_decode(
+    positions: Tensor,  # [B · W] int64, not descending within a row
+    block_tables: Tensor,  # [B, N], whose shape alone matters
+    width: int,
+    block_size: int,
+    *,
+    split_tokens: int = SPLIT_TOKENS,
+    max_splits: int = MAX_SPLITS,
+) -> DecodePlan:
+    """Cut the contexts of B rows into splits of `split_tokens` tokens, on the device.
+
+    A longer context than max_splits · split_tokens is cut into at most `max_splits` equal splits,
+    whose length is rounded up to a multiple of 128. A context ends at its row's last query, and at
+    N · block_size tokens.
+    """
+    rows, blocks = block_tables.shape
+    assert positions.numel() == rows * width and positions.is_contiguous()
+    room = blocks * block_size
+    capacity = min(max_splits, triton.cdiv(room, split_tokens))
+    device = positions.device
+    units = torch.empty((rows * capacity, UNIT_FIELDS.value), dtype=torch.int32, device=device)
+    count = torch.empty(1, dtype=torch.int32, device=device)
+    splits = torch.empty(rows, dtype=torch.int32, device=device)
+    _plan_kernel[(rows,)](
+        positions, units, count, splits, rows, room, capacity,
+        WIDTH=width, SPLIT=split_tokens, MAX_SPLITS=max_splits,
+        SPLITS_PAD=triton.next_power_of_2(max_splits), ROWS=256, num_warps=4,
+    )  # fmt: skip
+    return DecodePlan(units, count, splits, width, capacity)
+
+
+@triton.jit
+def _cut(positions, rows, num_rows, room, WIDTH, SPLIT, MAX_SPLITS):
+    """Compute int32 context, split length and number of splits of `rows`; 0 past `num_rows`."""
+    last = tl.load(positions + rows * WIDTH + WIDTH - 1, mask=rows < num_rows, other=-1)
+    context = tl.minimum(last.to(tl.int32) + 1, room)
+    equal = tl.cdiv(tl.cdiv(context, MAX_SPLITS), _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
+    length = tl.where(context <= MAX_SPLITS * SPLIT, SPLIT, tl.maximum(equal, SPLIT))
+    return context, length, tl.cdiv(context, length)
+
+
+@triton.jit(do_not_specialize=["num_rows", "room", "capacity"])
+def _plan_kernel(
+    positions, units, count, splits, num_rows, room, capacity,
+    WIDTH: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Each program writes the work units of one row.
+
+    Units are ordered by length, the longest first; of equal lengths, full splits come before the
+    last splits of rows, and lower rows first. A program counts the units before its own.
+    """
+    row = tl.program_id(0)
+    own_row = row + tl.arange(0, 1)
+    own = _cut(positions, own_row, num_rows, room, WIDTH, SPLIT, MAX_SPLITS)
+    context, length, number = tl.max(own[0], 0), tl.max(own[1], 0), tl.max(own[2], 0)
+    tail = context - (number - 1) * length
+    whole_place = 0
+    tail_place = 0
+    total = 0
+    for first in range(0, num_rows, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        contexts, lengths, numbers = _cut(positions, rows, num_rows, room, WIDTH, SPLIT, MAX_SPLITS)
+        before = rows < row
+        present = (rows < num_rows).to(tl.int32)
+        wholes = tl.maximum(numbers - 1, 0)
+        tails = contexts - (numbers - 1) * lengths
+        longer = (lengths > length) | ((lengths == length) & before)
+        whole_place += tl.sum(wholes * longer.to(tl.int32) + present * (tails > length), 0)
+        longer = (tails > tail) | ((tails == tail) & before)
+        tail_place += tl.sum(wholes * (lengths >= tail) + present * longer.to(tl.int32), 0)
+        total += tl.sum(numbers, 0)
+    tl.store(splits + row, number)
+    if row == 0:
+        tl.store(count, total)
+    split = tl.arange(0, SPLITS_PAD)
+    place = tl.where(split == number - 1, tail_place, whole_place + split)
+    unit = units + place * UNIT_FIELDS
+    mask = split < number
+    tl.store(unit, row + tl.zeros_like(split), mask=mask)
+    tl.store(unit + 1, split * length, mask=mask)
+    tl.store(unit + 2, tl.minimum((split + 1) * length, context), mask=mask)
+    tl.store(unit + 3, tl.where(number > 1, row * capacity + split, -1), mask=mask)

@@ -1,0 +1,96 @@
+"""The results of splits (split-K partials) and their combination, in Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.attention.decode_plan import MAX_SPLITS, DecodePlan
+
+_COMBINE_ELEMENTS = 4096
+"""Elements of partial results that the combination loads at a time."""
+
+
+def partial_results(
+    plan: DecodePlan, groups: int, queries: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """Allocate room for results of splits [P, queries, size] and the logarithms of their weights
+    [P, queries], P being 0 if no row can have several splits.
+
+    Programs compute `groups` groups of heads apart, each with `queries` queries of a row.
+    """
+    count = len(plan.units) * groups if plan.max_splits > 1 else 0
+    device = plan.units.device
+    partial = torch.empty((count, queries, size), dtype=torch.float32, device=device)
+    return partial, torch.empty((count, queries), dtype=torch.float32, device=device)
+
+
+def combine_splits(
+    partial: Tensor, log_sums: Tensor, plan: DecodePlan, out: Tensor, groups: int
+) -> None:
+    """Write the results of the rows that have several splits to out [B · W, num_heads, size].
+
+    `partial` and `log_sums` are from `partial_results`, filled; `groups` counts the groups of
+    consecutive heads.
+    """
+    tokens, num_heads, size = out.shape
+    if not len(partial):
+        return
+    group = num_heads // groups
+    group_pad = triton.next_power_of_2(group)
+    dim_pad = max(16, triton.next_power_of_2(size))
+    _combine_kernel[(tokens, groups)](
+        partial, log_sums, plan.splits, out, plan.max_splits,
+        KV_HEADS=groups, GROUP=group, WIDTH=plan.width, HEAD_DIM=size,
+        GROUP_PAD=group_pad, DIM_PAD=dim_pad,
+        SPLITS_PAD=triton.next_power_of_2(max(MAX_SPLITS, plan.max_splits)),
+        CHUNK=max(1, _COMBINE_ELEMENTS // (group_pad * dim_pad)), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _combine_kernel(
+    partial, log_sums, splits, out, capacity,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
+    GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Each program averages the splits of one token for the heads of one KV head, if it has
+    several."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = token // WIDTH
+    number = tl.load(splits + row)
+    if number > 1:
+        member = tl.arange(0, GROUP_PAD)
+        dim = tl.arange(0, DIM_PAD)
+        member_place = (token % WIDTH) * GROUP + member
+        split_queries = KV_HEADS * WIDTH * GROUP
+        base = row * capacity * split_queries + head * (WIDTH * GROUP)
+        split = tl.arange(0, SPLITS_PAD)
+        places = base + split[:, None] * split_queries + member_place[None, :]
+        mask = (split < number)[:, None] & (member < GROUP)[None, :]
+        all_sums = tl.load(log_sums + places, mask=mask, other=-float("inf"))
+        top = tl.max(all_sums, 0)
+        # Padding has no split, and sums that are all NaN have no maximum: 0 avoids -inf - -inf.
+        top = tl.where(top == -float("inf"), 0.0, top)
+        total = tl.sum(tl.exp2(all_sums - top[None, :]), 0)
+        real = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+        sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+        for first in range(0, number, CHUNK):
+            some = first + tl.arange(0, CHUNK)
+            where = base + some[:, None] * split_queries + member_place[None, :]
+            inside = (some < number)[:, None] & (member < GROUP)[None, :]
+            log_sum = tl.load(log_sums + where, mask=inside, other=-float("inf"))
+            weight = tl.exp2(log_sum - top[None, :])
+            result = tl.load(
+                partial + where[:, :, None] * HEAD_DIM + dim[None, None, :],
+                mask=inside[:, :, None] & (dim < HEAD_DIM)[None, None, :],
+                other=0.0,
+            )
+            sums += tl.sum(weight[:, :, None] * result, 0)
+        sums = sums / tl.where(member < GROUP, total, 1.0)[:, None]
+        target = (token * KV_HEADS + head) * GROUP + member
+        values = sums.to(out.dtype.element_ty)
+        tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], values, mask=real)

@@ -1,0 +1,237 @@
+"""The two matrix products of experts in FP8, in Triton, in the tiles of `moe`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.fp8.down_columns_triton import fp8_down_columns
+from batchgen.kernels.fp8.fp8_linear_triton import block_product, scaled, weight_scales
+from batchgen.kernels.fp8.fp8_tiles import ExpertTiles, fitting_stages
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
+from batchgen.kernels.fp8.quantise_triton import quantise_groups
+from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
+from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
+from batchgen.kernels.moe.tiled_layout import are_panels
+from batchgen.kernels.moe.tiled_layout_triton import load_weights, weights_operand
+
+
+def fp8_gate_up(
+    values: Tensor,  # of the tokens, with scales as `FP8Rows` has them
+    scales: Tensor,
+    weight: FP8Weight,  # [E, 2·I, H]
+    alignment: Alignment,  # of the T·k slots
+    tiles: ExpertTiles,
+    k: int,
+    out: Tensor,  # [T·k, I] e4m3
+    out_scales: Tensor,  # [⌈I/128⌉, T·k] float32
+    powers_of_two: bool,
+) -> None:
+    """Compute silu(gate·x) · (up·x) of every slot and quantise it, in the order of places."""
+    inner, hidden = out.shape[1], values.shape[1]
+    grid = (alignment.most_tiles * triton.cdiv(inner, BLOCK),)
+    _gate_up[grid](
+        values, scales, weights_operand(weight.values, BLOCK), weight.scales, out, out_scales,
+        *alignment[:-1],
+        scales.stride(0), out_scales.stride(0), weight.scales.stride(0), k, inner, hidden,
+        POWERS=powers_of_two, BLOCK_N=BLOCK, SWAP=tiles.gate_up_swap,
+        **_options(alignment, tiles, weight), num_warps=tiles.gate_up_warps,
+        num_stages=fitting_stages(tiles.gate_up_stages, tiles.block_m + 2 * BLOCK, out.device),
+    )  # fmt: skip
+
+
+def fp8_down(
+    values: Tensor,  # from `fp8_gate_up`, as the scales
+    scales: Tensor,
+    weight: FP8Weight,  # [E, H, I]
+    slot_weights: Tensor,  # [N] float32, in the order of slots
+    alignment: Alignment,
+    tiles: ExpertTiles,
+    out: Tensor,  # [N, H], contiguous
+) -> None:
+    """Compute slot weight · (down·x) of every slot, in the order of slots."""
+    hidden, inner = out.shape[1], values.shape[1]
+    if tiles.down_columns > 1 and are_panels(weight.values):
+        fp8_down_columns(values, scales, weight, slot_weights, alignment, tiles, out)
+        return
+    grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.down_n),)
+    _down[grid](
+        values, scales, weights_operand(weight.values, tiles.down_n), weight.scales, slot_weights,
+        out, *alignment[:-1], scales.stride(0), weight.scales.stride(0), hidden, inner,
+        BLOCK_N=tiles.down_n, SWAP=tiles.down_swap, **_options(alignment, tiles, weight),
+        num_warps=tiles.down_warps,
+        num_stages=fitting_stages(tiles.down_stages, tiles.block_m + tiles.down_n, out.device),
+    )  # fmt: skip
+
+
+def _options(alignment: Alignment, tiles: ExpertTiles, weight: FP8Weight) -> dict[str, int | bool]:
+    return {
+        "BLOCK_M": alignment.block_m,
+        "BLOCK_K": BLOCK,
+        "SCALE_ROWS": weight.scale_rows,
+        "PANELS": are_panels(weight.values),
+        "HALVE": tiles.halve,
+        "INTERPRETED": not weight.values.is_cuda,
+    }
+
+
+_PLAIN = ["x_scales_stride", "out_scales_stride", "slots_per_token"]
+"""Arguments that change with the number of tokens."""
+
+
+@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=TILE_ARGUMENTS)
+def _gate_up(
+    x_ptr, x_scales_ptr, weight, w_scales_ptr, out_ptr, out_scales_ptr, slots_ptr,
+    tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, x_scales_stride,
+    out_scales_stride, expert_scales, slots_per_token, inner, hidden, POWERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SWAP: tl.constexpr, PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    columns = tl.cdiv(inner, BLOCK_N)
+    is_past, expert, first, end = tile_of_program(
+        tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns
+    )
+    if is_past:
+        return
+    group = tl.program_id(0) % columns
+    if HALVE and end - first <= BLOCK_M // 2:
+        _gate_up_tile(
+            x_ptr, x_scales_ptr, weight, w_scales_ptr, out_ptr, out_scales_ptr, slots_ptr, expert,
+            first, end, group, x_scales_stride, out_scales_stride, expert_scales, slots_per_token,
+            inner, hidden, POWERS, BLOCK_M // 2, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS,
+            INTERPRETED,
+        )  # fmt: skip
+    else:
+        _gate_up_tile(
+            x_ptr, x_scales_ptr, weight, w_scales_ptr, out_ptr, out_scales_ptr, slots_ptr, expert,
+            first, end, group, x_scales_stride, out_scales_stride, expert_scales, slots_per_token,
+            inner, hidden, POWERS, BLOCK_M, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS, INTERPRETED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gate_up_tile(
+    x_ptr, x_scales_ptr, weight, w_scales_ptr, out_ptr, out_scales_ptr, slots_ptr, expert,
+    first, end, group, x_scales_stride, out_scales_stride, expert_scales, slots_per_token,
+    inner, hidden, POWERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    SHARED: tl.constexpr = SCALE_ROWS % BLOCK_N == 0
+    place = first + tl.arange(0, BLOCK_M)
+    column = group * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows past the end repeat the last one, and columns past the last one others: without masks.
+    token = tl.load(slots_ptr + tl.minimum(place, end - 1)) // slots_per_token
+    row = column % inner
+    k = tl.arange(0, BLOCK_K)
+    x_source = x_ptr + token.to(tl.int64)[:, None] * hidden + k[None, :]
+    gate_row = group * BLOCK_N if PANELS else expert * (2 * inner)
+    up_row = gate_row + inner
+    scale_row = group * BLOCK_N if SHARED else row
+    of_expert = w_scales_ptr + expert.to(tl.int64) * expert_scales
+    steps = tl.cdiv(hidden, BLOCK_K)
+
+    gate = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    # Scales are loaded one step ahead, so that no step waits for them.
+    x_scales = tl.load(x_scales_ptr + token)
+    gate_scales = weight_scales(of_expert, scale_row, 0, steps, SCALE_ROWS)
+    up_scales = weight_scales(of_expert, inner + scale_row, 0, steps, SCALE_ROWS)
+    for step in tl.range(0, steps):
+        start = step * BLOCK_K
+        x = tl.load(x_source + start, mask=(start + k < hidden)[None, :], other=0.0)
+        tile = load_weights(
+            weight, expert, gate_row, row, step, hidden, PANELS, False, BLOCK_N, BLOCK_K
+        )
+        product = block_product(x, tile, SWAP, INTERPRETED)
+        # Before the second product, which then finds the registers of this one free.
+        gate += scaled(product, x_scales, gate_scales, SWAP, SHARED)
+        tile = load_weights(
+            weight, expert, up_row, row, step, hidden, PANELS, False, BLOCK_N, BLOCK_K
+        )
+        product = block_product(x, tile, SWAP, INTERPRETED)
+        ahead = tl.minimum(step + 1, steps - 1)
+        next_x_scales = tl.load(x_scales_ptr + ahead * x_scales_stride + token)
+        gate_scales = weight_scales(of_expert, scale_row, ahead, steps, SCALE_ROWS)
+        next_up_scales = weight_scales(of_expert, inner + scale_row, ahead, steps, SCALE_ROWS)
+        up += scaled(product, x_scales, up_scales, SWAP, SHARED)
+        x_scales = next_x_scales
+        up_scales = next_up_scales
+
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    if SWAP:
+        result = tl.trans(result)
+    mask = (place < end)[:, None] & (column < inner)[None, :]
+    result = tl.where(column[None, :] < inner, result, 0.0)
+    values, scales = quantise_groups(result, 1, POWERS, INTERPRETED)
+    tl.store(out_ptr + place.to(tl.int64)[:, None] * inner + column[None, :], values, mask=mask)
+    tl.store(out_scales_ptr + group * out_scales_stride + place, scales, mask=place < end)
+
+
+@triton.jit(do_not_specialize=_PLAIN[:1], do_not_specialize_on_alignment=TILE_ARGUMENTS)
+def _down(
+    x_ptr, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
+    tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, x_scales_stride,
+    expert_scales, hidden, inner,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SWAP: tl.constexpr, PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    columns = tl.cdiv(hidden, BLOCK_N)
+    is_past, expert, first, end = tile_of_program(
+        tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns
+    )
+    if is_past:
+        return
+    first_column = tl.program_id(0) % columns * BLOCK_N
+    if HALVE and end - first <= BLOCK_M // 2:
+        _down_tile(
+            x_ptr, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
+            expert, first, end, first_column, x_scales_stride, expert_scales, hidden, inner,
+            BLOCK_M // 2, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS, INTERPRETED,
+        )  # fmt: skip
+    else:
+        _down_tile(
+            x_ptr, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
+            expert, first, end, first_column, x_scales_stride, expert_scales, hidden, inner,
+            BLOCK_M, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS, INTERPRETED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _down_tile(
+    x_ptr, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
+    expert, first, end, first_column, x_scales_stride, expert_scales, hidden, inner,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    SHARED: tl.constexpr = SCALE_ROWS % BLOCK_N == 0
+    place = first + tl.arange(0, BLOCK_M)
+    last = tl.minimum(place, end - 1)
+    column = first_column + tl.arange(0, BLOCK_N)
+    row = column % hidden
+    k = tl.arange(0, BLOCK_K)
+    x_source = x_ptr + last.to(tl.int64)[:, None] * inner + k[None, :]
+    first_row = first_column if PANELS else expert * hidden
+    scale_row = first_column if SHARED else row
+    of_expert = w_scales_ptr + expert.to(tl.int64) * expert_scales
+    steps = tl.cdiv(inner, BLOCK_K)
+
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    x_scales = tl.load(x_scales_ptr + last)
+    w_scales = weight_scales(of_expert, scale_row, 0, steps, SCALE_ROWS)
+    for step in tl.range(0, steps):
+        start = step * BLOCK_K
+        x = tl.load(x_source + start, mask=(start + k < inner)[None, :], other=0.0)
+        tile = load_weights(
+            weight, expert, first_row, row, step, inner, PANELS, False, BLOCK_N, BLOCK_K
+        )
+        product = block_product(x, tile, SWAP, INTERPRETED)
+        ahead = tl.minimum(step + 1, steps - 1)
+        next_x_scales = tl.load(x_scales_ptr + ahead * x_scales_stride + last)
+        next_w_scales = weight_scales(of_expert, scale_row, ahead, steps, SCALE_ROWS)
+        acc += scaled(product, x_scales, w_scales, SWAP, SHARED)
+        x_scales = next_x_scales
+        w_scales = next_w_scales
+
+    store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, hidden, SWAP)

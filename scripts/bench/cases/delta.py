@@ -1,0 +1,200 @@
+"""Cases of bench_kernels.py: the gated delta rule and the kernels beside it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from measuring import DEVICE, Case, Choice, Group, microseconds, random_normal
+from torch import Tensor
+
+from batchgen.engine.base.engine_config import most_pending
+from batchgen.engine.caches.row_states import ring_length
+from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
+from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
+from batchgen.kernels.linear_attention.delta_prefill_triton import (
+    PrefillTiles,
+    delta_prefill_triton,
+)
+from batchgen.kernels.linear_attention.delta_step_triton import StepTiles, delta_step_triton
+from batchgen.kernels.linear_attention.gated_norm import gated_rms_norm
+from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows, StepRows
+
+DELTA_PREFILLS = ((8192, 8192), (8192, 1024), (16384, 16384), (16384, 1024))
+"""Tokens of a prefill, and of each of its rows."""
+STEP_TILES = [
+    StepTiles(block_v, lanes, warps)
+    for block_v, lanes, warps in (
+        (8, 8, 1), (16, 8, 1), (8, 16, 1), (16, 16, 1), (32, 8, 2), (32, 16, 4), (16, 32, 1),
+    )
+]  # fmt: skip
+PREFILL_TILES = [
+    PrefillTiles(block_v, warps, stages, 4, registers)
+    for block_v, warps, stages, registers in (
+        (16, 4, 2, None), (16, 4, 3, None), (32, 4, 2, None), (32, 4, 3, None), (32, 4, 3, 168),
+        (64, 4, 2, None), (64, 4, 2, 168), (64, 4, 3, None), (32, 2, 2, None), (16, 2, 2, None),
+    )
+]  # fmt: skip
+_STATE_BYTES = 2**28
+"""Bytes that are read before a state is read again, which is more than an L2 cache holds."""
+_delta_time = partial(microseconds, launches=8)
+
+
+class DeltaHeads(NamedTuple):
+    """Key heads, value heads, and the values of a head of either."""
+
+    key_heads: int
+    value_heads: int
+    dim: int = 128
+
+    @property
+    def channels(self) -> int:
+        return (2 * self.key_heads + self.value_heads) * self.dim
+
+    @property
+    def state_bytes(self) -> int:
+        return self.value_heads * self.dim**2 * 4
+
+
+DELTA_SHAPES = {
+    "35b-a3b": DeltaHeads(16, 32),
+    "27b": DeltaHeads(16, 48),
+    "0.8b": DeltaHeads(16, 16),
+    "tiny": DeltaHeads(1, 2, 32),
+}
+
+
+class DeltaLayers:
+    """Random inputs of T tokens, and the states of some layers, by slot; slot 0 is scratch."""
+
+    def __init__(self, shape: DeltaHeads, tokens: int, rows: int) -> None:
+        heads, size = shape.value_heads, shape.dim
+        count = 1 if shape.dim < 128 else max(1, -(-_STATE_BYTES // (shape.state_bytes * rows)))
+        wide = partial(torch.empty, dtype=torch.float32, device=DEVICE)
+        self.x, self.gate = (
+            random_normal(tokens, shape.channels),
+            random_normal(tokens, heads * size),
+        )
+        self.inputs = DeltaInputs(
+            random_normal(tokens, shape.channels), random_normal(tokens, heads),
+            random_normal(tokens, heads), wide(heads).zero_(), wide(heads).fill_(-3),
+        )  # fmt: skip
+        self.states = [wide(1 + rows, heads, size, size).normal_() for _ in range(count)]
+        self.windows = [random_normal(1 + rows, 3, shape.channels) for _ in range(count)]
+        self.weight, self.norm = random_normal(shape.channels, 4), wide(size).fill_(1)
+        self.out = random_normal(tokens, heads, size)
+        self.slots = torch.arange(1, 1 + rows, device=DEVICE)
+
+    def norm_case(self, name: str) -> Case:
+        run = partial(gated_rms_norm, self.out, self.gate, self.norm, 1e-6)
+        return Case(f"{name}, norm", [run], 3 * self.gate.nbytes, time=_delta_time)
+
+
+Launch = Callable[[Any, int], Tensor]
+
+
+class Delta(NamedTuple):
+    """The kernels of a layer: the delta rule with given tiles and the i-th of its inputs, what
+    it moves and computes, and the cases beside it."""
+
+    name: str
+    launch: Launch
+    inputs: int
+    num_bytes: float
+    flops: float
+    beside: tuple[Case, Case]
+    tiles: Any
+
+    def cases(self) -> tuple[Case, ...]:
+        runs = [partial(self.launch, None, i) for i in range(self.inputs)]
+        return (Case(self.name, runs, self.num_bytes, self.flops, _delta_time), *self.beside)
+
+    def group(self) -> Group:
+        choice = Choice("", self.tiles, self.launch, self.inputs, _delta_time, compared=False)
+        return Group(self.name, {"": [choice]})
+
+
+def _step(shape: DeltaHeads, rows: int, width: int) -> Delta:
+    """A decode step, which folds as many records as it has tokens."""
+    layers, name = DeltaLayers(shape, rows * width, rows), f"delta step {rows} x {width}"
+    first = torch.zeros(1 + rows, dtype=torch.int32, device=DEVICE)
+    # Steps whose tokens are all accepted, from one that finds the records of one step on to the one
+    # that writes the state back.
+    most = most_pending(first.device)
+    steps = [
+        StepRows(layers.slots, torch.full_like(first, pending), first, width, most)
+        for pending in range(width, most + width + 1, width)
+    ]
+    ring = ring_length(width, most)
+    heads, size = shape.value_heads, shape.dim
+    records = DeltaRecords(
+        *(
+            torch.rand((1 + rows, ring, *tail), device=DEVICE) * 0.1
+            for tail in ((heads, size), (shape.key_heads, size), (heads,))
+        )
+    )
+    inputs = random_normal(1 + rows, ring, shape.channels)
+    token, count = shape.channels * 2, len(layers.states)
+
+    def conv(i: int) -> Tensor:
+        window, step = layers.windows[i % count], steps[i // count]
+        return causal_conv_step(layers.x, layers.weight, window, inputs, step)
+
+    def delta(tiles: StepTiles | None, i: int) -> Tensor:
+        more = () if tiles is None else (tiles,)
+        state, step = layers.states[i % count], steps[i // count]
+        return delta_step_triton(layers.inputs, state, records, step, *more)
+
+    record = 4 * sum(len(r[0, 0].flatten()) for r in records)
+    per_token = token + record + heads * size * 2
+    pending = sum(int(step.pending[0]) for step in steps) / len(steps)
+    states = shape.state_bytes * (1 + 1 / len(steps))
+    runs = [partial(conv, i) for i in range(count * len(steps))]
+    moved = rows * (3 * width + 3 + 3 / len(steps)) * token
+    beside = (Case(f"{name}, conv", runs, moved, time=_delta_time), layers.norm_case(name))
+    num_bytes = rows * (states + pending * record + width * per_token)
+    return Delta(name, delta, len(runs), num_bytes, 0, beside, STEP_TILES)
+
+
+def _prefill(shape: DeltaHeads, tokens: int, length: int) -> Delta:
+    rows, name = tokens // length, f"delta prefill {tokens // length} x {length}"
+    layers = DeltaLayers(shape, tokens, rows)
+    starts = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=DEVICE)
+    positions = torch.arange(length, device=DEVICE).repeat(rows)
+    snapshots = torch.zeros((rows, 2, 2), dtype=torch.int64, device=DEVICE)
+    prefill = PrefillRows(layers.slots, positions, starts, snapshots, (length,) * rows)
+    conv = partial(causal_conv_prefill, layers.x, layers.weight, layers.windows[0], prefill)
+
+    def delta(tiles: PrefillTiles | None, _: int) -> Tensor:
+        return delta_prefill_triton(layers.inputs, layers.states[0], prefill, tiles)
+
+    beside = (
+        Case(f"{name}, conv", [conv], 2 * layers.x.nbytes, time=_delta_time),
+        layers.norm_case(name),
+    )
+    within, across = 2 * CHUNK * CHUNK * shape.dim, 2 * CHUNK * shape.dim**2
+    flops = tokens // CHUNK * shape.value_heads * (4 * within + 3 * across)
+    moved = layers.x.nbytes + layers.out.nbytes + rows * shape.state_bytes
+    return Delta(name, delta, 1, moved, flops, beside, PREFILL_TILES)
+
+
+def _deltas(options: argparse.Namespace) -> Iterator[Delta]:
+    shape = DELTA_SHAPES[options.shape]
+    for rows in options.rows:
+        for width in options.width or [1, 4]:
+            yield _step(shape, rows, width)
+    for tokens, length in ((128, 64),) if options.tiny else DELTA_PREFILLS:
+        yield _prefill(shape, tokens, length)
+
+
+def delta_cases(options: argparse.Namespace) -> Iterator[Case]:
+    for delta in _deltas(options):
+        yield from delta.cases()
+
+
+def tune_delta(options: argparse.Namespace) -> Iterator[Group]:
+    for delta in _deltas(options):
+        yield delta.group()

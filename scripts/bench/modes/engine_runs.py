@@ -1,0 +1,286 @@
+"""An engine of random weights that runs workloads, timed by phase, or under the profiler."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from floors import Floor, floor_seconds
+from kernel_profile import profile_window
+from measuring import DEVICE, H100, Rates, synchronize
+from modes.routing import Routing, Touched, count_touched, expert_layers, run_rows, set_routing
+from workloads import (
+    WORKLOADS,
+    BenchRequest,
+    bare_model,
+    dummy_model,
+    model_config,
+    prompt_vocab,
+    requests,
+)
+
+from batchgen.engine.base.engine_config import EngineConfig, ResolvedConfig
+from batchgen.engine.base.step_timing import PhaseSplit, StepTime, StepTimer
+from batchgen.engine.engine_models import planned_uses
+from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.loader import Quantization
+from batchgen.engine.memory.kernel_warmup import compiling_kernels
+from batchgen.engine.memory.memory_plan import ModelUse
+from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.strategies.ar.strategy import ARStrategy
+
+FULL_BATCH = 256
+"""Rows of the decode steps that are reported on their own, if there were any."""
+PROFILED_PREFILLS = 4
+PROFILED_DECODES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One timed run of a workload, from the first request to the last output.
+
+    `floor` is at the rates of an H100, `floor_here` at those measured on this GPU. Mixed steps both
+    prefill and decode. `full_batch` and `by_batch` are decode steps as those functions choose them.
+    """
+
+    workload: str
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    floor: Floor
+    floor_here: Floor | None
+    prefill: PhaseSplit
+    decode: PhaseSplit
+    mixed: PhaseSplit
+    full_batch: PhaseSplit
+    by_batch: dict[str, PhaseSplit]
+    preemptions: int
+    cached_tokens: int
+    peak_kv_usage: float
+
+    @property
+    def idle(self) -> float:
+        """Seconds before steps in which the device waited for the host."""
+        return sum(phase.idle_before for phase in (self.prefill, self.decode, self.mixed))
+
+    @property
+    def output_rate(self) -> float:
+        return self.output_tokens / self.seconds
+
+    @property
+    def total_rate(self) -> float:
+        return (self.prompt_tokens + self.output_tokens) / self.seconds
+
+
+def own_columns(model: CausalLM, columns: Sequence[str]) -> list[str]:
+    """Return those of the columns that the model records."""
+    own = {column.name for column in model.declared_columns(model.config)}
+    return [name for name in columns if name in own]
+
+
+class Bench:
+    """A model of random weights and its engine, with a timer of its steps."""
+
+    def __init__(
+        self,
+        model: str,
+        config: EngineConfig,
+        *,
+        routing: Routing = "model",
+        columns: tuple[str, ...] = (),
+        quantization: Quantization | None = None,
+        most_requests: int | None = None,
+    ) -> None:
+        """Make both; every request asks for `columns`, and `most_requests` of a workload run."""
+        self._columns, self._most_requests, self._runs = columns, most_requests, 0
+        start = time.perf_counter()
+        strategy, self.model_config = ARStrategy(), model_config(model)
+
+        def plan() -> tuple[list[ModelUse], ResolvedConfig]:
+            bare = bare_model(self.model_config, DEVICE, quantization=quantization)
+            uses, resolved = planned_uses(bare, {}, strategy, config, own_columns(bare, columns))
+            return list(uses.values()), resolved
+
+        with compiling_kernels(DEVICE, plan):
+            self.weights = weights = dummy_model(model, DEVICE, quantization=quantization)
+        set_routing(weights, routing)
+        synchronize()
+        self.load_seconds = time.perf_counter() - start
+
+        start = time.perf_counter()
+        self.timer = StepTimer(DEVICE)
+        own = own_columns(weights, columns)
+        self.engine = LLMEngine(
+            weights, None, (), strategy, config, timer=self.timer, context_columns=own
+        )
+        synchronize()
+        self.engine_seconds = time.perf_counter() - start
+        self.max_num_seqs = self.engine.config.max_num_seqs
+
+    def load(self, name: str) -> list[BenchRequest]:
+        """Make the requests of a workload, with prompts that the prefix cache does not have.
+
+        One seed draws all workloads, so their prompts begin alike. Therefore all ids are shifted,
+        by one more in every run.
+        """
+        vocab = prompt_vocab(self.model_config.vocab_size)
+        shift, self._runs = self._runs, self._runs + 1
+        return [
+            replace(r, prompt=[(i + shift) % vocab for i in r.prompt])
+            for r in requests(name, vocab)[: self._most_requests]
+        ]
+
+    def rows(
+        self, load: Iterable[BenchRequest], temperature: float
+    ) -> list[tuple[list[int], SamplingParams]]:
+        params = SamplingParams(
+            temperature=temperature, ignore_eos=True, columns=self._columns, max_new_tokens=1
+        )
+        return [
+            (request.prompt, replace(params, max_new_tokens=request.output_len, seed=index))
+            for index, request in enumerate(load)
+        ]
+
+    def first_token(self, temperature: float) -> None:
+        run_rows(self.engine, self.rows([BenchRequest(list(range(64)), 1)], temperature))
+
+    def warm_up(self, names: list[str], temperature: float) -> float:
+        """Capture all graphs, and run rows that make the engine compile all that the workloads will
+        need; returns the seconds that it took.
+
+        The rows end one after another, so that decode steps have every number of rows from the
+        largest down.
+        """
+        start = time.perf_counter()
+        self.engine.capture_graphs()
+        rows = min(self.max_num_seqs, max(WORKLOADS[name].num_requests for name in names))
+        longest = max(WORKLOADS[name].input_lens[1] for name in names)
+        sizes = [*range(rows, 8, -4), *range(min(rows, 8), 0, -1)]
+        draws = random.Random("warm-up")
+        load = []
+        for row in range(rows):
+            length = draws.randint(16, 64) if row % 8 else draws.randint(longest // 2, longest)
+            prompt = [draws.randrange(self.model_config.vocab_size) for _ in range(length)]
+            load.append(BenchRequest(prompt, 1 + sum(size > row for size in sizes)))
+        run_rows(self.engine, self.rows(load, temperature))
+        return time.perf_counter() - start
+
+    def run(self, name: str, temperature: float, here: Rates | None) -> Run:
+        """Run a workload once and time it; `here` are the rates measured on this GPU."""
+        load, before = self.load(name), replace(self.engine.stats)
+        self.engine.stats.peak_kv_usage = 0.0
+        self.timer.reset()
+        seconds, outputs = run_rows(self.engine, self.rows(load, temperature))
+        for output, request in zip(outputs, load, strict=True):
+            if output.finish_reason != "length" or len(output.token_ids) != request.output_len:
+                raise RuntimeError(
+                    f"request {output.request_id} ended with {output.finish_reason} "
+                    f"({output.error}) after {len(output.token_ids)} of {request.output_len} tokens"
+                )
+        steps, stats = self.timer.steps(), self.engine.stats
+        return Run(
+            workload=name,
+            seconds=seconds,
+            prompt_tokens=sum(len(r.prompt) for r in load),
+            output_tokens=sum(r.output_len for r in load),
+            floor=self.floor(load, H100),
+            floor_here=self.floor(load, here) if here else None,
+            prefill=PhaseSplit.of(s for s in steps if s.kind == "prefill"),
+            decode=PhaseSplit.of(s for s in steps if s.kind == "decode"),
+            mixed=PhaseSplit.of(s for s in steps if s.kind == "mixed"),
+            full_batch=full_batch(steps),
+            by_batch=by_batch(steps),
+            preemptions=stats.preemptions - before.preemptions,
+            cached_tokens=stats.cached_tokens - before.cached_tokens,
+            peak_kv_usage=stats.peak_kv_usage,
+        )
+
+    def free(self) -> None:
+        """Drop the engine, so that its memory is there for another one; no more runs after that."""
+        del self.engine
+        gc.collect()
+
+    def touched(self, name: str) -> list[Touched]:
+        """Count the experts that steps with the first rows of a workload touch; a dense model has
+        none. The memory may hold one engine alone, so `free` comes first."""
+        if not expert_layers(self.weights):
+            return []
+        return count_touched(self.weights, self.load(name), self.max_num_seqs)
+
+    def floor(self, load: list[BenchRequest], rates: Rates) -> Floor:
+        form = self.weights.form
+        in_fp8 = form is not None and form.native
+        return floor_seconds(self.model_config, load, rates, in_fp8=in_fp8)
+
+    def profile(self, name: str, temperature: float, path: Path, after: int) -> None:
+        """Print which kernels take the time of the first prefills, and of full decode steps from
+        the `after`th on.
+
+        The path's folder gets the traces WORKLOAD-prefill-NAME and WORKLOAD-decode-NAME.
+        """
+        length = after + 2 * PROFILED_DECODES  # no row ends before the window does
+        load = [replace(r, output_len=length) for r in self.load(name)[: self.max_num_seqs]]
+        for index, row in enumerate(self.rows(load, temperature)):
+            self.engine.add_request(str(index), *row)
+        most = self.engine.config.max_batched_tokens
+        assert most is not None
+        try:
+            full_prefills = max(1, sum(len(r.prompt) for r in load) // most)
+            self._profile("prefill", min(PROFILED_PREFILLS, full_prefills), path, name)
+            # All rows that fit have been prefilled when a step reads no prompt any more.
+            stats, prefills = self.engine.stats, -1
+            while stats.prefill_steps != prefills:
+                prefills = stats.prefill_steps
+                self.engine.step()
+            for _ in range(after):
+                self.engine.step()
+            self._profile("decode", PROFILED_DECODES, path, name)
+        finally:
+            for index in range(len(load)):
+                self.engine.abort(str(index))
+
+    def _profile(self, kind: str, count: int, path: Path, name: str) -> None:
+        synchronize()
+        self.timer.reset()
+
+        def run() -> None:
+            while len(self.timer) < count and self.engine.has_unfinished():
+                self.engine.step()
+
+        window = profile_window(run, path.with_name(f"{name}-{kind}-{path.name}"))
+        steps = self.timer.steps()
+        kinds = {step.kind for step in steps}
+        rows = statistics.mean(step.rows for step in steps)
+        title = f"{name}: {len(steps)} {'+'.join(sorted(kinds))} steps of {rows:.1f} rows"
+        print(window.table(title, len(steps)))
+
+
+def full_batch(steps: list[StepTime]) -> PhaseSplit:
+    """Sum up the decode steps of `FULL_BATCH` rows that follow another decode step.
+
+    If there are none, the steps of the largest number of rows take their place.
+    """
+    following = [b for a, b in pairwise(steps) if a.kind == b.kind == "decode"]
+    sizes = {step.rows for step in following}
+    rows = FULL_BATCH if FULL_BATCH in sizes else max(sizes, default=0)
+    return PhaseSplit.of(step for step in following if step.rows == rows)
+
+
+def by_batch(steps: list[StepTime], width: int = 32) -> dict[str, PhaseSplit]:
+    """Sum up the decode steps by ranges of `width` numbers of rows, such as "1-32"."""
+    groups: dict[int, list[StepTime]] = defaultdict(list)
+    for step in steps:
+        if step.kind == "decode":
+            groups[(step.rows - 1) // width].append(step)
+    return {
+        f"{group * width + 1}-{(group + 1) * width}": PhaseSplit.of(members)
+        for group, members in sorted(groups.items())
+    }

@@ -1,0 +1,80 @@
+"""The jobs of the models that come with batchgen: they grade themselves, and answer right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from real_job import run
+
+from batchgen.__main__ import run_command
+
+ROWS = 12
+SMALL = [f"dataset.limit={ROWS}", "engine.device=cpu", "engine.kv_cache_gib=0.05"]
+IN_JSON = ['prompt.user="{{ question }} Answer in JSON."', "sampling.max_new_tokens=100"]
+LEAST_PER_FORWARD = {"nano_sdar": 1.5, "nano_hybrid": 2.4}
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(folder / "data", partitioning=None).to_pylist()
+    return rows
+
+
+@pytest.fixture(scope="module")
+def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The ready jobs, over the first rows."""
+    folder = tmp_path_factory.mktemp("nano")
+    for name in LEAST_PER_FORWARD:
+        run([f"+experiment={name}", *SMALL, f"output.dir={folder / name}"])
+    return {name: folder / name for name in LEAST_PER_FORWARD}
+
+
+@pytest.mark.parametrize("name", LEAST_PER_FORWARD)
+def test_a_job_answers_right_and_says_so(
+    outs: dict[str, Path], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of(outs[name])
+    assert [row["finish_reason"] for row in rows] == ["stop"] * ROWS
+    steps = sum(row["num_forwards"] - row.get("num_commit_forwards", 0) for row in rows)
+    tokens = sum(len(row["token_ids"]) for row in rows)
+    assert tokens / steps >= LEAST_PER_FORWARD[name]
+    assert all(
+        len(row["step_map"]) == len(row["logprobs"]) == len(row["token_ids"]) for row in rows
+    )
+    capsys.readouterr()
+    assert run_command(["score", str(outs[name]), "score.subset=kind"]) == 0
+    said = capsys.readouterr().out
+    assert "100.0%" in said and "a+b-c" in said  # of all, and by kind
+
+
+@pytest.mark.parametrize("name", LEAST_PER_FORWARD)
+def test_answers_in_json_are_graded_by_the_same_steps(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run([f"+experiment={name}", *SMALL, *IN_JSON, f"output.dir={tmp_path / 'out'}"])
+    assert all(row["text"].startswith('{"working":') for row in rows_of(tmp_path / "out"))
+    capsys.readouterr()
+    assert run_command(["score", str(tmp_path / "out")]) == 0
+    assert "100.0%" in capsys.readouterr().out
+
+
+def test_rows_with_drafts_are_those_without_and_can_be_compared(
+    outs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, drafted = tmp_path / "plain", outs["nano_hybrid"]
+    plain = [
+        "strategy=ar", "model=nano_hybrid", "dataset=nano_eval", "prompt=chat", "sampling=greedy",
+        "prompt.user='{{ question }}'", "sampling.max_new_tokens=80",
+        "output.columns=[logprobs,routed_experts]",
+        "post=[{_target_: batchgen.grading.extract.Extract, methods: [last_number]},"
+        "{_target_: batchgen.grading.grade.Grade, method: integer, target: final}]",
+    ]  # fmt: skip
+    run([*plain, *SMALL, f"output.dir={folder}"])
+    for one, other in zip(rows_of(drafted), rows_of(folder), strict=True):
+        for name in ("id", "text", "token_ids", "logprobs", "routed_experts", "finish_reason"):
+            assert one[name] == other[name], name
+    capsys.readouterr()
+    assert run_command(["compare", str(drafted), str(folder), "--anyway"]) == 0
+    assert "100.0%" in capsys.readouterr().out
