@@ -13,12 +13,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from batchgen.folder.job_folder import refuse_foreign_files, unusable
 from batchgen.leases.failure_detector import read_beat
 from batchgen.leases.folder_lock import FolderLock
 from batchgen.leases.own_files import LOGS
 from batchgen.leases.patience import patiently
-from batchgen.storage.job_storage import FolderStorage
 from batchgen.util.errors import ConfigError
 
 COMPLETE = (0, 3)
@@ -105,6 +103,10 @@ def make_logs(out: Path, launcher: str) -> Path:
     Raises:
         ConfigError: the folder cannot be written, or holds files that are no job's.
     """
+    # These load pyarrow, which the help on a launcher's keys need not wait for.
+    from batchgen.folder.job_folder import refuse_foreign_files, unusable
+    from batchgen.storage.job_storage import FolderStorage
+
     storage = FolderStorage(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
