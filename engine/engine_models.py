@@ -79,8 +79,7 @@ def model_uses(
 
 
 def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: int) -> None:
-    """Check that a model can run beside the target. Raises ValueError if it cannot; the message
-    says why and what to do."""
+    """Check that a model can run beside the target."""
     if model.vocab_size != target.vocab_size:
         raise ValueError(
             f"the {name} model's vocabulary has {model.vocab_size} ids and the model's has "
@@ -113,10 +112,8 @@ def chosen_columns(model: CausalLM, names: abc.Sequence[str]) -> tuple[OutputCol
 
 
 def chunk_multiple(model: CausalLM) -> int:
-    """Return the number of tokens of which every cut of a row's prefill must be a multiple.
-
-    It is the least common multiple of what the model's recurrent layers ask for; 1 without any.
-    """
+    """Return the number of tokens of which every cut of a row's prefill must be a multiple. It is
+    the least common multiple of what the model's recurrent layers ask for; 1 without any."""
     specs = model.cache_specs
     return int(np.lcm.reduce([1, *(s.chunk_multiple for s in specs if isinstance(s, StateSpec))]))
 

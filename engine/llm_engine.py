@@ -178,11 +178,9 @@ class LLMEngine:
         return runner
 
     def capture_graphs(self) -> None:
-        """Capture all CUDA graphs that steps may replay.
-
-        Most are else captured while steps run, which the times of these steps show. With other
-        ranks, all of them must do this at the same point of their work.
-        """
+        """Capture all CUDA graphs that steps may replay. Most are else captured while steps run,
+        which the times of these steps show. With other ranks, all of them must do this at the same
+        point of their work."""
         for runner in self._runners.values():
             runner.capture_all()
 
@@ -234,11 +232,8 @@ class LLMEngine:
 
     def close(self) -> None:
         """End the other ranks, and stop compiling constraints, without waiting for those that are
-        being compiled.
-
-        After that the engine takes no further constrained requests, and none at all if there were
-        other ranks.
-        """
+        being compiled. After that the engine takes no further constrained requests, and none at all
+        if there were other ranks."""
         self._compiling.close()
         if self._leader is not None:
             # The ranks' communicator must outlive what was captured of it.

@@ -200,8 +200,7 @@ def _row_state_bytes(use: ModelUse, config: ResolvedConfig) -> int:
 
 
 def _num_snapshots(state: int, room: int, config: ResolvedConfig) -> int:
-    """Return how many snapshots of `state` bytes are kept for prefix reuse, given `room` bytes.
-    Raises ValueError if the number that the user asked for does not fit."""
+    """Return how many snapshots of `state` bytes are kept for prefix reuse, given `room` bytes."""
     if not state or not config.prefix_caching:
         return 0
     if config.state_checkpoints is None:
@@ -216,8 +215,7 @@ def _num_snapshots(state: int, room: int, config: ResolvedConfig) -> int:
 
 
 def _num_blocks(per_block: int, room: int, config: ResolvedConfig, advice: str) -> int:
-    """Return how many blocks of `per_block` bytes `room` bytes hold, with the scratch block. Raises
-    ValueError if there are too few; the message ends with the advice."""
+    """Return how many blocks of `per_block` bytes `room` bytes hold, with the scratch block."""
     most = config.max_num_seqs * config.row_blocks + 1
     if not per_block:  # Without attention, blocks are only counted and need no memory.
         return most

@@ -258,8 +258,7 @@ class RunningBatch:
         by_id: Mask,
         ended: Mask,
     ) -> dict[int, str]:
-        """Cut the new tokens at the first stop string, too: `counts` and `ended` are changed. The
-        arguments are those of `_stops` and its results. Returns the string by the row's index."""
+        """Cut the new tokens at the first stop string, too: `counts` and `ended` are changed."""
         strings: dict[int, str] = {}
         for i in np.flatnonzero(self._has_strings[slots]).tolist():
             seq = self[slots[i]]

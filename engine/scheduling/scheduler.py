@@ -189,8 +189,7 @@ class Scheduler:
         return PrefillBatch(seqs, starts, lengths, completing, slots, epochs, keep, snapshots)
 
     def _admit_next(self) -> Sequence | None:
-        """Admit the first waiting row and give it the blocks of all its known tokens. None if there
-        is no such row, no free slot, or not enough room in the cache."""
+        """Admit the first waiting row and give it the blocks of all its known tokens."""
         if not self._waiting or len(self.running) == self.limits.max_num_seqs:
             return None
         seq = self._waiting[0]
@@ -208,8 +207,7 @@ class Scheduler:
         return seq
 
     def _decode_batch(self, width: int) -> DecodeBatch | None:
-        """Plan a decode batch of `width` tokens a row and reserve the blocks that it needs. Returns
-        the batch, or None if no row can decode before the launched steps are read."""
+        """Plan a decode batch of `width` tokens a row and reserve the blocks that it needs."""
         running = self.running
         keep = np.flatnonzero(self._staying())
         slots = running.order[keep]
