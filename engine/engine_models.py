@@ -13,7 +13,8 @@ from batchgen.engine.base.host_limits import available_memory
 from batchgen.engine.base.outputs import OutputColumn
 from batchgen.engine.caches.cache_specs import StateSpec
 from batchgen.engine.caches.model_caches import row_bytes
-from batchgen.engine.memory.memory_plan import CPU_SHARE, ModelUse
+from batchgen.engine.memory.memory_plan import CPU_SHARE
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.strategy import TARGET, Head, Strategy

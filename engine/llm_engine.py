@@ -24,7 +24,8 @@ from batchgen.engine.engine_models import chunk_multiple, planned_uses
 from batchgen.engine.engine_stats import EngineStats
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_runner import ModelRunner
-from batchgen.engine.memory.memory_plan import MemoryPlan, ModelUse, plan_memory
+from batchgen.engine.memory.memory_plan import MemoryPlan, plan_memory
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.replicas import Abort, Add, Leader, Step
 from batchgen.engine.requests import Requests

@@ -16,12 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from batchgen.engine.base.engine_config import ResolvedConfig
 from batchgen.engine.base.host_limits import usable_cores
-from batchgen.engine.memory.memory_plan import (
-    ModelUse,
-    largest_decode,
-    largest_prefill,
-    scratch_runner,
-)
+from batchgen.engine.memory.largest_steps import largest_decode, largest_prefill, scratch_runner
+from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.kernels.compile_ahead import can_compile_ahead, compiling_ahead

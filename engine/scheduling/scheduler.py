@@ -53,12 +53,6 @@ class Scheduler:
         chunk_multiple: every chunk of a prefill but a row's last has a multiple of this many
             tokens, and of `pacing.prefill_multiple`.
         before_free: called with each row that ends or is preempted, while it still owns its blocks.
-
-    Attributes:
-        limits: the sizes that bound batches, of which a chunk is no larger than a batch.
-        running: the rows that own blocks of the cache.
-        num_preemptions: how often a row was preempted.
-        num_cached_tokens: how many tokens admitted rows found in the prefix cache.
     """
 
     def __init__(
@@ -83,7 +77,7 @@ class Scheduler:
         self.block_manager = block_manager
         self.running = RunningBatch(limits.max_num_seqs, counts)
         self.num_preemptions = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = 0  # which admitted rows found in the prefix cache
 
     def is_current(self, batch: PrefillBatch | DecodeBatch) -> npt.NDArray[np.bool_]:
         """[B] bool, which rows of a launched batch still have their slots. What the batch yields
