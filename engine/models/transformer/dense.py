@@ -110,11 +110,7 @@ class DenseForCausalLM(CausalLM):
 
     def make_norm(self) -> RMSNorm:
         """Make an RMSNorm over hidden states."""
-        return RMSNorm(
-            self.config.hidden_size,
-            self.family.rms_norm_eps,
-            where=self.where,
-        )
+        return RMSNorm(self.config.hidden_size, self.family.rms_norm_eps, where=self.where)
 
     def make_rotary(self) -> RotaryTable:
         """Make the table for all positions that the model was made for."""
