@@ -127,12 +127,7 @@ def hybrid_config(
     """
     values = hf.to_dict()
     parameters: dict[str, Any] = dict(hf.rope_parameters)
-    rotary = parameters.pop("partial_rotary_factor", None)
-    rotary = 1.0 if rotary is None else rotary
-    if type(rotary) not in (int, float) or not 0 < rotary <= 1:
-        raise ValueError(
-            f"partial_rotary_factor is {rotary!r:.60}, and must be a number over 0 and at most 1"
-        )
+    rotary = _rotated_share(parameters.pop("partial_rotary_factor", None))
     # Rows of text have the same position on all three axes of multimodal rotary embedding, so its
     # sections make no difference.
     for name in ("mrope_section", "mrope_interleaved"):
@@ -173,6 +168,16 @@ def hybrid_config(
         output_gate=output_gate,
         mtp_layers=mtp_layers,
     )
+
+
+def _rotated_share(value: Any) -> float:
+    """Return the share of a head's values that rotate, all of them by default."""
+    share = 1.0 if value is None else value
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ValueError(
+            f"partial_rotary_factor is {share!r:.60}, and must be a number over 0 and at most 1"
+        )
+    return float(share)
 
 
 def _attention_layers(layer_types: list[str]) -> tuple[int, ...]:
