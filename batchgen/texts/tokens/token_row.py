@@ -156,10 +156,16 @@ def _experts(
     values = row.get("routed_experts")
     if values is None or len(values) < max(count - 1, 1):
         return None, []
-    metadata = schema.field("routed_experts").metadata or {}
-    layers = json.loads(metadata.get(b"moe_layers", b"[]")) or list(range(len(values[0])))
+    layers = moe_layers(schema) or list(range(len(values[0])))
     mine = [*values[len(values) - count + 1 :], None]
     return ([None] * (count - len(mine)) + mine, layers) if layers else (None, [])
+
+
+def moe_layers(schema: pa.Schema) -> list[int]:
+    """The numbers of the layers that `routed_experts` tells of; empty if it does not say them."""
+    metadata = schema.field("routed_experts").metadata or {}
+    layers: list[int] = json.loads(metadata.get(b"moe_layers", b"[]"))
+    return layers
 
 
 def _pairs(ids: Sequence[int], values: Sequence[float]) -> list[tuple[int, float]]:

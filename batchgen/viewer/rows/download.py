@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.rows.grade_columns import PREFIX
+from batchgen.rows.job_rows import JobRows
 from batchgen.shards.row_order import row_keys
 from batchgen.texts.row_json import row_reader
 from batchgen.texts.row_writers import WRITERS
 from batchgen.util.errors import ConfigError
 from batchgen.viewer.rows.filters import Filter
-from batchgen.viewer.rows.grade_columns import PREFIX
-from batchgen.viewer.rows.viewed_rows import JobRows
 
 KINDS = {
     "jsonl": "application/x-ndjson",

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.shards.row_order import KEYS
+from batchgen.rows.grade_columns import ANSWER_KEY, GRADE_ERROR, MARK
+from batchgen.rows.job_rows import starts
 from batchgen.util.errors import ConfigError
-from batchgen.viewer.rows.grade_columns import PREFIX
 
 Bools = npt.NDArray[np.bool_]
 
@@ -26,7 +26,6 @@ MARKS = {
 }
 """How a sample can be marked, and what that means."""
 REASONS = ("stop", "length", "constraint_conflict", "error")
-MARK, ANSWER_KEY, GRADE_ERROR = (PREFIX + n for n in ("mark", "answer_key", "grade_error"))
 TEXT_TYPES = (pa.string(), pa.large_string())
 LONGEST = 1000
 """Characters of a text that is sought."""
@@ -191,11 +190,9 @@ def _disagreeing(table: pa.Table, text_column: str) -> Bools:
     """[R] Whether the row of a sample has samples that differ."""
     (name,) = _answers(table.schema, text_column)
     codes = _one(pc.fill_null(_one(table[name]).cast(pa.string()), "")).dictionary_encode()
-    values = np.asarray(codes.indices)
-    rows = np.asarray(table[KEYS[0]])
-    starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
-    differs = np.maximum.reduceat(values, starts) != np.minimum.reduceat(values, starts)
-    return np.repeat(differs, np.diff(np.append(starts, len(rows))))
+    values, begin = np.asarray(codes.indices), starts(table)
+    differs = np.maximum.reduceat(values, begin) != np.minimum.reduceat(values, begin)
+    return np.repeat(differs, np.diff(np.append(begin, len(values))))
 
 
 def _one(column: pa.ChunkedArray | pa.Array) -> pa.Array:

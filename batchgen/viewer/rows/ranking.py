@@ -12,11 +12,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.rows.grade_columns import ANSWER_KEY, MARK
+from batchgen.rows.job_rows import JobRows, starts
 from batchgen.shards.row_order import KEYS
 from batchgen.util.errors import ConfigError
-from batchgen.viewer.rows.filters import ANSWER_KEY, MARK, Filter
+from batchgen.viewer.rows.filters import Filter
 from batchgen.viewer.rows.search import SECONDS
-from batchgen.viewer.rows.viewed_rows import JobRows
 
 Floats = npt.NDArray[np.float64]
 

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.rows.job_rows import LIGHT_BATCH, JobRows
 from batchgen.shards.row_order import KEYS
 from batchgen.viewer.rows.search import SECONDS
-from batchgen.viewer.rows.viewed_rows import LIGHT_BATCH, JobRows
 
 
 class StillSearching(Exception):
