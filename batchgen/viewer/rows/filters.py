@@ -33,32 +33,20 @@ LONGEST = 1000
 
 @dataclass(frozen=True)
 class Filter:
-    """What samples must have in common to be listed; empty values allow anything.
+    """What samples must have in common to be listed; empty values allow anything."""
 
-    Attributes:
-        text: that `column` contains, in upper or lower case.
-        column: a column of texts; empty for the generated text.
-        mark: one of MARKS.
-        reason: one of REASONS.
-        error: the type of the row's error.
-        least, most: the number of generated tokens.
-        disagree: `yes` for rows whose samples do not all give the same answer (where there are no
-            answers, the same mark; where there are no marks either, the same text).
-        subset: the value of `subset_column`, as text.
-        subset_column: the column that says which part of the exam a question belongs to; it is the
-            job's, and no key of a URL.
-    """
-
-    text: str = ""
-    column: str = ""
-    mark: str = ""
-    reason: str = ""
-    error: str = ""
-    least: str = ""
+    text: str = ""  # that `column` contains, in upper or lower case
+    column: str = ""  # of texts; empty for the generated text
+    mark: str = ""  # one of MARKS
+    reason: str = ""  # one of REASONS
+    error: str = ""  # the type of the row's error
+    least: str = ""  # generated tokens
     most: str = ""
     disagree: str = ""
-    subset: str = ""
-    subset_column: str = ""
+    """`yes` for rows whose samples differ in their answer; in their mark, where the job has no
+    answers; in their text, where it has no marks either."""
+    subset: str = ""  # the value of `subset_column`, as text
+    subset_column: str = ""  # the job's, and no key of a URL
 
     def __post_init__(self) -> None:
         for name, known in (("mark", MARKS), ("reason", REASONS), ("disagree", ("yes",))):
@@ -74,9 +62,6 @@ class Filter:
     @classmethod
     def of(cls, query: Mapping[str, str], subset_column: str = "") -> Filter:
         """The filter that the query of a URL describes.
-
-        Args:
-            subset_column: of the job; empty if it has no subsets.
 
         Raises:
             ConfigError: a value is none that the key may have.
@@ -95,10 +80,7 @@ class Filter:
         return any(value for key, value in self.query.items() if key != "column")
 
     def columns(self, schema: pa.Schema, text_column: str) -> list[str]:
-        """The columns that `matches` reads.
-
-        Args:
-            schema: of the rows with their grades.
+        """The columns that `matches` reads, given the schema of the rows with their grades.
 
         Raises:
             ConfigError: `column` is no column of texts, or there are no grades to filter by.
@@ -124,11 +106,7 @@ class Filter:
         return [name for name in dict.fromkeys(names) if name in schema.names]
 
     def matches(self, table: pa.Table, text_column: str) -> Bools:
-        """[R] Which samples are listed.
-
-        Args:
-            table: [R] whole rows (all samples of each) with the columns that `columns` names.
-        """
+        """[R] Which samples of a table of whole rows, with the columns of `columns`, are listed."""
         found = np.ones(table.num_rows, np.bool_)
         if self.reason:
             found &= _bools(pc.equal(table["finish_reason"], self.reason))
@@ -161,11 +139,8 @@ def text_columns(schema: pa.Schema) -> list[str]:
 
 
 def marks(table: pa.Table) -> npt.NDArray[np.str_]:
-    """[R] Which of MARKS each sample has; empty for rows with an error of their own.
-
-    Args:
-        table: with `finish_reason` and those columns of the grades that there are.
-    """
+    """[R] Which of MARKS each sample has, by its finish reason and the grades that there are; empty
+    for rows with an error of their own."""
     count, names = table.num_rows, table.column_names
     found = np.full(count, "ungraded", dtype="<U11")
     if MARK in names:
