@@ -25,8 +25,7 @@ Ints = npt.NDArray[np.int64]
 MOST_QUESTIONS = 300
 """Questions whose samples are drawn as dots."""
 MOST_SAMPLES = 64
-_MOST_LENGTH = 1 << 20
-"""Lengths above are counted as this one."""
+_MOST_LENGTH = 1 << 20  # greater lengths count as this one
 _COLUMNS = (
     *("row_id", "finish_reason", "error", "num_prompt_tokens", "num_generated_tokens"),
     *("constraint_satisfied", MARK, ANSWER, GRADE_ERROR),
@@ -137,15 +136,13 @@ class Collected:
         return dict(sorted(reasons.items()))
 
 
-MOST_ROWS = 200
-"""Rows that are chosen in all."""
+MOST_ROWS = 200  # that are chosen in all
 _PICKS = {
     "disagreeing": 40, "wrong": 40, "no answer": 20, "not graded": 20, "error": 30, "cut": 20,
     "constraint": 20, "longest": 20, "random": MOST_ROWS,
 }  # fmt: skip
 """How many rows are chosen for which reason. Rows at random fill what the others leave."""
-_AT_RANDOM = 40
-"""At least so many are chosen at random."""
+_AT_RANDOM = 40  # at least
 
 
 def collect(data: JobData, cut_texts: CutTexts = "as_marked") -> Collected:
