@@ -152,8 +152,12 @@ class Way:
         if not self.k:
             return ARStrategy()
         kind = AnyWidth if self.any_width else ARSpecStrategy
-        proposer = "draft" if self.draft else "ngram"
-        return kind(proposer=proposer, num_spec_tokens=self.k, adaptive=False, ngram_pool=self.pool)
+        return kind(
+            proposer="draft" if self.draft else "ngram",
+            num_spec_tokens=self.k,
+            adaptive=False,
+            ngram_pool=self.pool,
+        )
 
 
 class AnyWidth(ARSpecStrategy):

@@ -132,12 +132,12 @@ class Exam:
         """
         llm = LLM(
             str(folder),
-            device=self._device.type,
+            device="cuda" if self._device.type == "cuda" else "cpu",
             strategy=self._learner.strategy(),
             config=EngineConfig(kv_cache_gib=0.25, prefix_caching=False),
         )
         params = SamplingParams(temperature=0, max_new_tokens=MOST_TOKENS)
-        grades = {}
+        grades: dict[str, dict[str, Any]] = {}
         for form in FORMS:
             prompts = [[{"role": "user", "content": row.request(form)}] for row in self._rows]
             found: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
